@@ -62,9 +62,8 @@ class BatchOptions:
             and self.num_microbatches is None
         ):
             raise ValueError(
-                f"global_batch_size={self.global_batch_size} alone does not say how it is cut: "
-                "give micro_batch_size or "
-                "num_microbatches too"
+                f"global_batch_size={self.global_batch_size} alone does not determine the "
+                "microbatches. Set micro_batch_size or num_microbatches, too"
             )
 
     def plan(self, num_replicas: int) -> BatchPlan:

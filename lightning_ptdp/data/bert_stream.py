@@ -89,13 +89,14 @@ class BertStream(SampleStream):
         windows = len(self._windows.starts)
         if not windows:
             raise StoreError(
-                f"{folder}: no document of the {split} split has {LEAST_TOKENS} tokens: use more "
-                "text" + (", or a bigger validation_fraction" if split == "validation" else "")
+                f"{folder}: no document of the {split} split has {LEAST_TOKENS} tokens. Use "
+                "more text"
+                + (", or a greater validation_fraction" if split == "validation" else "")
             )
         if pairs == "next" and self._windows.documents[0] == self._windows.documents[-1]:
             raise StoreError(
-                f"{folder}: the {split} split holds one document, and pairs='next' needs segments "
-                "of two: use pairs='swap' or more text"
+                f"{folder}: the {split} split has only one document, but pairs='next' needs "
+                "segments of two. Use pairs='swap' or more text"
             )
         super().__init__(
             samples=windows,

@@ -66,7 +66,8 @@ class ChatConfig(Preparation):
         """
         if self.tokenizer_dir is None:
             raise TokenizerError(
-                "tokenizer_dir=None: name the folder of the tokenizer, which mostly is the model's"
+                "tokenizer_dir=None. Give the folder of the tokenizer, which is usually that "
+                "of the model"
             )
         return HuggingFaceTokenizer(self.tokenizer_dir)
 
@@ -135,7 +136,7 @@ class ChatConfig(Preparation):
                     scores.append(digest)
                     characters += size
         if len(set(origins)) < len(self._sources()):
-            raise CorpusError("the data hold no conversation")
+            raise CorpusError("the data have no conversation")
         held = np.array(origins, bool)
         if self.validation_path is None:
             held = _validation(np.array(scores), self.validation_fraction)
@@ -146,7 +147,7 @@ class ChatConfig(Preparation):
             count = write_chunks(folder / split, runs, chunk_tokens=CHUNK_TOKENS, dtype="int32")
             splits[split] = SplitRecord(documents=int(kept.sum()), tokens=count, dtype="int32")
         for why, number in faulty.most_common(3):
-            report.say(f"{number:,} rows are left out: {why}")
+            report.say(f"{number:,} rows were left out: {why}")
         counts = {
             "documents": len(scores),
             "characters": characters,
@@ -171,9 +172,9 @@ def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
     if chosen.all():
         different = len(np.unique(scores))
         raise CorpusError(
-            f"the data hold {different}{' different' * (len(scores) > different)} "
-            f"conversation{'s' * (different > 1)}, too few to divide: "
-            "give more, or a file of its own for validation (validation_path)"
+            f"the data have {different}{' different' * (len(scores) > different)} "
+            f"conversation{'s' * (different > 1)}, too few for a split. Give more, or a "
+            "separate file for validation (validation_path)"
         )
     return chosen
 
@@ -185,7 +186,7 @@ def _encoded(
     rows = read_rows(path, split=split)
     first = list(islice(rows, _ROWS_AT_ONCE))
     if not first:
-        raise CorpusError(f"path={path} holds no row")
+        raise CorpusError(f"path={path} has no row")
     columns = Columns.of(
         dict.fromkeys(name for row in first for name in row),
         config.columns,
@@ -216,7 +217,7 @@ def _encode(
         except FaultyRow as error:
             if not drop:
                 raise CorpusError(
-                    f"path={path}, row {number}: {error}. Or leave such rows out (faulty: drop)"
+                    f"path={path}, row {number}: {error}. To leave such rows out, use faulty: drop"
                 ) from error
             left_out.append(str(error))
             continue

@@ -33,10 +33,10 @@ Learn: TypeAlias = Literal["answers", "last_answer"]
 
 LIMIT_S = 10.0
 """Time limit for a template to render one conversation, which normally takes milliseconds."""
-_ENDLESS = "give one without (chat_template: a file)"
+_ENDLESS = "Use another template (chat_template: a file)"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MEND = (
-    "give a template that marks its answers with {% generation %} (chat_template: a file), or "
+    "Use a template that marks its answers with {% generation %} (chat_template: a file), or "
     "learn: last_answer"
 )
 
@@ -69,13 +69,13 @@ class ChatFormat:
             self.template = self._tokenizer.chat_template
         else:
             raise TokenizerError(
-                f"the tokenizer of {tokenizer.folder} has no chat template: name a file with one "
-                "(chat_template: file.jinja)"
+                f"the tokenizer of {tokenizer.folder} has no chat template. Give a file with "
+                "one (chat_template: file.jinja)"
             )
         if not self._tokenizer.is_fast:
             raise TokenizerError(
-                f"the tokenizer of {tokenizer.folder} is a slow one, which does not tell where a "
-                "token stands in a text"
+                f"the tokenizer of {tokenizer.folder} is a slow one, which does not report the "
+                "positions of tokens in a text"
             )
         _check_powers(self.template, tokenizer.folder if template is None else template)
         added = self._tokenizer.added_tokens_decoder.items()
@@ -99,8 +99,8 @@ class ChatFormat:
         if not learned[1:].any():
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in conversation))
             raise FaultyRow(
-                "there is nothing to learn: no message is an answer of the role assistant (the "
-                f"roles are {roles})"
+                "there is nothing to learn: no message has the role assistant (the roles are "
+                f"{roles})"
             )
         return ids, learned
 
@@ -146,8 +146,7 @@ class ChatFormat:
         for number in answers[-1:] if self._learn == "last_answer" else answers:
             if number == 0:
                 raise FaultyRow(
-                    "it begins with an answer: put a question in front of it, or take the answer "
-                    "out"
+                    "it begins with an answer. Add a question before it, or remove the answer"
                 )
             before = self._render(conversation[:number], add_generation_prompt=True)
             after = (
@@ -158,10 +157,10 @@ class ChatFormat:
             for what, part in (("up to its question", before), ("up to it", after)):
                 if not text.startswith(part):
                     raise FaultyRow(
-                        f"answer {number + 1} of {len(conversation)} messages has no place of its "
-                        "own, since the chat template renders "
-                        f"the conversation {what} as something that the whole does not begin "
-                        f"with: {_MEND}"
+                        f"the chat template renders the conversation {what} differently on its "
+                        "own than as the beginning of the whole conversation, so the position "
+                        f"of answer {number + 1} of {len(conversation)} messages is unknown. "
+                        f"{_MEND}"
                     )
             spans.append((len(before), len(after)))
         return spans
@@ -177,13 +176,12 @@ class ChatFormat:
                 )
         except TimeoutError as error:
             raise TokenizerError(
-                f"the chat template is {error} for one conversation: {_ENDLESS}"
+                f"the chat template did not finish ({error}) for one conversation. {_ENDLESS}"
             ) from error
         except Exception as error:  # a template is a program and can raise anything
             roles = ", ".join(str(message["role"]) for message in conversation)
             raise FaultyRow(
-                f"the chat template does not take it (roles {roles}): "
-                f"{str(error) or type(error).__name__}"
+                f"the chat template failed (roles {roles}): {str(error) or type(error).__name__}"
             ) from error
 
 
@@ -193,7 +191,7 @@ def read_template(path: str) -> str:
     Raises:
         TokenizerError: The file cannot be read.
     """
-    with reading(f"chat_template={path}", TokenizerError, "name a file with a Jinja template"):
+    with reading(f"chat_template={path}", TokenizerError, "give a file with a Jinja template"):
         return read_bytes(Path(path)).decode()
 
 
@@ -207,7 +205,10 @@ def _check_powers(template: str, where: str | Path) -> None:
     with contextlib.suppress(jinja2.TemplateSyntaxError):  # reported when it is rendered
         tokens = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).lex(template)
         if any(kind == "operator" and value == "**" for _, kind, value in tokens):
-            raise TokenizerError(f"the chat template of {where} computes a power (**): {_ENDLESS}")
+            raise TokenizerError(
+                f"the chat template of {where} computes a power (**), which "
+                f"may take very long. {_ENDLESS}"
+            )
 
 
 def _check_rendered(conversation: Conversation, text: str) -> None:
@@ -219,6 +220,6 @@ def _check_rendered(conversation: Conversation, text: str) -> None:
             and content.strip() not in text
         ):
             raise FaultyRow(
-                f"the chat template leaves out what the role {message['role']!r} says: use roles "
-                "that it takes"
+                f"the chat template leaves out messages of the role {message['role']!r}. Use "
+                "roles that it supports"
             )

@@ -78,8 +78,8 @@ class ChatStream(SampleStream):
         stored = manifest.splits[split].documents
         if not stored or len(lengths) != stored or self._starts[0] != 0 or lengths.min() < 2:
             raise StoreError(
-                f"{Path(folder, split)} is damaged: it does not hold {stored} conversations; "
-                "prepare the data again with overwrite"
+                f"{Path(folder, split)} is damaged: it does not have {stored} conversations. "
+                "Prepare the data again with overwrite"
             )
         longer = lengths > sequence_length + 1
         self.longer, self.samples = int(longer.sum()), len(lengths)
@@ -93,8 +93,8 @@ class ChatStream(SampleStream):
         kept = np.flatnonzero(~longer) if too_long == "drop" else np.arange(len(lengths))
         if not len(kept):
             raise StoreError(
-                f"{folder}: no {split} sample has at most sequence_length={sequence_length} (+ 1) "
-                f"tokens, the shortest has {lengths.min()}"
+                f"{folder}: no {split} sample has at most sequence_length={sequence_length} (+ "
+                f"1) tokens; the shortest has {lengths.min()}"
             )
         sizes = np.minimum(lengths[kept] - 1, sequence_length)
         alone = (np.arange(len(kept)), np.arange(len(kept) + 1))
@@ -154,8 +154,9 @@ class ChatStream(SampleStream):
     def _check(self, longer: np.ndarray, too_long: TooLong, length: int, said: str) -> None:
         if too_long == "error" and longer.any():
             raise StoreError(
-                f"{said} are longer than sequence_length={length} (+ 1), the longest has "
-                f"{self.lengths.max()} tokens: use a longer one, or too_long: cut or drop"
+                f"{said} are longer than sequence_length={length} (+ 1); the longest has "
+                f"{self.lengths.max()} tokens. Use a greater sequence_length, or too_long: cut "
+                "or drop"
             )
         if too_long == "cut":
             # The first token of a sample is never predicted.
@@ -165,6 +166,7 @@ class ChatStream(SampleStream):
             empty = sum(not learned[1:].any() for learned in cut)
             if empty:
                 raise StoreError(
-                    f"{said} are cut to sequence_length={length} (+ 1) tokens, and {empty} of "
-                    "these have no answer left to learn: use a longer one, or too_long: drop"
+                    f"{said} are truncated to sequence_length={length} (+ 1) tokens, and "
+                    f"{empty} of them have no answer left to learn. Use a greater "
+                    "sequence_length, or too_long: drop"
                 )

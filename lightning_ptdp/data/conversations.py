@@ -75,7 +75,7 @@ class Columns:
         for key, column in given.items():
             if key not in keys:
                 raise CorpusError(
-                    f"columns: {key!r} is none of {', '.join(keys)}{nearest(key, keys)}"
+                    f"columns: {key!r} is not one of {', '.join(keys)}{nearest(key, keys)}"
                 )
             if column not in present:
                 raise CorpusError(
@@ -97,8 +97,8 @@ class Columns:
         )
         raise CorpusError(
             f"{where} has no column messages, nor prompt and response, nor instruction and "
-            f"output{close}; {_has(present)}: name them, "
-            "such as columns={prompt: question, response: answer}"
+            f"output{close}; {_has(present)}. Name the columns, such as columns={{prompt: "
+            "question, response: answer}"
         )
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
@@ -130,7 +130,7 @@ class Columns:
                 and not (content and str(content).strip())
             ):
                 raise FaultyRow(
-                    f"message {number}, an answer, is empty: fill it in or take the row out"
+                    f"message {number}, an answer, is empty. Add its text, or remove the row"
                 )
         return messages
 
@@ -152,12 +152,12 @@ def chat_files(path: str | Sequence[str]) -> list[Path]:
         found = [file.path for file in list_files(root, _SUFFIXES)]
         if found == [root] and root.suffix not in _SUFFIXES:
             raise CorpusError(
-                f"path={root} ends in {root.suffix or 'nothing'!r}: name JSON lines (.jsonl) or "
-                "Parquet (.parquet)"
+                f"path={root} has the suffix {root.suffix or ''!r}. Give JSON lines (.jsonl) "
+                "or Parquet (.parquet)"
             )
         files += found
     if not files:
-        raise CorpusError(f"path={path!r} names no file")
+        raise CorpusError(f"path={path!r} matches no file")
     return files
 
 
@@ -206,7 +206,7 @@ def _saved_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
             raise CorpusError(
-                f"path={folder} has no split {split!r}, only {', '.join(saved)}: name the "
+                f"path={folder} has no split {split!r}, only {', '.join(saved)}. Give the "
                 "folder of one of them"
             )
         saved = saved[split]
@@ -231,7 +231,7 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
                 row = parse_row(line) if line.strip() else None
             except ValueError as error:
                 raise ValueError(
-                    f"line {number}: {reason(error)}; a file of JSON lines has one object a line"
+                    f"line {number}: {reason(error)}. A file of JSON lines has one object per line"
                 ) from error
             if row is not None:
                 yield row
@@ -256,8 +256,8 @@ def _said(value: object, role: str, column: str) -> Conversation:
     if isinstance(value, list):
         return _messages(value, column)
     raise FaultyRow(
-        f"column {column!r} holds {'nothing' if value is None else type(value).__name__}; a text "
-        "is needed"
+        f"column {column!r} is {'empty' if value is None else 'a ' + type(value).__name__}, "
+        "but must be text"
     )
 
 
@@ -268,8 +268,8 @@ def _messages(value: object, column: str) -> Conversation:
         or not all(isinstance(message, Mapping) for message in value)
     ):
         raise FaultyRow(
-            f"column {column!r} holds no list of messages, such as [{{'role': 'user', 'content': "
-            f"...}}, ...]"
+            f"column {column!r} must be a list of messages, such as [{{'role': 'user', "
+            "'content': ...}, ...]"
         )
     messages = []
     for number, message in enumerate(value, start=1):

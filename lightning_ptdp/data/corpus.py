@@ -134,8 +134,8 @@ class Corpus:
         check_types(self)
         if not all(suffix.startswith(".") for suffix in self.suffixes):
             raise ValueError(
-                f"suffixes={self.suffixes!r} must be a list of endings with their dot, such as "
-                "['.txt', '.jsonl']"
+                f"suffixes={self.suffixes!r} must be a list of suffixes with their dot, such "
+                "as ['.txt', '.jsonl']"
             )
 
     @property
@@ -146,7 +146,7 @@ class Corpus:
         paths = [self.source] if isinstance(self.source, str | Path) else list(self.source)
         if not paths or not all(str(path) for path in paths):
             raise CorpusError(
-                f"source={self.source!r} names no path: give a file or folder, or leave it out "
+                f"source={self.source!r} has no path. Give a file or folder, or leave it out "
                 "for the default text"
             )
         return tuple(str(path) for path in paths)
@@ -213,12 +213,13 @@ class Corpus:
             raise CorpusError(f"{where}: {reason(error)}") from error
         if self.text_field not in row:
             raise CorpusError(
-                f"{where}: no field text_field={self.text_field!r}; the line has {sorted(row)}"
+                f"{where}: there is no field text_field={self.text_field!r}; the line has "
+                f"{sorted(row)}"
             )
         text = row[self.text_field]
         if not isinstance(text, str):
             raise CorpusError(
-                f"{where}: field {self.text_field!r} is {type(text).__name__}, a string is needed"
+                f"{where}: field {self.text_field!r} is {type(text).__name__}, but must be a string"
             )
         return text
 
@@ -228,7 +229,7 @@ class Corpus:
         except UnicodeDecodeError as error:
             if self.undecodable == "error":
                 raise CorpusError(
-                    f"{name}: not UTF-8 at byte {offset + error.start}; convert it, or set "
+                    f"{name}: not UTF-8 at byte {offset + error.start}. Convert it, or set "
                     "undecodable to 'replace' or 'skip'"
                 ) from error
             report.undecodable.append(name)
@@ -274,8 +275,8 @@ def list_files(root: Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:
     found = [file for file in _walk(root, label, set()) if file.name.lower().endswith(wanted)]
     if not found:
         raise CorpusError(
-            f"source folder {root} holds no file that ends in {', '.join(suffixes)}; set suffixes "
-            "to what it holds"
+            f"source folder {root} has no file with the suffix {', '.join(suffixes)}. Set "
+            "suffixes to those of its files"
         )
     return found
 
@@ -289,8 +290,7 @@ def _standard_library() -> list[CorpusFile]:
     )
     if not found:
         raise CorpusError(
-            f"this Python keeps no sources of its standard library in {root}: give a source of "
-            "your own"
+            f"this Python has no sources of its standard library in {root}. Set source"
         )
     return found
 

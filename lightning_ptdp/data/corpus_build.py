@@ -65,7 +65,7 @@ class Builder:
         saved = read_record(self.work / "survey.json")
         if saved is not None:
             found = Survey.from_json(saved)
-            self.report.say(f"going on with {found.documents:,} documents that were read before")
+            self.report.say(f"continuing with {found.documents:,} documents that were read before")
             return found
         task = partial(_scan_part, self.config, self.config.seed)
         found = survey(
@@ -86,7 +86,8 @@ class Builder:
             "only with tokenizer_dir, whose tokenizer is not learned"
         )
         self.report.say(
-            f"learning {self.config.vocabulary_size} pieces from {found.documents:,} documents"
+            f"learning a vocabulary of {self.config.vocabulary_size} pieces from "
+            f"{found.documents:,} documents"
         )
         sample = self.work / "sample.txt"
         with open(sample, "wb") as stream:
@@ -135,8 +136,8 @@ class Builder:
         seen = sum(record["seen"] for record in records)
         if seen != found.documents:
             raise CorpusError(
-                f"source={self.config.source!r} changed while it was read: {found.documents} "
-                f"documents, then {seen}"
+                f"source={self.config.source!r} changed while it was read: it had "
+                f"{found.documents} documents, then {seen}"
             )
         splits: dict[str, SplitRecord] = {}
         for split in SPLITS:

@@ -64,10 +64,9 @@ class PrepareConfig(Corpus, Preparation):
             raise ValueError("output='' (data_dir) must be the path of a folder")
         if "://" in str(self.output):
             raise ValueError(
-                f"output={str(self.output)!r} is an address: name a local folder, and copy it to "
-                "the store when it is made. To train "
-                "on one in a store, set remote to its address and data_dir to a local folder for "
-                "the copy"
+                f"output={str(self.output)!r} is a URL. Give a local folder, and copy it to "
+                "the store afterwards. To train on data in a store, set remote to its URL and "
+                "data_dir to a local folder for the copy"
             )
         symbols = self.control_symbols
         if not all(symbols) or len(set(symbols)) < len(symbols):
@@ -79,8 +78,8 @@ class PrepareConfig(Corpus, Preparation):
             check_integer("vocabulary_size", self.vocabulary_size, least=262, most=(1 << 31) - 1)
         elif self.tokenizer_dir is None:
             raise ValueError(
-                "vocabulary_size=None is that of tokenizer_dir, which names no folder: give a "
-                "number"
+                "vocabulary_size=None is the vocabulary size of tokenizer_dir, which is not "
+                "set. Give a number"
             )
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
         check_integer("document_bytes", self.document_bytes, least=1 << 10)
@@ -108,8 +107,8 @@ class PrepareConfig(Corpus, Preparation):
         if self.vocabulary_size not in (None, tokenizer.vocabulary_size):
             raise TokenizerError(
                 f"tokenizer_dir={self.tokenizer_dir} has a vocabulary of "
-                f"{tokenizer.vocabulary_size}, not vocabulary_size="
-                f"{self.vocabulary_size}: use that number"
+                f"{tokenizer.vocabulary_size}, but vocabulary_size={self.vocabulary_size}. Use "
+                "that of the tokenizer"
             )
         _ = tokenizer.eos_id  # a Hugging Face tokenizer may have none
         for symbol in self.control_symbols:

@@ -48,4 +48,4 @@ def reading(what: str | Path, kind: type[DataError], mend: str = "") -> Iterator
         )
         raise kind(f"{name} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise kind(f"{what} is damaged: {reason(error)}; {mend}") from error
+        raise kind(f"{what} is damaged: {reason(error)}. {mend}") from error

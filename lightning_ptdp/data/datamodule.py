@@ -88,7 +88,7 @@ class TextDataModule(PreparedDataModule):
         if self.sequence_length >= prepare_config.chunk_tokens:
             raise ValueError(
                 f"sequence_length={self.sequence_length} must be less than "
-                f"{prepare_config.chunk_tokens} tokens, a chunk"
+                f"{prepare_config.chunk_tokens}, the number of tokens in a chunk"
             )
         if vocabulary_size is None:
             assert tokenizer_dir is not None, "PrepareConfig has refused that"

@@ -128,7 +128,7 @@ def parse_row(line: bytes) -> dict[str, Any]:
         ) from error
     row = parse_json(line, most_values=len(line))
     if not isinstance(row, dict):
-        raise ValueError(f"a JSON object is needed, got {type(row).__name__}")
+        raise ValueError(f"must be a JSON object, but is a {type(row).__name__}")
     return row
 
 

@@ -69,15 +69,14 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise TokenizerError(f"tokenizer folder {folder} is not there")
+            raise TokenizerError(f"tokenizer folder {folder} does not exist")
         if not (self.folder / _SETTINGS).is_file():
             raise TokenizerError(
-                f"{folder} holds no tokenizer: neither {_SETTINGS} of Hugging Face's, as "
-                "save_pretrained writes it, nor what ptdp "
-                "prepare makes"
+                f"{folder} has no tokenizer: neither a {_SETTINGS} of Hugging Face, as "
+                "save_pretrained writes it, nor one of ptdp prepare"
             )
         with reading(
-            f"tokenizer folder {folder}", TokenizerError, "put a tokenizer's own files there"
+            f"tokenizer folder {folder}", TokenizerError, "Replace them with files of a tokenizer"
         ):
             self._files = read_files(self.folder, (*_FILES, "config.json"))
             small_files(self.folder, _READ)
@@ -108,9 +107,8 @@ class HuggingFaceTokenizer:
         except Exception as error:  # transformers, tokenizers and json raise many types
             if "trust_remote_code" in str(error):
                 raise TokenizerError(
-                    f"tokenizer folder {self.folder} needs code of its own (auto_map), which is "
-                    "not run: use a model whose tokenizer "
-                    "transformers has"
+                    f"tokenizer folder {self.folder} refers to its own code (auto_map), which "
+                    "is not run. Use a model whose tokenizer is part of transformers"
                 ) from error
             why = " ".join(reason(error).split())[:300]
             raise TokenizerError(f"tokenizer folder {self.folder} cannot be read: {why}") from error
@@ -142,8 +140,8 @@ class HuggingFaceTokenizer:
         index = self.of_transformers.eos_token_id
         if index is None:
             raise TokenizerError(
-                f"the tokenizer of {self.folder} has no eos_token to end documents with: set it "
-                f"in {_SETTINGS}"
+                f"the tokenizer of {self.folder} has no eos_token to end documents with. Set "
+                f"it in {_SETTINGS}"
             )
         return int(index)
 
@@ -154,8 +152,8 @@ class HuggingFaceTokenizer:
             TokenizerError: Always.
         """
         raise TokenizerError(
-            f"the tokenizer of {self.folder} is Hugging Face's, and has no control symbol "
-            f"{symbol!r}: let ptdp prepare learn one"
+            f"the tokenizer of {self.folder} is from Hugging Face and has no control symbol "
+            f"{symbol!r}. Let ptdp prepare learn one"
         )
 
     def encode(self, text: str) -> list[int]:

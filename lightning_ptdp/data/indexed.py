@@ -62,7 +62,7 @@ class IndexedFile:
         for path in (self._index, self._data):
             if not path.is_file():
                 raise StoreError(
-                    f"{path} is missing: give the prefix of a pair of files, PREFIX.bin and "
+                    f"{path} is missing. Give the prefix of a pair of files, PREFIX.bin and "
                     "PREFIX.idx"
                 )
         with reading(self._index, StoreError):
@@ -106,8 +106,8 @@ class IndexedFile:
         last = bisect_left(numbers, self.tokens, key=self._start) - 1
         if first > last:
             raise StoreError(
-                f"{self.prefix} holds {min(self.tokens, 1)} document with tokens, which cannot be "
-                "divided: give a file of its own for validation (validation_prefix)"
+                f"{self.prefix} has {min(self.tokens, 1)} document with tokens, which cannot "
+                "be split. Give a separate file for validation (validation_prefix)"
             )
         wanted = round(self.tokens * (1 - validation_fraction))
         near = bisect_left(numbers, wanted, first, last, key=self._start)
@@ -128,29 +128,29 @@ class IndexedFile:
             header = stream.read(_HEADER.size)
         if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
             raise StoreError(
-                f"{index} is no index of Megatron-LM's mapped format: it does not begin with "
-                f"{_MAGIC!r} and a header"
+                f"{index} is not an index in the mapped format of Megatron-LM: it does not "
+                f"begin with {_MAGIC!r} and a header"
             )
         _, version, code, sequences, boundaries = _HEADER.unpack(header)
         if version != 1:
-            raise StoreError(f"{index} is of version {version}; version 1 can be read")
+            raise StoreError(f"{index} has version {version}, but only version 1 can be read")
         if code not in _TOKEN_TYPES:
             held = _OTHER_TYPES.get(code, f"an unknown type (code {code})")
-            raise StoreError(f"{index}: {data.name} holds {held}, and token ids are integers")
+            raise StoreError(f"{index}: {data.name} has {held}, but token ids must be integers")
         self._dtype = np.dtype(_TOKEN_TYPES[code])
         size, wanted = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * boundaries
         if size != wanted:
             more = (
-                "; it may be a multimodal one, which has a mode for every sequence"
+                "; it may be a multimodal index, which has a mode for every sequence"
                 if size == wanted + sequences
                 else ""
             )
             raise StoreError(
                 f"{index} has {size} bytes, but its {sequences} sequences and {boundaries} "
-                f"boundaries take {wanted}{more}"
+                f"boundaries need {wanted}{more}"
             )
         if not sequences or boundaries < 2:
-            raise StoreError(f"{index} holds no document")
+            raise StoreError(f"{index} has no document")
         raw = np.memmap(index, np.uint8, "r", offset=_HEADER.size)
         lengths, pointers, firsts = (
             part.view(kind)
@@ -163,9 +163,9 @@ class IndexedFile:
         found = data.stat().st_size
         if found != total * self._dtype.itemsize:
             raise StoreError(
-                f"{data} has {found} bytes, but {index.name} counts {total} tokens of "
-                f"{self._dtype.itemsize} bytes: "
-                "the file is cut off, or the two do not belong together"
+                f"{data} has {found} bytes, but {index.name} lists {total} tokens of "
+                f"{self._dtype.itemsize} bytes. The file is truncated, or the two files do not "
+                "belong together"
             )
         self.tokens, self.documents = total, boundaries - 1
         self._firsts, self._pointers = firsts, pointers
@@ -222,8 +222,8 @@ def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
         wrong = np.flatnonzero((some < 0) | (pointers[part] != (ends - some) * itemsize))
         if len(wrong):
             raise StoreError(
-                f"{index} is damaged: sequence {part.start + int(wrong[0])} does not begin where "
-                "the one before it ends"
+                f"{index} is damaged: sequence {part.start + int(wrong[0])} does not begin at "
+                "the end of the previous one"
             )
         total = int(ends[-1])
     return total
@@ -238,7 +238,7 @@ def _check_documents(index: Path, firsts: np.ndarray, sequences: int) -> None:
     ):
         raise StoreError(
             f"{index} is damaged: its documents do not begin at sequence 0, ascend, and end at "
-            f"{sequences}"
+            f"sequence {sequences}"
         )
 
 

@@ -60,8 +60,8 @@ class Turns:
         if min(counts) < 1:
             small = weights[counts.index(0)]
             raise ValueError(
-                f"weight={small!r} is less than one sample in {_LONGEST}: leave that corpus out "
-                "or enlarge its weight"
+                f"weight={small!r} is less than one sample in {_LONGEST}. Leave this corpus "
+                "out, or increase its weight"
             )
         order = _assign(counts)
         ranks = np.empty_like(order)

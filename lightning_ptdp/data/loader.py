@@ -116,9 +116,8 @@ class TokenLoader(_BatchLoader):
         self.sizes = self.ramp_up or RampUp(start=full, stop=full, increment=1, samples=1)
         if self.sizes.stop != full:
             raise ValueError(
-                f"ramp_up ends at {self.sizes.stop} samples a step, but batch_size "
-                f"{self.batch_size} x {self.num_replicas} replicas = "
-                f"{full}"
+                f"ramp_up ends at {self.sizes.stop} samples per step, but batch_size "
+                f"{self.batch_size} x {self.num_replicas} replicas = {full}"
             )
         self.sizes.plans(data_parallel_size=self.num_replicas, micro_batch_size=1)
         self.consumed_samples = 0
@@ -126,11 +125,11 @@ class TokenLoader(_BatchLoader):
         self._begun: deque[int] = deque(maxlen=_REMEMBERED)
         if len(self.stream) < full:
             raise DataError(
-                f"one step takes batch_size {self.batch_size} x {self.num_replicas} replicas = "
-                f"{full} samples, but the data "
-                f"hold {len(self.stream)} of sequence_length {self.stream.sequence_length}: use a "
-                "batch of at most "
-                f"{len(self.stream) // self.num_replicas}, a shorter sequence_length, or more text"
+                f"a step takes batch_size {self.batch_size} x {self.num_replicas} replicas = "
+                f"{full} samples, but the data have {len(self.stream)} of sequence_length "
+                f"{self.stream.sequence_length}. Use a batch of at most "
+                f"{len(self.stream) // self.num_replicas}, a shorter sequence_length, or more "
+                "text"
             )
 
     @property
@@ -205,15 +204,15 @@ class TokenLoader(_BatchLoader):
         """
         here = self.state_dict()
         differences = [
-            f"{name} is {state_dict.get(name)!r} in the checkpoint and {wanted!r} here"
+            f"{name} is {state_dict.get(name)!r} in the checkpoint, but {wanted!r} in this training"
             for name, wanted in here.items()
             if name != "consumed_samples" and state_dict.get(name) != wanted
         ]
         if differences:
             raise DataError(
-                "cannot continue at the checkpoint's place in the data: "
-                f"{'; '.join(differences)}. Use the same, or start "
-                "anew from the weights alone"
+                "cannot continue at the checkpoint's position in the data: "
+                f"{'; '.join(differences)}. Use the same values, or start a new training from "
+                "the weights"
             )
         check_integer("consumed_samples", state_dict.get("consumed_samples"), least=0)
         self.consumed_samples = state_dict["consumed_samples"]

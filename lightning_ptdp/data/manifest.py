@@ -37,7 +37,7 @@ __all__ = [
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3
-_MEND = "prepare the data again with overwrite, or copy the folder again"
+_MEND = "Prepare the data again with overwrite, or copy the folder again"
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 Form = Literal["text", "chat"]
@@ -124,7 +124,7 @@ class Manifest:
             return [(name, inside(folder, name), record) for name, record in self.files.items()]
         except (ValueError, OSError) as error:
             raise StoreError(
-                f"{Path(folder, MANIFEST_FILE)}: {error}; get the folder from whoever made it"
+                f"{Path(folder, MANIFEST_FILE)}: {error}. Copy the folder again from its source"
             ) from error
 
     def tokens(
@@ -137,14 +137,16 @@ class Manifest:
         """
         if self.form != form:
             raise StoreError(
-                f"{folder} is of form {self.form!r}, and {form!r} is needed here: read it with "
-                f"{_READ_BY[self.form]}, or use another folder"
+                f"{folder} has data of the form {self.form!r}, but {form!r} is needed. Read it "
+                f"with {_READ_BY[self.form]}, or use another folder"
             )
         held, place = self.splits[split], Path(folder, split)
         chunks = read_chunks(place, held.dtype) if held.tokens else ()
         tokens = sum(chunk.tokens for chunk in chunks)
         if tokens != held.tokens:
-            raise StoreError(f"{place} holds {tokens} tokens, {held.tokens} were written: {_MEND}")
+            raise StoreError(
+                f"{place} has {tokens} tokens, but {held.tokens} were written. {_MEND}"
+            )
         return ChunkMap(
             chunks,
             vocabulary_size=self.vocabulary_size,
@@ -168,7 +170,8 @@ class Manifest:
         path = Path(folder, MANIFEST_FILE)
         if not os.path.lexists(path):
             raise StoreError(
-                f"{path} is missing: {folder} is not a prepared data folder; run `ptdp prepare`"
+                f"{path} is missing, so {folder} is not a folder of prepared data. Run `ptdp "
+                "prepare`"
             )
         with reading(path, StoreError, _MEND):
             values = read_json(inside(folder, MANIFEST_FILE))
@@ -177,13 +180,13 @@ class Manifest:
         written = values.get("format")
         if written != FORMAT or isinstance(written, bool):
             raise StoreError(
-                f"{path} is of format {written!r}, and this version reads format {FORMAT}: prepare "
-                "the data again (ptdp prepare --data.overwrite true)"
+                f"{path} has format {written!r}, but this version reads format {FORMAT}. "
+                "Prepare the data again (ptdp prepare --data.overwrite true)"
             )
         if values.pop("sha256", None) != _digest(values):
             raise StoreError(
-                f"{path} is damaged, or was edited: its content does not have the sha256 that it "
-                f"names; {_MEND}"
+                f"{path} is damaged, or was edited: its sha256 differs from the one that it "
+                f"contains. {_MEND}"
             )
         with reading(path, StoreError, _MEND):
             return cls._of({name: value for name, value in values.items() if name != "format"})
@@ -264,7 +267,7 @@ def verify_store(
         needed |= {MODEL_FILE, RECORD_FILE}
     missing = needed - set(manifest.files)
     if missing:
-        raise StoreError(f"{Path(folder, min(missing))} is not listed in {MANIFEST_FILE}: {_MEND}")
+        raise StoreError(f"{Path(folder, min(missing))} is not listed in {MANIFEST_FILE}. {_MEND}")
     tokenizer = load_tokenizer(folder)
     # Do not ask a Hugging Face tokenizer for its number of ids in every process: that takes
     # seconds, and the number follows from its files.
@@ -274,15 +277,14 @@ def verify_store(
     )
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint or not sized:
         raise StoreError(
-            f"{folder} holds tokens of tokenizer {manifest.tokenizer_fingerprint[:12]}, but its "
-            "tokenizer is "
-            f"{tokenizer.fingerprint[:12]}: another tokenizer was put in its place"
+            f"{folder} has tokens of tokenizer {manifest.tokenizer_fingerprint[:12]}, but its "
+            f"tokenizer is {tokenizer.fingerprint[:12]}, so the tokenizer was replaced"
         )
     if vocabulary_size not in (None, manifest.vocabulary_size):
         raise StoreError(
-            f"data_dir={folder} has a vocabulary of {manifest.vocabulary_size}, not "
-            f"vocabulary_size={vocabulary_size}: use that number, another folder, or overwrite "
-            "(--overwrite)"
+            f"data_dir={folder} has a vocabulary of {manifest.vocabulary_size}, but "
+            f"vocabulary_size={vocabulary_size}. Use that of the folder, another folder, or "
+            "overwrite (--overwrite)"
         )
     return manifest
 
@@ -303,17 +305,17 @@ def check_file(
     """
     said = said or str(path)
     if not os.path.lexists(path):
-        raise StoreError(f"{said} is missing: {_MEND}")
+        raise StoreError(f"{said} is missing. {_MEND}")
     with reading(said, StoreError, _MEND):
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise StoreError(f"{said} is not a file: {_MEND}")
+            raise StoreError(f"{said} is not a file. {_MEND}")
         if found.st_size != record.size:
             raise StoreError(
-                f"{said} has {found.st_size} bytes, {record.size} were written: {_MEND}"
+                f"{said} has {found.st_size} bytes, but {record.size} were written. {_MEND}"
             )
         if hashes and _sha256(path) != record.sha256:
-            raise StoreError(f"{said} is damaged: its sha256 is not that of the manifest; {_MEND}")
+            raise StoreError(f"{said} is damaged: its sha256 differs from the manifest. {_MEND}")
 
 
 def _digest(values: Mapping[str, Any]) -> str:

@@ -64,7 +64,7 @@ class MixtureDataModule(StreamDataModule):
         self.save_hyperparameters()
         if not corpora:
             raise ValueError(
-                f"corpora={corpora!r} is empty: give a list of "
+                f"corpora={corpora!r} is empty. Give a list of "
                 f"{{{', '.join(CorpusOptions.__annotations__)}}}"
             )
         Turns.of([corpus["weight"] for corpus in corpora])
@@ -107,9 +107,9 @@ class MixtureDataModule(StreamDataModule):
             found = verify_store(folder, hashes=hashes).tokenizer_fingerprint
             if found != wanted:
                 raise StoreError(
-                    f"{folder} has tokenizer {found[:12]}, but {first} has {wanted[:12]}: a "
-                    "mixture needs one; "
-                    f"prepare {folder} again with tokenizer_dir={first}"
+                    f"{folder} has tokenizer {found[:12]}, but {first} has {wanted[:12]}, and "
+                    f"a mixture needs the same one. Prepare {folder} again with "
+                    f"tokenizer_dir={first}"
                 )
 
     def _places(self) -> list[str]:

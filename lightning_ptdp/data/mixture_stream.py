@@ -50,11 +50,14 @@ class MixtureStream(SampleStream):
         check_arguments(MixtureStream.__init__, locals())
         if len(streams) != len(weights) or not streams:
             raise ValueError(
-                f"{len(streams)} streams and {len(weights)} weights: give every stream its weight"
+                f"there are {len(streams)} streams, but {len(weights)} weights. Give one "
+                "weight per stream"
             )
         lengths = sorted({stream.sequence_length for stream in streams})
         if len(lengths) > 1:
-            raise ValueError(f"the streams have sequence_length {lengths}: they must agree")
+            raise ValueError(
+                f"the streams have sequence_length {lengths}, but all must have the same"
+            )
         self.streams = tuple(streams)
         self.turns = Turns.of(weights)
         parts = [*(stream.fingerprint for stream in streams), repr(self.turns.counts)]

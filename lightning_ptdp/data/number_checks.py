@@ -24,4 +24,4 @@ def check_integer(name: str, value: object, *, least: int = 1, most: int | None 
 def check_fraction(name: str, value: float, *, note: str = "") -> None:
     """Raise ValueError, naming the field, unless 0 < ``value`` <= 0.5."""
     if not 0 < value <= 0.5:
-        raise ValueError(f"{name}={value!r} must be more than 0 and at most 0.5{note}")
+        raise ValueError(f"{name}={value!r} must be greater than 0 and at most 0.5{note}")

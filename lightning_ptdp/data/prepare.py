@@ -184,7 +184,7 @@ def check_prepare(config: Preparation, *, hashes: bool = True) -> Manifest | Non
     """
     output = Path(config.output)
     if output.exists() and not output.is_dir():
-        raise StoreError(f"output={output} is a file: name a folder")
+        raise StoreError(f"output={output} is a file. Give a folder")
     if (output / MANIFEST_FILE).exists():
         try:
             return _existing(config, output, hashes)
@@ -193,7 +193,7 @@ def check_prepare(config: Preparation, *, hashes: bool = True) -> Manifest | Non
                 raise
     elif output.exists() and any(output.iterdir()):
         raise StoreError(
-            f"output={output} holds other files and no {MANIFEST_FILE}: name a new or empty folder"
+            f"output={output} has other files but no {MANIFEST_FILE}. Give a new or empty folder"
         )
     parent = next(parent for parent in output.absolute().parents if parent.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -235,7 +235,7 @@ def prepare(
                 manifest = _publish(config, folder, manifest)
         except OSError as error:
             raise StoreError(
-                f"output={output} cannot be written: {error}. What was finished is kept for the "
+                f"output={output} cannot be written: {error}. Finished parts are kept for the "
                 "next call"
             ) from error
     done = PreparedData(
@@ -250,14 +250,14 @@ def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
     manifest = Manifest.read(output)
     there, here = ({"form": kind.form, **kind.settings} for kind in (manifest, config))
     differences = [
-        f"{name} is {there.get(name)!r} there and {here.get(name)!r} here"
+        f"{name} was {there.get(name)!r} and is now {here.get(name)!r}"
         for name in {**here, **there}
         if there.get(name) != here.get(name)
     ]
     if differences:
         raise StoreError(
-            f"output={output} was prepared with other settings ({'; '.join(differences)}): "
-            "use those, another folder, or overwrite (--overwrite)"
+            f"output={output} was prepared with other settings ({'; '.join(differences)}). Use "
+            "those settings, another folder, or overwrite (--overwrite)"
         )
     # A prepared folder does not depend on its source: the source may be gone, or the library may be
     # that of another Python.
@@ -266,8 +266,8 @@ def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
         if listing_digest(files) != manifest.corpus.listing:
             raise StoreError(
                 f"output={output} was prepared from {manifest.corpus.files} files that have "
-                f"changed since (now {len(files)}): "
-                "use another folder, or overwrite (--overwrite)"
+                f"changed since (now {len(files)}). Use another folder, or overwrite "
+                "(--overwrite)"
             )
     tokenizer = (
         config.given_tokenizer()
@@ -276,9 +276,10 @@ def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
     )
     if tokenizer is not None and tokenizer.fingerprint != manifest.tokenizer_fingerprint:
         raise StoreError(
-            f"output={output} was prepared with tokenizer {manifest.tokenizer_fingerprint[:12]}, "
-            f"but tokenizer_dir={config.tokenizer_dir} "
-            f"now has {tokenizer.fingerprint[:12]}: use another folder, or overwrite (--overwrite)"
+            f"output={output} was prepared with tokenizer "
+            f"{manifest.tokenizer_fingerprint[:12]}, but tokenizer_dir={config.tokenizer_dir} "
+            f"now has {tokenizer.fingerprint[:12]}. Use another folder, or overwrite "
+            "(--overwrite)"
         )
     return verify_store(output, hashes=hashes)
 

@@ -72,7 +72,7 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
         if output.exists():  # another process was faster
             return verify_store(output)
         raise StoreError(
-            f"{output} cannot be written: {error}. What was copied is kept for the next call"
+            f"{output} cannot be written: {error}. Copied files are kept for the next call"
         ) from error
     return manifest
 
@@ -96,7 +96,8 @@ def _transfer(
         raise StoreError(f"{remote}/{name} cannot be fetched: {reason(error)}") from error
     if not target.is_file():
         raise StoreError(
-            f"{remote}/{name} was not fetched: another process may be fetching it, try again"
+            f"{remote}/{name} was not fetched, perhaps because another process is fetching it. "
+            "Try again"
         )
     return target
 
@@ -115,8 +116,8 @@ def _check_source(file: Path, size: int | None) -> None:
     found = regular_size(file)
     if found != size and (size is not None or found > MOST_BYTES):
         raise ValueError(
-            f"it has {found} bytes, {f'at most {MOST_BYTES}' if size is None else size} are said "
-            "to be there"
+            f"it has {found} bytes, but must have "
+            f"{f'at most {MOST_BYTES}' if size is None else size}"
         )
 
 

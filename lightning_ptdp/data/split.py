@@ -135,7 +135,7 @@ def survey(scans: Iterable[Scan], *, validation_fraction: float, seed: int) -> S
         sizes.extend(part.sizes)
         digest.update(part.listing)
     if not scores:
-        raise CorpusError("the source holds no text at all")
+        raise CorpusError("the source has no text")
     distinct, weights = _byscore(np.frombuffer(scores, np.uint64), np.frombuffer(sizes, np.uint64))
     split = _divide(distinct, weights, validation_fraction, seed)
     return Survey(
@@ -172,8 +172,8 @@ def _divide(scores: np.ndarray, sizes: np.ndarray, fraction: float, seed: int) -
     )
     if sizes[biggest] < 2:
         raise CorpusError(
-            f"the source holds {int(sizes.sum())} characters, too little to divide into training "
-            "and validation"
+            f"the source has {int(sizes.sum())} characters, too few to split into training and "
+            "validation"
         )
     tail = (target - taken) / float(sizes[biggest])
     return Split(seed=seed, whole=frozenset(whole), cut=int(scores[biggest]), tail=tail)

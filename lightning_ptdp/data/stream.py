@@ -113,10 +113,10 @@ class BlockStream(SampleStream):
             sizes = [chunk.tokens for chunk in tokens.chunks]
             longest = max(sizes, default=0)
             raise StoreError(
-                f"{where}: no {split} sample of sequence_length={sequence_length} (+ 1 label): "
-                f"the split has {sum(sizes)} tokens in chunks of at most {longest}; use "
-                f"sequence_length <= {max(longest - 1, 0)}, more data"
-                + (", or a bigger validation_fraction" if split == "validation" else "")
+                f"{where}: no {split} sample of sequence_length={sequence_length} (+ 1 label) "
+                f"fits, because the split has {sum(sizes)} tokens in chunks of at most "
+                f"{longest}. Use sequence_length <= {max(longest - 1, 0)}, more data"
+                + (", or a greater validation_fraction" if split == "validation" else "")
             )
         super().__init__(
             samples=len(tokens),

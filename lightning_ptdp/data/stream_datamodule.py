@@ -223,10 +223,10 @@ class StreamDataModule(LightningDataModule):
         accumulated = self.trainer.accumulate_grad_batches
         if accumulated != 1:
             raise ValueError(
-                f"ramp_up with accumulate_grad_batches={accumulated}: Lightning weights batches "
-                "of different sizes alike. Use "
-                "accumulate_grad_batches=1 and more microbatches, which accumulate too "
-                "(global_batch_size)"
+                f"ramp_up with accumulate_grad_batches={accumulated} is not supported, because "
+                "Lightning gives batches of different sizes the same weight. Use "
+                "accumulate_grad_batches=1 and more microbatches, which also accumulate "
+                "gradients (global_batch_size)"
             )
         # Later epochs have fewer steps. Lightning determines the number of steps, and the time of
         # validation, when it loads the loader.

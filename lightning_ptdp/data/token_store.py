@@ -154,18 +154,18 @@ def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
         StoreError: The index or a chunk is missing or damaged.
     """
     path, width = Path(folder, INDEX_FILE), np.dtype(dtype).itemsize
-    with reading(path, StoreError, "prepare the data again with overwrite"):
+    with reading(path, StoreError, "Prepare the data again with overwrite"):
         named = [
             (inside(folder, entry["filename"]), entry["dim"]) for entry in read_json(path)["chunks"]
         ]
         if any(type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS for _, tokens in named):
-            raise ValueError("a chunk's number of tokens is none")
+            raise ValueError("a chunk has an invalid number of tokens")
         for file, tokens in named:
             found = file.stat()
             if not stat.S_ISREG(found.st_mode) or found.st_size != _HEADER_BYTES + tokens * width:
                 raise ValueError(
-                    f"{file} has {found.st_size} bytes, {_HEADER_BYTES + tokens * width} are said "
-                    "to be there"
+                    f"{file} has {found.st_size} bytes, but must have "
+                    f"{_HEADER_BYTES + tokens * width}"
                 )
     return tuple(Chunk(file, tokens, dtype) for file, tokens in named)
 
@@ -249,9 +249,9 @@ class ChunkMap:
         for wrong in (int(ids.min()), int(ids.max())):
             if not 0 <= wrong < self._vocabulary_size:
                 raise StoreError(
-                    f"{self.chunks[number].path} holds token {wrong}, outside "
-                    f"vocabulary_size={self._vocabulary_size}: give the size of the tokenizer that "
-                    "made the tokens, or prepare the data again with overwrite"
+                    f"{self.chunks[number].path} has token {wrong}, but "
+                    f"vocabulary_size={self._vocabulary_size}. Give the size of the tokenizer "
+                    "that produced the tokens, or prepare the data again with overwrite"
                 )
 
     def _open(self, number: int) -> np.ndarray:

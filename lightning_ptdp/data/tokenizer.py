@@ -24,7 +24,7 @@ MODEL_FILE = "tokenizer.model"
 RECORD_FILE = "tokenizer.json"
 _RECORD_BYTES = 1 << 16
 _MODEL_BYTES = 1 << 23  # about 450,000 pieces
-_MEND = "copy it again, or prepare the data again with overwrite"
+_MEND = "Copy it again, or prepare the data again with overwrite"
 _PAD, _UNKNOWN, _BOS, _EOS = 0, 1, 2, 3
 _SPACE_MARK = "\u2581"
 # Every ASCII character, spaces that a normalizer would remove, and characters of two, three and
@@ -65,7 +65,7 @@ class Tokenizer:
             pieces = self.pieces
         except UnicodeDecodeError as error:
             raise TokenizerError(
-                f"a piece of the sentencepiece model is no text: {error}"
+                f"a piece of the sentencepiece model is not text: {error}"
             ) from error
         self.fingerprint = hashlib.sha256(
             "\n".join(map(repr, pieces)).encode("utf-8", "backslashreplace")
@@ -82,7 +82,7 @@ class Tokenizer:
                 "= 3"
             )
         if not self._is_lossless():
-            raise TokenizerError("the sentencepiece model does not give every text back")
+            raise TokenizerError("the sentencepiece model does not reproduce every text")
 
     @classmethod
     def train(
@@ -104,7 +104,7 @@ class Tokenizer:
         lines = _noting(_sentences(texts), failed)
         first = next(lines, None)
         if first is None:
-            raise TokenizerError("no text to train the tokenizer on")
+            raise TokenizerError("there is no text to train the tokenizer on")
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
@@ -150,20 +150,19 @@ class Tokenizer:
             digest = record["sha256"]
         if hashlib.sha256(model).hexdigest() != digest:
             raise TokenizerError(
-                f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 is not "
-                f"that of {RECORD_FILE}; {_MEND}"
+                f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 "
+                f"differs from {RECORD_FILE}. {_MEND}"
             )
         try:
             tokenizer = cls(model)
         except TokenizerError as error:
             raise TokenizerError(
-                f"tokenizer file {model_file} is damaged: {error}; {_MEND}"
+                f"tokenizer file {model_file} is damaged: {error}. {_MEND}"
             ) from error
         said = (record.get("vocabulary_size"), record.get("fingerprint"))
         if said != (tokenizer.vocabulary_size, tokenizer.fingerprint):
             raise TokenizerError(
-                f"tokenizer file {record_file} is damaged: it is the record of another tokenizer; "
-                f"{_MEND}"
+                f"tokenizer file {record_file} is damaged: it belongs to another tokenizer. {_MEND}"
             )
         return tokenizer
 
@@ -311,16 +310,15 @@ def _training_message(error: RuntimeError, wanted: int) -> str:
     largest = re.search(r"value <= (\d+)", str(error))
     if largest:
         return (
-            f"vocabulary_size={wanted} is more than the text supports: the largest that works is "
-            f"{largest[1]}; "
-            "use that or more text"
+            f"vocabulary_size={wanted} is more than the text supports. Use at most "
+            f"{largest[1]}, or more text"
         )
     smallest = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
     if smallest or wanted < _ALWAYS:
         need = smallest[1] if smallest else f"{_ALWAYS} and its letters"
         return (
-            f"vocabulary_size={wanted} cannot hold the 256 bytes and the text's alphabet: it "
-            f"needs at least {need}"
+            f"vocabulary_size={wanted} cannot contain the 256 bytes and the alphabet of the "
+            f"text. Use at least {need}"
         )
     return f"sentencepiece could not learn vocabulary_size={wanted}: {_reason(error)}"
 

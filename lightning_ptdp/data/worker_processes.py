@@ -67,9 +67,9 @@ def _over_processes(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        fewer = f"; use fewer than num_workers={num_workers}" if num_workers > 1 else ""
+        fewer = f". Use fewer than num_workers={num_workers}" if num_workers > 1 else ""
         raise DataError(
-            f"a process was killed, perhaps for its memory{fewer}. What was finished is kept"
+            f"a process was killed, possibly because memory ran out{fewer}. Finished parts are kept"
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)

@@ -271,7 +271,7 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
         ),
         (
             [*SIZES, "--world", "8", "--batch", "9", "--tp", "1", "--pp", "1"],
-            "use --batch 16 or --world 3",
+            "Use --batch 16 or --world 3",
         ),
         (
             [*SIZES, "--world", "8", "--batch", "8", "--what-if", "cpus=3"],

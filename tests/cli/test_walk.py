@@ -280,7 +280,7 @@ BAD = [
     (f"ptdp fit {NANO} --trainer.strategy nonsense", "strategy='nonsense'"),
     (
         f"ptdp fit {NANO} --data.source nowhere",
-        r"source is \['text'\] there and \['nowhere'\] here",
+        r"source was \['text'\] and is now \['nowhere'\]",
     ),
     (f"ptdp fit {NANO} --data.sequence_length 0", "sequence_length=0 must be a positive integer"),
     (
@@ -293,7 +293,7 @@ BAD = [
         f"ptdp fit {NANO} --data.validation_samples=-1",
         "validation_samples=-1 must be a positive integer",
     ),
-    (f"ptdp fit {NANO} --data.data_dir text.ckpt", "output=text.ckpt is a file: name a folder"),
+    (f"ptdp fit {NANO} --data.data_dir text.ckpt", "output=text.ckpt is a file. Give a folder"),
     (f"ptdp fit {NANO} --data.num_workers=-1", "num_workers=-1 must be an integer of at least 0"),
     (f"ptdp fit {NANO} --data Nothing", "data=Nothing: there is no such class"),
     (f"ptdp fit {NANO} --data.tokenizer text.ckpt", "did you mean 'tokenizer_dir'"),

@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused(corpus: Path, folder: Path, tmp_path: Path
         data(corpus, folder, pairs="both")
     with pytest.raises(ValueError, match=r"mask_probability=0\.9"):
         data(corpus, folder, mask_probability=0.9)
-    with pytest.raises(DataError, match="one step takes batch_size 32 x 1000 replicas"):
+    with pytest.raises(DataError, match="a step takes batch_size 32 x 1000 replicas"):
         data(corpus, folder).check(num_replicas=1000)
     settings = {"vocabulary_size": 320, "validation_fraction": 0.1}
     with pytest.raises(StoreError, match="other settings"):
@@ -161,7 +161,7 @@ def test_a_place_in_other_data_is_refused(corpus: Path, folder: Path, tmp_path: 
     run = trainer(tmp_path, max_epochs=-1, max_steps=1)
     run.fit(Recorder(), datamodule=data(corpus, folder))
     run.save_checkpoint(tmp_path / "x.ckpt")
-    with pytest.raises(DataError, match="seed is 0 in the checkpoint and 1 here"):
+    with pytest.raises(DataError, match="seed is 0 in the checkpoint, but 1 in this training"):
         trainer(tmp_path).fit(
             Recorder(), datamodule=data(corpus, folder, seed=1), ckpt_path=str(tmp_path / "x.ckpt")
         )

@@ -272,7 +272,7 @@ def test_rows_that_fill_up_count_for_nothing(folder: Path) -> None:
     [
         ({"sequence_length": 10}, "sequence_length=10 .*at least 11"),
         ({"pairs": "order"}, "pairs='order' must be one of 'next', 'swap'"),
-        ({"mask_probability": 0.0}, r"mask_probability=0\.0 must be more than 0"),
+        ({"mask_probability": 0.0}, r"mask_probability=0\.0 must be greater than 0"),
         ({"max_samples": 0}, "max_samples=0"),
     ],
 )
@@ -293,7 +293,7 @@ def test_data_that_do_not_fit(corpus: Path, prepared: Any, tmp_path: Path) -> No
     one = prepare(PrepareConfig(output=tmp_path / "store", **settings)).folder
     assert len(stream(one)) > 10
     with pytest.raises(
-        StoreError, match="holds one document, and pairs='next' needs segments of two"
+        StoreError, match="has only one document, but pairs='next' needs segments of two"
     ):
         stream(one, pairs="next")
     with pytest.raises(ValueError, match="control_symbols"):

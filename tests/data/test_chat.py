@@ -131,7 +131,7 @@ def test_a_template_whose_prefixes_differ_is_refused_unless_the_last_answer_suff
     model: Path,
 ) -> None:
     tokenizer, template = HuggingFaceTokenizer(model), str(model.parent / "thinking.jinja")
-    with pytest.raises(FaultyRow, match=r"no place of its own.*generation.*last_answer"):
+    with pytest.raises(FaultyRow, match=r"is unknown.*generation.*last_answer"):
         ChatFormat(tokenizer, template=template).encode(ROWS[3]["messages"])
     ids, learned = ChatFormat(tokenizer, template=template, learn="last_answer").encode(
         ROWS[3]["messages"]
@@ -285,13 +285,13 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
     ("text", "options", "message"),
     [
         ("no json at all\n", {}, r"bad.jsonl cannot be read: line 1: it is not valid JSON"),
-        ("", {}, r"path=.*bad.jsonl holds no row"),
-        ("\n\n", {}, r"path=.*bad.jsonl holds no row"),
+        ("", {}, r"path=.*bad.jsonl has no row"),
+        ("\n\n", {}, r"path=.*bad.jsonl has no row"),
         ('{"mesages": []}\n', {}, r"no column messages.*did you mean 'mesages'"),
         (
             '{"prompt": "a", "response": "b"}\n',
             {"columns": {"promt": "x"}},
-            r"columns: 'promt' is none of .*did you mean 'prompt'",
+            r"columns: 'promt' is not one of .*did you mean 'prompt'",
         ),
         (
             '{"asked": "a", "told": "b"}\n',
@@ -308,16 +308,16 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
             {},
             r"row 1: there is nothing to learn.*the roles are user",
         ),
-        ('{"messages": "a"}\n', {}, r"holds no list of messages"),
+        ('{"messages": "a"}\n', {}, r"must be a list of messages"),
         (
             '{"prompt": "a", "response": "b", "system": "c"}\n',
             {"chat_template": "strict.jinja"},
-            r"does not take it.*begin with the user",
+            r"failed.*begin with the user",
         ),
         (
             '{"prompt": "a", "response": "b", "system": "ccc"}\n',
             {"chat_template": "deaf.jinja"},
-            r"leaves out what the role 'system' says",
+            r"leaves out messages of the role 'system'",
         ),
         (
             '{"prompt": "a", "response": "b"}\n',
@@ -346,8 +346,8 @@ def test_what_is_wrong_is_said_before_anything_is_written(
 
 def test_data_that_cannot_be_divided(model: Path, tmp_path: Path) -> None:
     for rows, said in (
-        (ROWS[:1], "hold 1 conversation,"),
-        (ROWS[:1] * 20, "hold 1 different conversation,"),
+        (ROWS[:1], "have 1 conversation,"),
+        (ROWS[:1] * 20, "have 1 different conversation,"),
     ):
         (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with pytest.raises(ValueError, match=said):
@@ -376,7 +376,7 @@ def test_a_faulty_row_later_on_is_named_or_left_out(
     assert not (tmp_path / "store").exists()
     with caplog.at_level("INFO"):
         made = prepared(model, tmp_path / "chat.jsonl", tmp_path / "store", faulty="drop")
-    assert "1 rows are left out" in caplog.text
+    assert "1 rows were left out" in caplog.text
     assert sum(made._stream(split).samples for split in ("train", "validation")) == 9
 
 
@@ -387,13 +387,13 @@ def test_a_tokenizer_without_a_template_or_none_at_all(
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
     with pytest.raises(
-        ValueError, match=r"has no chat template: name a file with one \(chat_template"
+        ValueError, match=r"has no chat template. Give a file with one \(chat_template"
     ):
         data(tmp_path / "bare", chat, tmp_path / "store").check()
     prepared(
         tmp_path / "bare", chat, tmp_path / "store", chat_template=str(model.parent / "plain.jinja")
     )
-    with pytest.raises(ValueError, match=r"tokenizer folder .*nowhere is not there"):
+    with pytest.raises(ValueError, match=r"tokenizer folder .*nowhere does not exist"):
         data(tmp_path / "nowhere", chat, tmp_path / "other").check()
     with pytest.raises(
         ValueError, match=r"source path .*chat.json does not exist; did you mean 'chat.jsonl'"
@@ -406,7 +406,7 @@ def test_a_folder_made_with_other_settings_or_damaged_is_not_used(
 ) -> None:
     prepared(model, chat, tmp_path / "store")
     with pytest.raises(
-        ValueError, match=r"other settings .*learn is 'answers' there and 'last_answer' here"
+        ValueError, match=r"other settings .*learn was 'answers' and is now 'last_answer'"
     ):
         data(model, chat, tmp_path / "store", learn="last_answer").check()
     prepared(model, chat, tmp_path / "store", learn="last_answer", overwrite=True)
@@ -472,7 +472,7 @@ def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(
     replace(Manifest.read(tmp_path / "store"), files=record_files(tmp_path / "store")).write(
         tmp_path / "store"
     )
-    words = r"train/chunk-0-0\.bin holds token 6\d\d\d\d, outside vocabulary_size=\d+"
+    words = r"train/chunk-0-0\.bin has token 6\d\d\d\d, but vocabulary_size=\d+"
     with pytest.raises(StoreError, match=words):
         data(model, chat, tmp_path / "store").check()
     with pytest.raises(StoreError, match=words):
@@ -501,7 +501,7 @@ def test_marks_that_contradict_the_manifest_are_named(
     manifest = Manifest.read(tmp_path / "store")
     more = replace(manifest.splits["train"], documents=manifest.splits["train"].documents + 1)
     replace(manifest, splits={**manifest.splits, "train": more}).write(tmp_path / "store")
-    with pytest.raises(StoreError, match=r"train is damaged: it does not hold 33 conversations"):
+    with pytest.raises(StoreError, match=r"train is damaged: it does not have 33 conversations"):
         data(model, chat, tmp_path / "store").check()
 
 
@@ -509,11 +509,11 @@ def test_conversations_are_not_read_as_text_nor_text_as_conversations(
     model: Path, chat: Path, tmp_path: Path, text: PreparedData
 ) -> None:
     prepared(model, chat, tmp_path / "store")
-    with pytest.raises(StoreError, match=r"of form 'chat'.*read it with ChatDataModule"):
+    with pytest.raises(StoreError, match=r"of the form 'chat'.*Read it with ChatDataModule"):
         TokenStream(tmp_path / "store", sequence_length=8)
-    with pytest.raises(StoreError, match=r"of form 'text'.*read it with TextDataModule"):
+    with pytest.raises(StoreError, match=r"of the form 'text'.*Read it with TextDataModule"):
         ChatStream(text.folder, sequence_length=8)
-    with pytest.raises(StoreError, match=r"form is 'text' there and 'chat' here"):
+    with pytest.raises(StoreError, match=r"form was 'text' and is now 'chat'"):
         data(model, chat, text.folder).check()
 
 
@@ -546,7 +546,7 @@ def test_a_template_that_loops_is_stopped(
     for faulty in ("error", "drop"):
         with pytest.raises(
             TokenizerError,
-            match=r"the chat template is not finished after 0\.2 s for one conversation: give one",
+            match=r"the chat template did not finish \(not finished after 0\.2 s\) for one conversation. Use another",
         ):
             data(
                 model,

@@ -186,7 +186,7 @@ def test_a_checkpoint_of_other_data_is_refused(corpus: Path, folder: Path, tmp_p
     run = trainer(tmp_path, max_epochs=-1, max_steps=2)
     run.fit(Recorder(), datamodule=data(corpus, folder))
     run.save_checkpoint(tmp_path / "x.ckpt")
-    with pytest.raises(DataError, match="seed is 0 in the checkpoint and 1 here"):
+    with pytest.raises(DataError, match="seed is 0 in the checkpoint, but 1 in this training"):
         trainer(tmp_path).fit(
             Recorder(), datamodule=data(corpus, folder, seed=1), ckpt_path=str(tmp_path / "x.ckpt")
         )
@@ -217,12 +217,12 @@ def test_what_is_wrong_is_found_before_anything_is_written(
     data(corpus, folder).check(num_replicas=2)
     with pytest.raises(CorpusError, match="nowhere does not exist"):
         data(tmp_path / "nowhere", tmp_path / "new").check()
-    with pytest.raises(StoreError, match="vocabulary_size is 320 there and 400 here"):
+    with pytest.raises(StoreError, match="vocabulary_size was 320 and is now 400"):
         data(corpus, folder, vocabulary_size=400).check()
-    with pytest.raises(DataError, match="one step takes batch_size 8 x 1000 replicas"):
+    with pytest.raises(DataError, match="a step takes batch_size 8 x 1000 replicas"):
         data(corpus, folder).check(num_replicas=1000)
     with pytest.raises(
-        StoreError, match=r"validation sample of sequence_length=\d+.*bigger validation_fraction"
+        StoreError, match=r"validation sample of sequence_length=\d+.*greater validation_fraction"
     ):
         data(
             corpus,
@@ -231,9 +231,9 @@ def test_what_is_wrong_is_found_before_anything_is_written(
             micro_batch_size=1,
             num_microbatches=1,
         ).check()
-    with pytest.raises(StoreError, match="not a prepared data folder"):
+    with pytest.raises(StoreError, match="not a folder of prepared data"):
         data(corpus, tmp_path / "new").setup()
-    with pytest.raises(StoreError, match="vocabulary of 320, not vocabulary_size=400"):
+    with pytest.raises(StoreError, match="vocabulary of 320, but vocabulary_size=400"):
         data(corpus, folder, vocabulary_size=400).setup()
     assert not list(tmp_path.iterdir())
 
@@ -290,7 +290,7 @@ RAMP = {"start": 8, "increment": 8, "samples": 400}
             {"global_batch_size": 16, "micro_batch_size": 4, "num_microbatches": 3},
             "is not micro_batch_size",
         ),
-        ({"global_batch_size": 16}, "alone does not say"),
+        ({"global_batch_size": 16}, "alone does not determine"),
         (
             {"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "start": 4}},
             "multiples of 8",

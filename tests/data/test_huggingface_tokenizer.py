@@ -131,15 +131,17 @@ def test_what_cannot_be_a_tokenizer_is_named(model: Path, texts: Path, tmp_path:
         )  # type: ignore[arg-type]
 
     with pytest.raises(
-        ValueError, match="has a vocabulary of 600, not vocabulary_size=8192: use that number"
+        ValueError,
+        match=r"has a vocabulary of 600, but vocabulary_size=8192\. Use that of the tokenizer",
     ):
         prepare(config())
     with pytest.raises(
-        ValueError, match=r"is Hugging Face's, and has no control symbol '\[MASK\]'"
+        ValueError, match=r"is from Hugging Face and has no control symbol '\[MASK\]'"
     ):
         prepare(config(vocabulary_size=None, control_symbols=("[MASK]",)))
     with pytest.raises(
-        ValueError, match="vocabulary_size=None is that of tokenizer_dir, which names no folder"
+        ValueError,
+        match="vocabulary_size=None is the vocabulary size of tokenizer_dir, which is not set",
     ):
         config(vocabulary_size=None, tokenizer_dir=None)
     with pytest.raises(ValueError, match="cannot be read"):
@@ -222,6 +224,6 @@ def test_code_of_a_tokenizers_folder_is_refused_without_asking(
     (folder / "config.json").write_text(json.dumps({"model_type": "mine"}))
     with pytest.raises(
         TokenizerError,
-        match=r"needs code of its own \(auto_map\), which is not run: use a model whose tokenizer",
+        match=r"refers to its own code \(auto_map\), which is not run. Use a model whose tokenizer",
     ):
         HuggingFaceTokenizer(folder).encode("a")

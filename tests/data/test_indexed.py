@@ -120,19 +120,17 @@ def test_other_data_have_another_fingerprint(prefix: Path, tmp_path: Path) -> No
 def test_tokens_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
     documents = [[[1, 2, 3]], [[4, 70_000, 5]], [[6] * 20]]
     prefix = write_indexed(tmp_path / "x", documents, "int32")
-    with pytest.raises(
-        StoreError, match=r"x\.bin holds token 70000, outside vocabulary_size=50000"
-    ):
+    with pytest.raises(StoreError, match=r"x\.bin has token 70000, but vocabulary_size=50000"):
         check_tokens(prefix, VOCABULARY)
     stream = stream_of(prefix, split="all", sequence_length=7)
     with pytest.raises(StoreError, match="70000"):
         stream[0]
     assert stream[1]["labels"].tolist() == [6] * 7
     check_tokens(prefix, 70_001)
-    with pytest.raises(StoreError, match=r"holds token -1, outside"):
+    with pytest.raises(StoreError, match=r"has token -1, but"):
         check_tokens(write_indexed(tmp_path / "y", [[[5, -1]]], "int32"), VOCABULARY)
     # An id of more than 32 bits does not become a small one.
-    with pytest.raises(StoreError, match=r"holds token 4294967301, outside"):
+    with pytest.raises(StoreError, match=r"has token 4294967301, but"):
         stream_of(
             write_indexed(tmp_path / "z", [[[2**32 + 5] * 8]], "int64"),
             split="all",
@@ -143,7 +141,7 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
 def test_too_few_tokens_or_documents(tmp_path: Path, prefix: Path) -> None:
     with pytest.raises(
         StoreError,
-        match=r"no validation sample of sequence_length=900 .* bigger validation_fraction",
+        match=r"no validation sample of sequence_length=900 .* greater validation_fraction",
     ):
         stream_of(prefix, split="validation", sequence_length=900)
     one = write_indexed(tmp_path / "one", [[list(range(100))], [[]]])
@@ -169,19 +167,19 @@ def patched(path: Path, place: int, data: bytes) -> None:
         (
             ".bin",
             lambda path: path.write_bytes(path.read_bytes()[:-2]),
-            "cut off, or the two do not belong together",
+            "truncated, or the two files do not belong together",
         ),
         (
             ".bin",
             lambda path: path.write_bytes(path.read_bytes() + b"xx"),
-            "cut off, or the two do not belong together",
+            "truncated, or the two files do not belong together",
         ),
-        (".idx", lambda path: path.write_bytes(path.read_bytes()[:-8]), "boundaries take"),
+        (".idx", lambda path: path.write_bytes(path.read_bytes()[:-8]), "boundaries need"),
         (".idx", lambda path: path.write_bytes(path.read_bytes()[:20]), "does not begin with"),
         (
             ".idx",
             lambda path: path.write_bytes(path.read_bytes() + bytes(path.stat().st_size)),
-            "boundaries take",
+            "boundaries need",
         ),
         (".idx", lambda path: patched(path, 0, b"TNTIDX"), "does not begin with"),
         (".idx", lambda path: patched(path, 9, struct.pack("<Q", 2)), "version 2"),
@@ -190,14 +188,14 @@ def patched(path: Path, place: int, data: bytes) -> None:
         (
             ".idx",
             lambda path: patched(path, 34, struct.pack("<i", 77)),
-            "sequence [01] does not begin where",
+            "sequence [01] does not begin at",
         ),
         (
             ".idx",
             lambda path: patched(path, path.stat().st_size - 8, struct.pack("<q", 3)),
             "its documents do not begin at",
         ),
-        (".idx", lambda path: patched(path, 18, struct.pack("<Q", 0)), "boundaries take"),
+        (".idx", lambda path: patched(path, 18, struct.pack("<Q", 0)), "boundaries need"),
     ],
 )
 def test_damaged_and_foreign_files_are_named(

@@ -73,7 +73,7 @@ def test_what_is_wrong_is_found_before_training(prefix: Path, tmp_path: Path) ->
         data(tmp_path / "nowhere").check()
     with pytest.raises(DataError, match="replicas"):
         data(prefix).check(num_replicas=1000)
-    with pytest.raises(StoreError, match="outside vocabulary_size=9"):
+    with pytest.raises(StoreError, match="but vocabulary_size=9"):
         data(prefix, vocabulary_size=9).prepare_data()
     data(prefix, vocabulary_size=9, verify_tokens=False).prepare_data()
 
@@ -93,4 +93,4 @@ def test_the_command_line_takes_it(
     arguments += ["--data.sequence_length", "31", "--model", "LitGPT"]
     assert main([*arguments, "--data.vocabulary_size", "50000"]) == 0
     assert main([*arguments, "--data.vocabulary_size", "9"]) != 0
-    assert "outside vocabulary_size=9" in capsys.readouterr().err
+    assert "but vocabulary_size=9" in capsys.readouterr().err

@@ -150,7 +150,9 @@ def test_a_batch_in_flight_is_taken_off_the_saved_position(stream: TokenStream) 
 def test_a_position_in_other_data_is_refused(stream: TokenStream, prepared: PreparedData) -> None:
     state = TokenLoader(stream, batch_size=2, seed=1).state_dict()
     others = {
-        "seed is 1 in the checkpoint and 2 here": TokenLoader(stream, batch_size=2, seed=2),
+        "seed is 1 in the checkpoint, but 2 in this training": TokenLoader(
+            stream, batch_size=2, seed=2
+        ),
         "sequence_length": TokenLoader(
             TokenStream(prepared.folder, sequence_length=16), batch_size=2, seed=1
         ),
@@ -170,7 +172,7 @@ def test_a_position_in_other_data_is_refused(stream: TokenStream, prepared: Prep
 def test_numbers_that_do_not_fit_are_named(stream: TokenStream, prepared: PreparedData) -> None:
     with pytest.raises(
         DataError,
-        match=r"batch_size 5000 x 2 replicas = 10000 samples.*hold "
+        match=r"batch_size 5000 x 2 replicas = 10000 samples.*have "
         rf"{len(stream)}.*{len(stream) // 2}",
     ):
         TokenLoader(stream, batch_size=5000, num_replicas=2)
@@ -319,7 +321,7 @@ def test_a_batch_in_flight_is_taken_off_at_its_own_size(stream: TokenStream) -> 
 
 def test_a_ramp_that_does_not_fit_the_loader(stream: TokenStream) -> None:
     with pytest.raises(
-        ValueError, match="ramp_up ends at 8 samples a step, but batch_size 4 x 1 replicas = 4"
+        ValueError, match="ramp_up ends at 8 samples per step, but batch_size 4 x 1 replicas = 4"
     ):
         TokenLoader(stream, batch_size=4, ramp_up=RampUp(start=4, stop=8, increment=4, samples=9))
     with pytest.raises(ValueError, match="global_batch_size=3 is not divisible"):

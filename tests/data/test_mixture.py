@@ -184,9 +184,9 @@ def test_corpora_of_different_tokenizers_are_refused_by_name(
         match=f"{re.escape(str(other.folder))} has tokenizer .*{re.escape(str(folders[0]))} has",
     ):
         data([folders[0], other.folder]).check()
-    with pytest.raises(StoreError, match="not vocabulary_size=400"):
+    with pytest.raises(StoreError, match="but vocabulary_size=400"):
         data(folders, vocabulary_size=400).setup()
-    with pytest.raises(StoreError, match="not a prepared data folder"):
+    with pytest.raises(StoreError, match="not a folder of prepared data"):
         data([folders[0], tmp_path / "nowhere"]).check()
     data(folders).check(num_replicas=2)
 
@@ -195,7 +195,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(
     folders: list[Path], tmp_path: Path
 ) -> None:
     text = write_corpus(tmp_path / "text", documents=4)
-    with pytest.raises(TokenizerError, match="vocabulary of 320, not vocabulary_size=300"):
+    with pytest.raises(TokenizerError, match="vocabulary of 320, but vocabulary_size=300"):
         prepare(config_of(text, tmp_path / "x", vocabulary_size=300, tokenizer_dir=folders[0]))
     with pytest.raises(TokenizerError, match="no control symbol"):
         prepare(
@@ -206,7 +206,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(
     config = config_of(text, tmp_path / "y", tokenizer_dir=folders[0])
     assert not prepare(config).reused
     assert prepare(config).reused
-    with pytest.raises(StoreError, match=r"tokenizer_dir is .* there and None here"):
+    with pytest.raises(StoreError, match=r"tokenizer_dir was .* and is now None"):
         prepare(config_of(text, tmp_path / "y"))
     assert not (tmp_path / "x").exists()
 

@@ -32,7 +32,8 @@ def test_results_are_in_order_and_errors_come_through(num_workers: int) -> None:
 
 def test_a_worker_that_is_killed_is_an_error_and_not_a_wait() -> None:
     with pytest.raises(
-        DataError, match="was killed, perhaps for its memory; use fewer than num_workers=2"
+        DataError,
+        match=r"was killed, possibly because memory ran out\. Use fewer than num_workers=2",
     ):
         list(ordered_map(square, [1, 17, 2], num_workers=2))
 

@@ -140,5 +140,5 @@ def test_a_data_module_copies_instead_of_preparing(prepared: PreparedData, tmp_p
 
 
 def test_an_address_is_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"output='s3://bucket/tokens' is an address.*remote"):
+    with pytest.raises(ValueError, match=r"output='s3://bucket/tokens' is a URL.*remote"):
         PrepareConfig(output="s3://bucket/tokens")
