@@ -207,7 +207,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
         {T: 2},
         lambda: gpt(num_heads=3),
         8,
-        ["num_heads=3", "tensor_parallel_size=2", "works with"],
+        ["num_heads=3", "tensor_parallel_size=2", "For this model"],
     ),
     "context heads": (
         2,

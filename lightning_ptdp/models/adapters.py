@@ -58,7 +58,7 @@ class LoraOptions:
     def __post_init__(self) -> None:
         check_types(self)
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
         if self.alpha <= 0:
             raise ValueError(f"alpha={self.alpha} must be positive")
 
@@ -105,7 +105,7 @@ class LoraOptions:
             short = dict.fromkeys(name.rpartition(".")[2] for name in names)
             near = nearest_names(one, [name for name in short if not name.isdigit()])
             raise ValueError(
-                f"adapter.{field}: {one!r} is no module of {type(model).__name__}; {near}"
+                f"adapter.{field}: {one!r} is not a module of {type(model).__name__}; {near}"
             )
 
     def inject(self, model: nn.Module, **more: Any) -> nn.Module:

@@ -30,10 +30,9 @@ def check_causal(config: Any, *, said: str) -> None:
     )
     if is_encoder and not getattr(config, "is_decoder", False):
         raise ValueError(
-            f"{said} is a {config.model_type} model with is_decoder=False: its tokens attend to "
-            "later ones, which a causal "
-            'language model has to predict. Use LitMaskedLM, or set "is_decoder": true in '
-            "config.json"
+            f"{said} is a {config.model_type} model with is_decoder=False, so its tokens "
+            "attend to later ones, which a causal language model has to predict. Use "
+            'LitMaskedLM, or set "is_decoder": true in config.json'
         )
 
 
@@ -58,14 +57,13 @@ def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
     except Exception as error:  # a model's own code can raise any type
         if "Unrecognized configuration class" in str(error):
             raise ValueError(
-                f"{said} is of a model of type {config.model_type!r}, which is no "
-                f"{kind.__name__}: a causal language model "
-                "is for LitCausalLM, an encoder for LitMaskedLM, and any other goes into a "
-                "LightningModule of yours"
+                f"{said} has a model of type {config.model_type!r}, which {kind.__name__} does "
+                "not support. Use LitCausalLM for a causal language model, LitMaskedLM for an "
+                "encoder, and your own LightningModule for other models"
             ) from None
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
-            f"{said}: its configuration describes no model that can be built ({why})"
+            f"{said}: the model of its configuration cannot be built ({why})"
         ) from error
 
 
@@ -85,9 +83,7 @@ def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **opt
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise ValueError(
-            f"{said}: the weights have other shapes than config.json describes"
-        ) from error
+        raise ValueError(f"{said}: the shapes of the weights differ from config.json") from error
     except OSError as error:
         why = " ".join(str(error).split())[:300]
         raise ValueError(f"{said}: the weights cannot be read ({why})") from error

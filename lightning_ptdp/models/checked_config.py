@@ -50,18 +50,19 @@ def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | Non
         key = name.rpartition(".")[2]
         if math.isnan(value) or (_ends(_EPSILON, key) and not 0 <= value < 1):
             raise ValueError(
-                f"{where}{name}={value} cannot be: give the number with which the model was trained"
+                f"{where}{name}={value} is not a valid value. Give the number with which the "
+                "model was trained"
             )
         is_size = _ends(_SIZE, key) or _ends(_BLOCKS, key)
         if is_size and (not 0 <= value <= _MOST_SIZE or value != int(value)):
             raise ValueError(
-                f"{where}{name}={value} is no size: give a whole number from 0 to {_MOST_SIZE}"
+                f"{where}{name}={value} is not a valid size. Give an integer from 0 to {_MOST_SIZE}"
             )
         if _ends(_BLOCKS, key) and value > most_blocks:
-            beside = "" if stored is None else f", and the weights beside it are {stored} tensors"
+            beside = "" if stored is None else f", but there are only {stored} tensors of weights"
             raise ValueError(
-                f"{where}{name}={value} is more than {most_blocks}{beside}: give the model's own "
-                "number"
+                f"{where}{name}={value} is more than {most_blocks}{beside}. Give the number of "
+                "the model"
             )
 
 
@@ -85,7 +86,7 @@ def stored_tensors(folder: Path) -> int | None:
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > min(size - 8, _MOST_INDEX):
-            raise ValueError(f"{_ONE_FILE} is cut off, or no safetensors file")
+            raise ValueError(f"{_ONE_FILE} is truncated, or is not a safetensors file")
         return len(parse_json(stream.read(length)))
 
 
@@ -100,9 +101,8 @@ def check_quantization(config: Mapping[str, Any], dtypes: Iterable[object]) -> N
     if given and found and found <= {*_FLOATING}:
         method = given.get("quant_method") if isinstance(given, Mapping) else given
         raise ValueError(
-            f"it has quantization_config ({method!s:.40}), but they are "
-            f"{', '.join(sorted(found))}: take the entry out, or use the "
-            "quantized weights"
+            f"it has quantization_config ({method!s:.40}), but the dtypes are "
+            f"{', '.join(sorted(found))}. Remove this entry, or use the quantized weights"
         )
 
 

@@ -79,8 +79,8 @@ class ExpertWeights(nn.Module):
         found = dispatch(x_nh, index_nk, weights_nk, num_experts=self.num_experts, group=Group())
         if found.faults.not_finite:
             raise ExpertError(
-                f"the router of layer {self.layer} gave {found.faults.not_finite} weights that "
-                "are not finite"
+                f"the router of layer {self.layer} returned {found.faults.not_finite} weights "
+                "that are not finite"
             )
         ends, rows_rh = found.counts.cumsum(0, dtype=torch.int32), found.rows_rh
         return found.combine(

@@ -45,8 +45,8 @@ class Transformer(nn.Module):
         if length > self.config.sequence_length:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than "
-                f"sequence_length={self.config.sequence_length}; "
-                "cut it, or build the model with a greater sequence_length"
+                f"sequence_length={self.config.sequence_length}. Truncate it, or build the "
+                "model with a greater sequence_length"
             )
 
 

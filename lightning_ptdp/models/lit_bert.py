@@ -80,7 +80,8 @@ class LitBert(pl.LightningModule):
         check_chunk(loss_chunk_mb=loss_chunk_mb)
         if order_weight < 0:
             raise ValueError(
-                f"order_weight={order_weight} must not be negative; 0 trains on masked tokens alone"
+                f"order_weight={order_weight} must not be negative. Use 0 to train on masked "
+                "tokens only"
             )
         # A checkpoint holds plain dictionaries, which load with weights_only=True.
         self.config = BertConfig(**config) if isinstance(config, Mapping) else config
@@ -200,7 +201,7 @@ class LitBert(pl.LightningModule):
     def _run(self, batch: Batch, *, logits: bool) -> BertOutput:
         if self.model is None:
             raise ValueError(
-                "the model is not built yet: call configure_model() first, as the Trainer does"
+                "the model is not built yet. First call configure_model(), as the Trainer does"
             )
         others = {
             name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch

@@ -92,11 +92,10 @@ class LitGPT(LitTokens):
         check_tensor_parallel(self.config, layout.tensor_parallel_size)
         if self.config.capacity_factor is not None and layout.context_parallel_size > 1:
             raise ValueError(
-                f"capacity_factor={self.config.capacity_factor} with "
-                f"context_parallel_size={layout.context_parallel_size}: whether an "
-                "expert takes a token depends on all earlier ones of its sequence, which are on "
-                "several ranks; use "
-                "context_parallel_size=1, or capacity_factor=None"
+                f"capacity_factor={self.config.capacity_factor} does not work with "
+                f"context_parallel_size={layout.context_parallel_size}, because an expert's "
+                "capacity for a token depends on all earlier tokens of the sequence, which "
+                "are on several ranks. Use context_parallel_size=1, or capacity_factor=None"
             )
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -166,6 +165,6 @@ class LitGPT(LitTokens):
     def _built(self) -> GPT:
         if self.model is None:
             raise ValueError(
-                "the model is not built yet: call configure_model() first, as the Trainer does"
+                "the model is not built yet. First call configure_model(), as the Trainer does"
             )
         return self.model

@@ -65,7 +65,8 @@ class _LitHuggingFace(LitTokens):
             raise ValueError(f"dtype={dtype!r} must be one of {list(get_args(Dtype))}")
         if (path is None) == (config is None):
             raise ValueError(
-                "path, a model's folder or name, or config, its sizes: give one of the two"
+                "set either path (the folder or name of a model) or config (its sizes), but "
+                "not both"
             )
         self.path = os.fspath(path) if path is not None else None
         self.pretrained, self.dtype_name, self.attention = pretrained, dtype, attention
@@ -126,17 +127,18 @@ class _LitHuggingFace(LitTokens):
         """
         sizes = self._model_config().get_text_config()
         for name, limit, what in (
-            ("vocabulary_size", "vocab_size", "rows of the model's embedding"),
-            ("sequence_length", "max_position_embeddings", "positions of the model"),
+            ("vocabulary_size", "vocab_size", "embedding rows"),
+            ("sequence_length", "max_position_embeddings", "positions"),
         ):
             offered, there = getattr(datamodule, name, None), getattr(sizes, limit, None)
             if isinstance(offered, int) and isinstance(there, int) and offered > there:
                 given = name == "vocabulary_size" and getattr(datamodule, "hparams", {}).get(
                     "tokenizer_dir"
                 )
-                mend = TOO_MANY_IDS.format(offered) if given else f"set --data.{name} {there}"
+                mend = TOO_MANY_IDS.format(offered) if given else f"Set --data.{name} {there}"
                 raise ValueError(
-                    f"data.{name}={offered} is more than the {there} {what} in {self._said}: {mend}"
+                    f"data.{name}={offered} is more than the {there} {what} of the model in "
+                    f"{self._said}. {mend}"
                 )
 
     def _check_adapter(self, adapter: LoraOptions) -> None:
@@ -200,8 +202,8 @@ class _LitHuggingFace(LitTokens):
                 )
             except Exception as error:  # any type; training does not need the rate
                 rank_zero_warn(
-                    f"the operations of {config.model_type} could not be counted, so that no rate "
-                    f"of them is logged: {error}"
+                    f"the operations of {config.model_type} could not be counted, so their "
+                    f"rate is not logged: {error}"
                 )
                 self._operations = Operations(per_token=0, per_pair=0)
         return self._operations.of(sequence_length)
@@ -254,30 +256,27 @@ class _LitHuggingFace(LitTokens):
         saved, own = given.get("adapter"), self.hparams["adapter"]
         if saved and not own:
             raise ValueError(
-                "the checkpoint has adapters and no other weights: set model.adapter as it was, "
-                "or make a folder of it once "
-                "(ptdp convert --merge)"
+                "the checkpoint has only adapters. Set model.adapter as in that training, or "
+                "convert the checkpoint to a folder (ptdp convert --merge)"
             )
         if own and not saved and "adapter" in given:
             raise ValueError(
-                "the checkpoint has all weights and no adapters: make a folder of it (ptdp "
-                "convert), and put them beside that "
-                "(model.path)"
+                "the checkpoint has all weights, but no adapters. Convert it to a folder "
+                "(ptdp convert), and train adapters on that folder (model.path)"
             )
         for name in (
             [name for name in own if name not in ("dropout", "init")] if saved and own else ()
         ):
             if _listed(value := saved.get(name, own[name])) != _listed(own[name]):
                 raise ValueError(
-                    f"the checkpoint has adapter.{name}={value}, and here it is {own[name]}: set "
-                    "it as it was"
+                    f"the checkpoint has adapter.{name}={value}, but this training has "
+                    f"{own[name]}. Set it as in the checkpoint"
                 )
         base = checkpoint.get(BASE_WEIGHTS)
         if base is not None and base["fingerprint"] != fingerprint(local_folder(str(self.path))):
             raise ValueError(
-                f"path={self.path!r} has other weights than those beside which the checkpoint's "
-                "adapters were trained "
-                f"({base['path']}): give the folder as it was"
+                f"path={self.path!r} does not have the weights with which the checkpoint's "
+                f"adapters were trained ({base['path']}). Use the original folder"
             )
 
     def forward(self, input_ids: Tensor, **others: Tensor) -> Tensor:
@@ -314,7 +313,7 @@ class _LitHuggingFace(LitTokens):
     def _run(self, **inputs: Tensor) -> Any:
         if self.model is None:
             raise ValueError(
-                "the model is not built yet: call configure_model() first, as the Trainer does"
+                "the model is not built yet. First call configure_model(), as the Trainer does"
             )
         return self.model(**inputs)
 

@@ -66,7 +66,9 @@ class TransformerConfig:
                 and value is not None
                 and not 0.0 <= value < 1.0
             ):
-                raise ValueError(f"{name}={value} must be at least 0 and below 1; use 0 for none")
+                raise ValueError(
+                    f"{name}={value} must be at least 0 and less than 1. Use 0 to disable it"
+                )
             if name in ("init_std", "norm_eps", "rope_base") and not value > 0:
                 raise ValueError(f"{name}={value} must be greater than 0")
         self._check_heads()
@@ -74,8 +76,8 @@ class TransformerConfig:
     def _check_heads(self) -> None:
         if self.hidden_size % self.num_heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}; "
-                "use a num_heads of "
+                f"hidden_size={self.hidden_size} is not divisible by "
+                f"num_heads={self.num_heads}. Use a num_heads of "
                 f"{_near(self.hidden_size, self.num_heads)}"
             )
 
@@ -208,16 +210,15 @@ class GPTConfig(TransformerConfig):
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not divisible by "
-                f"num_kv_heads={self.num_kv_heads}, so that query heads "
-                "cannot share key/value heads equally; use a num_kv_heads of "
+                f"num_kv_heads={self.num_kv_heads}, but every key/value head must have the "
+                "same number of query heads. Use a num_kv_heads of "
                 f"{_near(self.num_heads, self.kv_heads)}"
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(
-                "position='rope' turns pairs of channels, but hidden_size / num_heads = "
-                f"{self.hidden_size} / "
-                f"{self.num_heads} = {self.head_dim} is odd; change num_heads or hidden_size, or "
-                "use position='learned'"
+                "position='rope' rotates pairs of channels, but hidden_size / num_heads = "
+                f"{self.hidden_size} / {self.num_heads} = {self.head_dim} is odd. Change "
+                "num_heads or hidden_size, or use position='learned'"
             )
 
     def _check_experts(self) -> None:
@@ -231,21 +232,23 @@ class GPTConfig(TransformerConfig):
         for name, value in given.items():
             if self.num_experts is None:
                 raise ValueError(
-                    f"{name}={value!r} is of a model with experts: give num_experts too, or leave "
-                    f"{name} out"
+                    f"{name}={value!r} needs a model with experts. Set num_experts too, or "
+                    f"leave {name} out"
                 )
             if name in of_balance.values() and of_balance.get(self.balance) != name:
                 way = next(balance for balance, field in of_balance.items() if field == name)
                 raise ValueError(
-                    f"{name}={value} has no effect with balance={self.balance!r}: use "
-                    f"balance={way!r}, or leave it out"
+                    f"{name}={value} has no effect with balance={self.balance!r}. Use "
+                    f"balance={way!r}, or leave {name} out"
                 )
             if name == "capacity_factor" and value <= 0:
-                raise ValueError(f"{name}={value} must be greater than 0; None drops nothing")
+                raise ValueError(
+                    f"{name}={value} must be greater than 0. Use None to drop no tokens"
+                )
             if name == "bias_rate" and not 1e-9 <= value <= 1:
                 raise ValueError(
-                    f"bias_rate={value} must be from 1e-9 to 1: scores are at most 1; "
-                    "balance='none' moves nothing"
+                    f"bias_rate={value} must be from 1e-9 to 1, because scores are at most 1. "
+                    "Use balance='none' to disable the biases"
                 )
             if isinstance(value, float) and value < 0:
                 raise ValueError(f"{name}={value} must be at least 0")
@@ -253,20 +256,20 @@ class GPTConfig(TransformerConfig):
             return
         if self.mlp != "swiglu" or self.bias:
             raise ValueError(
-                f"num_experts={self.num_experts} with mlp={self.mlp!r} and bias={self.bias}: "
-                "experts are gated and have no biases; use "
+                f"num_experts={self.num_experts} does not work with mlp={self.mlp!r} and "
+                f"bias={self.bias}, because experts are gated and have no biases. Use "
                 "mlp='swiglu' and bias=False, as GPTConfig.llama does"
             )
         if self.experts_per_token > self.num_experts:
             raise ValueError(
-                f"experts_per_token={self.experts_per_token} of num_experts={self.num_experts}: "
-                f"use at most {self.num_experts}"
+                f"experts_per_token={self.experts_per_token} is more than "
+                f"num_experts={self.num_experts}. Use at most {self.num_experts}"
             )
         if self.dense_layers >= self.num_layers:
             raise ValueError(
                 f"dense_layers={self.dense_layers} of num_layers={self.num_layers} leaves no "
-                "layer with experts; use at most "
-                f"{self.num_layers - 1}, or leave num_experts out"
+                f"layer with experts. Use at most {self.num_layers - 1}, or leave num_experts "
+                "out"
             )
 
 
@@ -367,8 +370,8 @@ def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) 
                 str(t) for t in divides_all if config.kv_heads % t == 0 or t % config.kv_heads == 0
             )
             raise ValueError(
-                f"{name}={size} is not divisible by tensor_parallel_size={tensor_parallel_size}; "
-                "this model works with a "
+                f"{name}={size} is not divisible by "
+                f"tensor_parallel_size={tensor_parallel_size}. For this model, use a "
                 f"tensor_parallel_size of {working}"
             )
 

@@ -82,14 +82,14 @@ class AdamWConfig:
             samples = getattr(self, f"{name}_samples")
             if samples is not None and other is not None:
                 raise ValueError(
-                    f"{name}_samples={samples} and {name}_steps={other} say the same twice: give "
+                    f"{name}_samples={samples} and {name}_steps={other} are both set. Set only "
                     "one of them"
                 )
         if self.decay_steps is not None and self.decay_steps < max(self.warmup_steps, 1):
             raise ValueError(
-                f"decay_steps={self.decay_steps} ends before warmup_steps={self.warmup_steps} do; "
-                "set decay_steps to the "
-                "number of training steps (or None for the Trainer's), or fewer warmup_steps"
+                f"decay_steps={self.decay_steps} is less than "
+                f"warmup_steps={self.warmup_steps}. Set decay_steps to the number of training "
+                "steps (or None for the Trainer's), or use fewer warmup_steps"
             )
 
 
@@ -178,10 +178,9 @@ def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:
     sizes = getattr(trainer.datamodule, "step_sizes", None)
     if sizes is None:
         raise ValueError(
-            f"warmup_samples={config.warmup_samples}, decay_samples={config.decay_samples}: the "
-            "Trainer has no data module that tells "
-            "how many samples a step takes, as TextDataModule does; use warmup_steps and "
-            "decay_steps"
+            f"warmup_samples={config.warmup_samples} and decay_samples={config.decay_samples} "
+            "need a data module that reports the number of samples per step, as "
+            "TextDataModule does. Use warmup_steps and decay_steps"
         )
 
     def steps(samples: int) -> int:
@@ -213,9 +212,8 @@ def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:
     steps = trainer.estimated_stepping_batches
     if math.isinf(steps):
         raise ValueError(
-            "optimizer.decay_steps=None takes the Trainer's number of steps, but training has no "
-            "end: set "
-            "optimizer.decay_steps, or the Trainer's max_steps or max_epochs"
+            "optimizer.decay_steps=None uses the Trainer's number of steps, but training has "
+            "no end. Set optimizer.decay_steps, or the Trainer's max_steps or max_epochs"
         )
     loader = trainer.train_dataloader
     if (

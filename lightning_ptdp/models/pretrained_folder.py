@@ -46,9 +46,8 @@ BASE_WEIGHTS = "base_weights"
 These are the weights beside which the adapters were trained.
 """
 TOO_MANY_IDS = (
-    "give the tokenizer that the model was trained with, or the model rows once "
-    "(model.resize_token_embeddings({}), then "
-    "save_pretrained)"
+    "Use the tokenizer of the model, or enlarge the embedding once "
+    "(model.resize_token_embeddings({}), then save_pretrained)"
 )
 _TINY = "tiny:"
 _SAMPLES, _SAMPLE = 64, 4096
@@ -108,13 +107,13 @@ def _is_here(path: str) -> bool:
         return True
     if os.path.exists(path):
         raise ValueError(
-            f"path={path!r} is a file: name the folder that it is in, with config.json beside the "
-            "weights"
+            f"path={path!r} is a file. Give the folder that contains it, with config.json and "
+            "the weights"
         )
     if _HUB_NAME.fullmatch(path) is None:
         raise ValueError(
-            f"path={path!r}: there is no such folder; name one with config.json and safetensors, "
-            "or a model on the hub"
+            f"path={path!r} does not exist. Give a folder with config.json and safetensors, or "
+            "a model on the hub"
         )
     return False
 
@@ -154,7 +153,7 @@ def config_values(path: str) -> Mapping[str, Any]:
     folder = Path(name) if _is_here(name) else _config_of_hub(name)
     if not os.path.lexists(folder / _CONFIG):
         raise ValueError(
-            f"path={path!r}: {folder} has no {_CONFIG}: name the folder that save_pretrained wrote"
+            f"path={path!r}: {folder} has no {_CONFIG}. Give the folder that save_pretrained wrote"
         )
     return _read_config(folder, f"path={path!r}")
 
@@ -173,7 +172,7 @@ def read_model_config(path: str) -> Any:
     folder = local_folder(path)
     if not os.path.lexists(folder / _CONFIG):
         raise ValueError(
-            f"path={path!r}: {folder} has no {_CONFIG}: name the folder that save_pretrained wrote"
+            f"path={path!r}: {folder} has no {_CONFIG}. Give the folder that save_pretrained wrote"
         )
     given = _read_config(folder, f"path={path!r}")
     kind = given.get("model_type")
@@ -181,17 +180,16 @@ def read_model_config(path: str) -> Any:
         not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING
     ):
         raise ValueError(
-            f"path={path!r}: {_CONFIG} needs code from the model's folder (auto_map), which is "
-            "not run, because transformers "
-            f"{transformers.__version__} has no model_type={kind!r}: put the model into a "
-            "LightningModule of yours"
+            f"path={path!r}: transformers {transformers.__version__} has no "
+            f"model_type={kind!r}, and {_CONFIG} refers to code in the model's folder "
+            "(auto_map), which is not run. Use the model in your own LightningModule"
         )
     try:
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the checks of transformers raise many types
         reason = str(error).strip().partition("\n")[0][:300]
         raise ValueError(
-            f"path={path!r}: transformers {transformers.__version__} reads no model's "
+            f"path={path!r}: transformers {transformers.__version__} finds no model "
             f"configuration in {_CONFIG} ({reason})"
         ) from error
 
@@ -203,7 +201,7 @@ def _read_config(folder: Path, said: str) -> dict[str, Any]:
             (folder / _CONFIG).read_bytes(), most_values=MOST_SETTINGS
         )
         if not isinstance(given, dict):
-            raise ValueError(f"{_CONFIG} holds no JSON object")
+            raise ValueError(f"{_CONFIG} must be a JSON object")
         stored = stored_tensors(folder)
     except OSError as error:
         raise ValueError(
@@ -231,7 +229,7 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     if name not in transformers.CONFIG_MAPPING:
         known = list(transformers.CONFIG_MAPPING)
         raise ValueError(
-            f"config.model_type={name!r} is no model of transformers "
+            f"config.model_type={name!r} is not a model of transformers "
             f"{transformers.__version__}{nearest(str(name), known)}"
         )
     kind = transformers.CONFIG_MAPPING[name]
@@ -240,7 +238,7 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     except Exception as error:  # the checks of transformers raise many types
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"config: {kind.__name__} does not take what is given: {reason}"
+            f"config: {kind.__name__} does not accept these fields: {reason}"
         ) from error
     if others := [name for name in given if name in vars(config) and name not in known]:
         # Some models read fields that their configuration does not declare (Qwen3-MoE: head_dim).
@@ -248,7 +246,7 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
         read = set(_WORD.findall(inspect.getsource(model)))
         if unknown := [name for name in others if name not in read]:
             raise ValueError(
-                f"config.{unknown[0]} is no field of "
+                f"config.{unknown[0]} is not a field of "
                 f"{kind.__name__}{nearest(unknown[0], [*known, *kind.attribute_map])}"
             )
     return config
@@ -276,8 +274,8 @@ def check_tokenizer(path: str, rows: int) -> None:
     ids = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
     if (needed := max(ids, default=-1) + 1) > rows:
         raise ValueError(
-            f"path={path!r}: the tokenizer has ids up to {needed - 1}, and the model's embedding "
-            f"{rows} rows: {TOO_MANY_IDS.format(needed)}"
+            f"path={path!r}: the tokenizer has ids up to {needed - 1}, but the model's "
+            f"embedding has {rows} rows. {TOO_MANY_IDS.format(needed)}"
         )
 
 
@@ -295,15 +293,14 @@ def _of_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_WANTED)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         offline = (
-            "offline (HF_HUB_OFFLINE)"
+            "transformers is offline (HF_HUB_OFFLINE)"
             if constants.is_offline_mode()
-            else f"not downloaded ({type(error).__name__})"
+            else f"it could not be downloaded ({type(error).__name__})"
         )
         raise ValueError(
-            f"path={name!r}: there is no such folder, and as a model on the hub it is not in the "
-            f"cache {constants.HF_HUB_CACHE} and "
-            f"{offline}: run hf download {name} where there is a connection (and copy the folder "
-            "that it prints), or name a folder"
+            f"path={name!r} is neither an existing folder nor a model in the hub's cache "
+            f"{constants.HF_HUB_CACHE}, and {offline}. Run hf download {name} on a machine "
+            "with a connection (and copy the folder that it prints), or give a folder"
         ) from error
 
 
@@ -326,9 +323,9 @@ def _config_of_hub(name: str) -> Path:
         return Path(answer).parent
     why = "offline, HF_HUB_OFFLINE" if constants.is_offline_mode() else type(answer).__name__
     raise ValueError(
-        f"path={name!r} is no folder, and the {_CONFIG} of such a model is neither in the hub's "
-        f"cache nor to be had there ({why}): "
-        f"run hf download {name} {_CONFIG} where there is a connection, or name a folder"
+        f"path={name!r} is not a folder, and the {_CONFIG} of this model on the hub is not in "
+        f"the cache and could not be downloaded ({why}). Run hf download {name} {_CONFIG} on a "
+        "machine with a connection, or give a folder"
     ) from answer
 
 

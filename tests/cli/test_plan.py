@@ -550,10 +550,10 @@ def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.M
         assert time.perf_counter() - began < 20
         assert code == 2 and started.is_set() and len(err.splitlines()) == 1
         assert (
-            "is no folder, and the config.json of such a model is neither in the hub's "
-            "cache nor to be had there (TimeoutError)" in err
+            "is not a folder, and the config.json of this model on the hub is not in the cache and "
+            "could not be downloaded (TimeoutError)" in err
         )
-        assert "run hf download " in err and "--layers 24" in err
+        assert "Run hf download " in err and "--layers 24" in err
     ended.set()
 
 

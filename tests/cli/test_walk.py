@@ -306,7 +306,7 @@ BAD = [
         f"ptdp fit {NANO} --model.config.vocabulary_size 10",
         "vocabulary_size=10 is smaller than data.vocabulary_size=320",
     ),
-    (f"ptdp fit {NANO} --model.config.dropout 2", "dropout=2.0 must be at least 0 and below 1"),
+    (f"ptdp fit {NANO} --model.config.dropout 2", "dropout=2.0 must be at least 0 and less than 1"),
     (
         f"ptdp fit {NANO} --model.optimizer.learning_rate=-1",
         "learning_rate=-1.0 must not be negative",

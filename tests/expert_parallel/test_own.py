@@ -231,7 +231,7 @@ def test_a_router_without_numbers_is_named() -> None:
     model = GPT(config_of(Run()))
     torch.nn.init.constant_(model.blocks[2].mixture.router.gate.weight, torch.nan)
     with pytest.raises(
-        ValueError, match="the router of layer 2 gave 16 weights that are not finite"
+        ValueError, match="the router of layer 2 returned 16 weights that are not finite"
     ):
         model(torch.zeros(1, 8, dtype=torch.int64))
 
@@ -240,7 +240,7 @@ def test_a_capacity_over_ranks_that_see_parts_of_a_sequence_is_refused_before_la
     run = Run(world_size=2, layout={C: 2, "start_method": "fork"}, model={"capacity_factor": 1.5})
     with pytest.raises(
         ValueError,
-        match=r"capacity_factor=1.5 with context_parallel_size=2.*use context_parallel_size=1",
+        match=r"capacity_factor=1.5 does not work with context_parallel_size=2.*Use context_parallel_size=1",
     ):
         trainer_of(run).fit(module_of(run), [])
 

@@ -184,24 +184,24 @@ def test_logits_that_the_model_scales_or_caps(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "path, a model's folder or name, or config, its sizes: give one of the two"),
+        ({}, "set either path .* or config .*, but not both"),
         (
             {"path": "x", "config": {"model_type": "llama"}},
-            "path, a model's folder or name, or config, its sizes: give one of the two",
+            "set either path .* or config .*, but not both",
         ),
         (
             {"config": {"model_type": "mixtrall"}},
-            "config.model_type='mixtrall' is no model of .*; did you mean 'mixtral'",
+            "config.model_type='mixtrall' is not a model of .*; did you mean 'mixtral'",
         ),
-        ({"config": {"hidden_size": 8}}, "config.model_type='' is no model of transformers"),
+        ({"config": {"hidden_size": 8}}, "config.model_type='' is not a model of transformers"),
         (
             {"config": {"model_type": "mixtral", "num_hidden_layer": 8}},
-            "config.num_hidden_layer is no field of MixtralConfig; did you mean "
+            "config.num_hidden_layer is not a field of MixtralConfig; did you mean "
             "'num_hidden_layers'",
         ),
         (
             {"config": {"model_type": "mixtral", "hidden_size": "8"}},
-            "config: MixtralConfig does not take .*'hidden_size' expected int",
+            "config: MixtralConfig does not accept .*'hidden_size' expected int",
         ),
     ],
 )
@@ -261,9 +261,9 @@ def test_folders_that_cannot_be_trained_are_refused_before_launch(
     for said, words in (
         (
             refused(tmp_path / "nowhere" / "at" / "all"),
-            "there is no such folder; name one with config.json",
+            "does not exist. Give a folder with config.json",
         ),
-        (refused(folders / "llama" / "config.json"), "is a file: name the folder"),
+        (refused(folders / "llama" / "config.json"), "is a file. Give the folder"),
         (
             refused(changed("none", lambda f: (f / "model.safetensors").unlink(), "llama")),
             "Put the weights there, as save_pretrained",
@@ -279,28 +279,28 @@ def test_folders_that_cannot_be_trained_are_refused_before_launch(
         (refused(changed("bare", lambda f: (f / "config.json").unlink())), "has no config.json"),
         (
             refused(changed("what", config(model_type="nothing"))),
-            "reads no model's configuration in config.json",
+            "finds no model configuration in config.json",
         ),
         (
             refused(changed("vit", config(model_type="vit"))),
-            "of type 'vit', which is no AutoModelForCausalLM",
+            "of type 'vit', which AutoModelForCausalLM does not support",
         ),
         (
             refused(changed("words", config(**small), "llama")),
-            "ids up to 299, and the model's embedding 200 rows",
+            "ids up to 299, but the model's embedding has 200 rows",
         ),
     ):
         assert re.search(words, said), said
     lit = LitCausalLM(str(folders / "llama"))
     with pytest.raises(
         ValueError,
-        match=r"data\.vocabulary_size=512 is more than the 300 rows.*set --data\.vocabulary_size "
+        match=r"data\.vocabulary_size=512 is more than the 300 embedding rows.*Set --data\.vocabulary_size "
         r"300",
     ):
         lit.check_data(SimpleNamespace(vocabulary_size=512))
     with pytest.raises(
         ValueError,
-        match=r"data\.vocabulary_size=512 is more than the 300 rows.*give the tokenizer that",
+        match=r"data\.vocabulary_size=512 is more than the 300 embedding rows.*Use the tokenizer of",
     ):
         lit.check_data(SimpleNamespace(vocabulary_size=512, hparams={"tokenizer_dir": "there"}))
 
@@ -314,7 +314,7 @@ def test_a_name_on_the_hub_is_looked_up_in_the_cache(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said = refused(Path("someone/model"))
     assert re.search(
-        r"not in the cache .* and offline \(HF_HUB_OFFLINE\): run hf download someone/model", said
+        r"in the hub's cache .* is offline \(HF_HUB_OFFLINE\)\. Run hf download someone/model", said
     )
     stored = tmp_path / "models--someone--model"
     shutil.copytree(folders / "tied", stored / "snapshots" / "0123")

@@ -221,7 +221,7 @@ def test_another_tuner_of_peft_trains_in_a_pipeline(pool: Pool, reference: Any) 
     [
         (
             {"target_modules": ("q_prj",)},
-            r"adapter.target_modules: 'q_prj' is no module of LlamaForCausalLM; nearest names: "
+            r"adapter.target_modules: 'q_prj' is not a module of LlamaForCausalLM; nearest names: "
             r"q_proj",
         ),
         (
@@ -229,7 +229,7 @@ def test_another_tuner_of_peft_trains_in_a_pipeline(pool: Pool, reference: Any) 
             r"adapter.modules_to_save: 'lm_haed' .* nearest names: lm_head",
         ),
         ({"r": 0}, r"r=0 must be"),
-        ({"dropout": 1.0}, r"dropout=1.0 must be at least 0 and below 1"),
+        ({"dropout": 1.0}, r"dropout=1.0 must be at least 0 and less than 1"),
     ],
 )
 def test_bad_options(options: dict[str, Any], said: str, folder: Path) -> None:
@@ -252,8 +252,8 @@ def test_a_checkpoint_of_other_adapters_is_refused(change: dict[str, Any], folde
 def test_a_checkpoint_with_adapters_and_one_without_do_not_load_each_other(folder: Path) -> None:
     plain, adapted = LitCausalLM(str(folder)), LitCausalLM(str(folder), adapter=LoraOptions())
     for lit, other, said in (
-        (plain, adapted, "set model.adapter as it was"),
-        (adapted, plain, "make a folder of it"),
+        (plain, adapted, "Set model.adapter as in that training"),
+        (adapted, plain, "Convert it to a folder"),
     ):
         with pytest.raises(ValueError, match=said):
             lit.on_load_checkpoint({"hyper_parameters": dict(other.hparams)})

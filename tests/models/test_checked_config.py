@@ -42,18 +42,21 @@ def change(model: Path, changes: Mapping[str, Any]) -> None:
     [
         (
             {"num_hidden_layers": 10**9},
-            "num_hidden_layers=1000000000 is more than 256, and the weights beside it are 40 "
-            "tensors",
+            "num_hidden_layers=1000000000 is more than 256, but there are only 40 tensors of "
+            "weights",
         ),
-        ({"intermediate_size": -5}, "intermediate_size=-5 is no size: give a whole number from 0"),
-        ({"hidden_size": 10**30}, "hidden_size=10*.* is no size"),
+        (
+            {"intermediate_size": -5},
+            "intermediate_size=-5 is not a valid size. Give an integer from 0",
+        ),
+        ({"hidden_size": 10**30}, "hidden_size=10*.* is not a valid size"),
         (
             {"text_config": {"num_attention_heads": -1}},
-            r"text_config\.num_attention_heads=-1 is no size",
+            r"text_config\.num_attention_heads=-1 is not a valid size",
         ),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan cannot be"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf cannot be"),
-        ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06 cannot be"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not a valid value"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf is not a valid value"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06 is not a valid value"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_before_a_model_is_built(
@@ -85,7 +88,7 @@ def test_a_configuration_of_no_model_is_one_sentence(
     change(model, changes)
     with pytest.raises(
         ValueError,
-        match=r"path='.*': its configuration describes no model that can be built \(.*\)$",
+        match=r"path='.*': the model of its configuration cannot be built \(.*\)$",
     ):
         LitCausalLM(str(model)).configure_model()
 
@@ -93,7 +96,7 @@ def test_a_configuration_of_no_model_is_one_sentence(
 def test_weights_of_other_shapes_are_one_sentence(model: Path) -> None:
     change(model, {"vocab_size": 500})
     with pytest.raises(
-        ValueError, match=r"path='.*': the weights have other shapes than config\.json describes$"
+        ValueError, match=r"path='.*': the shapes of the weights differ from config\.json$"
     ):
         LitCausalLM(str(model)).configure_model()
 
@@ -103,8 +106,8 @@ def test_quantization_of_weights_that_are_not_quantized_is_refused(
 ) -> None:
     change(model, {"quantization_config": {"quant_method": "fp8"}})
     words = (
-        r"config\.json does not fit the weights: it has quantization_config \(fp8\), but they are "
-        r"float32: take the entry out"
+        r"config\.json does not fit the weights: it has quantization_config \(fp8\), but the dtypes are "
+        r"float32. Remove this entry"
     )
     with pytest.raises(CheckpointError, match=words):
         HuggingFaceWeights.open(model, HuggingFaceNames(aliases={}))
@@ -156,8 +159,8 @@ def test_code_of_a_models_folder_is_refused_without_asking(
     change(model, {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}})
     with pytest.raises(
         ValueError,
-        match=r"needs code from the model's folder \(auto_map\), which is not run, because .* has "
-        r"no model_type='mine'",
+        match=r"has no model_type='mine', and config\.json refers to code in the model's folder "
+        r"\(auto_map\), which is not run",
     ):
         LitCausalLM(str(model)).configure_model()
 

@@ -64,7 +64,7 @@ def test_defaults_filled_in() -> None:
         ),
         ({"norm": "batch"}, ["norm='batch'", "layer", "rms"]),
         ({"mlp": "relu"}, ["mlp='relu'", "gelu", "swiglu"]),
-        ({"dropout": 1.0}, ["dropout=1.0", "below 1"]),
+        ({"dropout": 1.0}, ["dropout=1.0", "less than 1"]),
         (
             {"num_experts": 4, "experts_per_token": 5, **GATED},
             ["experts_per_token=5", "num_experts=4", "at most 4"],
@@ -77,7 +77,7 @@ def test_defaults_filled_in() -> None:
             {"num_experts": 4},
             ["num_experts=4", "mlp='gelu'", "bias=True", "mlp='swiglu' and bias=False"],
         ),
-        ({"shared_experts": 1}, ["shared_experts=1", "give num_experts"]),
+        ({"shared_experts": 1}, ["shared_experts=1", "Set num_experts"]),
         (
             {"num_experts": 4, "balance": "bias", "balance_coefficient": 0.1},
             ["balance_coefficient=0.1", "balance='loss'"],

@@ -145,9 +145,9 @@ def test_lengths_in_samples_become_steps_of_a_ramp() -> None:
     )
     assert (config.warmup_steps, config.decay_steps) == (2, 9)
     assert resolve_decay_steps(config, trainer) == 9
-    with pytest.raises(ValueError, match="use warmup_steps"):
+    with pytest.raises(ValueError, match="Use warmup_steps"):
         samples_as_steps(AdamWConfig(warmup_samples=8), SimpleNamespace(datamodule=None))
-    with pytest.raises(ValueError, match="decay_samples=9 and decay_steps=3 say the same twice"):
+    with pytest.raises(ValueError, match="decay_samples=9 and decay_steps=3 are both set"):
         AdamWConfig(decay_samples=9, decay_steps=3)
 
 

@@ -134,7 +134,7 @@ def _without_heads(name: str, base: str, *heads: str, **more: Any) -> EncoderDec
 
 def _distils(config: Config) -> WhyNot:
     why = (
-        "distil=True has 'encoder.conv_layers' run between the blocks of its encoder (build it "
+        "distil=True runs 'encoder.conv_layers' between the blocks of its encoder (build it "
         "with distil=False)"
     )
     return {"pipeline": why} if config.distil else {}

@@ -81,11 +81,11 @@ _GPT2: Block = {
 _BLOOM = feed_forward("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 _PATCHES: WhyNot = {
-    "sequence": "its sequence is an image's patches and tokens of its own before them, a length "
-    "that hardly any size divides"
+    "sequence": "its sequence is the patches of an image and additional tokens, and few sizes "
+    "divide this length"
 }
 _FRAMES: WhyNot = {
-    "sequence": "its sequence is the frames that convolutions make of sound, of whatever length"
+    "sequence": "its sequence is the frames that convolutions compute from audio, of any length"
 }
 
 
@@ -140,7 +140,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "opt": Family(
             classes=("OPTForCausalLM",), base="model.decoder", blocks="layers", after=("final_layer_norm", "project_out"),
             block=_OPT, numbers=per_rank("self_attn", "num_heads"),
-            why_not={"sequence": "its feed-forward parts put samples and tokens into one dimension"},
+            why_not={"sequence": "its feed-forward parts flatten samples and tokens into one "
+                                 "dimension"},
         ),
         "biogpt": _decoder("BioGpt", "biogpt", blocks="layers", block=_OPT, after=("layer_norm",)),
         "persimmon": _decoder(
@@ -210,10 +211,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Albert", "albert", blocks="encoder.albert_layer_groups.*.albert_layers",
             block={**attention("attention", "query key value", "dense", region=None), **feed_forward("ffn", "ffn_output")},
             why_not={
-                "pipeline": "'albert_layer_groups' holds one layer that is called again and "
-                "again, and all stages would need it",
-                "sequence": "'albert_layer_groups' holds one layer that is called again and "
-                "again, without a first and a last one",
+                "pipeline": "'albert_layer_groups' has one layer that is called repeatedly, "
+                            "and all stages would need it",
+                "sequence": "'albert_layer_groups' has one layer that is called repeatedly, "
+                            "so there is no first and last layer",
             },
         ),
         "vit": _encoder("ViT", "vit", blocks="layers", block=_VIT, after=("layernorm", "pooler"), why_not=_PATCHES),
