@@ -111,14 +111,14 @@ def language_model(module: nn.Module) -> nn.Module | None:
     if len(found) > 1:
         names = " and ".join(f"'{name}'" for name in found)
         raise ValueError(
-            f"there are several models, {names}: give the one that shall write, such as "
+            f"there are several models, {names}. Pass one of them, such as "
             f"module.{next(iter(found))}"
         )
     model = next(iter(found.values()), None)
     if model is not None and not (isinstance(model, GPT) or is_causal_model(model)):
         raise ValueError(
-            f"a {type(model).__name__} writes no text: it is no causal language model (GPT, "
-            "Llama, Qwen, …)"
+            f"a {type(model).__name__} cannot generate text, because it is not a causal "
+            "language model (GPT, Llama, Qwen, …)"
         )
     return model
 

@@ -35,10 +35,11 @@ class Sampling:
         check_types(self)
         if self.temperature < 0:
             raise ValueError(
-                f"temperature={self.temperature!r} must not be negative; 0 takes the most likely "
-                "token"
+                f"temperature={self.temperature!r} must not be negative. Use 0 for the most "
+                "likely token"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(
-                f"top_p={self.top_p!r} must be above 0 and at most 1; 1 samples among all tokens"
+                f"top_p={self.top_p!r} must be greater than 0 and at most 1. Use 1 to sample "
+                "among all tokens"
             )

@@ -79,8 +79,8 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
     if isinstance(model, str):
         return _load(local_folder(given.get("tokenizer_dir") or model), template)
     raise ValueError(
-        "nothing names the tokenizer: give its folder, as ptdp prepare or save_pretrained made it "
-        "(--tokenizer)"
+        "the tokenizer is unknown. Give its folder, as ptdp prepare or save_pretrained wrote "
+        "it (--tokenizer)"
     )
 
 
@@ -109,8 +109,8 @@ class _Own:
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         raise ValueError(
-            "the tokenizer of a pretraining corpus has no chat template; ptdp generate continues "
-            "a text"
+            "the tokenizer of a pretraining corpus has no chat template. Use ptdp generate, "
+            "which continues a text"
         )
 
 
@@ -131,8 +131,8 @@ class _HuggingFace:
             found = [index for index in begins if index is not None][:1]
         if not found:
             raise ValueError(
-                f"the tokenizer in {self._folder} has no token with which a text begins or ends: give "
-                "a prompt that is not empty"
+                f"the tokenizer in {self._folder} has no token that begins or ends a text. "
+                "Give a prompt that is not empty"
             )
         return found
 
@@ -142,8 +142,8 @@ class _HuggingFace:
     def chat(self, messages: Sequence[Message]) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ValueError(
-                f"the tokenizer in {self._folder} has no chat template; ptdp generate continues a "
-                "text"
+                f"the tokenizer in {self._folder} has no chat template. Use ptdp generate, "
+                "which continues a text"
             )
         try:
             with time_limit(LIMIT_S):
@@ -152,7 +152,7 @@ class _HuggingFace:
                 )
         except Exception as error:  # jinja errors of a template that refuses a role or an order
             raise ValueError(
-                f"the chat template in {self._folder} does not take this conversation: {error}"
+                f"the chat template in {self._folder} does not support this conversation: {error}"
             ) from error
         found: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
             "input_ids"

@@ -56,7 +56,7 @@ def generate(
     """
     rows = [[int(token) for token in prompt] for prompt in prompts]
     if not all(rows):
-        raise ValueError("a prompt without a token: begin it with the tokenizer's start token")
+        raise ValueError("a prompt has no token. Begin it with the tokenizer's start token")
     if not rows or not sampling.max_new_tokens:
         return [[] for _ in rows]
     strategy: Any = _running_strategy(module)
@@ -122,8 +122,8 @@ def _check_ids(module: nn.Module, prompts: Sequence[list[int]]) -> None:
     largest = max(map(max, prompts))
     if isinstance(size, int) and largest >= size:
         raise ValueError(
-            f"a prompt has the token {largest} and the model a vocabulary of {size}: use the "
-            "tokenizer that it was trained with"
+            f"a prompt has the token {largest}, but the model has a vocabulary of {size}. Use "
+            "the tokenizer with which the model was trained"
         )
 
 

@@ -262,7 +262,10 @@ BAD = [
         f"ptdp fit {NANO} --trainer.limit_train_batches=-1",
         "invalid value -1 for limit_train_batches",
     ),
-    (f"ptdp fit {NANO} --trainer.val_check_interval 0", "val_check_interval=0 must be above 0"),
+    (
+        f"ptdp fit {NANO} --trainer.val_check_interval 0",
+        "val_check_interval=0 must be greater than 0",
+    ),
     (f"ptdp fit {NANO} --trainer.log_every_n_steps=-1", "log_every_n_steps=-1 must be 0"),
     (f"ptdp fit {NANO} --trainer.accelerator quantum", "invalid accelerator name"),
     (f"ptdp fit {NANO} --trainer.profiler nonsense", "profiler"),

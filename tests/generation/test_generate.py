@@ -136,7 +136,7 @@ def test_old_tokens_are_dropped_and_nothing_may_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: generate(Counting(), [[1], []]), "a prompt without a token"),
+        (lambda: generate(Counting(), [[1], []]), "a prompt has no token"),
         (lambda: Sampling(max_new_tokens=-1), "max_new_tokens=-1"),
         (lambda: Sampling(temperature=-0.5), "temperature=-0.5"),
         (lambda: Sampling(top_p=0.0), "top_p=0.0"),
@@ -144,13 +144,16 @@ def test_old_tokens_are_dropped_and_nothing_may_be_asked_for() -> None:
             lambda: generate(nn.ModuleDict({"a": gpt(), "b": gpt()}), [[1]]),
             r"several models, 'a' and 'b'.*module\.a",
         ),
-        (lambda: generate(make_model("t5"), [[1]]), "T5ForConditionalGeneration writes no text"),
+        (
+            lambda: generate(make_model("t5"), [[1]]),
+            "T5ForConditionalGeneration cannot generate text",
+        ),
         (
             lambda: generate(
                 Bert(BertConfig(vocabulary_size=61, num_layers=1, hidden_size=8, num_heads=2)),
                 [[1]],
             ),
-            "a Bert writes no",
+            "a Bert cannot generate",
         ),
     ],
     ids=["empty", "tokens", "temperature", "top_p", "several", "t5", "bert"],
