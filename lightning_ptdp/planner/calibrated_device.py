@@ -61,12 +61,12 @@ class Calibration:
         ]
         if other:
             return (
-                f"was measured elsewhere ({'; '.join(other)}): ptdp doctor --calibrate measures "
-                "this machine"
+                f"was measured on another machine ({'; '.join(other)}). To measure this "
+                "machine, run ptdp doctor --calibrate"
             )
         age = datetime.now(UTC) - datetime.fromisoformat(self.made)
         return (
-            f"is {age.days} days old: ptdp doctor --calibrate measures again"
+            f"is {age.days} days old. To measure again, run ptdp doctor --calibrate"
             if age > _STALE
             else ""
         )
@@ -122,8 +122,8 @@ def load_calibration(path: Path) -> Calibration:
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no file of ptdp doctor --calibrate ({type(error).__name__}: {error}): "
-            "calibrate again, or name a device"
+            f"{path} is not a file of ptdp doctor --calibrate ({type(error).__name__}: "
+            f"{error}). Calibrate again, or name a device"
         ) from error
 
 
@@ -149,9 +149,12 @@ def whose_figures(device: Device, processes: int) -> str:
     """
     measured, mend = device.measured, f"ptdp doctor --calibrate --devices {processes}"
     if measured is None:
-        return f"the figures of {device.name} by its data sheet, not calibrated here: {mend}"
+        return f"data sheet of {device.name}, not calibrated; to calibrate, run {mend}"
     if measured.processes != processes:
-        return f"calibrated with --devices {measured.processes}, here are {processes}: {mend}"
+        return (
+            f"calibrated with --devices {measured.processes} instead of {processes}; to "
+            f"calibrate, run {mend}"
+        )
     return f"calibrated with --devices {processes}"
 
 

@@ -201,8 +201,8 @@ def find_device(name: str) -> Device:
     if found:
         return found[0]
     near = difflib.get_close_matches(wanted, DEVICES, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"device={name!r} is unknown: {hint}The devices are {', '.join(DEVICES)}")
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"device={name!r} is unknown. {hint}The devices are {', '.join(DEVICES)}")
 
 
 def known_device(name: str) -> Device | None:

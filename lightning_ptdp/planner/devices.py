@@ -143,11 +143,11 @@ class Device:
                 raise ValueError(f"{field.name}={value!r} must be greater than 0")
             if (field.name.endswith("_share") or field.name == "sustained") and value > 1:
                 raise ValueError(
-                    f"{field.name}={value!r} is a share of the peak: use a number between 0 and 1"
+                    f"{field.name}={value!r} must be a share of the peak between 0 and 1"
                 )
         if not 0 <= self.reserved_bytes < self.memory_bytes:
             raise ValueError(
-                f"reserved_bytes={self.reserved_bytes!r} must be at least 0 and below "
+                f"reserved_bytes={self.reserved_bytes!r} must be at least 0 and less than "
                 f"memory_bytes={self.memory_bytes!r}"
             )
 

@@ -47,8 +47,8 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
                 "pixel_values",
             ):
                 raise ValueError(
-                    f"{type(child).__name__} takes {main}: give plan an example= of what its "
-                    "forward takes"
+                    f"{type(child).__name__} takes {main}. Pass example=, an example input of "
+                    "its forward, to plan"
                 )
             tokens = 1 if main == "pixel_values" else _known(sequence_length, module)
             return lambda model, samples: model.get_submodule(name)(
@@ -58,9 +58,8 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
         tokens = _known(sequence_length, module)
         return lambda model, samples: model(torch.zeros(samples, tokens, dtype=torch.long))
     raise ValueError(
-        f"it is not known what {type(module).__name__} is called with: give plan an example= of "
-        "what its forward takes, or the module an "
-        "example_input_array"
+        f"the inputs of {type(module).__name__} are unknown. Pass example=, an example input "
+        "of its forward, to plan, or set the module's example_input_array"
     )
 
 
@@ -93,9 +92,9 @@ def longest_sample(module: nn.Module, example: Example | None = None) -> int | N
 def _known(sequence_length: int | None, module: nn.Module) -> int:
     if sequence_length is None:
         raise ValueError(
-            f"{type(module).__name__} does not say how long its sequences are: give "
-            "sequence_length= (--sequence of ptdp plan), or an "
-            "example= of what its forward takes, or the module an example_input_array"
+            f"the sequence length of {type(module).__name__} is unknown. Pass sequence_length= "
+            "(--sequence of ptdp plan) or example=, an example input of its forward, or set "
+            "the module's example_input_array"
         )
     return sequence_length
 

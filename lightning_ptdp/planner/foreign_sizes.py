@@ -106,15 +106,15 @@ def gpt_sizes(config: object) -> GPTConfig | BertConfig:
     found = _found(values, _NAMES)
     if missing := [_NAMES[field][0] for field in _NEEDED if found[field] is None]:
         raise ValueError(
-            f"its configuration has no {', '.join(missing)}: give the sizes as options, such as "
-            "--layers 24"
+            f"its configuration has no {', '.join(missing)}. Give the sizes as options, such "
+            "as --layers 24"
         )
     given = {field: value for field, value in found.items() if value is not None}
     kinds = sorted({str(kind) for kind in values.get("layer_types") or ()} - _ATTENTION)
     if kinds := kinds or sorted(name for name in values if name.startswith("mamba_"))[:1]:
         raise ValueError(
-            f"its layers are not all attention ({', '.join(kinds)}): give the sizes of a model "
-            "that takes about as long"
+            f"its layers are not all attention ({', '.join(kinds)}). Give the sizes of a model "
+            "that needs about the same time"
         )
     given |= _mixture(values)
     tied = bool(values.get("tie_word_embeddings", True))
@@ -144,7 +144,7 @@ def _latent(values: Mapping[str, Any]) -> Latent | None:
     }
     if missing := [name for name in names.values() if not values.get(name)]:
         raise ValueError(
-            f"its configuration has kv_lora_rank={values['kv_lora_rank']!r}, and no "
+            f"its configuration has kv_lora_rank={values['kv_lora_rank']!r}, but no "
             f"{', '.join(missing)}"
         )
     return Latent(
@@ -159,22 +159,21 @@ def _mixture(values: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if "experts_per_token" not in found:
         raise ValueError(
-            f"num_experts={found['num_experts']!r}, and nothing says how many of them a token "
-            "visits (num_experts_per_tok)"
+            f"num_experts={found['num_experts']!r}, but the number of active experts per token "
+            "is unknown (num_experts_per_tok)"
         )
     for name in _PERIODS:
         if (every := values.get(name) or 1) != 1:
             raise ValueError(
-                f"{name}={every!r}: experts in some of the layers are planned only where the "
-                "others come first"
+                f"{name}={every!r} is not supported: layers without experts must come first"
             )
     if shared := values.get("shared_expert_intermediate_size"):
         found["shared_experts"] = max(1, round(shared / found["expert_hidden_size"]))
     if dense := values.get("mlp_only_layers"):
         if sorted(dense) != list(range(len(dense))):
             raise ValueError(
-                f"mlp_only_layers={dense!r}: experts in some of the layers are planned only where "
-                "the others come first"
+                f"mlp_only_layers={dense!r} is not supported: layers without experts must come "
+                "first"
             )
         found["dense_layers"] = len(dense)
     return found

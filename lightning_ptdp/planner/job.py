@@ -66,30 +66,29 @@ class Job:
         check_types(self)
         if not 1 <= self.imbalance < math.inf:
             raise ValueError(
-                f"imbalance={self.imbalance!r} is the busiest rank's share over the mean: use 1 "
-                "or more"
+                f"imbalance={self.imbalance!r} must be 1 or more, because it is the busiest "
+                "rank's share over the mean"
             )
         if self.software.float8 and self.device.flops_8 is None:
             raise ValueError(
-                f"software={self.software.name!r} multiplies in float8, for which no rate of "
-                f"{self.device.name} is known: use h100, h200 "
-                "or b200, or other software"
+                f"software={self.software.name!r} computes in float8, but the float8 rate of "
+                f"{self.device.name} is unknown. Use h100, h200 or b200, or other software"
             )
         if not 0 <= self.trained <= 1:
             raise ValueError(
-                f"trained={self.trained!r} is a share of the parameters: use a number from 0 to 1"
+                f"trained={self.trained!r} must be a share of the parameters, from 0 to 1"
             )
         if not 0 <= self.reserve < 1:
             raise ValueError(
-                f"reserve={self.reserve!r} is a share of the memory: use a number from 0 to below 1"
+                f"reserve={self.reserve!r} must be a share of the memory, at least 0 and less "
+                "than 1"
             )
         if self.sequence_length == 0:
             object.__setattr__(self, "sequence_length", self.model.sequence_length)
         if self.sequence_length > self.model.sequence_length:
             raise ValueError(
                 f"sequence_length={self.sequence_length} is longer than the model's "
-                f"{self.model.sequence_length}: use a model with a "
-                "greater sequence_length"
+                f"{self.model.sequence_length}. Use a model with a greater sequence_length"
             )
 
     @property

@@ -53,7 +53,7 @@ def table(plan: Plan) -> str:
         f"{room(plan.job)}:",
         "  "
         + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
-        "time of a step of 1:",
+        "step time of 1:",
         "  "
         + ", ".join(
             f"{name} {value / best.time.total:.1%}"
@@ -71,13 +71,13 @@ def table(plan: Plan) -> str:
 def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
     if sharded:
         return [
-            f"no options to paste: {job.software.name} shares out parameters over the replicas, "
-            "and PTDPStrategy does not"
+            f"no options to paste: {job.software.name} shards parameters over the replicas, "
+            "which PTDPStrategy does not support"
         ]
     return [
         "to use 1 in a script:",
         f"  {strategy_arguments(best)}",
-        "with ptdp fit, in a file that has the model's and the data's as base:",
+        "with ptdp fit, in a file whose base has the model and the data:",
         *(f"  {line}" for line in fit_options(job, best).splitlines()),
     ]
 

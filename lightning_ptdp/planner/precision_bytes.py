@@ -68,8 +68,9 @@ def find_precision(name: str) -> Precision:
     full = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(str(name), str(name))
     if full not in PRECISIONS:
         near = difflib.get_close_matches(full, PRECISIONS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"Did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"precision={name!r} is unknown to the planner: {hint}It knows {', '.join(PRECISIONS)}"
+            f"precision={name!r} is unknown to the planner. {hint}It supports "
+            f"{', '.join(PRECISIONS)}"
         )
     return PRECISIONS[full]

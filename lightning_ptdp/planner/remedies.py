@@ -33,13 +33,13 @@ def why_nothing_fits(plan: Plan, space: Space) -> str:
     possible = search(endless, _smallest(space), count=10**6, simulate=False).best
     if not possible:
         sizes = f"{job.world_size} devices and a batch of {job.global_batch_size}"
-        return f"no layout divides {sizes}: {_indivisible(plan)}; {_other_sizes(job, space)}"
+        return f"no layout divides {sizes}: {_indivisible(plan)}. {_other_sizes(job, space)}"
     least = min(possible, key=lambda candidate: candidate.memory.total)
     part = max(least.memory.parts, key=lambda name: least.memory.parts[name])
     need = (
-        f"no layout fits on {job.world_size} x {job.device.name} with {room(job)} each: "
-        f"{least.choice.describe()} needs least, {least.memory.total / _GIB:.3g} GiB, most of it "
-        f"{part}"
+        f"no layout fits on {job.world_size} x {job.device.name} with {room(job)} each. "
+        f"{least.choice.describe()} needs the least memory, {least.memory.total / _GIB:.3g} "
+        f"GiB, mostly for {part}"
     )
     mends = [
         mend
@@ -89,13 +89,13 @@ def _other_sizes(job: Job, space: Space) -> str:
                 if found.world_size == job.world_size
                 else f"--world {found.world_size}"
             )
-    return f"use {' or '.join(mends)}" if mends else "use other sizes, or fewer restrictions"
+    return f"Use {' or '.join(mends)}" if mends else "Use other sizes, or fewer restrictions"
 
 
 def _smaller_reserve(job: Job, needed: float) -> str:
     share = math.floor(100 * (1 - needed / job.device.usable_bytes)) / 100
     return (
-        f"with --reserve {share:g} it fits, if that estimate holds"
+        f"with --reserve {share:g} it fits, if the estimate is exact"
         if 0 <= share < job.reserve
         else ""
     )
@@ -123,5 +123,8 @@ def _more_devices(job: Job, space: Space) -> str:
             ).best
             if best:
                 larger = f" with --batch {given}" if given != job.global_batch_size else ""
-                return f"{world} of these devices would do{larger} ({best[0].choice.describe()})"
+                return (
+                    f"{world} of these devices would be enough{larger} "
+                    f"({best[0].choice.describe()})"
+                )
     return ""

@@ -92,7 +92,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
         pipes = list(pipelines(job, space, layout))
         choices = [one for one in pipes if isinstance(one, Choice)]
         if choices and (need := _least_bytes(job, space, choices[0])) > job.limit_bytes:
-            what = "parameters, gradients and optimizer state alone take"
+            what = "parameters, gradients and optimizer state alone need"
             rejected.append(
                 UnfitSize(
                     what=layout.describe(), reason=f"{what} {_gib(need)} of {_gib(job.limit_bytes)}"
@@ -110,7 +110,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
         if tried and not fitting:
             nearest, memory = min(tried, key=lambda one: one[1].total)
             reason = (
-                f"needs {_gib(memory.total)} of {_gib(job.limit_bytes)} at least "
+                f"needs at least {_gib(memory.total)} of {_gib(job.limit_bytes)} "
                 f"({nearest.describe()})"
             )
             rejected.append(UnfitSize(what=layout.describe(), reason=reason))
@@ -183,8 +183,8 @@ def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[U
             more = {name: seconds - first.parts[name] for name, seconds in time.parts.items()}
             part = max(more, key=lambda name: more[name])
             reason = (
-                f"{time.total / first.total:.2f} times as long as the best: {part} takes "
-                f"{time.parts[part] / time.total:.0%} of it"
+                f"takes {time.total / first.total:.2f} times the time of the best, "
+                f"{time.parts[part] / time.total:.0%} of it for {part}"
             )
             yield UnfitSize(what=degrees, reason=f"{reason} ({candidate.choice.describe()})")
 

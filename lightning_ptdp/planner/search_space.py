@@ -68,7 +68,7 @@ class Space:
         for value in self.schedules:
             if value not in FAMILIES:
                 raise ValueError(
-                    f"schedules holds {value!r}, which the planner does not know: it knows "
+                    f"schedules has {value!r}, which the planner does not support. It supports "
                     f"{', '.join(FAMILIES)}"
                 )
 
@@ -137,7 +137,7 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
             if p > 1 and m < (least := FAMILIES[schedule].cost.least(p)):
                 yield UnfitSize(
                     what=f"p{p} {schedule} m{m}",
-                    reason=f"too few microbatches for it to be better than 1F1B: it wants {least}",
+                    reason=f"too few microbatches to be faster than 1F1B, which takes {least}",
                 )
                 continue
             for exchange in _exchanges(job, space, whole):
@@ -197,11 +197,11 @@ def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[Parallel
         if rest % p:
             reason = f"it does not divide the world of {job.world_size}"
         elif p > 1 and job.shape.uncut:
-            reason = f"a pipeline cannot cut it: {job.shape.uncut}"
+            reason = f"the model cannot be cut into pipeline stages: {job.shape.uncut}"
         elif p > job.shape.num_layers:
             reason = f"{job.shape.num_layers} layers cannot fill {p} stages"
         elif space.data_parallel_sizes is not None and rest // p not in space.data_parallel_sizes:
-            reason = f"d = {rest // p} is not among the data_parallel_sizes"
+            reason = f"d = {rest // p} is not one of the data_parallel_sizes"
         elif job.global_batch_size % (rest // p):
             reason = (
                 f"the global batch of {job.global_batch_size} is not divisible by d = {rest // p} "
@@ -235,7 +235,7 @@ def _expert_splits(
             why = (
                 "the model has no experts"
                 if experts is None
-                else f"experts of {experts.width} channels are whole, or split over all t = {t}"
+                else f"experts of {experts.width} channels are not split, or split over all t = {t}"
             )
             yield UnfitSize(
                 what=f"{layout.describe()} expert_tensor_parallel_size={size}", reason=why
@@ -258,7 +258,8 @@ def _expert_sizes(
         else:
             yield UnfitSize(
                 what=f"{layout.describe()} e{e}",
-                reason=f"it does not divide d c = {ranks}, from whose ranks experts take theirs",
+                reason=f"it does not divide d c = {ranks}, the ranks over which experts are "
+                "distributed",
             )
 
 

@@ -250,5 +250,5 @@ def find_software(name: str) -> Software:
     if name in SOFTWARE:
         return SOFTWARE[name]
     near = difflib.get_close_matches(name, SOFTWARE, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"software={name!r} is unknown: {hint}It is one of {', '.join(SOFTWARE)}")
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"software={name!r} is unknown. {hint}It must be one of {', '.join(SOFTWARE)}")

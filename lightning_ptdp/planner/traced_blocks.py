@@ -138,17 +138,16 @@ class Following:
                     self._alone(layer, recorder)
             except Exception as error:
                 raise ValueError(
-                    f"the forward of {type(self._module).__name__} could not be followed without "
-                    "data: it stopped in "
-                    f"'{self._running}' ({type(error).__name__}: "
-                    f"{str(error).splitlines()[0] if str(error) else ''}); give its sizes "
-                    "instead (ptdp plan --layers 24 --hidden 2048 --heads 16 --sequence 2048)"
+                    f"the forward of {type(self._module).__name__} cannot be traced without "
+                    f"data: '{self._running}' failed ({type(error).__name__}: "
+                    f"{str(error).splitlines()[0] if str(error) else ''}). Give the sizes of "
+                    "the model instead (ptdp plan --layers 24 --hidden 2048 --heads 16 "
+                    "--sequence 2048)"
                 ) from error
             if len(self.order) != len(self.names):
                 raise ValueError(
                     f"the forward of {type(self._module).__name__} called {len(self.order)} of "
-                    f"its {len(self.names)} layers: give an "
-                    "example= that goes through all of them"
+                    f"its {len(self.names)} layers. Pass an example= that uses all of them"
                 )
 
     def _fill(self, model: nn.Module) -> None:

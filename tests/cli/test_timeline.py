@@ -110,10 +110,10 @@ def test_a_schedule_from_a_file(ptdp: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--schedule", "1f1"], "did you mean '1f1b'"),
+        (["--schedule", "1f1"], "Did you mean '1f1b'"),
         (["--vpp", "2", "--schedule", "1f1b"], "virtual_pipeline_size=2"),
         (["--vpp", "1", "--schedule", "zb_v"], "virtual_pipeline_size=1"),
-        (["--compare", "1f1b,zb_v2"], "did you mean 'zb_v'"),
+        (["--compare", "1f1b,zb_v2"], "Did you mean 'zb_v'"),
         (["--backward", "-1"], "backward=-1.0 must not be negative"),
         (["--weight", "2.5"], "--weight 2.5 must be between 0 and --backward 2"),
         (["--latency", "-1"], "latency=-1.0"),

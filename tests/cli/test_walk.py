@@ -374,7 +374,7 @@ BAD = [
     ),
     (
         "ptdp plan --recipe gpt/nano --world 8 --device cpu --reserve 2",
-        "reserve=2.0 is a share of the memory",
+        "reserve=2.0 must be a share of the memory",
     ),
     (
         "ptdp plan --recipe gpt/nano --world 8 --device cpu --software nothing",

@@ -96,7 +96,7 @@ def test_stale_and_foreign_files_are_noticed(
     assert "is 100 days old" in doubt(
         made=(datetime.now(UTC) - timedelta(days=100, hours=1)).isoformat()
     )
-    assert "was measured elsewhere (host 'there', here" in doubt(
+    assert "was measured on another machine (host 'there', here" in doubt(
         machine={**content["machine"], "host": "there"}
     )
     assert "torch '1.0', here" in doubt(machine={**content["machine"], "torch": "1.0"})
@@ -104,10 +104,11 @@ def test_stale_and_foreign_files_are_noticed(
 
 def test_an_estimate_says_whose_figures_it_has() -> None:
     assert whose_figures(device(), 2) == "calibrated with --devices 2"
-    assert "with --devices 2, here are 4: ptdp doctor --calibrate --devices 4" in whose_figures(
-        device(), 4
+    assert (
+        "with --devices 2 instead of 4; to calibrate, run ptdp doctor --calibrate --devices 4"
+        in whose_figures(device(), 4)
     )
-    assert "not calibrated here: ptdp doctor --calibrate --devices 8" in whose_figures(
+    assert "not calibrated; to calibrate, run ptdp doctor --calibrate --devices 8" in whose_figures(
         find_device("h100"), 8
     )
 
@@ -119,7 +120,7 @@ def test_an_estimate_says_whose_figures_it_has() -> None:
         (("device",), {}, "KeyError"),
         (("device", "flops_32"), -1, "flops_32=-1 must be greater than 0"),
         (("device", "memory_bandwidth"), "fast", "memory_bandwidth='fast'"),
-        (("device", "memory_share"), 3, "memory_share=3 is a share"),
+        (("device", "memory_share"), 3, "memory_share=3 must be a share"),
         (("device", "measured", "products"), [[1, 2, 3, -4]], "must be greater than 0"),
         (("device", "measured", "attention"), [], "must not be empty"),
         (("device", "measured", "cores"), -1, "cores=-1"),
@@ -138,7 +139,7 @@ def test_absurd_files(tmp_path: Path, place: tuple[str, ...], value: object, wor
         inner = inner[name]
     inner[place[-1]] = value
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="calibrate again, or name a device") as error:
+    with pytest.raises(ValueError, match="Calibrate again, or name a device") as error:
         load_calibration(path)
     assert words in str(error.value) and "mine.json" in str(error.value)
 

@@ -38,9 +38,9 @@ def test_peaks_of_known_devices(device: str, precision: str, peak: float | None)
 def test_devices() -> None:
     assert find_device("A100") is DEVICES["a100-80gb"]
     assert find_device("h200").usable_bytes == 138 * 2**30
-    with pytest.raises(ValueError, match=r"device='h1000' is unknown: did you mean 'h"):
+    with pytest.raises(ValueError, match=r"device='h1000' is unknown. Did you mean 'h"):
         find_device("h1000")
-    with pytest.raises(ValueError, match=r"product_share=1\.2 is a share"):
+    with pytest.raises(ValueError, match=r"product_share=1\.2 must be a share"):
         dataclasses.replace(find_device("cpu"), product_share=1.2)
     with pytest.raises(ValueError, match="flops_16=0 must be greater"):
         dataclasses.replace(find_device("cpu"), flops_16=0)
@@ -94,5 +94,5 @@ def test_no_attention_reaches_the_peak(name: str) -> None:
 
 def test_software() -> None:
     assert find_software("ours-compiled").attention == "fused"
-    with pytest.raises(ValueError, match=r"software='our' is unknown: did you mean 'ours'"):
+    with pytest.raises(ValueError, match=r"software='our' is unknown. Did you mean 'ours'"):
         find_software("our")

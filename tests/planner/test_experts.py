@@ -191,7 +191,7 @@ def test_what_is_proposed() -> None:
     held = fullest_rank(job, best.choice)
     assert held.activations > held.logits
     reasons = {misfit.what: misfit.reason for misfit in plan.rejected}
-    assert "alone take" in reasons["t1 p1 d64 e2"]
+    assert "alone need" in reasons["t1 p1 d64 e2"]
     asked = search(
         job, Space(expert_parallel_sizes=(4, 3, 16), tensor_parallel_sizes=(1,)), count=5
     )

@@ -163,6 +163,6 @@ def test_zero_3() -> None:
 def test_float8_needs_a_device_that_has_it() -> None:
     with pytest.raises(
         ValueError,
-        match="software='fsdp2-fp8' multiplies in float8, for which no rate of a100-80gb is known",
+        match="software='fsdp2-fp8' computes in float8, but the float8 rate of a100-80gb is unknown",
     ):
         llama("fsdp2-fp8", find_device("a100"), 8, b=1, length=2048, recompute="none")

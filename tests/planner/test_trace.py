@@ -300,12 +300,12 @@ def test_frozen_parameters_are_not_trained() -> None:
 def test_what_cannot_be_followed() -> None:
     with pytest.raises(
         ValueError,
-        match=r"forward of Stubborn could not be followed without data: it stopped in "
-        r"''.*--layers 24",
+        match=r"forward of Stubborn cannot be traced without data: "
+        r"'' failed .*--layers 24",
     ):
         lightning_ptdp.plan(Stubborn(), world_size=4, batch=16, sequence_length=24)
     with pytest.raises(
-        ValueError, match=r"Own does not say how long its sequences are: give sequence_length="
+        ValueError, match=r"the sequence length of Own is unknown. Pass sequence_length="
     ):
         lightning_ptdp.plan(Own(), world_size=4, batch=16)
     with pytest.raises(ValueError, match="sequence_length=48, but the example has 24 tokens"):
@@ -318,7 +318,7 @@ def test_what_cannot_be_followed() -> None:
         )
     with pytest.raises(ValueError, match="sequence_length=4096 is longer than the model's"):
         lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4, sequence_length=4096)
-    with pytest.raises(ValueError, match=r"what Sequential is called with: give plan an example="):
+    with pytest.raises(ValueError, match=r"the inputs of Sequential are unknown. Pass example="):
         lightning_ptdp.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), world_size=4, batch=16)
     module = Own()
     vars(module)[CUT_MARK] = "t2"
