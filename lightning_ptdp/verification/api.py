@@ -67,20 +67,20 @@ def verify(
         VerificationError: A training failed, was refused, or exceeded its time limit.
     """
     if unknown := trainer.keys() - signature(strategy._names.Trainer).parameters.keys():
-        raise ValueError(f"{', '.join(sorted(unknown))}: no option of verify or of the Trainer")
+        raise ValueError(f"{', '.join(sorted(unknown))}: not an option of verify or of the Trainer")
     config = strategy.config
     devices = trainer.get("devices") or config.smallest_world_size
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     if trainer.get("num_nodes", 1) != 1:
         raise ValueError(
-            f"num_nodes={trainer['num_nodes']}: verify starts processes on this machine only; use "
-            "num_nodes=1"
+            f"num_nodes={trainer['num_nodes']} is not supported, because verify starts "
+            "processes on this machine only. Use num_nodes=1"
         )
     if torch.cuda.is_initialized():
         raise ValueError(
-            "verify forks processes, which cannot use CUDA once this one has: call it before "
-            "anything uses the GPU"
+            "verify forks processes, but CUDA is already in use, and forked processes cannot "
+            "use it. Call verify before anything uses the GPU"
         )
     if not isinstance(devices, int):
         raise ValueError(f"devices={devices!r} must be a number of processes")
@@ -124,14 +124,14 @@ class _Verification:
     def report(self) -> Report:
         """Train, compare and explain."""
         if self.subject.strategy.config.compile != "none":
-            self.notes.append("blocks are not compiled here")
+            self.notes.append("blocks are not compiled in the comparison")
         self._fit_into_memory()
         ranks = self._train_from_loaders()
         places = sorted({place for rank in ranks for place in rank.random})
         if places:
             self.notes.append(
-                "dropout is off, random numbers are constants, equal for all samples "
-                f"({', '.join(places[:3])})"
+                "dropout is disabled, and random numbers are constants that are equal for all "
+                f"samples ({', '.join(places[:3])})"
             )
             self.case = replace(self.case, frozen=True)
             ranks = self.subject.train(self.case)
@@ -156,7 +156,7 @@ class _Verification:
         if blocks is None and not self.subject.fits_one_process():
             blocks = max(config.num_stages, 2)
         if blocks is not None:
-            self.notes.append(f"the model has {blocks} blocks of each repeated container here")
+            self.notes.append(f"the compared model has {blocks} blocks in each repeated container")
             self.case = replace(self.case, blocks=blocks, config=replace(config, partition=None))
 
     def _train_from_loaders(self) -> list[Record]:
@@ -166,15 +166,15 @@ class _Verification:
             if "KeyedDropoutError" not in str(error):
                 raise
             self.notes.append(
-                "dropout is off: keyed_dropout, which drops the same in every layout, cannot be "
-                "used"
+                "dropout is disabled, because keyed_dropout, which is equal in every layout, "
+                "cannot be used"
             )
             self.case = replace(
                 self.case, config=replace(self.case.config, keyed_dropout=False), frozen=True
             )
             ranks = self.subject.train(self.case)
         if not ranks[0].steps:
-            raise VerificationError("the layout has made no step: are there training batches?")
+            raise VerificationError("the layout ran no step. Check that there are training batches")
         replicas = {rank.replica: rank.batches for rank in ranks}
         batches = [replicas[number] for number in sorted(replicas)]
         try:
@@ -182,8 +182,8 @@ class _Verification:
         except (ValueError, RuntimeError) as error:
             self.whole = combine(batches, joined=False)
             self.notes.append(
-                "one process accumulates over the replicas' batches, without what a step logs: "
-                f"{error}"
+                "one process accumulates gradients over the replicas' batches, and logged "
+                f"values are not compared: {error}"
             )
         self.case = replace(self.case, batches=batches)
         return ranks
@@ -204,7 +204,7 @@ class _Verification:
             double = Comparison(self.subject.train(case), self._one_process(case))
         except VerificationError as error:
             self.notes.append(
-                f"float64 was not possible ({error}): errors up to the tolerances may be hidden"
+                f"float64 was not possible ({error}), so errors below the tolerances may be missed"
             )
             return trained
         if double.differences:
@@ -214,8 +214,8 @@ class _Verification:
             self.notes.append("compared in float64")
             return double
         self.notes.append(
-            "equal in float64; in the precision that was asked for, the rounding of one process "
-            "is allowed"
+            "equal in float64; in the requested precision, the rounding errors of one process "
+            "are allowed"
         )
         return trained.allowing(double.expected)
 
@@ -239,7 +239,8 @@ class _Verification:
         if unsteady and repeats:
             names = {one.name for one in unsteady}
             self.notes.append(
-                f"not the same twice in one process, and left out: {', '.join(sorted(names))}"
+                "not compared, because they are not reproducible in one process: "
+                f"{', '.join(sorted(names))}"
             )
             report = replace(
                 report, compared=[one for one in report.compared if one.name not in names]
@@ -256,7 +257,7 @@ class _Verification:
             try:
                 ranks = self.subject.train(case)
             except VerificationError as error:
-                axes.append((letters, f"cannot be tried: {error}"))
+                axes.append((letters, f"failed: {error}"))
                 continue
             if letters == "m":
                 losses = ranks[0].losses
@@ -281,7 +282,7 @@ class _Verification:
             for index, (loss, other) in enumerate(pairs):
                 if not math.isclose(loss, other, rel_tol=1e-4):
                     self.notes.append(
-                        f"microbatch {index} on {rank.place} differs first: {loss:.6g} instead of "
-                        f"{other:.6g}"
+                        f"microbatch {index} on {rank.place} is the first that differs: "
+                        f"{loss:.6g} instead of {other:.6g}"
                     )
                     return

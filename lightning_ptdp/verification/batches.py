@@ -68,5 +68,5 @@ def _join(parts: Sequence[Nested]) -> Nested:
     sizes = [batch_size(part) for part in parts]
     whole = merge_outputs(parts, sizes, sizes)
     if batch_size(whole) != sum(sizes):
-        raise ValueError("they hold something else than tensors with the samples along dimension 0")
+        raise ValueError("they have values other than tensors with the samples along dimension 0")
     return whole

@@ -21,35 +21,37 @@ from lightning_ptdp.verification.report import Cause
 __all__ = ["Evidence", "find_causes"]
 
 _TEXTS = {
-    "random numbers": "the step draws numbers that no seed decides (os.urandom, a generator "
-    "without a seed, the time), or that do not "
-    "belong to a sample{seen}. Draw them in the dataset, and put them into the batch",
-    "optimizer groups": "configure_optimizers depends on the ranks, or on a part of the model. "
+    "random numbers": "the step draws numbers that do not depend on a seed (os.urandom, a "
+    "generator without a seed, the time), or not on the sample{seen}. Draw "
+    "them in the dataset, and put them into the batch",
+    "optimizer groups": "configure_optimizers depends on the rank, or on a part of the model. "
     "Choose groups by full names",
-    "gradients changed by hand": "a hook makes different gradients of equal ones: on each rank it "
-    "sees a part of them{seen}. Use the "
-    "Trainer's gradient_clip_val, or trainer.strategy.compute_gradient_norm()",
-    "optimizer": "equal gradients and options give different weights: the optimizer mixes the "
-    "elements of a parameter, of which a rank "
-    "holds a part. Use one that works element by element, or do not split parameters",
-    "parameters in the step": "training_step reads parameters, of which a rank holds a "
-    "part{seen}. Leave weight decay to the optimizer, or "
-    "compute a penalty in the module that owns the parameter",
-    "label shift": "the step combines neighbours in a sequence, as a shift of labels does, and "
-    "loses pairs at the borders of the ranks' "
-    "slices. Shift the labels in the dataset",
+    "gradients changed by hand": "a hook changes equal gradients differently, because each "
+    "rank has only a part of them{seen}. Use the Trainer's "
+    "gradient_clip_val, or "
+    "trainer.strategy.compute_gradient_norm()",
+    "optimizer": "equal gradients and options lead to different weights, because the "
+    "optimizer combines elements of a parameter and a rank has only a part of "
+    "it. Use an elementwise optimizer, or do not split parameters",
+    "parameters in the step": "training_step reads parameters, but a rank has only a part of "
+    "them{seen}. Use the weight decay of the optimizer, or compute "
+    "a penalty in the module that owns the parameter",
+    "label shift": "the step combines neighbours in a sequence, as in a shift of labels, and "
+    "loses pairs at the borders of the ranks' slices. Shift the labels in the "
+    "dataset",
     "logged values": "the values of a batch are not the means over its parts{seen}. Log a "
     "torchmetrics.Metric, or a mean over samples with "
     "batch_size and sync_dist=True",
-    "sum over samples": "the loss is the sum of those of its microbatches or replicas. Use a "
-    "mean, such as reduction='mean'",
-    "hidden state": "training_step writes state once a microbatch and on each rank{seen}. Write "
-    "it in on_train_batch_end",
-    "buffers": "BatchNorm has statistics of each microbatch or replica{seen}. Use a normalization "
-    "of each sample, such as GroupNorm",
-    "coupled samples": "the loss of a batch is not the mean over its microbatches or replicas: "
-    "samples see each other, as in contrastive "
-    "losses{seen}. Use num_microbatches=1, and gather what is compared over the replicas",
+    "sum over samples": "the loss is the sum over its microbatches or replicas. Use a mean, "
+    "such as reduction='mean'",
+    "hidden state": "training_step writes state once per microbatch and on each rank{seen}. "
+    "Write it in on_train_batch_end",
+    "buffers": "BatchNorm computes statistics of each microbatch or replica{seen}. Use a "
+    "normalization of each sample, such as GroupNorm",
+    "coupled samples": "the loss of a batch is not the mean over its microbatches or "
+    "replicas, because it compares samples, as contrastive losses "
+    "do{seen}. Use num_microbatches=1, and gather the compared values over "
+    "the replicas",
 }
 
 

@@ -167,7 +167,7 @@ class Comparison:
         for kind, name in sorted(self.expected.exact.keys() - trained):
             if kind == "optimizer option":
                 yield self._difference(
-                    (kind, -1, ""), name, math.inf, text="is in no rank's optimizer"
+                    (kind, -1, ""), name, math.inf, text="is in the optimizer of no rank"
                 )
 
     def _tensors(self, key: Key) -> Iterator[Difference]:

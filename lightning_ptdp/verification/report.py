@@ -69,14 +69,14 @@ class Report:
             ],
             [self._table()],
             [f"difference {number}: {one}" for number, one in enumerate(found[:_SHOWN], 1)],
-            [f"{axes} alone: {result}" for axes, result in self.axes],
-            [f"why: {cause.name}: {cause.text}" for cause in self.causes],
+            [f"only {axes}: {result}" for axes, result in self.axes],
+            [f"cause: {cause.name}: {cause.text}" for cause in self.causes],
             [f"note: {note}" for note in self.notes],
         ]
         if len(found) > _SHOWN:
             sections[2].append(f"and {len(found) - _SHOWN} more")
         if found and not self.causes:
-            sections[4].append("why: none of the known causes was found")
+            sections[4].append("cause: unknown")
         return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
     def _table(self) -> str:

@@ -180,7 +180,7 @@ def test_batches_that_cannot_be_joined_are_accumulated() -> None:
     data = {"train_dataloaders": loader(collate_fn=toys.Graph), "val_dataloaders": None}
     found = report(Lit(), D2, **data, accumulate_grad_batches=2)
     assert found.equal, str(found)
-    assert any("accumulates over the replicas' batches" in note for note in found.notes)
+    assert any("accumulates gradients over the replicas' batches" in note for note in found.notes)
     assert {"loss", "gradient", "weight"} <= {one.kind for one in found.compared}
 
 
@@ -211,7 +211,7 @@ def test_the_report_has_a_picture(tmp_path: Path) -> None:
     found = report(toys.Summed(), M2)
     found.draw(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert "m alone" in str(found)
+    assert "only m" in str(found)
 
 
 def test_fewer_blocks_are_said() -> None:
