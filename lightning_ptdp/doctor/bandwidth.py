@@ -74,8 +74,8 @@ def check_links(measurements: Sequence[Measurement]) -> Check:
     found = f"{' to '.join(rates)} GB/s between neighbours"
     if slowest.bytes_per_s < _SLOW * quickest.bytes_per_s:
         mend = (
-            "keep tensor-parallel ranks off this link, or look at its cable, its PCIe slot and "
-            "nvidia-smi topo -m"
+            "do not use this link for tensor-parallel ranks, or check its cable, its PCIe "
+            "slot and nvidia-smi topo -m"
         )
         return warning("links", f"{found}; the slowest is {slowest.operation}", mend)
     return ok("links", found)

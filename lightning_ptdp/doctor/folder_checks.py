@@ -34,7 +34,7 @@ def check_root_dir(folder: Path) -> Check:
 
     The file is written, flushed, read and removed.
     """
-    subject, mend = f"--root-dir {folder}", "name a folder that you may write to: --root-dir"
+    subject, mend = f"--root-dir {folder}", "use a folder with write permission: --root-dir"
     existing = _existing(folder)
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".ptdp-doctor-") as file:
@@ -43,12 +43,14 @@ def check_root_dir(folder: Path) -> Check:
             os.fsync(file.fileno())
             if Path(file.name).read_bytes() != b"ptdp":
                 return failed(
-                    subject, "what was written is not what is read", "use another file system"
+                    subject,
+                    "the content read differs from the content written",
+                    "use another file system",
                 )
     except OSError as error:
         return failed(subject, f"{existing} cannot be written: {error.strerror or error}", mend)
     free = shutil.disk_usage(existing).free
-    mend = "a checkpoint takes some 12 to 16 bytes a parameter: make room"
+    mend = "free some space: a checkpoint needs about 12 to 16 bytes per parameter"
     return enough(free >= _DISK_BYTES, subject, f"writable, {free / _GIB:.1f} GiB free", mend)
 
 
@@ -67,7 +69,7 @@ def check_database_locks(folder: Path) -> Check:
             database.execute("insert into t values (1)")
     except (sqlite3.Error, OSError) as error:
         mend = (
-            "give MLflow a server (--trainer.logger.tracking_uri http://host:5000) or a local "
+            "use an MLflow server (--trainer.logger.tracking_uri http://host:5000) or a local "
             "folder (--trainer.logger.save_dir)"
         )
         return failed("SQLite store", f"{type(error).__name__}: {error}", mend)
@@ -82,7 +84,7 @@ def check_tracking_store(tracking_uri: str, *, timeout_s: float) -> Check:
         check_store(tracking_uri, timeout_s=timeout_s)
     except ValueError as error:
         return failed(
-            "MLflow store", str(error), "start the server, or name another store: --tracking-uri"
+            "MLflow store", str(error), "start the server, or use another store: --tracking-uri"
         )
     return ok("MLflow store", f"{tracking_uri} can be used")
 
@@ -96,7 +98,7 @@ def check_data_folder(folder: Path) -> Check:
     try:
         manifest = verify_store(folder, hashes=False)
     except DataError as error:
-        return failed(subject, str(error), "ptdp prepare --config … makes it")
+        return failed(subject, str(error), "create it with ptdp prepare --config …")
     tokens = {name: split.tokens for name, split in manifest.splits.items()}
     counts = ", ".join(f"{count:,} tokens for {name}" for name, count in tokens.items())
     return ok(subject, f"{counts}; a vocabulary of {manifest.vocabulary_size}")
@@ -117,13 +119,13 @@ def check_clock(folder: Path) -> Check:
         )
     if abs(off) > _CLOCK_S:
         mend = (
-            "let both follow the same time server (chrony, ntpd): the newest checkpoint is found "
-            "by time"
+            "synchronize both clocks with the same time server (chrony, ntpd), because the "
+            "newest checkpoint is found by its time"
         )
-        return warning("clock", f"the file system's clock is {off:+.1f} s off", mend)
+        return warning("clock", f"the file system's clock is off by {off:+.1f} s", mend)
     return ok(
         "clock",
-        f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, as the file system's within "
+        f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, equal to the file system's within "
         f"{max(abs(off), 0.01):.2f} s",
     )
 

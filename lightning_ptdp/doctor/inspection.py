@@ -134,8 +134,7 @@ def _limited(
         failed(
             subject,
             said,
-            "what hangs is a driver or a (network) file system: see dmesg, or give a longer "
-            "--timeout",
+            "a driver or a (network) file system hangs: see dmesg, or use a longer --timeout",
         )
     )
 

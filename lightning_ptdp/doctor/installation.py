@@ -55,7 +55,7 @@ def check_packages(
 
 def check_entry_points(environment: Mapping[str, str]) -> Check:
     """Check that ``Trainer(strategy="ptdp")`` works without an import of this package."""
-    subject, mend = 'strategy="ptdp"', "import lightning_ptdp in front of the Trainer"
+    subject, mend = 'strategy="ptdp"', "import lightning_ptdp before creating the Trainer"
     names = [entry.name for entry in metadata.entry_points(group="torch.backends")]
     if "lightning_ptdp" not in names:
         return warning(
@@ -63,7 +63,7 @@ def check_entry_points(environment: Mapping[str, str]) -> Check:
         )
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         return warning(
-            subject, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from registering it", mend
+            subject, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 prevents torch from registering it", mend
         )
     return ok(subject, "registered when torch is imported")
 

@@ -31,7 +31,7 @@ def check_devices(wanted: int) -> Iterator[Check]:
         why = (
             "this torch is built without CUDA" if torch.version.cuda is None else "CUDA finds none"
         )
-        yield ok("GPUs", f"none ({why}): processes run on the CPU, joined by gloo")
+        yield ok("GPUs", f"none ({why}): processes run on the CPU and communicate with gloo")
         yield from check_arithmetic(torch.device("cpu"))
         return
     count = torch.cuda.device_count()
@@ -44,7 +44,7 @@ def check_devices(wanted: int) -> Iterator[Check]:
         count >= wanted,
         "GPUs",
         found,
-        f"--devices {count}, or one GPU a process; gloo on CPU is tried",
+        f"use --devices {count}, or one GPU per process; this run tests gloo on the CPU",
     )
     for index in range(count):
         yield _check_memory(index)
@@ -64,7 +64,7 @@ def check_arithmetic(device: torch.device) -> Iterator[Check]:
             yield failed(
                 subject,
                 str(error).partition("\n")[0],
-                "see the driver's log; another process may use the device",
+                "see the driver's log; another process may be using the device",
             )
             continue
         error_size = ((found - exact).abs().max() / exact.abs().max()).item()
@@ -72,15 +72,15 @@ def check_arithmetic(device: torch.device) -> Iterator[Check]:
             yield failed(
                 subject,
                 f"a matrix product is wrong by {error_size:.1e}",
-                "the device or its driver is broken: do not use it",
+                "do not use the device: it or its driver is broken",
             )
         elif dtype == torch.bfloat16 and not _is_bf16_fast(device):
-            slow = "a matrix product is right, but emulated: slow"
+            slow = "a matrix product is correct, but emulated and slow"
             yield enough(
                 device.type == "cpu", subject, slow, "train with --trainer.precision 16-mixed"
             )
         else:
-            yield ok(subject, "a matrix product is right")
+            yield ok(subject, "a matrix product is correct")
 
 
 def _check_memory(index: int) -> Check:
@@ -89,13 +89,11 @@ def _check_memory(index: int) -> Check:
         free, total = torch.cuda.mem_get_info(index)
     except RuntimeError as error:
         return failed(
-            subject, str(error).partition("\n")[0], "see nvidia-smi: the device does not answer"
+            subject, str(error).partition("\n")[0], "see nvidia-smi: the device does not respond"
         )
     name = torch.cuda.get_device_name(index)
     found = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free ({name})"
-    return enough(
-        free >= total / 2, subject, found, "another process uses it (nvidia-smi says which)"
-    )
+    return enough(free >= total / 2, subject, found, "another process is using it (see nvidia-smi)")
 
 
 def _is_bf16_fast(device: torch.device) -> bool:

@@ -17,8 +17,13 @@ _FILES = 1024
 def check_cores(*, cores: int, processes: int, accelerated: bool) -> Check:
     """Compare the cores that this process may use with the number of processes."""
     takes_turns = cores < processes and not accelerated
-    found = f"{cores} for {processes} processes" + (", which take turns" if takes_turns else "")
-    mend = "it works, and its speed says nothing about the layout; use fewer processes to measure"
+    found = f"{cores} for {processes} processes" + (
+        ", which share the cores" if takes_turns else ""
+    )
+    mend = (
+        "training works, but its speed says nothing about the layout; use fewer processes "
+        "to measure"
+    )
     return enough(not takes_turns, "CPU cores", found, mend)
 
 
@@ -28,7 +33,9 @@ def check_memory(*, available: int, total: int, limit: int | None, processes: in
     found = f"{usable / _GIB:.1f} GiB free of {total / _GIB:.1f}"
     if limit is not None and limit < total:
         found += f" (the container may use {limit / _GIB:.1f})"
-    mend = f"{processes} processes need some {processes * _PROCESS_BYTES / _GIB:.0f} GiB: use fewer"
+    mend = (
+        f"use fewer processes: {processes} need about {processes * _PROCESS_BYTES / _GIB:.0f} GiB"
+    )
     return enough(usable >= processes * _PROCESS_BYTES, "memory", found, mend)
 
 
@@ -40,7 +47,7 @@ def check_shared_memory(free: int | None) -> Check:
     """
     if free is None:
         return warning(
-            "/dev/shm", "not there", "mount it: data workers (num_workers > 0) and NCCL use it"
+            "/dev/shm", "missing", "mount it: data workers (num_workers > 0) and NCCL need it"
         )
     mend = "data workers and NCCL may fail; in Docker: --shm-size=8g or --ipc=host"
     return enough(free >= _SHARED_BYTES, "/dev/shm", f"{free / _GIB:.2f} GiB free", mend)

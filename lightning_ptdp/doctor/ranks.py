@@ -29,7 +29,7 @@ from lightning_ptdp.world.rendezvous_address import (
 
 __all__ = ["RankCheck", "calibrate_ranks", "check_ranks"]
 
-_GROUP = "forming the group"
+_GROUP = "creating the group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def _group(
     options = default_group_options(backend, device, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, **options)
     yield place
-    tell("leaving the group")
+    tell("destroying the group")
     dist.destroy_process_group()
 
 
@@ -149,7 +149,7 @@ def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Ite
     problem, said = outcome.explain(), {what for told in outcome.told.values() for what in told}
     used = [name for name in COLLECTIVES if name in said]
     if problem:
-        done = f"; right until then: {', '.join(used[:-1])}" if len(used) > 1 else ""
+        done = f"; correct until then: {', '.join(used[:-1])}" if len(used) > 1 else ""
         late = f" after {timeout_s:g} s" if outcome.late and not outcome.errors else ""
         yield failed("group", f"{problem}{late}{done}", _mend(backend))
         return
@@ -160,18 +160,18 @@ def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Ite
     for name in used:
         ranks = [str(rank) for rank, result in outcome.results.items() if name in result["wrong"]]
         if ranks:
-            yield failed(name, f"a wrong answer on rank {', '.join(ranks)}", _mend(backend))
+            yield failed(name, f"wrong result on rank {', '.join(ranks)}", _mend(backend))
         else:
-            yield ok(name, "right on all ranks")
+            yield ok(name, "correct on all ranks")
 
 
 def _mend(backend: str) -> str:
     if backend == "nccl":
         return (
-            "NCCL_DEBUG=INFO shows what NCCL does; try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME, or "
-            "--backend gloo"
+            "use NCCL_DEBUG=INFO for details, and try NCCL_P2P_DISABLE=1, NCCL_SOCKET_IFNAME, "
+            "or --backend gloo"
         )
     return (
-        "GLOO_SOCKET_IFNAME=lo, or a longer --timeout; a firewall or a host name that does not "
-        "resolve are the usual causes"
+        "try GLOO_SOCKET_IFNAME=lo, or a longer --timeout; usual causes are a firewall or a "
+        "host name that cannot be resolved"
     )

@@ -41,7 +41,7 @@ def test_what_failed_is_in_the_text_and_in_the_exit_code(ptdp: Run, tmp_path: Pa
     (tmp_path / "file").write_text("")
     code, out, _ = ptdp("doctor", "--devices", "1", "--root-dir", str(tmp_path / "file"))
     assert code == 1
-    assert "-> name a folder that you may write to" in out
+    assert "-> use a folder with write permission" in out
     assert out.rstrip().endswith("3 failed")
 
 
