@@ -43,10 +43,10 @@ INTERLEAVED = StrategySummary(
 
 def test_an_interleaved_layout() -> None:
     assert render(INTERLEAVED).splitlines() == [
-        "layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks a pipeline rank, "
+        "layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks per pipeline rank, "
         "sequence parallel",
         "schedule    interleaved, 8 microbatches, bubble 6.2 %",
-        "parameters  912.5 K to 1.2 M a rank",
+        "parameters  912.5 K to 1.2 M per rank",
         "",
         "stage  ranks  layers  also",
         "    0  0-1    0       embedding",
@@ -68,7 +68,7 @@ def test_one_process_has_no_stages_and_no_bubble() -> None:
     assert render(summary).splitlines() == [
         "layout      1 process: tensor 1 x pipeline 1 x data 1",
         "schedule    none, 1 microbatch",
-        "parameters  999 a rank",
+        "parameters  999 per rank",
     ]
 
 
@@ -83,7 +83,7 @@ def test_a_mixture_says_what_a_token_visits() -> None:
     )
     assert (
         render(summary).splitlines()[-1]
-        == "parameters  10.0 K a rank; 18.0 K in all, of which a token visits 4.0 K"
+        == "parameters  10.0 K per rank; 18.0 K in total, 4.0 K active per token"
     )
 
 

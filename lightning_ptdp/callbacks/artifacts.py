@@ -122,7 +122,7 @@ def _store_files(logger: Logger, files: Sequence[Path], *, folder: str) -> None:
             logger.experiment.log_artifact(logger.run_id, str(file), folder)
     except Exception as error:
         rank_zero_warn(
-            f"{files[0].name} could not be stored with the run, it is in {files[0].parent}: {error}"
+            f"{files[0].name} could not be stored with the run. It is in {files[0].parent}: {error}"
         )
 
 

@@ -63,9 +63,9 @@ def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
     axes.spines[:].set_visible(False)
     found = loads.metrics()
     figure.suptitle(
-        f"{title}: tokens of each expert over the mean\n"
-        f"largest {found['expert_load_max']:.3g}   ·   smallest {found['expert_load_min']:.3g}   "
-        f"·   {found['dead_experts']:.0f} got nothing (black)",
+        f"{title}: tokens of each expert over the mean\nlargest {found['expert_load_max']:.3g} "
+        f"  ·   smallest {found['expert_load_min']:.3g}   ·   {found['dead_experts']:.0f} "
+        "without tokens (black)",
         fontsize=8,
     )
     figure.savefig(path, facecolor="white")

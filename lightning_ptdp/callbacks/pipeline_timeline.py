@@ -50,8 +50,8 @@ class PipelineTimeline(Callback):
         check_arguments(PipelineTimeline.__init__, locals())
         if (every_n_steps is None) == (steps is None):
             raise ValueError(
-                f"every_n_steps={every_n_steps!r} and steps={steps!r}: give one of them, such as "
-                "every_n_steps=1000"
+                f"every_n_steps={every_n_steps!r} and steps={steps!r} must not both be set or "
+                "both be left out. Use one of them, such as every_n_steps=1000"
             )
         if steps is not None and not steps:
             raise ValueError(
@@ -64,7 +64,7 @@ class PipelineTimeline(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print a message if there is nothing to record."""
         if not has_pipeline(trainer):
-            rank_zero_info("PipelineTimeline: there is no pipeline, so there is nothing to record")
+            rank_zero_info("PipelineTimeline records nothing, because there is no pipeline")
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         """Start to record."""

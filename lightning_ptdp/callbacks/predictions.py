@@ -105,9 +105,9 @@ def _records(outputs: object, indices: list[int] | None) -> Iterator[Record]:
         isinstance(value, Tensor) and value.dim() for value in columns.values()
     ):
         raise ValueError(
-            f"predict_step returned {_kind(outputs)}: predictions are written from a tensor, or a "
-            "mapping of tensors, with a row a sample; "
-            "for anything else give the Trainer a BasePredictionWriter of your own"
+            f"predict_step returned {_kind(outputs)}, but predictions can only be written from "
+            "a tensor, or a mapping of tensors, with one row per sample. For other outputs, "
+            "give the Trainer your own BasePredictionWriter"
         )
     lists = {str(name): value.detach().to("cpu").tolist() for name, value in columns.items()}
     for row, values in enumerate(zip(*lists.values(), strict=True)):

@@ -226,7 +226,7 @@ def _degrees(layout: ParallelLayout) -> str:
     axes = " x ".join(f"{axis.name} {layout.size(axis.name)}" for axis in layout.told())
     text = f"{_count(layout.world_size, 'process', 'processes')}: {axes}"
     if layout.virtual_pipeline_size > 1:
-        text += f", {layout.virtual_pipeline_size} chunks a pipeline rank"
+        text += f", {layout.virtual_pipeline_size} chunks per pipeline rank"
     return text + (", sequence parallel" if layout.sequence_parallel else "")
 
 
@@ -247,11 +247,11 @@ def _parameters(summary: StrategySummary) -> list[list[str]]:
     if not summary.parameters_per_rank:
         return []
     least, most = _short(min(summary.parameters_per_rank)), _short(max(summary.parameters_per_rank))
-    text = f"{least if least == most else f'{least} to {most}'} a rank"
+    text = f"{least if least == most else f'{least} to {most}'} per rank"
     if summary.parameters is not None and summary.active_parameters is not None:
         text += (
-            f"; {_short(summary.parameters)} in all, of which a token visits "
-            f"{_short(summary.active_parameters)}"
+            f"; {_short(summary.parameters)} in total, {_short(summary.active_parameters)} "
+            "active per token"
         )
     return [["parameters", text]]
 

@@ -24,7 +24,7 @@ from lightning_ptdp.shims.lightning import requeue_handler
 __all__ = ["SaveOnSignal", "superseded"]
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
-_ANNOUNCEMENT = "Ctrl-C: saves after this step and ends; once more: ends now"
+_ANNOUNCEMENT = "Ctrl-C: training saves after this step and ends. Press it again to end now"
 _REQUEUED = "hpc_ckpt_*.ckpt"  # Lightning's names, in default_root_dir
 
 
@@ -175,7 +175,7 @@ class SaveOnSignal(pl.Callback):
         rank_zero_info(f"{why}: saving {path}")
         trainer.save_checkpoint(path)
         _finish_saving(trainer)
-        rank_zero_info(f"{why}: saved {path}; go on with fit(..., ckpt_path=...)")
+        rank_zero_info(f"{why}: saved {path}. To resume, use fit(..., ckpt_path=...)")
 
     def _close(self) -> None:
         self._pending = None  # not awaited: after an exception a rank may be lost

@@ -36,7 +36,7 @@ class Throughput(Callback):
     def __init__(self, window: Size = 20, peak_tflops: float | None = None) -> None:
         check_arguments(Throughput.__init__, locals())
         if peak_tflops is not None and peak_tflops <= 0:
-            raise ValueError(f"peak_tflops={peak_tflops} must be more than 0, or None")
+            raise ValueError(f"peak_tflops={peak_tflops} must be greater than 0, or None")
         self._peak_flops = None if peak_tflops is None else peak_tflops * 1e12
         # Seconds, samples, tokens and operations of a step.
         self._steps: deque[tuple[float, int, int, float]] = deque(maxlen=window)

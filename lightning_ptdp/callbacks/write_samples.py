@@ -59,7 +59,7 @@ class WriteSamples(Callback):
     ) -> None:
         check_arguments(WriteSamples.__init__, locals())
         if not prompts:
-            raise ValueError(f"prompts={prompts!r} must be one text or more, or a file")
+            raise ValueError(f"prompts={prompts!r} must be one or more texts, or a file")
         self.prompts, self.sampling, self.chat, self.at = prompts, sampling, chat, at
         self.every_n_validations, self.tokenizer = every_n_validations, tokenizer
         self._validations = 0
@@ -83,13 +83,11 @@ class WriteSamples(Callback):
         if self.at == "end":
             try:
                 if language_model(pl_module) is None:
-                    raise ValueError(
-                        f"{type(pl_module).__name__} holds no language model that is known"
-                    )
+                    raise ValueError(f"{type(pl_module).__name__} has no supported language model")
                 self._write(trainer, pl_module)
             except ValueError as error:
                 if trainer.is_global_zero:
-                    say(f"no sample: {error}")
+                    say(f"no sample was written: {error}")
 
     def _write(self, trainer: Trainer, module: LightningModule) -> None:
         texts, rows, eos_ids = self._encoded(trainer, module)
@@ -141,7 +139,7 @@ class WriteSamples(Callback):
             with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         except OSError as error:  # a full disk must not end training
-            rank_zero_warn(f"the samples of step {step} could not be kept: {error}")
+            rank_zero_warn(f"the samples of step {step} could not be stored: {error}")
         for logger in trainer.loggers:
             store_table(
                 logger, {key: [row[key] for row in rows] for key in rows[0]}, "samples", step=step

@@ -192,7 +192,7 @@ def test_without_a_pipeline_it_says_so_once(
     pool: Pool, tmp_path: Path, layout: dict[str, Any] | None
 ) -> None:
     ((said, files),) = pool.run(_fit_alone, world_size=1, args=(str(tmp_path), layout))
-    assert said == ["PipelineTimeline: there is no pipeline, so there is nothing to record"]
+    assert said == ["PipelineTimeline records nothing, because there is no pipeline"]
     assert files == []
 
 
@@ -228,8 +228,8 @@ def test_mlflow_takes_files_like_this() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "every_n_steps=None and steps=None: give one of them"),
-        ({"every_n_steps": 2, "steps": [1]}, "give one of them"),
+        ({}, "every_n_steps=None and steps=None must not both be set or both be left out"),
+        ({"every_n_steps": 2, "steps": [1]}, "Use one of them"),
         ({"every_n_steps": 0}, "every_n_steps=0 must be a positive integer"),
         ({"steps": []}, r"steps=\[\] must be one or more"),
         ({"steps": [3, -1]}, r"steps=\[3, -1\]"),

@@ -39,6 +39,8 @@ def test_ctrl_c_under_lightnings_launcher(way: str, tmp_path: Path) -> None:
         [sys.executable, str(PROGRAM), "--only", json.dumps(case), str(tmp_path)], folder=tmp_path
     ) as script:
         assert script.finish(400) == 1, script.output
-    assert "Ctrl-C: saves after this step and ends" in script.output or way == "Ctrl-C to one"
+    assert (
+        "Ctrl-C: training saves after this step and ends" in script.output or way == "Ctrl-C to one"
+    )
     assert f"Ctrl-C: saved {tmp_path}/on_signal.ckpt" in script.output
     assert {"begun.ckpt", "on_signal.ckpt"} <= set(os.listdir(tmp_path))
