@@ -112,7 +112,7 @@ class BackgroundWriter(Generic[Item]):
             try:
                 self._write_items()
             except Exception as error:
-                self._warn(f"logging failed and is tried again later; training goes on: {error}")
+                self._warn(f"logging failed and will be retried; training continues: {error}")
                 self._wait_for_more()
 
     def _warn(self, text: str) -> None:
@@ -133,7 +133,7 @@ class BackgroundWriter(Generic[Item]):
                 break
             time.sleep(_PAUSE_S)
         if task.error is not None and not task.awaited:
-            self._warn(f"logging failed; training goes on: {task.error}")
+            self._warn(f"logging failed; training continues: {task.error}")
         task.done.set()
 
     def _write_items(self) -> None:

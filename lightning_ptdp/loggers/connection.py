@@ -137,7 +137,7 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
             if not may_be_gone:
                 raise
             warnings.warn(
-                f"{error.__cause__ or error}: a new run is started instead of {run_id}",
+                f"{error.__cause__ or error}. A new run is started instead of {run_id}",
                 stacklevel=2,
             )
             run_id, inner = None, _find(options, None)
@@ -170,7 +170,7 @@ def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
         if run_id is None or is_unanswered(error):
             raise
         raise ValueError(
-            f"run_id={run_id!r} cannot be resumed ({error}); leave run_id out to start a new run"
+            f"run_id={run_id!r} cannot be resumed ({error}). Leave run_id out to start a new run"
         ) from error
     return inner
 

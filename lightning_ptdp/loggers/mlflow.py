@@ -267,8 +267,8 @@ class MLFlowLogger(Logger):
                 inner.after_save_checkpoint(checkpoint_callback)
             except Exception as error:
                 warnings.warn(
-                    f"a checkpoint is not copied to run {self._run_id} in {self.tracking_uri}: "
-                    f"{error}",
+                    f"a checkpoint was not copied to run {self._run_id} in "
+                    f"{self.tracking_uri}: {error}",
                     stacklevel=2,
                 )
 
@@ -348,9 +348,8 @@ class MLFlowLogger(Logger):
     def _absent(self, error: Exception) -> OpenRun:
         self._run_id = self._run_id or uuid.uuid4().hex
         warnings.warn(
-            "training goes on without the MLflow server, and metrics are kept in "
-            f"{unwritten_file(self._folder)}; parameters, texts and "
-            f"tables are not: {error}",
+            "training continues without the MLflow server. Metrics are kept in "
+            f"{unwritten_file(self._folder)}, but parameters, texts and tables are not: {error}",
             stacklevel=2,
         )
         return OpenRun(

@@ -54,15 +54,15 @@ def new_parameters(params: object, known: Mapping[str, str], run_id: str | None)
 
     found = dict(flat_parameters(params))
     changed = [
-        f"{key}={known[key]} there, {found[key]} here"
+        f"{key} was {known[key]} and is now {found[key]}"
         for key in found
         if known.get(key, found[key]) != found[key]
     ]
     if changed:
         more = f"; and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
         warnings.warn(
-            f"run {run_id} goes on with other parameters, of which MLflow keeps the first: "
-            f"{'; '.join(changed[:_MAX_LISTED])}{more}",
+            f"run {run_id} continues with changed parameters, but MLflow keeps the first "
+            f"values: {'; '.join(changed[:_MAX_LISTED])}{more}",
             stacklevel=3,
         )
     return [Param(key, value) for key, value in found.items() if key not in known]

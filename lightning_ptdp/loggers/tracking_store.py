@@ -92,10 +92,10 @@ def check_writable_folder(folder: Path, what: str) -> None:
         existing = existing.parent
     if not existing.is_dir():
         raise ValueError(
-            f"{what}: {existing} is a file, so no folder can be made there; give another folder"
+            f"{what}: {existing} is a file, so no folder can be created there. Give another folder"
         )
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{what}: {existing} is not writable; give a folder that you may write to")
+        raise ValueError(f"{what}: {existing} is not writable. Give a folder with write permission")
 
 
 def _check_database(path: Path, tracking_uri: str) -> None:
@@ -103,19 +103,19 @@ def _check_database(path: Path, tracking_uri: str) -> None:
     check_writable_folder(path.absolute().parent, what)
     if path.is_dir():
         raise ValueError(
-            f"{what}: {path} is a folder; name a file in it, such as {path / 'mlflow.db'}"
+            f"{what}: {path} is a folder. Give a file in it, such as {path / 'mlflow.db'}"
         )
     if not path.exists():
         return
     if not os.access(path, os.R_OK | os.W_OK):
         raise ValueError(
-            f"{what}: {path} is not readable and writable; give a database that you may write to"
+            f"{what}: {path} is not readable and writable. Give a database with write permission"
         )
     with path.open("rb") as file:
         start = file.read(len(_SQLITE_MAGIC))
     if start not in (b"", _SQLITE_MAGIC):
         raise ValueError(
-            f"{what}: {path} is not an SQLite database; give another file, or move this one away"
+            f"{what}: {path} is not an SQLite database. Give another file, or move this one away"
         )
 
 
@@ -123,16 +123,15 @@ def _check_scheme(tracking_uri: str) -> None:
     scheme = urlsplit(tracking_uri).scheme
     if not scheme or scheme.partition("+")[0] == "sqlite":
         if scheme and sqlite_path(tracking_uri) is None:
-            raise ValueError(f"tracking_uri={tracking_uri!r} names no file: write sqlite:///FILE")
+            raise ValueError(f"tracking_uri={tracking_uri!r} names no file. Use sqlite:///FILE")
         return
     plugins = [plugin.name for plugin in entry_points(group="mlflow.tracking_store")]
     known = [*_SCHEMES, *plugins]
     if scheme.partition("+")[0] not in known:
         raise ValueError(
             f"tracking_uri={tracking_uri!r}: MLflow has no store "
-            f"{scheme}:{nearest(scheme, known)}; give http://HOST:PORT, "
-            "sqlite:///FILE or another of its stores, or leave tracking_uri out to log to a local "
-            "file"
+            f"{scheme}:{nearest(scheme, known)}. Use http://HOST:PORT, sqlite:///FILE or "
+            "another of its stores, or leave tracking_uri out to log to a local file"
         )
 
 
@@ -145,8 +144,7 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"tracking_uri={tracking_uri!r}: no MLflow server answers at {parts.netloc} "
-            f"({error}); start it, or leave "
-            "tracking_uri out to log to a local file"
+            f"({error}). Start it, or leave tracking_uri out to log to a local file"
         ) from error
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
     try:
@@ -155,9 +153,9 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
             connection.getresponse()
     except TimeoutError as error:
         raise SilentServerError(
-            f"tracking_uri={tracking_uri!r}: the server at {parts.netloc} accepts connections and "
-            f"does not answer within {timeout_s:g} s; "
-            "start it again, or leave tracking_uri out to log to a local file"
+            f"tracking_uri={tracking_uri!r}: the server at {parts.netloc} accepts connections "
+            f"but does not answer within {timeout_s:g} s. Restart it, or leave tracking_uri "
+            "out to log to a local file"
         ) from error
     except (OSError, http.client.HTTPException):
         pass  # the server answered, or its handshake needs more than this one offers

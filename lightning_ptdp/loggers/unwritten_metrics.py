@@ -46,18 +46,18 @@ def keep_metrics(folder: Path, metrics: Sequence[Metric]) -> str:
 
     If that fails, the sentence names the lost metrics. Never raises."""
     if not metrics:
-        return "which has all its metrics"
+        return "but it has all its metrics"
     try:
         append_metrics(folder, metrics)
     except OSError as error:
         steps = sorted({metric.step for metric in metrics})
         return (
-            f"and {len(metrics)} metrics are lost, which it did not take and "
-            f"{unwritten_file(folder)} did not either ({error}): "
+            f"and {len(metrics)} metrics are lost, because neither the run nor "
+            f"{unwritten_file(folder)} accepted them ({error}): "
             f"{', '.join(sorted({metric.key for metric in metrics}))} of steps {steps[0]} to "
             f"{steps[-1]}"
         )
-    return f"and {len(metrics)} metrics that it did not take are kept in {unwritten_file(folder)}"
+    return f"and {len(metrics)} metrics that it did not accept are kept in {unwritten_file(folder)}"
 
 
 def _append(path: Path, text: str) -> None:

@@ -73,5 +73,7 @@ def test_export_over_another_model_is_refused(base: Path) -> None:
 
 
 def test_export_below_a_file_is_refused(base: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json is a file, so no folder can be made there"):
+    with pytest.raises(
+        ValueError, match=r"config\.json is a file, so no folder can be created there"
+    ):
         ExportHuggingFace(base / "config.json" / "x").check([])

@@ -276,7 +276,7 @@ BAD = [
     ),
     (
         f"ptdp fit {NANO} --trainer.default_root_dir text.ckpt",
-        "text.ckpt is a file, so no folder can be made",
+        "text.ckpt is a file, so no folder can be created",
     ),
     (f"ptdp fit {NANO} --trainer.max_time never", "not a valid duration"),
     (f"ptdp fit {NANO} --trainer.gradient_clip_algorithm sideways", "sideways is invalid"),

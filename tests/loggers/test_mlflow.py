@@ -164,7 +164,7 @@ def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:
     second = MLFlowLogger(save_dir=str(save_dir), run_id=first.run_id, tags={"layout": "t4"})
     with pytest.warns(
         UserWarning,
-        match=r"goes on with other parameters.*keeps the first: learning_rate=1.0 there, 5.0 here$",
+        match=r"continues with changed parameters.*keeps the first values: learning_rate was 1.0 and is now 5.0$",
     ):
         # MLflow itself raises on a changed parameter
         second.log_hyperparams({"learning_rate": 5.0, "new": 1})
@@ -179,7 +179,7 @@ def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:
 
 
 def test_an_unknown_run(save_dir: Path) -> None:
-    with pytest.raises(ValueError, match=r"run_id='nothing'.*leave run_id out"):
+    with pytest.raises(ValueError, match=r"run_id='nothing'.*Leave run_id out"):
         MLFlowLogger(save_dir=str(save_dir), run_id="nothing").log_metrics({"loss": 1.0}, 0)
 
 
@@ -198,7 +198,7 @@ def test_the_run_of_a_checkpoint_goes_on(save_dir: Path) -> None:
     for gone in (run_id, "nothing"):
         third = MLFlowLogger(save_dir=str(save_dir))
         assert third.continue_run_of(home / gone / "checkpoints" / "last.ckpt")
-        with pytest.warns(UserWarning, match=rf"a new run is started instead of {gone}"):
+        with pytest.warns(UserWarning, match=rf"A new run is started instead of {gone}"):
             assert third.run_id not in (run_id, "nothing")
         third.finalize("success")
     with pytest.raises(ValueError, match=rf"run_id='{run_id}' cannot be resumed \(.*deleted"):
@@ -219,7 +219,7 @@ def test_metrics_that_a_store_does_not_take_are_kept_in_a_file(
     logger._open().writer = BackgroundWriter(away)
     logger.log_metrics({"loss": 1.5, "lr": 0.1}, 3)
     with pytest.warns(
-        UserWarning, match=r"2 metrics that it did not take are kept in .*the server is away"
+        UserWarning, match=r"2 metrics that it did not accept are kept in .*the server is away"
     ):
         logger.finalize("success")
     rows = [
@@ -265,7 +265,7 @@ def test_a_full_disk_does_not_fail_a_training_that_is_done(
     logger._open().writer = BackgroundWriter(full)
     monkeypatch.setattr(logger._open().inner, "after_save_checkpoint", full)
     with pytest.warns(
-        UserWarning, match=r"a checkpoint is not copied to run .*(full|No space left)"
+        UserWarning, match=r"a checkpoint was not copied to run .*(full|No space left)"
     ):
         logger.after_save_checkpoint(None)
     for step in (3, 4):

@@ -36,7 +36,7 @@ def silent() -> Iterator[str]:
 def test_a_server_that_accepts_and_does_not_answer_is_found_within_its_limit(silent: str) -> None:
     for uri in (silent, f"{silent}/prefix/", silent.replace("http:", "https:")):
         with pytest.raises(
-            SilentServerError, match=r"accepts connections and does not answer within 0\.2 s"
+            SilentServerError, match=r"accepts connections but does not answer within 0\.2 s"
         ):
             check_store(uri, timeout_s=0.2)
 
@@ -52,7 +52,7 @@ def test_training_starts_without_a_server_that_does_not_answer(
     logger.check()
     with pytest.warns(
         UserWarning,
-        match=r"goes on without the MLflow server, and metrics are kept in "
+        match=r"continues without the MLflow server. Metrics are kept in "
         r".*unwritten_metrics\.jsonl",
     ):
         logger.log_hyperparams({"a": 1})
@@ -79,7 +79,7 @@ def test_training_starts_without_a_server_that_only_says_that_it_is_well(
     with _healthy_and_silent() as uri:
         for run_id in (None, "0123"):
             logger = MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri, run_id=run_id)
-            with pytest.warns(UserWarning, match="goes on without the MLflow server"):
+            with pytest.warns(UserWarning, match="continues without the MLflow server"):
                 logger.log_metrics({"loss": 1.0}, 0)
             logger.finalize("success")
             assert (
@@ -110,11 +110,11 @@ def test_every_request_has_a_limit_unless_the_user_has_set_one(
     [
         (
             "htp://127.0.0.1:5000",
-            "MLflow has no store htp:; did you mean 'http'.; give http://HOST:PORT, sqlite:///FILE",
+            "MLflow has no store htp:; did you mean 'http'.. Use http://HOST:PORT, sqlite:///FILE",
         ),
         ("htp:/x", "MLflow has no store htp:"),
         ("redis://h", "MLflow has no store redis:"),
-        ("sqlite:mlflow.db", "names no file: write sqlite:///FILE"),
+        ("sqlite:mlflow.db", "names no file. Use sqlite:///FILE"),
         ("http://127.0.0.1:99999", "no MLflow server answers at 127.0.0.1:99999"),
     ],
 )

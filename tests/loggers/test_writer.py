@@ -128,7 +128,7 @@ def test_what_is_done_later_and_fails_is_a_warning() -> None:
         writer.later(fails, limit_s=0.0)
         writer.run(nothing, limit_s=LIMIT_S)
 
-    with pytest.warns(UserWarning, match="logging failed; training goes on: the server is away"):
+    with pytest.warns(UserWarning, match="logging failed; training continues: the server is away"):
         both()
     assert store.items == [1, -1]
 
