@@ -39,7 +39,7 @@ def table(results: Sequence[BenchResult]) -> str:
             "MFU",
             "slower by",
             "planner",
-            "its place",
+            "rank",
             "bubble",
             "memory GiB",
         )
@@ -66,7 +66,7 @@ def table(results: Sequence[BenchResult]) -> str:
     step = (
         f"{first.samples} samples, {first.tokens:,} tokens"
         if len({one.samples for one in results}) == 1
-        else "of several sizes"
+        else "of varying size"
     )
     return f"{_devices(first)}; a step: {step}\n\n{columns(rows, words=(1,))}"
 
@@ -78,15 +78,15 @@ def _rows(one: BenchResult) -> Iterator[tuple[str, str]]:
     yield "step time, median", _ms(one.median_s)
     yield "p10 to p90", _spread(one)
     yield (
-        "the planner's estimate",
+        "planner's estimate",
         "-" if one.predicted_s is None else f"{_ms(one.predicted_s)} ({one.predicted_by})",
     )
     yield "tokens/s", _tokens(one)
-    yield "model TFLOP/s a device", f"{one.flops_per_s / 1e12:.4g}" if one.flops else "-"
+    yield "model TFLOP/s per device", f"{one.flops_per_s / 1e12:.4g}" if one.flops else "-"
     yield "MFU", _percent(one.mfu)
     yield "peak memory, by rank", f"{_memory(one)} GiB"
     if one.predicted_bytes is not None:
-        yield "the planner's, fullest rank", f"{one.predicted_bytes / 2**30:.2f} GiB"
+        yield "planner's estimate, fullest rank", f"{one.predicted_bytes / 2**30:.2f} GiB"
     if one.bubble is not None:
         yield "bubble, measured", _percent(one.bubble)
         yield "bubble of the schedule", _percent(one.ideal_bubble)

@@ -47,7 +47,7 @@ class StepTimes(Callback):
     ) -> None:
         if warmup < 1:
             raise ValueError(
-                f"warmup={warmup} must be at least 1: the end of a step begins the next"
+                f"warmup={warmup} must be at least 1, because the end of a step begins the next"
             )
         self._warmup, self._steps, self._file, self._peak_flops = warmup, steps, file, peak_flops
         self._ends: list[float] = []

@@ -63,10 +63,10 @@ def test_layouts_are_ranked_and_stand_beside_what_the_planner_expected() -> None
     assert ranked([second, unknown, first]) == [first, second, unknown]
     _, _, head, *lines = table([first, second, unknown]).splitlines()
     assert len(lines) == 3
-    places = [line[head.index("its place") :].split()[0] for line in lines]
+    places = [line[head.index("rank") :].split()[0] for line in lines]
     assert places == ["2", "1", "-"]
     assert "33%" in lines[1] and "slower by" in head
-    assert "of several sizes" in table([first, second])
+    assert "of varying size" in table([first, second])
     alone = {line[:22].strip(): line[22:].split() for line in render(first).splitlines()}
     assert (alone["bubble, measured"], alone["bubble of the schedule"]) == (["50.0%"], ["25.0%"])
     assert "bubble" not in render(second)

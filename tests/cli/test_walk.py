@@ -101,7 +101,7 @@ WALK = [
         "1",
         "^best: ",
     ),
-    (f"ptdp bench {ONE} --steps 1 --warmup 1", "^the planner's, fullest rank"),
+    (f"ptdp bench {ONE} --steps 1 --warmup 1", "^planner's estimate, fullest rank"),
 ]
 
 # What is wrong, and what the last line says.
