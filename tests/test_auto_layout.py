@@ -243,7 +243,7 @@ def test_a_gpu_is_asked_in_a_child_of_who_will_fork(monkeypatch: pytest.MonkeyPa
 def test_mistakes() -> None:
     with pytest.raises(
         ValueError,
-        match="layout='auto' chooses tensor_parallel_size, but tensor_parallel_size=2 is given",
+        match="layout='auto' chooses tensor_parallel_size, but tensor_parallel_size=2 is set",
     ):
         PTDPStrategy(layout="auto", tensor_parallel_size=2)
     with pytest.raises(

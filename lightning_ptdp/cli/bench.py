@@ -80,9 +80,7 @@ def run(verb: str, arguments: list[str]) -> int:
             if text.strip()
         ]
         if cli.config.compare is not None and not others:
-            raise UserError(
-                "--compare names no layout: write them like 't2 p2, d4', or leave it out"
-            )
+            raise UserError("--compare has no layout. Use a form like 't2 p2, d4', or leave it out")
         data = (
             SyntheticData(cli.datamodule)
             if isinstance(cli.datamodule, StreamDataModule)
@@ -110,7 +108,8 @@ def run(verb: str, arguments: list[str]) -> int:
         print(render(result), flush=True)
     else:
         best = (
-            " ".join(options[results[0].layout]) or "nothing: it is the configuration's own layout"
+            " ".join(options[results[0].layout])
+            or "nothing, because it is the configuration's own layout"
         )
         print(f"{table(results)}\n\nto use 1, add:\n  {best}", flush=True)
     print(*failed, sep="\n", end="\n" if failed else "", file=sys.stderr, flush=True)
@@ -132,8 +131,8 @@ def layout_options(text: str, world_size: int) -> dict[str, int | bool]:
         match = re.fullmatch(rf"([d{''.join(_DEGREES)}])([1-9]\d*)", word)
         if match is None and word != "sp":
             raise UserError(
-                f"--compare {text.strip()!r}: {word!r} is not a degree; a layout is written like "
-                "'t2 p2 v2' (or c2, sp)"
+                f"--compare {text.strip()!r}: {word!r} is not a degree. Use a form like 't2 p2 "
+                "v2' (or c2, sp)"
             )
         if match is not None and match[1] == "d":
             replicas = int(match[2])
@@ -147,8 +146,8 @@ def layout_options(text: str, world_size: int) -> dict[str, int | bool]:
     if replicas not in (None, layout.data_parallel_size):
         raise UserError(
             f"--compare {text.strip()!r}: d{replicas} would need "
-            f"{world_size // layout.data_parallel_size * replicas} processes, and there "
-            f"are {world_size}: write d{layout.data_parallel_size}, or leave it out"
+            f"{world_size // layout.data_parallel_size * replicas} processes, but there are "
+            f"{world_size}. Use d{layout.data_parallel_size}, or leave it out"
         )
     if "sp" in text.split() or degrees["t"] == 1:
         return {**chosen, "sequence_parallel": "sp" in text.split()}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_EXIT_CODES = "Exit codes: 0 all is well, 2 the checkpoint is damaged or is none."
+_EXIT_CODES = "Exit codes: 0 no problem found, 2 damaged or not a checkpoint."
 
 
 def run(verb: str, arguments: list[str]) -> int:
@@ -34,21 +34,21 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser(
         "inspect",
-        help="what it holds and who wrote it",
-        description="Say what a checkpoint holds, without reading its tensors.",
+        help="show the content and the run that wrote it",
+        description="Show the content of a checkpoint, without reading its tensors.",
     )
     inspect.add_argument(
         "path",
-        help="a checkpoint folder, the 'latest' beside checkpoints, or Lightning's single file",
+        help="a checkpoint folder, the link 'latest', or Lightning's single file",
     )
     inspect.add_argument(
         "--tensors", action="store_true", help="list every tensor with its shape and dtype"
     )
-    inspect.add_argument("--json", action="store_true", help="print all of that as JSON")
+    inspect.add_argument("--json", action="store_true", help="print the output as JSON")
     inspect.set_defaults(action=_inspect)
     verify = commands.add_parser(
         "verify",
-        help="read everything and compare it with the checksums",
+        help="check all data against the checksums",
         description="Read every byte of a checkpoint and compare it with its checksums.",
         epilog=_EXIT_CODES,
     )
@@ -56,13 +56,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     verify.set_defaults(action=_verify)
     reshard = commands.add_parser(
         "reshard",
-        help="write it again: number of files, dtype, weights only",
-        description="Write a checkpoint again, tensor by tensor. Every layout reads every "
-        "checkpoint as it is; this makes one that is "
-        "easier to move or smaller.",
+        help="rewrite with another number of files or dtype, or weights only",
+        description="Rewrite a checkpoint, tensor by tensor. Every layout can read every "
+        "checkpoint without this; the result is easier to move or smaller.",
     )
     reshard.add_argument("source", help="a checkpoint folder, or Lightning's single file")
-    reshard.add_argument("destination", help="the folder to make")
+    reshard.add_argument("destination", help="the folder to create")
     reshard.add_argument(
         "--files", dest="num_files", type=int, default=1, help="number of data files (default 1)"
     )
@@ -106,7 +105,7 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"{path}: damaged", flush=True)
         else:
             print(
-                f"{path}: whole, {_size(sum(entry.size for entry in metadata.files.values()))}",
+                f"{path}: undamaged, {_size(sum(entry.size for entry in metadata.files.values()))}",
                 flush=True,
             )
     if failed:
@@ -121,8 +120,8 @@ def _reshard(options: argparse.Namespace) -> int:
 
     if Path(options.source).is_file() and not options.weights_only:
         raise UserError(
-            f"{options.source} is a file, whose optimizer states are known by position: add "
-            "--weights_only"
+            f"{options.source} is a file, in which optimizer states have positions instead of "
+            "names. Add --weights_only"
         )
     # A checkpoint of a training run may be replaced, as training itself does. No other file may.
     files.check_replaceable(

@@ -66,8 +66,8 @@ def run(verb: str, arguments: list[str]) -> int:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", choices=(*_SCRIPTS, "words"), help="words: what a script asks for")
-    parser.add_argument("line", nargs="*", help="words: the line so far, without ptdp")
+    parser.add_argument("shell", choices=(*_SCRIPTS, "words"), help="words: used by the scripts")
+    parser.add_argument("line", nargs="*", help="words: the current line, without ptdp")
     options = parser.parse_args(arguments)
     print(
         _SCRIPTS[options.shell] if options.shell in _SCRIPTS else "\n".join(complete(options.line))

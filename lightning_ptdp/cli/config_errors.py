@@ -60,8 +60,8 @@ def readable(message: str, known: Iterable[str]) -> str:
     key = outer.group(1) if outer else ""
     if message.endswith("arguments are required: model"):
         return (
-            "there is no model: give --config, a recipe (ptdp recipes list) or a file, or --model "
-            "my_module.LitMine"
+            "there is no model. Use --config with a recipe (ptdp recipes list) or a file, or "
+            "--model my_module.LitMine"
         )
     unknown = _UNKNOWN.search(message)
     if unknown:
@@ -72,7 +72,9 @@ def readable(message: str, known: Iterable[str]) -> str:
     missing = re.search(r"Expected a dot import path string: (\S+)", message)
     if missing:
         names = [kind.__name__ for kind in _subclasses(_BASES[key])] if key in _BASES else []
-        return f"{key}={missing.group(1)}: there is no such class{nearest(missing.group(1), names)}"
+        return (
+            f"{key}={missing.group(1)} is not an existing class{nearest(missing.group(1), names)}"
+        )
     # Errors of a class itself, among types that do not match; then errors of its fields.
     for depth in (
         "  ",

@@ -11,16 +11,16 @@ from lightning_ptdp.cli.error_messages import UserError
 __all__ = ["run"]
 
 _DESCRIPTION = """\
-Convert between a checkpoint of ours (a folder, or the one file that a single process writes) and
+Convert between a checkpoint (a folder, or the single file that one process writes) and
 
-  a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2, Llama, Mixtral and BERT for our own models; any for
-                          LitCausalLM and LitMaskedLM, and for another LightningModule that wraps theirs with --names hf and --config)
-  an adapter of peft's    adapter_model.safetensors and adapter_config.json, out of a checkpoint of adapters; --merge makes the
-                          whole Hugging Face folder of it
+  a Hugging Face folder   config.json and safetensors, sharded or not (GPT-2, Llama, Mixtral and BERT for models of this package; any for
+                          LitCausalLM and LitMaskedLM, and another LightningModule that wraps such a model, with --names hf and --config)
+  a peft adapter          adapter_model.safetensors and adapter_config.json, from a checkpoint of adapters; --merge writes the
+                          complete Hugging Face folder instead
   a state dict            .pt, .pth, .bin or .safetensors
   a Lightning checkpoint  one .ckpt file, as LightningModule.load_from_checkpoint reads it
 
-on one process, whatever the layout that the checkpoint was trained in. The values stay the same bit for bit.
+on one process, for any layout in which the checkpoint was trained. The values do not change by a single bit.
 
 examples:
   ptdp convert runs/last.ckpt gpt2-hf                  for AutoModelForCausalLM.from_pretrained("gpt2-hf")
@@ -37,8 +37,8 @@ def run(verb: str, arguments: list[str]) -> int:
     shard_bytes, verify = _bytes(given.pop("shard_size")), given.pop("verify")
     if verify and given["merge"]:
         raise UserError(
-            "--verify compares a folder with the checkpoint, which with --merge holds only the "
-            "adapters: leave it out"
+            "--verify compares a folder with the checkpoint, but with --merge the checkpoint "
+            "has only the adapters. Leave --verify out"
         )
     name, store = given.pop("register"), given.pop("tracking_uri")
     where = _registry(name, given["source"], store) if name is not None else None
@@ -50,9 +50,8 @@ def run(verb: str, arguments: list[str]) -> int:
         )
         if result != "huggingface":
             raise UserError(
-                "--verify and --register load a Hugging Face folder as its users do, and "
-                f"{given['destination']} would be of the kind "
-                f"{result!r}"
+                "--verify and --register need a Hugging Face folder, but "
+                f"{given['destination']} would be of the kind {result!r}"
             )
     made = convert(**given | {"dtype": dtype_of(given["dtype"])}, shard_bytes=shard_bytes)
     print(f"written: {given['destination']} ({made})")
@@ -84,7 +83,7 @@ def _registry(name: str, source: str, store: str | None) -> tuple[str, str | Non
     found = store_of(source) if store is None else (store, None)
     if found is None:
         raise UserError(
-            f"--register {name}: {source} does not lie beside an MLflow store; name one with "
+            f"--register {name}: {source} is not beside an MLflow store. Give the store with "
             "--tracking_uri"
         )
     check_store(found[0])
@@ -95,47 +94,50 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", help="what to read")
+    parser.add_argument("source", help="the source")
     parser.add_argument(
         "destination",
-        help="what to write; a file, a checkpoint or an earlier export there is replaced",
+        help="the target; an existing file, checkpoint or export there is replaced",
     )
     parser.add_argument(
         "--to",
         choices=_KINDS,
-        help="what to write (default: seen from the source and the destination's suffix)",
+        help="kind of the target (default: derived from the source and the target's suffix)",
     )
     parser.add_argument(
         "--names",
         choices=("ptdp", "hf"),
         default="ptdp",
-        help="from Hugging Face: names of our own model (default), or theirs",
+        help="from Hugging Face: use names of the model of this package (default), or keep "
+        "those of Hugging Face",
     )
     parser.add_argument(
         "--prefix",
         help="attribute of the model in the LightningModule, with a dot (default: for Hugging "
-        "Face 'model.' on the way in and what all "
-        "names begin with on the way out; for state dicts none)",
+        "Face, 'model.' when reading and the common prefix of all names when writing; "
+        "for state dicts none)",
     )
     parser.add_argument(
         "--config",
-        help="to Hugging Face, for a module of your own that wraps their model: its config.json "
-        "or its folder",
+        help="to Hugging Face, for your own module that wraps a Hugging Face model: its "
+        "config.json or its folder",
     )
     parser.add_argument(
         "--merge",
         action="store_true",
-        help="out of a checkpoint of adapters: the whole model, with them merged into its weights",
+        help="from a checkpoint of adapters: write the whole model, with the adapters merged "
+        "into its weights",
     )
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="to Hugging Face: load it with transformers and compare it with the checkpoint",
+        help="to Hugging Face: load the folder with transformers and compare it with the "
+        "checkpoint",
     )
     parser.add_argument(
         "--register",
         metavar="NAME",
-        help="to Hugging Face: the next version of this model in MLflow's registry",
+        help="to Hugging Face: add it to MLflow's registry, as the next version of this model",
     )
     parser.add_argument(
         "--tracking_uri", help="MLflow store of --register (default: that of the checkpoint's run)"
@@ -143,7 +145,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--shard_size",
         default="5GB",
-        help="most bytes in one Hugging Face file, such as 500MB (default 5GB)",
+        help="maximum bytes of one Hugging Face file, such as 500MB (default 5GB)",
     )
     add_dtype_argument(parser)
     return parser
@@ -152,5 +154,5 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", text.strip(), re.IGNORECASE)
     if found is None or float(found.group(1)) * _UNITS[found.group(2).upper()] < 1:
-        raise UserError(f"--shard_size {text} is not a size; write it as 500MB or 5GB")
+        raise UserError(f"--shard_size {text} is not a size. Use a form like 500MB or 5GB")
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])

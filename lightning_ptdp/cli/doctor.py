@@ -11,10 +11,10 @@ from lightning_ptdp.cli.recipe_files import recipe_names
 __all__ = ["parser", "run"]
 
 _DESCRIPTION = """\
-Look at the installation, the machine, its devices, the folders, and at real processes that form a group, use every collective
-that training uses and measure it. Each finding is ok, a warning or failed, with what would mend it.
+Check the installation, the machine, its devices and the folders. Start processes that form a group, use every collective
+of training and measure it. Each result is ok, a warning or failed, with a remedy.
 
-The exit code is 0 if nothing failed, else 1. Everything has a time limit; a rank that hangs is named."""
+The exit code is 0 if nothing failed, else 1. Everything has a time limit. The output names a rank that hangs."""
 
 _CALIBRATION_S = 120.0
 
@@ -42,13 +42,13 @@ def parser(verb: str) -> argparse.ArgumentParser:
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="where runs are written (default: here)",
+        help="folder for runs (default: the current folder)",
     )
     options.add_argument(
         "--tracking-uri", metavar="URI", help="MLflow's store or server, such as http://host:5000"
     )
     options.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="a folder that ptdp prepare made"
+        "--data-dir", type=Path, metavar="DIR", help="a folder that ptdp prepare wrote"
     )
     options.add_argument(
         "--timeout",
@@ -56,16 +56,15 @@ def parser(verb: str) -> argparse.ArgumentParser:
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds that a part may take (default 60)",
+        help="time limit of each part in seconds (default 60)",
     )
     options.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure instead what the devices reach, for ptdp plan, bench and layout=auto (in "
-        "under two minutes), and write "
-        "ptdp-machine.json here",
+        help="instead, measure the speed of the devices for ptdp plan, bench and layout=auto "
+        "(in less than two minutes), and write ptdp-machine.json to the current folder",
     )
-    options.add_argument("--json", action="store_true", help="all of it as JSON")
+    options.add_argument("--json", action="store_true", help="print the output as JSON")
     return options
 
 
@@ -77,9 +76,9 @@ def run(verb: str, arguments: list[str]) -> int:
     """
     given = vars(parser(verb).parse_args(arguments))
     if given["processes"] < 1:
-        raise UserError(f"--devices {given['processes']} must be at least 1 process")
+        raise UserError(f"--devices {given['processes']} must be at least 1")
     if given["timeout_s"] <= 0:
-        raise UserError(f"--timeout {given['timeout_s']:g} must be more than 0 seconds")
+        raise UserError(f"--timeout {given['timeout_s']:g} must be greater than 0")
 
     if given.pop("calibrate"):
         return _calibrate(

@@ -18,7 +18,7 @@ def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="convert the model's floating-point tensors (default: as they are)",
+        help="convert the model's floating-point tensors (default: unchanged)",
     )
 
 

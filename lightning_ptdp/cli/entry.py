@@ -43,7 +43,7 @@ VERBS = {
         _RUN,
         "score every validation sample with a checkpoint: JSON lines, printed or to --output",
     ),
-    "prepare": (_RUN, "tokenizer and token chunks of a recipe's data, without training"),
+    "prepare": (_RUN, "create the tokenizer and token chunks of a recipe's data, without training"),
     "generate": (
         _WRITE,
         "continue a text with a checkpoint or a Hugging Face model, in any layout",
@@ -51,16 +51,16 @@ VERBS = {
     "chat": (_WRITE, "talk to an instruction model: ptdp chat --checkpoint FOLDER [-t 2 -p 2]"),
     "convert": (
         "lightning_ptdp.cli.convert",
-        "to and from Hugging Face folders, state dicts and Lightning's single file",
+        "convert to and from Hugging Face folders, state dicts and Lightning's single file",
     ),
     "ckpt": ("lightning_ptdp.cli.checkpoint", "inspect, verify or reshard a checkpoint"),
     "recipes": (
         "lightning_ptdp.cli.recipes",
-        "list the installed recipes, or show one and where its values come from",
+        "list the installed recipes, or show one and the origin of its values",
     ),
     "plan": (
         "lightning_ptdp.cli.plan",
-        "the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8",
+        "find the best layouts for a model and devices: ptdp plan --recipe gpt/nano --world 8",
     ),
     "timeline": (
         "lightning_ptdp.cli.timeline",
@@ -80,7 +80,7 @@ VERBS = {
     ),
     "completion": (
         "lightning_ptdp.cli.completion",
-        'completions for bash, zsh and fish: eval "$(ptdp completion bash)"',
+        'print completions for bash, zsh and fish: eval "$(ptdp completion bash)"',
     ),
 }
 
@@ -124,7 +124,9 @@ def _run(arguments: list[str]) -> int:
         print(f"lightning-ptdp {__version__}")
         return 0
     if verb not in VERBS:
-        raise UserError(f"there is no verb {verb!r}{nearest(verb, VERBS)}; ptdp --help lists all")
+        raise UserError(
+            f"there is no verb {verb!r}{nearest(verb, VERBS)}. ptdp --help lists all verbs"
+        )
     if verb != "doctor":  # doctor reports on all libraries itself
         check_core()
     name, rest = VERBS[verb][0], arguments[1:]
@@ -157,13 +159,13 @@ verbs:
 {verbs}
 
 options:
-  -h, --help     this text; ptdp VERB --help is about a verb, ptdp fit --help all has every key
+  -h, --help     this text; ptdp VERB --help describes a verb, ptdp fit --help all lists every key
   -V, --version  the version
-  --debug        with any verb: show the whole traceback of an error
+  --debug        with any verb: show the complete traceback of an error
 
-A configuration is a YAML file or the name of a recipe (ptdp recipes list); every key of it can be set on the command line,
-for example --trainer.max_steps 20. Your own file may start from a recipe: base: gpt/124m, and below it what differs.
-ptdp recipes show gpt/nano --resolved shows every value and where it comes from."""
+A configuration is a YAML file or the name of a recipe (ptdp recipes list). Every key can be set on the command line,
+for example --trainer.max_steps 20. Your own file may extend a recipe with base: gpt/124m and the changed keys.
+ptdp recipes show gpt/nano --resolved shows every value and its origin."""
 
 
 def _report(error: Exception, debug: bool) -> int:

@@ -112,10 +112,10 @@ def _class_of(name: str) -> type:
 
 
 def _ended(text: str, signal_name: str | None) -> str:
-    why = "; the kernel does that when memory runs out" if signal_name == "SIGKILL" else ""
+    why = "; the kernel does this when memory runs out" if signal_name == "SIGKILL" else ""
     return (
-        f"{text}{why}. The other processes were ended; a fit goes on from its newest checkpoint "
-        "with --resume auto"
+        f"{text}{why}. The other processes were ended. To resume a fit from its newest "
+        "checkpoint, use --resume auto"
     )
 
 

@@ -25,7 +25,7 @@ _TRAINER = (
     "overfit_batches",
 )
 _STRATEGY = ("seed", "fp8")
-_BATCH = ("samples of a step", "samples of a step and replica")
+_BATCH = ("samples per step", "samples per step and replica")
 _NOT_IDENTIFYING = frozenset(
     {
         "model.loss_chunk_mb",

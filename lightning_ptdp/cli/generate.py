@@ -59,9 +59,9 @@ _SHORT = {"-t": "--tensor_parallel_size", "-p": "--pipeline_parallel_size"}
 _DESCRIPTIONS = {
     "generate": "Continue a text with a trained checkpoint or a Hugging Face model, on one "
     "process or split over several (-t 2 -p 2).",
-    "chat": "Talk to an instruction model, on one process or split over several (-t 2 -p 2): a "
-    "line is a question, /new begins another "
-    "conversation, the end of the input (Ctrl-D) ends. Questions may be piped.",
+    "chat": "Chat with an instruction model, on one process or split over several (-t 2 -p "
+    "2). Each line is a question, /new starts a new conversation, and the end of the "
+    "input (Ctrl-D) ends. Questions may be piped.",
 }
 
 
@@ -71,9 +71,7 @@ def run(verb: str, arguments: list[str]) -> int:
     parser = ArgumentParser(prog=f"ptdp {verb}", description=_DESCRIPTIONS[verb])
     parser.add_class_arguments(ServingOptions, as_group=False)
     if chats:
-        parser.add_argument(
-            "--system", type=str, help="what the model is told before the conversation"
-        )
+        parser.add_argument("--system", type=str, help="system prompt")
     parser.add_class_arguments(Sampling if chats else SampleOptions, as_group=False)
     given = vars(parser.parse_args([_SHORT.get(argument, argument) for argument in arguments]))
     options = ServingOptions(

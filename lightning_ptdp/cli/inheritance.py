@@ -170,8 +170,8 @@ def _find_base(files: list[Path], name: object) -> Path:
     if found.resolve() in [seen.resolve() for seen in files]:
         circle = " -> ".join(_label(path) for path in [*files, found])
         raise UserError(
-            f"{file}: {BASE_KEY}: {name} leads back to a file that is being read: {circle}; take "
-            f"one {BASE_KEY} out"
+            f"{file}: {BASE_KEY}: {name} leads back to a file that is being read: {circle}. "
+            f"Remove one {BASE_KEY}"
         )
     return found
 
@@ -182,17 +182,17 @@ def _read(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file}: {error}") from error
     if values is None:
-        raise UserError(f"{file} is empty: a configuration is a mapping, such as base: gpt/nano")
+        raise UserError(
+            f"{file} is empty, but a configuration is a mapping, such as base: gpt/nano"
+        )
     if not isinstance(values, dict):
         raise UserError(
-            f"{file} holds a {type(values).__name__}; a configuration is a mapping, such as "
-            f"trainer: {{max_steps: 20}}"
+            f"{file} has a {type(values).__name__}, but a configuration is a mapping, such as "
+            "trainer: {max_steps: 20}"
         )
     wrong = [key for key in values if not isinstance(key, str)]
     if wrong:
-        raise UserError(
-            f"{file}: the key {wrong[0]!r} is no text: put it in quotes, or take it out"
-        )
+        raise UserError(f"{file}: the key {wrong[0]!r} is not text. Put it in quotes, or remove it")
     return values
 
 

@@ -73,10 +73,10 @@ def slurm_script(job: LaunchJob) -> str:
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
-        f"# SIGUSR1 comes {_SAVE_S} s before the time limit: all ranks finish their step and "
-        "save, and the job goes back into the queue.",
-        "# Before a preemption it comes only if slurm.conf has "
-        "PreemptParameters=send_user_signal; at SIGTERM the ranks save, too.",
+        f"# SIGUSR1 is sent {_SAVE_S} s before the time limit: all ranks finish their step and "
+        "save, and the job is requeued.",
+        "# Before a preemption, it is sent only if slurm.conf has "
+        "PreemptParameters=send_user_signal. The ranks also save after SIGTERM.",
         "set -euo pipefail",
         "",
         'export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
@@ -113,7 +113,10 @@ def torchrun_script(job: LaunchJob) -> str:
         where = (
             []
             if job.rendezvous
-            else ["# Run this on each of the nodes, with MASTER_ADDR=the first one's name."]
+            else [
+                "# Run this on each of the nodes, with MASTER_ADDR set to the name of the "
+                "first one."
+            ]
         )
     options = [
         f"--nnodes={job.nodes}",

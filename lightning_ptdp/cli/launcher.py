@@ -26,10 +26,10 @@ from lightning_ptdp.world.layout import ParallelLayout
 __all__ = ["parser", "run", "wants_launcher"]
 
 _DESCRIPTION = """\
-Make a script that trains on many devices, and start it. All other options are those of ptdp fit and go into the script.
+Write a script that trains on many devices, and start it. All other options are those of ptdp fit and are written into the script.
 
-slurm: one task a device; the job saves before it is taken away, goes back into the queue and continues (--resume auto).
-torchrun: on every node; after a failure all processes are started again and continue."""
+slurm: one task per device; the job saves before it is preempted, is requeued and continues (--resume auto).
+torchrun: on every node; after a failure all processes are restarted and continue."""
 
 _SCRIPTS = {"slurm": slurm_script, "torchrun": torchrun_script}
 _CORES = 8
@@ -51,13 +51,19 @@ def parser(verb: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     options.add_argument(
-        "--launcher", choices=tuple(_SCRIPTS), required=True, help="who starts the processes"
+        "--launcher",
+        choices=tuple(_SCRIPTS),
+        required=True,
+        help="program that starts the processes",
     )
     options.add_argument(
-        "--dry-run", action="store_true", help="print the script and start nothing"
+        "--dry-run", action="store_true", help="print the script without starting it"
     )
     options.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the script there and start nothing"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the script to this file without starting it",
     )
     options.add_argument(
         "--nodes", type=int, metavar="N", help="machines (default: trainer.num_nodes)"
@@ -66,19 +72,21 @@ def parser(verb: str) -> argparse.ArgumentParser:
         "--gpus-per-node",
         type=int,
         metavar="N",
-        help="devices, and processes, of each (default: trainer.devices)",
+        help="devices, and processes, per machine (default: trainer.devices)",
     )
     options.add_argument(
         "--cpus-per-task",
         type=int,
         metavar="N",
-        help=f"cores of a process (default {_CORES}, on CPU 1)",
+        help=f"cores per process (default {_CORES}, on CPU 1)",
     )
-    options.add_argument("--job-name", metavar="NAME", help="default: the configuration's name")
+    options.add_argument(
+        "--job-name", metavar="NAME", help="name of the job (default: that of the configuration)"
+    )
     slurm = options.add_argument_group("slurm")
     slurm.add_argument("--partition", metavar="NAME")
     slurm.add_argument("--account", metavar="NAME")
-    slurm.add_argument("--time", type=_time, metavar="H:MM:SS", help="limit of the job")
+    slurm.add_argument("--time", type=_time, metavar="H:MM:SS", help="time limit of the job")
     slurm.add_argument(
         "--sbatch",
         action="append",
@@ -88,12 +96,16 @@ def parser(verb: str) -> argparse.ArgumentParser:
     )
     torchrun = options.add_argument_group("torchrun")
     torchrun.add_argument(
-        "--max-restarts", type=int, default=3, metavar="N", help="after failures (default 3)"
+        "--max-restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="restarts after failures (default 3)",
     )
     torchrun.add_argument(
         "--rdzv-endpoint",
         metavar="HOST:PORT",
-        help="where nodes meet (default: $MASTER_ADDR:$MASTER_PORT)",
+        help="address at which nodes connect (default: $MASTER_ADDR:$MASTER_PORT)",
     )
     return options
 
@@ -101,7 +113,7 @@ def parser(verb: str) -> argparse.ArgumentParser:
 def _time(value: str) -> str:
     if _TIME.fullmatch(value) is None:
         raise argparse.ArgumentTypeError(
-            f"{value!r} is no time of sbatch: write minutes, H:MM:SS or D-HH:MM:SS"
+            f"{value!r} is not a time of sbatch. Use minutes, H:MM:SS or D-HH:MM:SS"
         )
     return value
 
@@ -132,8 +144,8 @@ def run(verb: str, arguments: list[str]) -> int:
 def _submit(script: str) -> int:
     if shutil.which("sbatch") is None:
         raise UserError(
-            "there is no sbatch on this machine: run this where SLURM is, or look at the script "
-            "with --dry-run"
+            "there is no sbatch on this machine. Run this on a machine with SLURM, or print "
+            "the script with --dry-run"
         )
     return subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
 
@@ -147,7 +159,7 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
     name = _given(rest, "config") or _given(rest, "c")
     if name is None:
         raise UserError(
-            "what is to be trained? Give --config, a recipe (ptdp recipes list) or a file"
+            "there is no model to train. Use --config with a recipe (ptdp recipes list) or a file"
         )
     config = resolve_config(find_config(name)).values
     trainer: Mapping[str, Any] = config.get("trainer") or {}
@@ -203,14 +215,13 @@ def _number(
     given = _given(rest, key)
     if option is not None and given is not None and given != str(option):
         raise UserError(
-            f"--{name} {option} and --{key} {given} contradict each other: give one of them"
+            f"--{name} {option} and --{key} {given} contradict each other. Use only one of them"
         )
     value = option if option is not None else given if given is not None else configured
     number = int(value) if isinstance(value, int | str) and str(value).isdecimal() else 0
     if number < 1:
         raise UserError(
-            f"{key}={value!r} is not a number of processes that a script can be made for: give "
-            f"--{name} 1 or more"
+            f"{key}={value!r} is not a number of processes for a script. Use --{name} 1 or more"
         )
     return number
 

@@ -108,7 +108,7 @@ class PTDPCLI(LightningCLI):
             "--sample",
             type=SampleOptions | None,
             default=SampleOptions(),
-            help="Text written with the new checkpoint when training has ended; null: none.",
+            help="Text to continue with the new checkpoint at the end of training; null for none.",
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -130,18 +130,18 @@ class PTDPCLI(LightningCLI):
             if "gpu backend" not in str(error) and "CUDAAccelerator" not in str(error):
                 raise
             raise UserError(
-                f"trainer.accelerator={self.config.trainer.accelerator}: torch sees no GPU here "
-                "(ptdp doctor says why). Without one: "
-                "--trainer.accelerator cpu --trainer.precision 32-true, and as many "
-                "--trainer.devices as this machine has cores for; "
-                "ptdp recipes show common says how the layout follows"
+                f"trainer.accelerator={self.config.trainer.accelerator}, but torch finds no "
+                "GPU (for the reason, run ptdp doctor). Without a GPU, use "
+                "--trainer.accelerator cpu --trainer.precision 32-true, and at most as many "
+                "--trainer.devices as the machine has cores; ptdp recipes show common "
+                "explains how the layout is derived"
             ) from error
         except TypeError as error:
             if "`devices` selected with `CPUAccelerator`" not in str(error):
                 raise
             raise UserError(
-                f"trainer.devices={self.config.trainer.devices} is not a number of processes: on "
-                "CPU, use --trainer.devices 1 or more"
+                f"trainer.devices={self.config.trainer.devices} is not a number of processes. "
+                "On a CPU, use --trainer.devices 1 or more"
             ) from error
         except ValueError as error:
             raise UserError(readable(str(error), ())) from error

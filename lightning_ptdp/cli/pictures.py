@@ -25,12 +25,12 @@ def check_picture(option: str, path: str | Path | None) -> None:
         raise UserError(f"{option} {path} must end in {', '.join(_PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            f"{option} {path} needs matplotlib: pip install matplotlib, or leave it out"
+            f"{option} {path} needs matplotlib. Run: pip install matplotlib, or leave it out"
         )
     folder = Path(path).absolute().parent
     if not folder.exists():
         raise UserError(
-            f"{option} {path}: {folder} does not exist; make it, or give another folder"
+            f"{option} {path}: {folder} does not exist. Create it, or use another folder"
         )
     from lightning_ptdp.loggers.tracking_store import check_writable_folder
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _DESCRIPTION = """\
-Estimate memory and time of every layout that fits, and print the best with the strategy options to paste.
+Estimate memory and time of every layout that fits, and print the best ones with the options of the strategy.
 
-The model is that of a recipe or a configuration file, any LightningModule, or is given by its sizes, which change those of the file. Times
-are estimates from what is published of a device, or was measured here (ptdp doctor --calibrate): measure the first few with ptdp bench."""
+The model is that of a recipe or a configuration file, any LightningModule, or is given by sizes, which override those of the file. Times
+are estimates from published figures of a device, or from measurements (ptdp doctor --calibrate). To measure the best, use ptdp bench."""
 
 _EPILOG = """\
 examples:
@@ -90,15 +90,15 @@ def _refuse_ignored(options: argparse.Namespace) -> None:
     """Refuse options that would have no effect."""
     if options.json and (options.picture is not None or options.what_if is not None):
         raise UserError(
-            "--json prints the plan as data: leave out --picture and --what-if, or leave out --json"
+            "--json prints the plan as data. Leave out --picture and --what-if, or leave out --json"
         )
     if options.explain and options.what_if is not None:
-        raise UserError("--explain is about one size: leave out --what-if")
+        raise UserError("--explain needs one size. Leave out --what-if")
     source = options.config or options.model
     if options.llama and source:
         raise UserError(
-            f"--llama is for a model that is given by its sizes, and {source} says what it is: "
-            "leave out one of them"
+            f"--llama applies to a model that is given by its sizes, but {source} determines "
+            "the model. Leave out one of them"
         )
 
 
@@ -143,7 +143,7 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
     print(columns(rows, words=(2,)))
     if not found:
         raise UserError(
-            "no layout fits in any of these cases; --explain without --what-if says why"
+            "no layout fits in any of these cases. For the reasons, use --explain without --what-if"
         )
     if options.picture is not None:
         with _drawing(options.picture):
@@ -164,7 +164,7 @@ def _wishes(text: str) -> dict[str, list[int]]:
         name = key.strip() if equals else name
         if name not in ("batch", "gpus") or not value.strip().isdecimal() or int(value) == 0:
             raise UserError(
-                f"--what-if {text!r}: write numbers of batch or gpus, such as "
+                f"--what-if {text!r} is invalid. Give numbers of batch or gpus, such as "
                 "batch=256,512,gpus=64,128"
             )
         wishes.setdefault(name, []).append(int(value))
@@ -196,14 +196,15 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     source.add_argument(
         "--model",
         metavar="FOLDER",
-        help="a Hugging Face model: a folder or a name on the hub; config.json is read",
+        help="a Hugging Face model: a folder or a name on the hub, of which only config.json "
+        "is read",
     )
     for name, (field, text) in SIZES.items():
         model.add_argument(f"--{name}", dest=field, type=_positive, metavar="N", help=text)
     model.add_argument(
         "--llama",
         action="store_true",
-        help="the Llama layout: RMSNorm, rotary positions, SwiGLU, own head",
+        help="use the Llama architecture: RMSNorm, rotary positions, SwiGLU, untied head",
     )
 
     job = parser.add_argument_group("the job")
@@ -212,48 +213,51 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         type=_positive,
         required=True,
         metavar="N",
-        help="number of processes, one a device",
+        help="number of processes, one per device",
     )
     job.add_argument(
         "--batch",
         type=_positive,
         metavar="B",
-        help="sequences in an optimizer step, over all replicas (default: the file's)",
+        help="sequences per optimizer step, over all replicas (default: that of the file)",
     )
     job.add_argument(
         "--device",
-        help="v100, a100, a100-40gb, a100-pcie, h100, h200, b200, cpu or a file of ptdp doctor "
-        "--calibrate (default: ptdp-machine.json if "
-        "it is here, else h100)",
+        help="v100, a100, a100-40gb, a100-pcie, h100, h200, b200, cpu or a file of ptdp "
+        "doctor --calibrate (default: ptdp-machine.json if it is in the current folder, "
+        "else h100)",
     )
     job.add_argument(
         "--memory",
         type=float,
         metavar="GIB",
-        help="memory of a device that training can use (default: the device's)",
+        help="memory per device that training can use (default: that of the device)",
     )
     job.add_argument(
         "--reserve",
         type=float,
         metavar="X",
-        help="share of that memory to leave free, because what is measured is up to 23 %% above "
-        "the estimate (default 0.2)",
+        help="share of this memory to leave free, because measured values exceed the estimate "
+        "by up to 23 %% (default 0.2)",
     )
     job.add_argument(
         "--imbalance",
         type=float,
         default=1.0,
         metavar="X",
-        help="rows that the busiest rank's experts get, over the mean (default 1)",
+        help="rows of the busiest rank's experts, over the mean (default 1)",
     )
     job.add_argument(
-        "--node-size", type=_positive, metavar="N", help="devices of a node (default: the device's)"
+        "--node-size",
+        type=_positive,
+        metavar="N",
+        help="devices per node (default: that of the device)",
     )
     job.add_argument(
         "--cards",
         type=_positive,
         metavar="N",
-        help="network cards of a node (default: the device's)",
+        help="network cards per node (default: that of the device)",
     )
     job.add_argument(
         "--software",
@@ -264,10 +268,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     job.add_argument(
         "--precision",
-        help="Lightning's precision (default: the file's, else bf16-true, on a CPU 32-true)",
+        help="Lightning's precision (default: that of the file, else bf16-true, on a CPU 32-true)",
     )
 
-    space = parser.add_argument_group("what is tried; several values separated by commas")
+    space = parser.add_argument_group("the search space; several values separated by commas")
     for name, field in _SPACE.items():
         space.add_argument(f"--{name}", dest=field, type=_integers, metavar="N,…", help=field)
     space.add_argument(
@@ -287,28 +291,30 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="none, selective, full (default none,full)",
     )
     space.add_argument(
-        "--sequence-parallel", choices=("yes", "no"), help="default: wherever it can be"
+        "--sequence-parallel", choices=("yes", "no"), help="default: wherever possible"
     )
-    space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where it must be")
+    space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where necessary")
 
-    shown = parser.add_argument_group("what is printed")
+    shown = parser.add_argument_group("the output")
     shown.add_argument(
-        "--top", type=_positive, default=8, metavar="N", help="how many of the best (default 8)"
+        "--top", type=_positive, default=8, metavar="N", help="number of layouts (default 8)"
     )
-    shown.add_argument("--explain", action="store_true", help="why the others were rejected")
+    shown.add_argument(
+        "--explain", action="store_true", help="explain why the others were rejected"
+    )
     shown.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
-        help="where time and memory of the best go, as PNG, PDF or SVG",
+        help="file for a plot of time and memory of the best layouts, as PNG, PDF or SVG",
     )
     shown.add_argument(
         "--what-if",
         metavar="LIST",
-        help="the best layout for each of several sizes: batch=256,512,gpus=64,128; with "
-        "--picture as a plot",
+        help="print the best layout for each of several sizes: batch=256,512,gpus=64,128; "
+        "with --picture as a plot",
     )
-    shown.add_argument("--json", action="store_true", help="all of it as JSON")
+    shown.add_argument("--json", action="store_true", help="print the output as JSON")
     return parser
 
 
@@ -318,7 +324,7 @@ def _integers(text: str) -> list[int]:
 
 def _positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 

@@ -27,15 +27,15 @@ SIZES = {
     "layers": ("num_layers", "l, transformer layers"),
     "hidden": ("hidden_size", "h, width of the residual stream"),
     "heads": ("num_heads", "attention heads"),
-    "kv-heads": ("num_kv_heads", "heads of keys and values"),
+    "kv-heads": ("num_kv_heads", "key/value heads"),
     "ffn": ("ffn_hidden_size", "f, inner width of the feed-forward part"),
     "vocabulary": ("vocabulary_size", "V, token ids"),
-    "sequence": ("sequence_length", "s, tokens of a sequence"),
-    "experts": ("num_experts", "E, experts of a layer; with it, the Llama layout"),
-    "experts-per-token": ("experts_per_token", "k, of them a token visits"),
-    "shared-experts": ("shared_experts", "experts that all tokens visit"),
+    "sequence": ("sequence_length", "s, tokens per sequence"),
+    "experts": ("num_experts", "E, experts per layer; implies the Llama architecture"),
+    "experts-per-token": ("experts_per_token", "k, active experts per token"),
+    "shared-experts": ("shared_experts", "experts that process all tokens"),
     "expert-ffn": ("expert_hidden_size", "inner width of an expert"),
-    "dense-layers": ("dense_layers", "the first layers, without experts"),
+    "dense-layers": ("dense_layers", "number of first layers without experts"),
 }
 
 _NEEDED = ("layers", "hidden", "heads", "sequence")
@@ -157,7 +157,8 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig 
         )
     if not config:
         raise UserError(
-            f"there is no model: give --recipe, --config or --model, or also {', '.join(missing)}"
+            "there is no model. Use --recipe, --config or --model, or also set "
+            f"{', '.join(missing)}"
         )
     if isinstance(sizes, Mapping) and "model_type" in sizes:
         return dataclasses.replace(gpt_sizes(config_of_sizes(sizes).to_dict()), **given)
@@ -166,14 +167,14 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig 
     known = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(sizes, Mapping):
         raise UserError(
-            f"{options.config} has no model.init_args.config: give the sizes as options, such as "
-            "--layers 24 --hidden 2048"
+            f"{options.config} has no model.init_args.config. Give the sizes as options, such "
+            "as --layers 24 --hidden 2048"
         )
     for name in {**sizes, **given}:
         if name not in known:
             raise UserError(
-                f"{options.config}: model.config.{name} is not one of a "
-                f"{'BERT' if is_bert else 'GPT'}'s sizes{nearest(name, known)}"
+                f"{options.config}: model.config.{name} is not a size of a "
+                f"{'BERT' if is_bert else 'GPT'}{nearest(name, known)}"
             )
     return kind(**{**sizes, **given})
 
@@ -190,7 +191,7 @@ def _of_path(path: str) -> GPTConfig | BertConfig:
         mend = (
             ""
             if "as options" in str(error)
-            else ", or give the sizes as options, such as --layers 24 --hidden 2048"
+            else ". Or give the sizes as options, such as --layers 24 --hidden 2048"
         )
         raise UserError(f"{said}{error}{mend}") from error
 
@@ -206,8 +207,8 @@ def _with_adapters(job: Job, config: Mapping[str, Any]) -> Job:
         return job
     if adapter.get("modules_to_save"):
         print(
-            "ptdp: adapter.modules_to_save is planned as frozen: leave memory for its gradients "
-            "and optimizer",
+            "ptdp: adapter.modules_to_save is planned as frozen. Leave memory for its "
+            "gradients and optimizer state",
             file=sys.stderr,
         )
     products = [
@@ -232,7 +233,7 @@ def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
     data = _inner(config, "data")
     if "micro_batch_size" not in data:
         raise UserError(
-            "how large is a step? Give --batch, the number of sequences over all replicas"
+            "the size of a step is unknown. Set --batch, the number of sequences over all replicas"
         )
     trainer, layout = config.get("trainer") or {}, _inner(config.get("trainer") or {}, "strategy")
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
@@ -260,8 +261,8 @@ def _device(options: argparse.Namespace) -> Device:
     if options.memory is not None:
         if not 0 < options.memory < math.inf:
             raise UserError(
-                f"--memory {options.memory:g} is no amount of memory: give a device's GiB, such "
-                "as 80"
+                f"--memory {options.memory:g} is not a valid amount of memory. Give a device's "
+                "memory in GiB, such as 80"
             )
         device = dataclasses.replace(
             device, memory_bytes=options.memory * 2**30, reserved_bytes=0.0

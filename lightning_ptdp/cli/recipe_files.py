@@ -21,8 +21,8 @@ def recipe_folder() -> Path:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
-        f"no recipes in {package / 'recipes'} or {package.parent / 'recipes'}: install "
-        "lightning-ptdp again"
+        f"there are no recipes in {package / 'recipes'} or {package.parent / 'recipes'}. "
+        "Install lightning-ptdp again"
     )
 
 
@@ -67,11 +67,10 @@ def find_config(name: str, *, said: str = "--config ", beside: Path | None = Non
     if short in recipe_names(shared=True):
         return recipe_folder() / f"{short}.yaml"
     if _is(path, Path.is_dir):
-        raise UserError(f"{said}{name} is a folder: name a YAML file in it")
+        raise UserError(f"{said}{name} is a folder. Give a YAML file in it")
     raise UserError(
-        f"{said}{' '.join(name.split())[:200]}: there is no such file, and no such "
-        f"recipe{nearest(short, recipe_names(shared=True))} "
-        "(ptdp recipes list shows all)"
+        f"{said}{' '.join(name.split())[:200]} is neither a file nor a "
+        f"recipe{nearest(short, recipe_names(shared=True))} (ptdp recipes list shows all)"
     )
 
 

@@ -21,10 +21,10 @@ _FIRST_LINE = re.compile(r"# (?P<count>[\d.]+ [KMBT]) parameters: (?P<summary>.+
 def run(verb: str, arguments: list[str]) -> int:
     """Run ``ptdp recipes list`` or ``ptdp recipes show NAME [--resolved [--key value …]]``."""
     parser = argparse.ArgumentParser(
-        prog=f"ptdp {verb}", description="The recipes that come with lightning-ptdp."
+        prog=f"ptdp {verb}", description="The recipes of lightning-ptdp."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("list", help="name, size, layout and first line of every recipe")
+    commands.add_parser("list", help="list name, size, layout and first line of every recipe")
     show = commands.add_parser(
         "show",
         help="print a recipe as it is written, or as ptdp fit would use it",
@@ -34,7 +34,7 @@ def run(verb: str, arguments: list[str]) -> int:
     show.add_argument(
         "--resolved",
         action="store_true",
-        help="print every value, bases and defaults included, and where it came from; takes the "
+        help="print every value and its origin, including bases and defaults; accepts the "
         "options of ptdp fit",
     )
     options, overrides = parser.parse_known_args(arguments)

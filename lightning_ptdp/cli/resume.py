@@ -81,11 +81,12 @@ def _why_not(metadata: CheckpointMetadata, experiment: Experiment, started_from:
     """Return the reason that a checkpoint belongs to another experiment, or "" if it does not."""
     there = metadata.run.get("experiment")
     if not isinstance(there, Mapping):
-        return "it does not say which experiment it belongs to"
+        return "it does not name its experiment"
     names = differences(there, experiment)
     if names:
         shown = [
-            f"{name} is {there.get(name)} there, {experiment.get(name)} here"
+            f"{name} is {there.get(name)} in the checkpoint, but {experiment.get(name)} in "
+            "this experiment"
             for name in names[:_SHOWN]
         ]
         more = [f"{len(names) - _SHOWN} more differ"] if len(names) > _SHOWN else []

@@ -89,8 +89,8 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
     weights = cli.config.init_from
     if weights is not None and cli.config.ckpt_path is not None:
         raise UserError(
-            "--init_from begins a new training with weights, --ckpt_path continues a training: their "
-            "weights would replace each other. Give one of them"
+            "--init_from and --ckpt_path are both set. Use --init_from to start a new "
+            "training from weights, or --ckpt_path to resume a training"
         )
     check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=True)
     if weights is not None:
@@ -110,8 +110,8 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
     if not hasattr(strategy, "run_facts"):
         if cli.config.resume is not None:
             raise UserError(
-                "--resume auto finds the checkpoints of the ptdp strategy: set --trainer.strategy "
-                "ptdp, or name one (--ckpt_path)"
+                "--resume auto needs checkpoints of the ptdp strategy. Use --trainer.strategy "
+                "ptdp, or give a checkpoint (--ckpt_path)"
             )
         return given
     experiment = experiment_of(
@@ -134,14 +134,14 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
 
 def _decision(found: Found, given: str | None) -> str:
     if found.own is not None:
-        return f"continuing from {found.own}"
-    start = "there is no checkpoint of this experiment yet"
+        return f"resuming from {found.own}"
+    start = "there is no checkpoint of this experiment"
     if given is not None:
         return f"{start}; starting from {given}"
     if found.other is None:
         return start
     return (
-        f"{start}. {found.other} is left alone: {found.why}. To continue from it, use --ckpt_path "
+        f"{start}. {found.other} is not used: {found.why}. To resume from it, use --ckpt_path "
         f"{found.other}"
     )
 
@@ -173,7 +173,7 @@ def _predict(cli: PTDPCLI, ckpt_path: str | None) -> None:
     output: str | None = cli.config.output
     if output is not None:
         if Path(output).is_dir():
-            raise UserError(f"--output {output} is a folder; name a file in it")
+            raise UserError(f"--output {output} is a folder. Give a file in it")
         check_writable_folder(Path(output).absolute().parent, f"--output {output}")
         read = [dict(getattr(cli.datamodule, "hparams", {})), ckpt_path]
         files.check_apart(output, files.existing_paths(read), what="--output")

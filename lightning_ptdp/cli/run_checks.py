@@ -118,9 +118,9 @@ def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule 
     batches = datamodule.num_training_batches(num_replicas=_replicas(trainer))
     if trainer.limit_val_batches and interval > batches:
         raise UserError(
-            f"trainer.val_check_interval={interval} is longer than an epoch, which has {batches} "
-            f"batches: use {batches} or less, or count "
-            "over epochs with --trainer.check_val_every_n_epoch null"
+            f"trainer.val_check_interval={interval} is longer than an epoch, which has "
+            f"{batches} batches. Use {batches} or less, or count over epochs with "
+            "--trainer.check_val_every_n_epoch null"
         )
 
 
@@ -147,32 +147,30 @@ def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> 
             else ""
         )
         raise UserError(
-            f"{field} {path}: there is no such checkpoint"
-            + (f"; in {place.parent} there is {there}" if there else "")
+            f"{field} {path} does not exist"
+            + (f"; {place.parent} contains {there}" if there else "")
         )
     if reads_as_huggingface(place):
         raise UserError(
-            f"{field} {path} is a Hugging Face folder, which holds weights alone: begin with them "
-            "by --init_from, or make it a "
-            "checkpoint by ptdp convert"
+            f"{field} {path} is a Hugging Face folder, which has only weights. Start from them "
+            "with --init_from, or convert it to a checkpoint with ptdp convert"
         )
     if place.is_dir():
         if not is_folder_of_checkpoints(place) and not any(
             (place / name).exists() for name in _PARTS
         ):
             raise UserError(
-                f"{field} {path} is a folder, but no checkpoint: it has no metadata.json"
+                f"{field} {path} is a folder, but not a checkpoint: it has no metadata.json"
             )
     elif not zipfile.is_zipfile(place) and place.open("rb").read(1) != _PICKLE:
         raise UserError(
-            f"{field} {path} is no checkpoint: neither a folder of ours nor a file that "
-            "torch.save wrote"
+            f"{field} {path} is not a checkpoint: it is neither a checkpoint folder nor a file "
+            "of torch.save"
         )
     if resumes and not _has_state_of_training(place):
         raise UserError(
-            f"{field} {path} holds weights and no state of training, which cannot be continued: "
-            "begin a new training with them by "
-            "--init_from"
+            f"{field} {path} has weights but no training state, so it cannot be resumed. Start "
+            "a new training from it with --init_from"
         )
 
 
@@ -246,14 +244,14 @@ def _check_shapes(field: str, path: str, own: Mapping[str, Any], model: Lightnin
     missing = [name for name in wanted if name not in found]
     if missing:
         raise UserError(
-            f"{field} {path} lacks {missing[0]!r}, which the model has; it holds {len(found)} "
+            f"{field} {path} has no {missing[0]!r}, which the model has; it has {len(found)} "
             f"tensors such as {next(iter(found), None)!r}"
         )
     for name, shape in wanted.items():
         if tuple(found[name]) != shape:
             raise UserError(
-                f"{field} {path}: {name!r} has the shape {tuple(found[name])} there and {shape} "
-                "in the model"
+                f"{field} {path}: {name!r} has the shape {tuple(found[name])} in the "
+                f"checkpoint, but {shape} in the model"
             )
 
 
@@ -294,9 +292,8 @@ def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None)
         wanted, offered = getattr(config, name, None), getattr(datamodule, name, None)
         if isinstance(wanted, int) and isinstance(offered, int) and wanted < offered:
             raise UserError(
-                f"model.config.{name}={wanted} is smaller than data.{name}={offered}; set "
-                f"--model.config.{name} {offered} or "
-                f"--data.{name} {wanted}"
+                f"model.config.{name}={wanted} is smaller than data.{name}={offered}. Use "
+                f"--model.config.{name} {offered} or --data.{name} {wanted}"
             )
 
 
@@ -309,8 +306,8 @@ def _check_port(trainer: Trainer) -> None:
     port = os.environ.get("MASTER_PORT", "")
     if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise UserError(
-            f"MASTER_PORT={port} is not a port, a number from 1 to 65535: unset it, or choose a "
-            "free one"
+            f"MASTER_PORT={port} is not a port number from 1 to 65535. Unset it, or choose a "
+            "free port"
         )
     environment = getattr(trainer.strategy, "cluster_environment", None)
     if (
@@ -325,7 +322,7 @@ def _check_port(trainer: Trainer) -> None:
     except OSError as error:
         why = str(error.strerror).partition(" (")[0]
         raise UserError(
-            f"MASTER_PORT={port} cannot be listened at ({why}): unset it, or choose a free port"
+            f"cannot listen at MASTER_PORT={port} ({why}). Unset it, or choose a free port"
         ) from error
 
 

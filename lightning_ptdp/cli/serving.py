@@ -194,13 +194,12 @@ def module_of(
             return state, kind(**arguments), checkpoint
     if not arguments:
         raise UserError(
-            f"--checkpoint {checkpoint} does not say which model it holds: save_hyperparameters() "
-            "was not called"
+            f"--checkpoint {checkpoint} does not name its model, because its module did not "
+            "call save_hyperparameters()"
         )
     raise UserError(
-        f"--checkpoint {checkpoint} holds no LitGPT and no LitCausalLM (its settings are "
-        f"{', '.join(sorted(arguments))}); a BERT, for one, "
-        "writes no text"
+        f"--checkpoint {checkpoint} has no LitGPT and no LitCausalLM (its settings are "
+        f"{', '.join(sorted(arguments))}), so it cannot generate text"
     )
 
 
@@ -234,7 +233,7 @@ def _timed(
     limit, started = longest_sequence(module), time.perf_counter()
     if trainer.is_global_zero and limit is not None and len(row) > limit:
         print(
-            f"(the model takes {limit} tokens: it does not see the first {len(row) - limit})",
+            f"(the model accepts {limit} tokens and ignores the first {len(row) - limit})",
             file=sys.stderr,
             flush=True,
         )
@@ -242,8 +241,8 @@ def _timed(
     if trainer.is_global_zero and written:
         speed = len(written) / (time.perf_counter() - started)
         print(
-            f"({min(len(row), limit or len(row))} tokens read, {len(written)} written, "
-            f"{speed:.3g} a second)",
+            f"({min(len(row), limit or len(row))} tokens read, {len(written)} generated, "
+            f"{speed:.3g} per second)",
             file=sys.stderr,
             flush=True,
         )

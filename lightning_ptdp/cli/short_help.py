@@ -25,19 +25,19 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDTH = 116
 _TRAINER: Mapping[str, str] = {
     "accelerator": "cpu or gpu.",
-    "devices": "Number of processes on a machine, one a device.",
+    "devices": "Processes per machine, one per device.",
     "num_nodes": "Number of machines.",
     "precision": "32-true, bf16-mixed, bf16-true, 16-mixed.",
-    "max_steps": "Length of training, in optimizer steps.",
-    "max_epochs": "The same in epochs.",
-    "val_check_interval": "Validate and write a checkpoint after so many steps.",
-    "limit_val_batches": "Validate on the first so many batches.",
-    "log_every_n_steps": "Log every so many steps.",
-    "gradient_clip_val": "The gradient's norm is clipped to this.",
-    "accumulate_grad_batches": "Batches in an optimizer step.",
+    "max_steps": "Length of training in optimizer steps.",
+    "max_epochs": "Length of training in epochs.",
+    "val_check_interval": "Steps between validations, each with a checkpoint.",
+    "limit_val_batches": "Batches per validation.",
+    "log_every_n_steps": "Steps between logged values.",
+    "gradient_clip_val": "Maximum norm of the gradient.",
+    "accumulate_grad_batches": "Batches per optimizer step.",
     "logger": "MLFlowLogger, CSVLogger, TensorBoardLogger, or false.",
-    "callbacks+": "One more callback, such as PipelineTimeline.",
-    "default_root_dir": "Where runs without a logger are written.",
+    "callbacks+": "Additional callback, such as PipelineTimeline.",
+    "default_root_dir": "Folder for runs without a logger.",
 }
 _Shown = tuple[str, str, str, Sequence[str]]
 """Prefix of the keys, file, class, and the fields that are shown; () shows all fields."""
@@ -156,8 +156,8 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
             (
                 "--launcher",
                 "",
-                "slurm or torchrun: make the script that starts this on many devices; with --help "
-                "its options.",
+                "slurm or torchrun: write a script that starts this on many devices; with "
+                "--help, its options.",
             )
         )
     general = [
@@ -166,11 +166,11 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
             "",
             "A recipe (ptdp recipes list) or a YAML file; may be repeated, later ones win.",
         ),
-        ("--print_config", "", "Print the whole configuration that would be used."),
+        ("--print_config", "", "Print the resulting configuration."),
         (
             "--help all",
             "",
-            "Every key, with all that Lightning says of it. Those of a class: --data.help "
+            "All keys, with Lightning's descriptions. For those of a class: --data.help "
             "TextDataModule.",
         ),
     ]
@@ -180,8 +180,8 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
         f"options:\n{_table([*general, *own])}",
         "--trainer.NAME VALUE, of Lightning's Trainer, for "
         f"example:\n{_table([(name, '', text) for name, text in _TRAINER.items()])}",
-        "--trainer.strategy.NAME VALUE, with the defaults where a recipe says "
-        f"nothing:\n{_rows(_STRATEGY)}",
+        "--trainer.strategy.NAME VALUE, with the defaults that apply unless a recipe sets "
+        f"others:\n{_rows(_STRATEGY)}",
         _class_part("model", _chosen("model", arguments) or "LitGPT", _MODELS, "my_module.LitMine"),
         _class_part(
             "data", _chosen("data", arguments) or "TextDataModule", _DATA, "my_module.MyData"

@@ -22,11 +22,11 @@ from lightning_ptdp.schedule.spans import Timeline
 __all__ = ["run"]
 
 _DESCRIPTION = """\
-Simulate pipeline schedules; print step time, bubble and activations held, and draw them above each other.
+Simulate pipeline schedules. Print step time, bubble and held activations, and draw them above each other.
 
-Durations are those of one microbatch through all layers of a rank. With v chunks a rank, each chunk takes a v-th of them, so
-that schedules with different numbers of chunks are comparable. Where a schedule splits the backward, the weight gradient
-takes --weight of the --backward, and the gradient of the input the rest."""
+Durations are those of one microbatch through all layers of a rank. With v chunks per rank, each chunk takes 1/v of them, so
+that schedules with different numbers of chunks are comparable. If a schedule splits the backward, the weight gradient
+takes --weight of the --backward, and the input gradient takes the rest."""
 
 _SUFFIXES = (".png", ".json")
 _MOST = 1_000_000
@@ -71,7 +71,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--vpp",
         type=int,
         metavar="V",
-        help="virtual_pipeline_size (default: the least that the schedule can use)",
+        help="virtual_pipeline_size (default: the least that the schedule supports)",
     )
     parser.add_argument(
         "--microbatches", type=int, required=True, metavar="M", help="num_microbatches"
@@ -90,12 +90,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--forward", type=float, default=1.0, help="duration of a forward (default 1)"
     )
     parser.add_argument(
-        "--backward", type=float, default=2.0, help="duration of a whole backward (default 2)"
+        "--backward", type=float, default=2.0, help="duration of a complete backward (default 2)"
     )
     parser.add_argument(
         "--weight",
         type=float,
-        help="the weight gradient's part of the backward (default half of it)",
+        help="duration of the weight gradient within the backward (default half of it)",
     )
     parser.add_argument(
         "--reduce",
@@ -107,7 +107,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--latency", type=float, default=0.0, help="duration of a message (default 0)"
     )
     parser.add_argument(
-        "--memory", action="store_true", help="draw the activations that each rank holds too"
+        "--memory", action="store_true", help="also draw the activations that each rank holds"
     )
     parser.add_argument(
         "--width", type=int, default=1600, help="width of the picture in pixels (default 1600)"
@@ -127,8 +127,8 @@ def _simulated(name: str, options: argparse.Namespace) -> Timeline:
     weight = options.backward / 2 if options.weight is None else options.weight
     if options.weight is not None and not 0 <= weight <= options.backward:
         raise ValueError(
-            f"--weight {weight:g} must be between 0 and --backward {options.backward:g}, of which "
-            "it is a part"
+            f"--weight {weight:g} must be between 0 and --backward {options.backward:g}, "
+            "because it is a part of it"
         )
     schedule = _schedule(name, options)
     v = schedule.virtual_pipeline_size
@@ -186,4 +186,4 @@ def _write(timelines: Sequence[Timeline], path: Path, options: argparse.Namespac
     try:
         draw_timelines(timelines, path, width=options.width, memory=options.memory)
     except ModuleNotFoundError as error:
-        raise UserError(f"{error}; or write a trace alone: --output timeline.json") from error
+        raise UserError(f"{error}. Or write only a trace: --output timeline.json") from error

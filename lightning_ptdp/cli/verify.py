@@ -23,7 +23,7 @@ def run(verb: str, arguments: list[str]) -> int:
         given = cli.config
         if not hasattr(cli.trainer.strategy, "config"):
             raise UserError(
-                "ptdp verify compares a layout of the ptdp strategy: set --trainer.strategy ptdp"
+                "ptdp verify compares a layout of the ptdp strategy. Use --trainer.strategy ptdp"
             )
         if given.steps < 1:
             raise UserError(f"--steps {given.steps} must be at least 1")

@@ -37,7 +37,7 @@ def load_yaml_file(file: str | Path) -> Any:
         return load_yaml(Path(file).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"is not UTF-8 ({error.reason} at byte {error.start}): save it with this encoding"
+            f"is not UTF-8 ({error.reason} at byte {error.start}). Save it with this encoding"
         ) from error
 
 
@@ -64,7 +64,7 @@ def checked(text: str, load: Callable[[str], Any]) -> Any:
         raise ValueError(f"is not YAML: {' '.join(str(error).split())}") from error
     except (LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         # Constructors raise these errors for values such as `!!int ""` or `!!bool maybe`.
-        raise ValueError(f"a value is not of the type that it says ({error!r})") from error
+        raise ValueError(f"a value does not have its declared type ({error!r})") from error
 
 
 def _check_depth(text: str) -> None:
@@ -74,7 +74,7 @@ def _check_depth(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _MOST_DEPTH:
-            raise ValueError(f"its values are nested more than {_MOST_DEPTH} times")
+            raise ValueError(f"its values are nested more than {_MOST_DEPTH} levels deep")
 
 
 def _check_keys(root: yaml.Node | None) -> None:
@@ -96,6 +96,6 @@ def _check_keys(root: yaml.Node | None) -> None:
             if name in lines and not key.tag.endswith(":merge"):
                 raise ValueError(
                     f"the key {key.value!r} is given twice, in line {lines[name]} and in line "
-                    f"{line}: remove one of them"
+                    f"{line}. Remove one of them"
                 )
             lines[name] = line

@@ -103,7 +103,7 @@ def test_weights_of_any_layout_and_other_names(pool: Pool, tmp_path: Path) -> No
     for name, value in wanted.items():
         assert torch.equal(found[name], initial[name] if ".0." in name else value), name
     for message in pool.run(_fit, world_size=2, args=(p2, None, None, str(tmp_path / "part"))):
-        assert "holds weights and no state of training" in message
+        assert "has weights but no training state" in message
 
 
 def test_two_names_cannot_become_one(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_layouts_as_options() -> None:
     assert layout_options("t2 sp", 2)["sequence_parallel"] is True
     assert "sequence_parallel" not in layout_options("t2", 2), "the configuration's is kept"
     for text, words in {
-        "t2 d4": "write d2",
+        "t2 d4": "Use d2",
         "t3": "tensor_parallel_size",
         "t2 x4": "'x4' is not a degree",
         "t0": "'t0'",

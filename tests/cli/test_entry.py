@@ -204,7 +204,7 @@ def test_an_installed_package_has_its_recipes_inside(
 ) -> None:
     module = tmp_path / "lightning_ptdp" / "cli" / "recipe_files.py"
     monkeypatch.setattr(recipe_files, "__file__", str(module))
-    with pytest.raises(FileNotFoundError, match="install lightning-ptdp again"):
+    with pytest.raises(FileNotFoundError, match="Install lightning-ptdp again"):
         recipe_files.recipe_folder()
     for folder in (tmp_path / "recipes", tmp_path / "lightning_ptdp" / "recipes"):
         folder.mkdir(parents=True)

@@ -102,8 +102,7 @@ def test_a_base_is_found_beside_the_file_that_names_it(
     [
         (
             "base: gpt/124n",
-            "mine.yaml: base: gpt/124n: there is no such file, and no such recipe; did you mean "
-            "'gpt/124m'?",
+            "mine.yaml: base: gpt/124n is neither a file nor a recipe; did you mean 'gpt/124m'?",
         ),
         ("base: [gpt/124m]", "must be the name of one recipe or file"),
         (
@@ -112,10 +111,10 @@ def test_a_base_is_found_beside_the_file_that_names_it(
         ),
         (
             "base: other.yaml",
-            "other.yaml: base: mine.yaml leads back .*mine.yaml -> .*other.yaml -> .*mine.yaml; "
-            "take one base out",
+            "other.yaml: base: mine.yaml leads back .*mine.yaml -> .*other.yaml -> .*mine.yaml. "
+            "Remove one base",
         ),
-        ("- 1", "mine.yaml holds a list; a configuration is a mapping"),
+        ("- 1", "mine.yaml has a list, but a configuration is a mapping"),
         ("a: [", "mine.yaml: is not YAML: while parsing"),
     ],
 )

@@ -183,7 +183,7 @@ def test_sizes_come_from_the_options_of_fit_too_and_another_strategy_is_left_alo
             "--nodes 4 and --trainer.num_nodes 2 contradict",
         ),
         (["--config=gpt/nani"], "did you mean 'gpt/nano'?"),
-        ([], "Give --config"),
+        ([], "Use --config"),
     ],
 )
 def test_mistakes(ptdp: Run, arguments: list[str], said: str) -> None:

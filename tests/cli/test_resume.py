@@ -89,7 +89,7 @@ def test_layout_length_and_output_do_not_make_another_experiment(
         ({"data__data_dir": "another"}, "data.data_dir"),
         ({"trainer__gradient_clip_val": 2.0}, "trainer.gradient_clip_val"),
         ({"trainer__precision": "bf16-true"}, "trainer.precision"),
-        ({"data__micro_batch_size": 4}, "samples of a step"),
+        ({"data__micro_batch_size": 4}, "samples per step"),
         ({"init_from": "weights.ckpt"}, "init_from"),
     ],
 )
@@ -130,7 +130,7 @@ def test_the_newest_of_its_own_experiment_is_found_behind_newer_ones_of_others(
     assert find_newest(trainer, {"seed": "1"}).own == own
     found = find_newest(trainer, {"seed": "3"})
     assert (found.own, found.other) == (None, other)
-    assert found.why == "seed is 2 there, 3 here"
+    assert found.why == "seed is 2 in the checkpoint, but 3 in this experiment"
 
 
 @pytest.mark.parametrize("experiment_there", [None, "seed 1", ["seed"]])
@@ -144,7 +144,7 @@ def test_a_checkpoint_without_an_experiment_is_left_alone(
     )
     found = find_newest(trainer, {"seed": "1"})
     assert (found.own, found.other) == (None, old)
-    assert "does not say which experiment" in found.why
+    assert "does not name its experiment" in found.why
 
 
 def test_a_run_that_starts_from_a_named_checkpoint_continues_its_own(
@@ -195,7 +195,7 @@ def test_a_second_experiment_in_one_folder_starts_afresh_and_says_so(
     assert second is not None
     assert read_metadata(second).run["global_step"] == 1
     assert (
-        f"{left} is left alone: model.optimizer.learning_rate is 0.01 there, 0.02 here"
+        f"{left} is not used: model.optimizer.learning_rate is 0.01 in the checkpoint, but 0.02 in this"
         in "\n".join(said)
     )
     assert f"--ckpt_path {left}" in "\n".join(said)

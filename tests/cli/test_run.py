@@ -300,7 +300,7 @@ def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weigh
     assert only_run(tmp_path) == run, "it goes on"
     assert read_metadata(latest).run["global_step"] == 3
     code, _, err = ptdp("fit", "--config", config, "--resume=auto")
-    assert (code, "set --trainer.strategy ptdp" in err) == (2, True)
+    assert (code, "Use --trainer.strategy ptdp" in err) == (2, True)
     assert ptdp(*arguments[:-1], "--init_from", str(latest), "--trainer.max_steps=1")[0] == 0
     code, _, err = ptdp(*arguments[:-1], "--init_from", str(tmp_path / "nothing"))
-    assert (code, "no such checkpoint" in err) == (2, True)
+    assert (code, "does not exist" in err) == (2, True)

@@ -125,8 +125,8 @@ def test_generate_reads_adapters_of_peft_over_their_base_model(
 def test_a_prompt_longer_than_the_model_is_told(said: Said, folder: Path) -> None:
     code, _, err = said("generate", "--checkpoint", str(folder), "--prompt", "a " * 300, *GREEDY)
     assert code == 0
-    assert "(the model takes 256 tokens: it does not see the first" in err
-    assert "(256 tokens read, 8 written" in err
+    assert "(the model accepts 256 tokens and ignores the first" in err
+    assert "(256 tokens read, 8 generated" in err
     assert "indexing errors" not in err
 
 
@@ -226,8 +226,11 @@ def test_mistakes(said: Said, folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(folder / name, no_tokenizer)
     for arguments, words in [
-        (["generate", "--checkpoint", str(bert), "--tokenizer", str(folder)], "writes no text"),
-        (["generate", "--checkpoint", str(tmp_path / "nothing")], "there is no such checkpoint"),
+        (
+            ["generate", "--checkpoint", str(bert), "--tokenizer", str(folder)],
+            "cannot generate text",
+        ),
+        (["generate", "--checkpoint", str(tmp_path / "nothing")], "does not exist"),
         (["chat", "--checkpoint", str(plain)], "has no chat template"),
         (["generate", "--checkpoint", str(no_tokenizer)], "tokenizer"),
         (["generate", "--checkpoint", str(folder), "-t", "3"], "tensor_parallel_size=3"),

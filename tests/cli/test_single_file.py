@@ -106,7 +106,7 @@ def test_it_is_inspected_verified_and_resharded(
     ]
     assert models[0] == models[1]
     assert said["file"]["optimizer"] != "none"
-    assert "whole" in ptdp("ckpt", "verify", str(written["file"]))[1]
+    assert "undamaged" in ptdp("ckpt", "verify", str(written["file"]))[1]
     content = bytearray(written["file"].read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "damaged.ckpt").write_bytes(content)
@@ -120,7 +120,7 @@ def test_it_is_inspected_verified_and_resharded(
         "bfloat16",
     ]
     code, _, err = ptdp(*reshard)
-    assert (code, "add --weights_only" in err) == (2, True)
+    assert (code, "Add --weights_only" in err) == (2, True)
     code, _, err = ptdp(*reshard, "--weights_only")
     assert code == 0, err
     assert (tmp_path / "small.ckpt" / "metadata.json").is_file()

@@ -38,8 +38,8 @@ NANO, ONE = f"--config gpt/nano {TINY}", f"--config gpt/nano {TINY} {ALONE}"
 RUN = "runs/gpt-nano/RUN/checkpoints/last.ckpt"
 
 WALK = [
-    ("ptdp", r"where it comes from\.$"),
-    ("ptdp --help", r"where it comes from\.$"),
+    ("ptdp", r"its origin\.$"),
+    ("ptdp --help", r"its origin\.$"),
     ("ptdp --version", r"^lightning-ptdp \d"),
     *((f"ptdp {verb} --help", r"\w") for verb in VERBS),
     ("ptdp fit -h", "global_batch_size"),
@@ -83,7 +83,7 @@ WALK = [
     (f"ptdp ckpt inspect {RUN}", "format"),
     (f"ptdp ckpt inspect {RUN} --tensors", "float32"),
     (f"ptdp ckpt inspect {RUN} --json", "}"),
-    (f"ptdp ckpt verify {RUN}", "whole"),
+    (f"ptdp ckpt verify {RUN}", "undamaged"),
     (f"ptdp ckpt reshard {RUN} weights --weights_only --dtype bfloat16", "^written: weights"),
     (f"ptdp convert {RUN} hf --verify", "^verified: the logits of GPT2LMHeadModel are equal"),
     (
@@ -107,23 +107,23 @@ WALK = [
 # What is wrong, and what the last line says.
 BAD = [
     ("ptdp docter", "did you mean 'doctor'"),
-    ("ptdp fit", "there is no model: give --config"),
+    ("ptdp fit", "there is no model. Use --config"),
     ("ptdp fit --config gpt/nanoo", "did you mean 'gpt/nano'"),
     ("ptdp fit --config empty.yaml", "empty.yaml is empty"),
     ("ptdp fit --config broken.yaml", "broken.yaml: is not YAML"),
-    ("ptdp fit --config list.yaml", "holds a list"),
+    ("ptdp fit --config list.yaml", "has a list"),
     ("ptdp fit --config circle.yaml", "leads back to a file"),
     ("ptdp recipes show gpt/nanoo", "did you mean"),
     ("ptdp recipes show gpt/nano --trainer.max_steps 3", "need --resolved"),
     ("ptdp plan --world 8", "there is no model"),
     ("ptdp plan --recipe gpt/ptdp-1t --world 1", "no layout fits"),
     ("ptdp plan --recipe gpt/nano --world 8 --device h1000", "device='h1000' is unknown"),
-    ("ptdp generate --checkpoint nowhere", "--checkpoint nowhere: there is no such checkpoint"),
-    ("ptdp generate --checkpoint text.ckpt", "--checkpoint text.ckpt is no checkpoint"),
+    ("ptdp generate --checkpoint nowhere", "--checkpoint nowhere does not exist"),
+    ("ptdp generate --checkpoint text.ckpt", "--checkpoint text.ckpt is not a checkpoint"),
     (f"ptdp verify {NANO} --output errors.foo", "--output errors.foo must end in .png, .pdf, .svg"),
     (
         f"ptdp verify {NANO} --output nowhere/errors.png",
-        "nowhere does not exist; make it, or give another folder",
+        "nowhere does not exist. Create it, or use another folder",
     ),
     ("ptdp ckpt inspect nowhere", "nowhere"),
     ("ptdp ckpt verify text.ckpt", "text.ckpt"),
@@ -135,7 +135,7 @@ BAD = [
     ),
     (
         "ptdp convert theirs served --register nano",
-        "--register nano: theirs does not lie beside an MLflow store",
+        "--register nano: theirs is not beside an MLflow store",
     ),
     ("ptdp convert theirs model.safetensors --shard_size many", "--shard_size many is not a size"),
     ("ptdp doctor --devices 0", "--devices 0 must be at least 1"),
@@ -143,11 +143,11 @@ BAD = [
         "ptdp fit --launcher slurm --config gpt/ptdp-3.6b --nodes 1 --gpus-per-node 3 --dry-run",
         "world_size=3",
     ),
-    ("ptdp fit --launcher slurm --dry-run", "what is to be trained"),
+    ("ptdp fit --launcher slurm --dry-run", "there is no model to train"),
     ("ptdp bench --config gpt/nano --steps 0", "--steps 0 must be at least 1"),
     (
         "ptdp bench --config gpt/nano --compare 't2 p1, d2'",
-        "d2 would need 2 processes, and there are 4: write d4",
+        "d2 would need 2 processes, but there are 4. Use d4",
     ),
     ("ptdp bench --config gpt/nano --compare t8", "--compare 't8': world_size=4"),
     (f"ptdp fit {ONE} --trainer.max_stps 3", "did you mean 'trainer.max_steps'"),
@@ -163,7 +163,7 @@ BAD = [
     ),
     (
         f"ptdp fit {ONE} --model LitGTP",
-        "model=LitGTP: there is no such class; did you mean 'LitGPT'",
+        "model=LitGTP is not an existing class; did you mean 'LitGPT'",
     ),
     (f"ptdp fit {ONE} --model my_module.Nothing", "module 'my_module' has no attribute 'Nothing'"),
     (
@@ -172,17 +172,17 @@ BAD = [
     ),
     (
         f"ptdp fit {ONE} --trainer.accelerator gpu",
-        "trainer.accelerator=gpu: torch sees no GPU here .*--trainer.accelerator cpu",
+        "trainer.accelerator=gpu, but torch finds no GPU .*--trainer.accelerator cpu",
     ),
-    ("ptdp fit --config gpt/124m", "torch sees no GPU here"),
-    (f"ptdp fit {ONE} --ckpt_path text.ckpt", "--ckpt_path text.ckpt is no checkpoint"),
+    ("ptdp fit --config gpt/124m", "torch finds no GPU"),
+    (f"ptdp fit {ONE} --ckpt_path text.ckpt", "--ckpt_path text.ckpt is not a checkpoint"),
     (
         f"ptdp fit {ONE} --ckpt_path weights.ckpt",
-        "weights.ckpt holds weights and no state of training",
+        "weights.ckpt has weights but no training state",
     ),
     (f"ptdp fit {ONE} --ckpt_path theirs", "theirs is a Hugging Face folder"),
-    (f"ptdp fit {ONE} --init_from nowhere", "--init_from nowhere: there is no such checkpoint"),
-    (f"ptdp fit {ONE} --init_from theirs", "theirs lacks|has the shape .* there and"),
+    (f"ptdp fit {ONE} --init_from nowhere", "--init_from nowhere does not exist"),
+    (f"ptdp fit {ONE} --init_from theirs", "theirs has no|has the shape .* in the checkpoint, but"),
     (
         f"ptdp fit {ONE} --model.config.num_kv_heads many",
         "model.config.num_kv_heads: Expected int or null. Got value: many",
@@ -207,11 +207,11 @@ BAD = [
     ),
     (
         f"ptdp fit {ONE} --init_from theirs --ckpt_path weights.ckpt",
-        "--init_from begins a new training",
+        "--init_from and --ckpt_path are both set",
     ),
     (f"ptdp fit {ONE} --export text.ckpt/x", "text.ckpt is a file"),
     (f"MASTER_PORT=abc ptdp fit {NANO}", "MASTER_PORT=abc is not a port"),
-    (f"MASTER_PORT=TAKEN ptdp fit {NANO}", r"MASTER_PORT=\d+ cannot be listened at"),
+    (f"MASTER_PORT=TAKEN ptdp fit {NANO}", r"cannot listen at MASTER_PORT=\d+"),
     (
         f"ptdp fit {NANO} {S}tensor_parallel_size 0",
         "tensor_parallel_size=0 must be a positive integer",
@@ -269,7 +269,7 @@ BAD = [
     (f"ptdp fit {NANO} --trainer.log_every_n_steps=-1", "log_every_n_steps=-1 must be 0"),
     (f"ptdp fit {NANO} --trainer.accelerator quantum", "invalid accelerator name"),
     (f"ptdp fit {NANO} --trainer.profiler nonsense", "profiler"),
-    (f"ptdp fit {NANO} --trainer.logger Nothing", "logger=Nothing: there is no such class"),
+    (f"ptdp fit {NANO} --trainer.logger Nothing", "logger=Nothing is not an existing class"),
     (
         f"ptdp fit {NANO} --trainer.callbacks+ my_module.NoModule",
         "not correspond to a subclass of Callback",
@@ -298,7 +298,7 @@ BAD = [
     ),
     (f"ptdp fit {NANO} --data.data_dir text.ckpt", "output=text.ckpt is a file. Give a folder"),
     (f"ptdp fit {NANO} --data.num_workers=-1", "num_workers=-1 must be an integer of at least 0"),
-    (f"ptdp fit {NANO} --data Nothing", "data=Nothing: there is no such class"),
+    (f"ptdp fit {NANO} --data Nothing", "data=Nothing is not an existing class"),
     (f"ptdp fit {NANO} --data.tokenizer text.ckpt", "did you mean 'tokenizer_dir'"),
     (
         f"ptdp fit {NANO} --model.config.hidden_size 33",
@@ -322,8 +322,8 @@ BAD = [
         f"ptdp fit {NANO} --seed_everything abc",
         "seed_everything: Expected bool or int. Got value: abc",
     ),
-    (f"ptdp fit {NANO} --ckpt_path nowhere", "--ckpt_path nowhere: there is no such checkpoint"),
-    (f"ptdp fit {NANO} --ckpt_path other.ckpt", "--ckpt_path other.ckpt lacks 'model.wte.weight'"),
+    (f"ptdp fit {NANO} --ckpt_path nowhere", "--ckpt_path nowhere does not exist"),
+    (f"ptdp fit {NANO} --ckpt_path other.ckpt", "--ckpt_path other.ckpt has no 'model.wte.weight'"),
     (f"ptdp fit {NANO} --config", "expected one argument"),
     (
         f"ptdp fit {NANO} --export theirs",
@@ -333,9 +333,9 @@ BAD = [
     (f"ptdp fit {NANO} nonsense", "unrecognized arguments: nonsense"),
     (
         f"ptdp validate {ONE} --ckpt_path nowhere",
-        "--ckpt_path nowhere: there is no such checkpoint",
+        "--ckpt_path nowhere does not exist",
     ),
-    (f"ptdp test {ONE} --ckpt_path text.ckpt", "--ckpt_path text.ckpt is no checkpoint"),
+    (f"ptdp test {ONE} --ckpt_path text.ckpt", "--ckpt_path text.ckpt is not a checkpoint"),
     (
         f"ptdp predict {ONE} --ckpt_path theirs --output scores.jsonl",
         "theirs is a Hugging Face folder",
@@ -356,8 +356,8 @@ BAD = [
         f"ptdp fit {NANO} --trainer.enable_checkpointing maybe",
         "enable_checkpointing: Expected bool or null. Got value: maybe",
     ),
-    (f"ptdp fit {NANO} --sample 3", "sample=3: there is no such class"),
-    ("ptdp prepare", "there is no model: give --config"),
+    (f"ptdp fit {NANO} --sample 3", "sample=3 is not an existing class"),
+    ("ptdp prepare", "there is no model. Use --config"),
     ("ptdp generate --checkpoint theirs -t 0", "tensor_parallel_size=0 must be a positive integer"),
     ("ptdp convert theirs theirs", "theirs would change theirs, which is the source"),
     ("ptdp convert theirs text.ckpt", "text.ckpt is a file, which would be replaced"),
@@ -384,9 +384,9 @@ BAD = [
         "ptdp plan --recipe gpt/nano --world 8 --device cpu --picture plan.foo",
         "--picture plan.foo must end in",
     ),
-    ("ptdp bench --config gpt/nano --compare ''", "--compare names no layout"),
+    ("ptdp bench --config gpt/nano --compare ''", "--compare has no layout"),
     ("ptdp bench --config gpt/nano --compare 't2 q3'", "'q3' is not a degree"),
-    ("ptdp recipes show ../../etc/passwd", "there is no such file, and no such recipe"),
+    ("ptdp recipes show ../../etc/passwd", "is neither a file nor a recipe"),
     (f"ptdp verify {NANO} --steps 0", "--steps 0 must be at least 1"),
     (
         "ptdp fit --launcher slurm --config gpt/nano --nodes 0 --dry-run",

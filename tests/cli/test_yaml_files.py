@@ -15,12 +15,12 @@ from lightning_ptdp.cli.yaml_files import load_yaml
     ("text", "words"),
     [
         ("a: *b", "not YAML"),
-        ("[" * 100_000, "nested more than 100 times|not YAML"),
-        ("[" * 101 + "]" * 101, "nested more than 100 times"),
+        ("[" * 100_000, "nested more than 100 levels deep|not YAML"),
+        ("[" * 101 + "]" * 101, "nested more than 100 levels deep"),
         ("a: " + "1" * 5000, "4300 digits"),
-        ("a: !!int ''", "not of the type"),
-        ("a: !!bool maybe", "not of the type"),
-        ("a: !!timestamp x", "not of the type"),
+        ("a: !!int ''", "not have its declared type"),
+        ("a: !!bool maybe", "not have its declared type"),
+        ("a: !!timestamp x", "not have its declared type"),
         ("a: 2001-99-99", "month"),
         (
             "a: !!python/object/apply:os.system [echo]",

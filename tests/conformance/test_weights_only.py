@@ -40,7 +40,7 @@ def begin_from_weights(rank: int, place: Place, path: str) -> Any:
         place, limit_train_batches=0, max_epochs=1, callbacks=[InitFrom(saver.best_model_path)]
     )
     begun.fit(LitNet(), loader())
-    with pytest.raises(CheckpointError, match=r"holds weights and no state of training.*InitFrom"):
+    with pytest.raises(CheckpointError, match=r"has weights but no training state.*InitFrom"):
         make_trainer(place).fit(LitNet(), loader(), ckpt_path=saver.best_model_path)
     return weights(first), weights(begun), saver.best_model_path
 

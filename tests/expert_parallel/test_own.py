@@ -192,7 +192,7 @@ def test_experts_that_cannot_be_split_are_refused_before_launch() -> None:
     plan = ParallelPlan(tensor={"layers.*.experts": "experts"})
     with pytest.raises(
         ValueError,
-        match=r"'layers.0.experts': expert_tensor_parallel_size=2 .* Experts does not say",
+        match=r"'layers.0.experts': expert_tensor_parallel_size=2 .* Experts does not have",
     ):
         toy.trainer_of(toy.Run(world_size=2, layout=layout | {"plan": plan})).fit(
             toy.LitMixture(toy.Run()), []

@@ -144,7 +144,7 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
     expected = lit.model.eval()(input_ids=tokens).logits
     assert main(["convert", saved, str(tmp_path / "adapter"), "--verify"]) == 2
     assert re.search(
-        r"--verify .* load a Hugging Face folder .* would be of the kind .adapter",
+        r"--verify .* need a Hugging Face folder, .* would be of the kind .adapter",
         capsys.readouterr().err,
     )
     with pytest.raises(ValueError, match="merge creates a Hugging Face folder"):

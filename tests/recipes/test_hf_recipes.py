@@ -134,7 +134,7 @@ def check_mixture(
         Decimal(1).scaleb(Decimal(active.removesuffix(" B")).as_tuple().exponent),
     )
     assert digits - last / 2 <= Decimal(met) / 10**9 < digits + last
-    assert f"{active} of them a token" in find_config(name).read_text().partition("\n")[0]
+    assert f"{active} active per token" in find_config(name).read_text().partition("\n")[0]
     if batch is not None:
         assert strategy.config.num_microbatches * layout.data_parallel_size == batch
 
