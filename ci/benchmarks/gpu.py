@@ -7,11 +7,10 @@ Run: python ci/benchmarks/gpu.py [--budget 520] [--only TEXT] [--set compile=blo
 Each engine trains each model (gpu_cases.py, the most telling first) in a process of its own: random
 tokens, the same precision and optimizer, gradients clipped. tokens/s, MFU with half of the
 attention's square (causal) and with all of it, peak memory of tensors, and the share of the time in
-which no kernel runs. A rank of PTD-P's 175B and 530B (arXiv 2104.04473) computes its layers of t =
-8 while
-collectives return at once: what the GPU does where communication and bubble cost nothing. Last,
-what a microbatch costs the host (host_time.py). ``--set`` measures ours with further options of the
-strategy too. No network, no data; without a GPU the sizes are toys."""
+which no kernel runs. A rank of PTD-P's 175B and 530B (arXiv 2104.04473) computes its layers of
+t = 8 while collectives return at once: what the GPU does where communication and bubble cost
+nothing. Last, what a microbatch costs the host (host_time.py). ``--set`` measures ours with further
+options of the strategy too. No network, no data; without a GPU the sizes are toys."""
 
 from __future__ import annotations
 
@@ -63,10 +62,14 @@ class Machine:
 
 
 def look(answer: Connection) -> None:
-    """Return a description of the machine."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    if name:
-        torch.zeros(1, device="cuda")
+    """Send a description of the machine, or why this process cannot use the GPU."""
+    try:
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        if name:
+            torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        answer.send(str(error))
+        return
     answer.send(Machine(name, known_peak_flops(name, "bf16")))
 
 
