@@ -152,9 +152,8 @@ def _agree(kind: int, keys: Tensor, kv_heads: int, group: Group) -> WholeMask:
 
 def _refusal(mask: Tensor, length: int, group: Group) -> str:
     return (
-        f"an attention mask of shape {tuple(mask.shape)} cannot be used under context "
-        f"parallelism. Each of {group.size} ranks has {length} of {length * group.size} "
-        "tokens, from which only causal and padding masks can be derived. Use is_causal=True "
-        "instead of a mask, or add the mask to the batch as (batch, 1, sequence, sequence), "
-        "which is split along its queries only"
+        f"an attention mask of shape {tuple(mask.shape)} cannot be used under context parallelism. "
+        f"Each of {group.size} ranks has {length} of {length * group.size} tokens, from which only "
+        "causal and padding masks can be derived. Use is_causal=True instead of a mask, or add the "
+        "mask to the batch as (batch, 1, sequence, sequence), which is split along its queries only"
     )

@@ -57,8 +57,7 @@ def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorE
         if entry != one.entry:
             raise CheckpointError(
                 f"{one.name!r} is {entry.dtype} of full shape {entry.shape} on rank {first}, but "
-                f"{one.entry.dtype} of {one.entry.shape} "
-                f"on rank {rank}"
+                f"{one.entry.dtype} of {one.entry.shape} on rank {rank}"
             )
         found.setdefault(one.name, set()).add(one.place)
     for name, rectangles in found.items():

@@ -88,9 +88,8 @@ class SaveFolders:
                 claim.release()
         if writer is not None:
             raise CheckpointError(
-                f"{target} is being saved by another process, {writer.pid} on {writer.host}. "
-                "Give each training its own folder (ModelCheckpoint's dirpath), or end that "
-                "process"
+                f"{target} is being saved by another process, {writer.pid} on {writer.host}. Give "
+                "each training its own folder (ModelCheckpoint's dirpath), or end that process"
             )
 
     def tidy(self, folder: Path) -> None:

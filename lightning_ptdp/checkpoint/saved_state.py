@@ -81,9 +81,8 @@ def warn_unread(missing: Iterable[str], where: object) -> None:
     if names := sorted(missing):
         warnings.warn(
             f"{where} has values of {', '.join(names[:_SHOWN])}, which "
-            f"{'is' if len(names) == 1 else 'are'} not imported in this process, so they are "
-            "read as plain values. Import the modules that define them before loading the "
-            "checkpoint",
+            f"{'is' if len(names) == 1 else 'are'} not imported in this process, so they are read "
+            "as plain values. Import the modules that define them before loading the checkpoint",
             stacklevel=3,
         )
 

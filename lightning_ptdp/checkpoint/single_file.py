@@ -166,9 +166,8 @@ def optimizer_by_name(
     saved = state["param_groups"]
     if [len(group["params"]) for group in saved] != [len(group) for group in names]:
         raise CheckpointError(
-            "the checkpoint's optimizer has groups of "
-            f"{[len(group['params']) for group in saved]} parameters, but "
-            f"{[len(group) for group in names]} names"
+            f"the checkpoint's optimizer has groups of {[len(group['params']) for group in saved]} "
+            f"parameters, but {[len(group) for group in names]} names"
         )
     by_index = {
         i: name

@@ -189,11 +189,10 @@ class _Encoder:
         elif (found := _scalar(value) or _container(value)) is not None:
             return found
         raise CheckpointError(
-            f"{key} is a {kind.__module__}.{kind.__qualname__}, which cannot be restored "
-            "without executing code. Leave it out (for a hyperparameter: "
-            "self.save_hyperparameters(ignore=[...])), store plain values, or register the "
-            "class in every process with "
-            f"torch.serialization.add_safe_globals([{kind.__qualname__}])"
+            f"{key} is a {kind.__module__}.{kind.__qualname__}, which cannot be restored without "
+            "executing code. Leave it out (for a hyperparameter: "
+            "self.save_hyperparameters(ignore=[...])), store plain values, or register the class "
+            f"in every process with torch.serialization.add_safe_globals([{kind.__qualname__}])"
         )
 
     def _add(self, tensor: Tensor) -> int:

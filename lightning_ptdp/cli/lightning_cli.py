@@ -130,11 +130,10 @@ class PTDPCLI(LightningCLI):
             if "gpu backend" not in str(error) and "CUDAAccelerator" not in str(error):
                 raise
             raise UserError(
-                f"trainer.accelerator={self.config.trainer.accelerator}, but torch finds no "
-                "GPU (for the reason, run ptdp doctor). Without a GPU, use "
-                "--trainer.accelerator cpu --trainer.precision 32-true, and at most as many "
-                "--trainer.devices as the machine has cores; ptdp recipes show common "
-                "explains how the layout is derived"
+                f"trainer.accelerator={self.config.trainer.accelerator}, but torch finds no GPU "
+                "(for the reason, run ptdp doctor). Without a GPU, use --trainer.accelerator cpu "
+                "--trainer.precision 32-true, and at most as many --trainer.devices as the machine "
+                "has cores; ptdp recipes show common explains how the layout is derived"
             ) from error
         except TypeError as error:
             if "`devices` selected with `CPUAccelerator`" not in str(error):

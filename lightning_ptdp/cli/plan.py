@@ -224,8 +224,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     job.add_argument(
         "--device",
         help="v100, a100, a100-40gb, a100-pcie, h100, h200, b200, cpu or a file of ptdp "
-        "doctor --calibrate (default: ptdp-machine.json if it is in the current folder, "
-        "else h100)",
+        "doctor --calibrate (default: ptdp-machine.json if it is in the current folder, else h100)",
     )
     job.add_argument(
         "--memory",
@@ -263,8 +262,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--software",
         default="ours",
         help="ours, ours-compiled (with compile=blocks), megatron-2021, megatron-2022, "
-        "megatron-2024, fsdp2, fsdp2-compiled, fsdp2-fp8 "
-        "or deepspeed-zero3 (default ours)",
+        "megatron-2024, fsdp2, fsdp2-compiled, fsdp2-fp8 or deepspeed-zero3 (default ours)",
     )
     job.add_argument(
         "--precision",

@@ -69,8 +69,7 @@ _OPTIONS = {
             name="export",
             type=str | None,
             text="Hugging Face folder to export to at the end, written by all ranks together. "
-            "To export every checkpoint or another dtype, use the callback "
-            "ExportHuggingFace.",
+            "To export every checkpoint or another dtype, use the callback ExportHuggingFace.",
         ),
     ),
     "predict": (

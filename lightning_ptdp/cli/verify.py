@@ -32,9 +32,10 @@ def run(verb: str, arguments: list[str]) -> int:
     if cli.datamodule is not None:
         cli.datamodule.prepare_data()
     options = {
-        name: value for name, value in vars(cli.config_init.trainer).items() if value is not None
+        **{key: value for key, value in vars(cli.config_init.trainer).items() if value is not None},
+        "devices": cli.trainer.num_devices,
+        "strategy": cli.trainer.strategy,
     }
-    options |= {"devices": cli.trainer.num_devices, "strategy": cli.trainer.strategy}
     try:
         report = verify(
             cli.model,
@@ -45,7 +46,7 @@ def run(verb: str, arguments: list[str]) -> int:
             **options,
         )
     except VerificationError as error:
-        print("\n".join([f"ptdp verify: {error}", *getattr(error, "__notes__", ())]))
+        print(f"ptdp verify: {error}", *getattr(error, "__notes__", ()), sep="\n")
         return 1
     print(report)
     if given.output:

@@ -31,9 +31,8 @@ def _reasons(model: nn.Module) -> Iterator[str]:
             isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
         ):
             yield (
-                f"'{name}' ({type(module).__name__}) mixes tokens along the sequence outside "
-                "of attention, as state-space layers do, but a rank has only a slice of the "
-                "sequence"
+                f"'{name}' ({type(module).__name__}) mixes tokens along the sequence outside of "
+                "attention, as state-space layers do, but a rank has only a slice of the sequence"
             )
     for module in known:
         if (reason := _why_not_attend(module) or _why_not_compare(module)) is not None:
@@ -70,9 +69,8 @@ def _why_not_attend(module: Any) -> str | None:
         )
     if isinstance(attention, str) and attention != "sdpa":
         return (
-            f"was built with attn_implementation={attention!r}, but context parallelism "
-            "replaces only scaled_dot_product_attention. Build it with "
-            "attn_implementation='sdpa'"
+            f"was built with attn_implementation={attention!r}, but context parallelism replaces "
+            "only scaled_dot_product_attention. Build it with attn_implementation='sdpa'"
         )
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         return (

@@ -100,9 +100,8 @@ class BatchOptions:
             unit = plan.micro_batch_size * num_replicas
             raise ValueError(
                 f"ramp_up={dict(self.ramp_up)} up to a global batch of stop={full}, in "
-                f"microbatches of {plan.micro_batch_size} on "
-                f"{num_replicas} replicas: {error}. Its start and increment must be multiples of "
-                f"{unit}"
+                f"microbatches of {plan.micro_batch_size} on {num_replicas} replicas: {error}. Its "
+                f"start and increment must be multiples of {unit}"
             ) from None
         return ramp
 

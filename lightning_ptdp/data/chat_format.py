@@ -157,10 +157,9 @@ class ChatFormat:
             for what, part in (("up to its question", before), ("up to it", after)):
                 if not text.startswith(part):
                     raise FaultyRow(
-                        f"the chat template renders the conversation {what} differently on its "
-                        "own than as the beginning of the whole conversation, so the position "
-                        f"of answer {number + 1} of {len(conversation)} messages is unknown. "
-                        f"{_MEND}"
+                        f"the chat template renders the conversation {what} differently on its own "
+                        "than as the beginning of the whole conversation, so the position of "
+                        f"answer {number + 1} of {len(conversation)} messages is unknown. {_MEND}"
                     )
             spans.append((len(before), len(after)))
         return spans

@@ -128,8 +128,7 @@ class TokenLoader(_BatchLoader):
                 f"a step takes batch_size {self.batch_size} x {self.num_replicas} replicas = "
                 f"{full} samples, but the data have {len(self.stream)} of sequence_length "
                 f"{self.stream.sequence_length}. Use a batch of at most "
-                f"{len(self.stream) // self.num_replicas}, a shorter sequence_length, or more "
-                "text"
+                f"{len(self.stream) // self.num_replicas}, a shorter sequence_length, or more text"
             )
 
     @property

@@ -107,9 +107,8 @@ class MixtureDataModule(StreamDataModule):
             found = verify_store(folder, hashes=hashes).tokenizer_fingerprint
             if found != wanted:
                 raise StoreError(
-                    f"{folder} has tokenizer {found[:12]}, but {first} has {wanted[:12]}, and "
-                    f"a mixture needs the same one. Prepare {folder} again with "
-                    f"tokenizer_dir={first}"
+                    f"{folder} has tokenizer {found[:12]}, but {first} has {wanted[:12]}, and a "
+                    f"mixture needs the same one. Prepare {folder} again with tokenizer_dir={first}"
                 )
 
     def _places(self) -> list[str]:

@@ -266,8 +266,7 @@ def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
         if listing_digest(files) != manifest.corpus.listing:
             raise StoreError(
                 f"output={output} was prepared from {manifest.corpus.files} files that have "
-                f"changed since (now {len(files)}). Use another folder, or overwrite "
-                "(--overwrite)"
+                f"changed since (now {len(files)}). Use another folder, or overwrite (--overwrite)"
             )
     tokenizer = (
         config.given_tokenizer()
@@ -276,10 +275,9 @@ def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
     )
     if tokenizer is not None and tokenizer.fingerprint != manifest.tokenizer_fingerprint:
         raise StoreError(
-            f"output={output} was prepared with tokenizer "
-            f"{manifest.tokenizer_fingerprint[:12]}, but tokenizer_dir={config.tokenizer_dir} "
-            f"now has {tokenizer.fingerprint[:12]}. Use another folder, or overwrite "
-            "(--overwrite)"
+            f"output={output} was prepared with tokenizer {manifest.tokenizer_fingerprint[:12]}, "
+            f"but tokenizer_dir={config.tokenizer_dir} now has {tokenizer.fingerprint[:12]}. Use "
+            "another folder, or overwrite (--overwrite)"
         )
     return verify_store(output, hashes=hashes)
 

@@ -70,8 +70,7 @@ class ManualGradients:
         if self._unseen:
             raise ManualOptimizationError(
                 "loss.backward() in manual optimization does not average gradients over the "
-                "replicas, so their weights would diverge. Call self.manual_backward(loss) "
-                "instead"
+                "replicas, so their weights would diverge. Call self.manual_backward(loss) instead"
             )
 
     def close(self) -> None:

@@ -108,9 +108,8 @@ class StepGradients:
             dist.all_reduce(missing, group=pipeline.handle)
             if missing:
                 raise PartialModelError(
-                    "the parameters of a norm include tied ones that only some pipeline "
-                    "stages select. Select from self.parameters(), or use "
-                    "pipeline_parallel_size=1"
+                    "the parameters of a norm include tied ones that only some pipeline stages "
+                    "select. Select from self.parameters(), or use pipeline_parallel_size=1"
                 )
         return self.norm(chosen, order=order)
 

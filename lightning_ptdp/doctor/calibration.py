@@ -170,9 +170,8 @@ def describe(device: Device) -> str:
         f"{device.name}, {found.processes} "
         f"{'process' if found.processes == 1 else 'processes'}{shared}",
         f"  products {products} GFLOP/s by shape, attention {attention}",
-        f"  between products {device.stream / 1e9:.3g} GB/s (SwiGLU "
-        f"{found.gated / 1e9:.3g}), loss {found.loss / 1e9:.3g}, optimizer "
-        f"{found.optimizer / 1e9:.3g}, fresh memory "
+        f"  between products {device.stream / 1e9:.3g} GB/s (SwiGLU {found.gated / 1e9:.3g}), loss "
+        f"{found.loss / 1e9:.3g}, optimizer {found.optimizer / 1e9:.3g}, fresh memory "
         f"{found.fresh_s * 1e9:.3g} ns per byte",
         f"  {found.operation_s * 1e6:.3g} us per operation",
     ]

@@ -98,11 +98,10 @@ def check_same_batch(agreed: Sequence[int]) -> None:
     for replica, (high, low) in enumerate(zip(agreed[::2], agreed[1::2], strict=True)):
         if high != -low:
             raise BatchMismatchError(
-                f"the ranks of replica {replica} read different batches, but all of them must "
-                "read the same samples with the same augmentation. Shard data by "
-                "trainer.strategy.distributed_sampler_kwargs (replica number and count) "
-                "instead of the global rank, and seed shuffling and augmentation by the "
-                "replica"
+                f"the ranks of replica {replica} read different batches, but all of them must read "
+                "the same samples with the same augmentation. Shard data by "
+                "trainer.strategy.distributed_sampler_kwargs (replica number and count) instead of "
+                "the global rank, and seed shuffling and augmentation by the replica"
             )
 
 

@@ -60,8 +60,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         raise CheckpointError(f"{place} does not exist")
     raise CheckpointError(
         f"{place} is not a checkpoint folder ({METADATA_FILE}), not a Hugging Face folder "
-        "(config.json and *.safetensors), and not a "
-        f"{', '.join(_STATE_DICTS)} or .ckpt file"
+        f"(config.json and *.safetensors), and not a {', '.join(_STATE_DICTS)} or .ckpt file"
     )
 
 

@@ -43,9 +43,8 @@ _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 def _written(ours: GPTConfig) -> dict[str, object]:
     if not ours.bias or ours.kv_heads != ours.num_heads:
         raise CheckpointError(
-            "Hugging Face's GPT-2 has biases and one key/value head per head, but this model "
-            f"has bias={ours.bias} and num_kv_heads={ours.kv_heads} of "
-            f"num_heads={ours.num_heads}"
+            "Hugging Face's GPT-2 has biases and one key/value head per head, but this model has "
+            f"bias={ours.bias} and num_kv_heads={ours.kv_heads} of num_heads={ours.num_heads}"
         )
     return {
         "activation_function": "gelu_new",

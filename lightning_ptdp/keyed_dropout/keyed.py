@@ -125,9 +125,8 @@ class KeyedDropout(Surrounding):
             count = batch_size(batch)
         except ValueError as error:
             raise KeyedDropoutError(
-                "keyed_dropout=True needs the samples along dimension 0 of the batch's "
-                "tensors, but this batch has none (as a batch of graphs). Use "
-                "keyed_dropout=False"
+                "keyed_dropout=True needs the samples along dimension 0 of the batch's tensors, "
+                "but this batch has none (as a batch of graphs). Use keyed_dropout=False"
             ) from error
         samples = sample_keys(iterate_tensors(batch), count)
         seed = derive_seed(self._seed, forward.hook, forward.step)

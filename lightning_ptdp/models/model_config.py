@@ -76,9 +76,8 @@ class TransformerConfig:
     def _check_heads(self) -> None:
         if self.hidden_size % self.num_heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not divisible by "
-                f"num_heads={self.num_heads}. Use a num_heads of "
-                f"{_near(self.hidden_size, self.num_heads)}"
+                f"hidden_size={self.hidden_size} is not divisible by num_heads={self.num_heads}. "
+                f"Use a num_heads of {_near(self.hidden_size, self.num_heads)}"
             )
 
 
@@ -209,10 +208,9 @@ class GPTConfig(TransformerConfig):
         self._check_experts()
         if self.num_heads % self.kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not divisible by "
-                f"num_kv_heads={self.num_kv_heads}, but every key/value head must have the "
-                "same number of query heads. Use a num_kv_heads of "
-                f"{_near(self.num_heads, self.kv_heads)}"
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}, "
+                "but every key/value head must have the same number of query heads. Use a "
+                f"num_kv_heads of {_near(self.num_heads, self.kv_heads)}"
             )
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(
@@ -267,9 +265,8 @@ class GPTConfig(TransformerConfig):
             )
         if self.dense_layers >= self.num_layers:
             raise ValueError(
-                f"dense_layers={self.dense_layers} of num_layers={self.num_layers} leaves no "
-                f"layer with experts. Use at most {self.num_layers - 1}, or leave num_experts "
-                "out"
+                f"dense_layers={self.dense_layers} of num_layers={self.num_layers} leaves no layer "
+                f"with experts. Use at most {self.num_layers - 1}, or leave num_experts out"
             )
 
 
@@ -370,9 +367,8 @@ def check_tensor_parallel(config: TransformerConfig, tensor_parallel_size: int) 
                 str(t) for t in divides_all if config.kv_heads % t == 0 or t % config.kv_heads == 0
             )
             raise ValueError(
-                f"{name}={size} is not divisible by "
-                f"tensor_parallel_size={tensor_parallel_size}. For this model, use a "
-                f"tensor_parallel_size of {working}"
+                f"{name}={size} is not divisible by tensor_parallel_size={tensor_parallel_size}. "
+                f"For this model, use a tensor_parallel_size of {working}"
             )
 
 

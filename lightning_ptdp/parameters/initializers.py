@@ -179,7 +179,6 @@ def _check_set(module: nn.Module, name: str, others: Collection[str]) -> None:
         if bool((tensor.isnan() if mark != mark else tensor == mark).any()):
             raise ValueError(
                 f"'{name}.{key}' ({type(module).__name__}) was built on the meta device, but "
-                "neither reset_parameters() nor the model's _init_weights(module) sets its "
-                "values. Set them there, build the model in __init__, or use "
-                "PTDPStrategy(meta_init=False)"
+                "neither reset_parameters() nor the model's _init_weights(module) sets its values. "
+                "Set them there, build the model in __init__, or use PTDPStrategy(meta_init=False)"
             )

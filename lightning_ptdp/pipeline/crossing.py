@@ -285,10 +285,9 @@ def describe(value: object, index: Callable[[Tensor], int | None], block: str) -
             return item
         raise StageError(
             f"block '{block}' returned a {type(item).__name__}, which cannot be rebuilt on the "
-            "next pipeline stage. Blocks may return tensors, None, numbers and strings, in "
-            "plain tuples, lists and dictionaries with int or str keys. Keep other objects "
-            "inside the block (a Hugging Face model: use_cache=False), or use "
-            "pipeline_parallel_size=1"
+            "next pipeline stage. Blocks may return tensors, None, numbers and strings, in plain "
+            "tuples, lists and dictionaries with int or str keys. Keep other objects inside the "
+            "block (a Hugging Face model: use_cache=False), or use pipeline_parallel_size=1"
         )
 
     return _mapped(value, described)

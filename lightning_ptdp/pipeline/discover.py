@@ -221,10 +221,9 @@ def _called_at(
             return {otherwise}
         if called != layers:
             raise ValueError(
-                f"'{container}' looks like the repeated container of {type(model).__name__}, "
-                f"but its forward does not call its {len(layers)} members once each and in "
-                "order. Name the container with "
-                "PTDPStrategy(plan=ParallelPlan(blocks='model.layers')), or use "
+                f"'{container}' looks like the repeated container of {type(model).__name__}, but "
+                f"its forward does not call its {len(layers)} members once each and in order. Name "
+                "the container with PTDPStrategy(plan=ParallelPlan(blocks='model.layers')), or use "
                 "pipeline_parallel_size=1"
             )
         spans.append((order.index(layers[0]), order.index(layers[-1])))
@@ -284,10 +283,9 @@ def _check_container(model: nn.Module, blocks: str) -> None:
     ]
     if unpacked:
         raise ValueError(
-            f"blocks='{blocks}' has lists of modules as members, such as "
-            f"'{blocks}.{unpacked[0]}'. The model unpacks them instead of calling them, so no "
-            "stage can begin at one. Put the modules of each list into a module with a "
-            "forward, or use pipeline_parallel_size=1"
+            f"blocks='{blocks}' has lists of modules as members, such as '{blocks}.{unpacked[0]}'. "
+            "The model unpacks them instead of calling them, so no stage can begin at one. Put the "
+            "modules of each list into a module with a forward, or use pipeline_parallel_size=1"
         )
 
 

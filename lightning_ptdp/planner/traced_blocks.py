@@ -138,11 +138,10 @@ class Following:
                     self._alone(layer, recorder)
             except Exception as error:
                 raise ValueError(
-                    f"the forward of {type(self._module).__name__} cannot be traced without "
-                    f"data: '{self._running}' failed ({type(error).__name__}: "
-                    f"{str(error).splitlines()[0] if str(error) else ''}). Give the sizes of "
-                    "the model instead (ptdp plan --layers 24 --hidden 2048 --heads 16 "
-                    "--sequence 2048)"
+                    f"the forward of {type(self._module).__name__} cannot be traced without data: "
+                    f"'{self._running}' failed ({type(error).__name__}: "
+                    f"{str(error).splitlines()[0] if str(error) else ''}). Give the sizes of the "
+                    "model instead (ptdp plan --layers 24 --hidden 2048 --heads 16 --sequence 2048)"
                 ) from error
             if len(self.order) != len(self.names):
                 raise ValueError(

@@ -116,9 +116,8 @@ def explicit_partition(
     """
     if len(partition) != num_stages:
         raise ValueError(
-            f"partition={list(partition)} has {len(partition)} entries for "
-            f"num_stages={num_stages} (pipeline_parallel_size * virtual_pipeline_size). Give "
-            "one entry per stage"
+            f"partition={list(partition)} has {len(partition)} entries for num_stages={num_stages} "
+            "(pipeline_parallel_size * virtual_pipeline_size). Give one entry per stage"
         )
     named = [isinstance(entry, str) for entry in partition]
     if any(named) and not all(named):
@@ -161,8 +160,7 @@ def _named_bounds(names: Sequence[str], layers: Sequence[str]) -> list[int]:
             raise ValueError(
                 f"partition={list(names)} is out of order: stage {stage + 1} starts with "
                 f"{names[stage + 1]!r}, which does not come after {names[stage]!r}, the first "
-                f"layer of stage {stage}. Name the first layer of each stage in the model's "
-                "order"
+                f"layer of stage {stage}. Name the first layer of each stage in the model's order"
             )
     return [*starts, len(layers)]
 

@@ -328,11 +328,10 @@ class ModelSpaceRestoring(ModelSpace):
         """Fill the optimizers from Lightning's single file, whose states are keyed by position."""
         if of_groups is None and self.layout.divides_model:
             raise ValueError(
-                "this checkpoint was written by a strategy that stores optimizer states by "
-                "index, which tensor and pipeline parallel ranks cannot assign to their "
-                "parameters. Load only its weights "
-                "(module.load_state_dict(torch.load(path)['state_dict']) before fit), or "
-                "resume it once under PTDPStrategy() without model parallelism and save"
+                "this checkpoint was written by a strategy that stores optimizer states by index, "
+                "which tensor and pipeline parallel ranks cannot assign to their parameters. Load "
+                "only its weights (module.load_state_dict(torch.load(path)['state_dict']) before "
+                "fit), or resume it once under PTDPStrategy() without model parallelism and save"
             )
         names, placements = self._optimizer_records()
         for index, (optimizer, state) in enumerate(

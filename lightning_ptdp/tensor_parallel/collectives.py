@@ -277,7 +277,6 @@ def check_divisible(x: Tensor, dim: int, group: Group) -> None:
         length, below = x.size(dim), x.size(dim) // group.size * group.size
         works = " or ".join(str(n) for n in (below, below + group.size) if n)
         raise ValueError(
-            f"a sequence of length {length} cannot be split over "
-            f"tensor_parallel_size={group.size} ranks. Use a length of {works}, or "
-            "sequence_parallel=False"
+            f"a sequence of length {length} cannot be split over tensor_parallel_size={group.size} "
+            f"ranks. Use a length of {works}, or sequence_parallel=False"
         )

@@ -328,9 +328,8 @@ def _text(call: _Call) -> str:
 
 def _refuse_hook(call: _Call) -> object:
     raise ValueError(
-        f"{call.func.__name__} would see only this rank's part of logits that are split along "
-        "the vocabulary. First gather them: logits = "
-        "lightning_ptdp.tensor_parallel.gather_full(logits)"
+        f"{call.func.__name__} would see only this rank's part of logits that are split along the "
+        "vocabulary. First gather them: logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
     )
 
 
@@ -348,8 +347,7 @@ def _refuse_in_place(name: str, first: object, kwargs: Mapping) -> None:
 
 _LOCAL = (
     "device dtype element_size get_device grad_fn is_complex is_cpu is_cuda is_floating_point "
-    "is_inference is_leaf is_meta layout "
-    "dim ndim requires_grad __hash__"
+    "is_inference is_leaf is_meta layout dim ndim requires_grad __hash__"
 )
 _LOSS = inspect.signature(F.cross_entropy)
 _SHAPE = "shape size numel nelement __len__"

@@ -127,8 +127,7 @@ class _Verification:
             self.notes.append("blocks are not compiled in the comparison")
         self._fit_into_memory()
         ranks = self._train_from_loaders()
-        places = sorted({place for rank in ranks for place in rank.random})
-        if places:
+        if places := sorted({place for rank in ranks for place in rank.random}):
             self.notes.append(
                 "dropout is disabled, and random numbers are constants that are equal for all "
                 f"samples ({', '.join(places[:3])})"
@@ -261,8 +260,7 @@ class _Verification:
                 continue
             if letters == "m":
                 losses = ranks[0].losses
-            differences = Comparison(ranks, alone).differences
-            if differences:
+            if differences := Comparison(ranks, alone).differences:
                 first_of[letters] = differences[0]
             axes.append((letters, f"DIFFERENT, {differences[0]}" if differences else "equal"))
         first = report.differences[0]

@@ -44,22 +44,23 @@ def combine(replicas: Sequence[Captured], *, joined: bool) -> Captured:
     return Captured(lists=lists, length=replicas[0].length * count, parts=count)
 
 
+@dataclass(frozen=True)
 class Replay:
     """A loader of captured batches.
 
-    Args:
+    Attributes:
         batches: Function that returns the batches of an epoch.
         length: Number of these batches; infinite if it is unknown.
     """
 
-    def __init__(self, batches: Callable[[], Iterable[Nested]], length: Any) -> None:
-        self._batches, self._length = batches, length
+    batches: Callable[[], Iterable[Nested]]
+    length: Any
 
     def __len__(self) -> int:
-        return self._length  # Infinity raises a TypeError, like any loader without a length.
+        return self.length  # Infinity raises a TypeError, like any loader without a length.
 
     def __iter__(self) -> Iterator[Nested]:
-        return iter(self._batches())
+        return iter(self.batches())
 
 
 def _join(parts: Sequence[Nested]) -> Nested:

@@ -60,10 +60,9 @@ class Case:
         for axis, names in _AXES.items():
             if axis not in axes:
                 options = {name: getattr(PTDPConfig, name) for name in names.split()} | options
-        name = f"{axes} alone" if axes else "one process"
         return replace(
             self,
-            name=name,
+            name=f"{axes} alone" if axes else "one process",
             config=replace(self.config, **options),
             devices=devices,
             batches=batches,

@@ -28,8 +28,7 @@ _TEXTS = {
     "Choose groups by full names",
     "gradients changed by hand": "a hook changes equal gradients differently, because each "
     "rank has only a part of them{seen}. Use the Trainer's "
-    "gradient_clip_val, or "
-    "trainer.strategy.compute_gradient_norm()",
+    "gradient_clip_val, or trainer.strategy.compute_gradient_norm()",
     "optimizer": "equal gradients and options lead to different weights, because the "
     "optimizer combines elements of a parameter and a rank has only a part of "
     "it. Use an elementwise optimizer, or do not split parameters",
@@ -37,11 +36,9 @@ _TEXTS = {
     "them{seen}. Use the weight decay of the optimizer, or compute "
     "a penalty in the module that owns the parameter",
     "label shift": "the step combines neighbours in a sequence, as in a shift of labels, and "
-    "loses pairs at the borders of the ranks' slices. Shift the labels in the "
-    "dataset",
+    "loses pairs at the borders of the ranks' slices. Shift the labels in the dataset",
     "logged values": "the values of a batch are not the means over its parts{seen}. Log a "
-    "torchmetrics.Metric, or a mean over samples with "
-    "batch_size and sync_dist=True",
+    "torchmetrics.Metric, or a mean over samples with batch_size and sync_dist=True",
     "sum over samples": "the loss is the sum over its microbatches or replicas. Use a mean, "
     "such as reduction='mean'",
     "hidden state": "training_step writes state once per microbatch and on each rank{seen}. "

@@ -63,7 +63,7 @@ class Difference:
     @property
     def excess(self) -> float:
         """Return the error as a multiple of the tolerance."""
-        if self.error == 0:
+        if not self.error:
             return 0.0
         return (
             self.error / self.tolerance if self.tolerance and self.error == self.error else math.inf
@@ -109,8 +109,8 @@ class Comparison:
         # Modules in float64 often compute parts in float32.
         eps = max(expected.eps, 1e-8)
         value, tensor = min(128 * eps, 0.05), min(1024 * eps, 0.5)
-        self._tolerances = dict.fromkeys(("loss", "logged value", "metric"), value)
-        self._tolerances |= {
+        self._tolerances = {
+            **dict.fromkeys(("loss", "logged value", "metric"), value),
             "gradient": tensor,
             "buffer": tensor,
             "weight": min(3 * math.sqrt(eps), 0.5),

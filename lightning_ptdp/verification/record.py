@@ -112,12 +112,11 @@ class Recorder:
             dtypes.add(torch.bfloat16)
         self.record.eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         for group, name, *_ in self._optimized():
-            options = [
+            self.record.exact["optimizer option", name] = ", ".join(
                 f"{key}={value!r}"
                 for key, value in group.items()
                 if isinstance(value, (int, float, str, tuple))
-            ]
-            self.record.exact["optimizer option", name] = ", ".join(options)
+            )
 
     def on_after_backward(self, *_: object) -> None:
         self._keep_gradients("the backward")
@@ -197,5 +196,11 @@ def _held(tensor: Tensor, placed: Any) -> Held:
 
 def digest(value: Nested) -> str:
     """Return the hash value of a batch's tensors, which is equal in all forked processes."""
-    flat = [tensor.detach().cpu().contiguous().reshape(-1) for tensor in iterate_tensors(value)]
-    return str(hash(tuple(tensor.view(torch.uint8).numpy().tobytes() for tensor in flat)))
+    return str(
+        hash(
+            tuple(
+                each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                for each in iterate_tensors(value)
+            )
+        )
+    )

@@ -35,8 +35,7 @@ _LEFT_OUT = (
 """Options of the Trainer that the verification ignores, because they do not change a step."""
 _WRITERS = (
     "ExportHuggingFace LayoutSummary LogDatasets PipelineTimeline PredictionWriter RunReport "
-    "SaveOnSignal SaveResolvedConfig StepProgress "
-    "Throughput ValidateAtEnd WriteSamples"
+    "SaveOnSignal SaveResolvedConfig StepProgress Throughput ValidateAtEnd WriteSamples"
 )
 _NEVER = 10**9
 _BYTES = 16
@@ -115,7 +114,7 @@ class Subject:
         with reserved_port() as port:
             outcome = run_ranks(call, count=count, timeout_s=self.limit_s)
         if problem := outcome.explain():
-            late = f" after limit_s={self.limit_s:g}" if not outcome.errors else ""
+            late = "" if outcome.errors else f" after limit_s={self.limit_s:g}"
             error = VerificationError(f"{problem}{late}")
             log = self.folder / f"{next(iter(outcome.errors or outcome.late))}.txt"
             log.touch()
@@ -125,10 +124,7 @@ class Subject:
 
     def _measure(self, rank: int) -> bool:
         # A model whose ``configure_model`` reads weights is assumed to fit.
-        with (
-            torch.device("meta"),
-            suppress(Exception),
-        ):
+        with torch.device("meta"), suppress(Exception):
             self.module.configure_model()
         needed = _BYTES * sum(parameter.numel() for parameter in self.module.parameters())
         available = psutil.virtual_memory().available

@@ -29,8 +29,7 @@ __all__ = ["StepWatch"]
 
 _RANDOM = (
     "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial "
-    "poisson uniform_ normal_ bernoulli_ "
-    "random_ exponential_ geometric_ cauchy_ log_normal_"
+    "poisson uniform_ normal_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_"
 )
 _SKIPPED = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
@@ -64,12 +63,11 @@ class StepWatch(TorchFunctionMode):
             random.seed(0)
             np.random.seed(0)
             _switch_dropout_off(self._module)
-        inside = [
-            name
+        self._record.random |= {
+            f"dropout inside of {name}"
             for name, child in self._module.named_modules()
             if isinstance(child, nn.RNNBase) and child.dropout
-        ]
-        self._record.random |= {f"dropout inside of {name}" for name in inside}
+        }
         before = _generators()
         try:
             with self:

@@ -79,8 +79,7 @@ class BatchPlan:
             global_batch_size = micro_batch_size * num_microbatches * data_parallel_size
             if global_batch_size > _MOST_SAMPLES:
                 raise ValueError(
-                    f"micro_batch_size={micro_batch_size} * "
-                    f"num_microbatches={num_microbatches} * "
+                    f"micro_batch_size={micro_batch_size} * num_microbatches={num_microbatches} * "
                     f"data_parallel_size={data_parallel_size} is a global batch of "
                     f"{global_batch_size} samples, more than the limit of {_MOST_SAMPLES}"
                 )
@@ -162,10 +161,9 @@ class RampUp:
             )
         if self._growths > _MOST_GROWTHS:
             raise ValueError(
-                f"increment={self.increment} makes {self._growths} steps from "
-                f"start={self.start} to stop={self.stop}, more than the limit of "
-                f"{_MOST_GROWTHS}. Use an increment of at least "
-                f"{-(-(self.stop - self.start) // _MOST_GROWTHS)}"
+                f"increment={self.increment} makes {self._growths} steps from start={self.start} "
+                f"to stop={self.stop}, more than the limit of {_MOST_GROWTHS}. Use an increment of "
+                f"at least {-(-(self.stop - self.start) // _MOST_GROWTHS)}"
             )
 
     @property

@@ -114,8 +114,7 @@ class ParallelLayout(Degrees, Stages):
             raise ValueError(
                 f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} must be "
                 f"{self.tensor_parallel_size} (each expert is split over all ranks of "
-                f"tensor_parallel_size={self.tensor_parallel_size}) or 1 (experts are not "
-                "split)"
+                f"tensor_parallel_size={self.tensor_parallel_size}) or 1 (experts are not split)"
                 if self.tensor_parallel_size > 1
                 else f"expert_tensor_parallel_size={self.expert_tensor_parallel_size} splits "
                 "each expert over the tensor-parallel ranks, but tensor_parallel_size=1. "

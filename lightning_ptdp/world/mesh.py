@@ -37,9 +37,8 @@ class LostHandle:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
-            "this module was pickled together with its process groups, which exist only in "
-            "the processes that created them. Create a new module and load the checkpoint or "
-            "state_dict"
+            "this module was pickled together with its process groups, which exist only in the "
+            "processes that created them. Create a new module and load the checkpoint or state_dict"
         )
 
 

@@ -136,7 +136,7 @@ def forked(rank: int, path: str) -> str:
     )
     with (
         pytest.raises(Exception, match="the user's own mistake") as info,
-        pytest.warns(UserWarning, match="not in this process"),
+        pytest.warns(UserWarning, match="does not have their trained state"),
     ):
         trainer.fit(FailsOnOne(), loader())
     return str(info.value)

@@ -631,7 +631,7 @@ def test_a_line_that_is_not_utf_8_is_named(model: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(
         CorpusError,
-        match=r"bad\.jsonl cannot be read: line 2: not UTF-8 \(byte 13: 0xff\); a file of JSON "
+        match=r"bad\.jsonl cannot be read: line 2: not UTF-8 \(byte 13: 0xff\). A file of JSON "
         r"lines",
     ):
         data(model, tmp_path / "bad.jsonl", tmp_path / "store").prepare_data()

@@ -155,7 +155,7 @@ def fit(rank: int, degree: int, plan: ParallelPlan | None) -> float:
 
 
 def test_the_lines_of_the_message_train_like_one_process(pool: Pool) -> None:
-    with pytest.raises(ValueError, match="suggests these lines: check them") as told:
+    with pytest.raises(ValueError, match="suggest these lines: check them") as told:
         plan_of(LitVision(), PTDPConfig(tensor_parallel_size=2))
     found = re.search(r"ParallelPlan\(tensor=\{.*?\}\)", str(told.value), re.DOTALL)
     assert found is not None

@@ -197,7 +197,7 @@ def test_the_arguments_are_those_of_fit() -> None:
         Lit(), toys.Data(), strategy=PTDPStrategy(num_microbatches=2), steps=1, accelerator="cpu"
     )
     assert found.equal, str(found)
-    with pytest.raises(ValueError, match="trainer: no option"):
+    with pytest.raises(ValueError, match="trainer: not an option"):
         verify(Lit(), loader(), strategy=PTDPStrategy(), trainer={"devices": 2})
 
 

@@ -221,9 +221,8 @@ def _check_chunks(found: CustomSchedule, v: int) -> None:
         )
     if found.chunks == "several" and v == 1:
         raise ValueError(
-            f"schedule={name!r} needs two or more stages per rank, but "
-            f"virtual_pipeline_size=1. Use virtual_pipeline_size=2 or more, or {instead} (or "
-            "'auto')"
+            f"schedule={name!r} needs two or more stages per rank, but virtual_pipeline_size=1. "
+            f"Use virtual_pipeline_size=2 or more, or {instead} (or 'auto')"
         )
     if found.chunks == "two" and v != 2:
         instead = instead if v == 1 else f"schedule={INTERLEAVED!r}"

@@ -57,9 +57,8 @@ def _check_semaphores(start_method: str) -> None:
     except OSError as error:
         raise ValueError(
             f"start_method={start_method!r} needs semaphores, which Linux keeps in /dev/shm: "
-            f"{error.strerror}. "
-            "Mount it writable (mount -o remount,rw /dev/shm; in a container --tmpfs /dev/shm), "
-            "or use start_method='popen'"
+            f"{error.strerror}. Mount it writable (mount -o remount,rw /dev/shm; in a container "
+            "--tmpfs /dev/shm), or use start_method='popen'"
         ) from error
 
 

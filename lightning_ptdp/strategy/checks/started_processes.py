@@ -61,8 +61,7 @@ def check_processes(
         else:
             works = (
                 f"Use Trainer(devices={count}, num_nodes=1) and start it with: torchrun "
-                f"--nproc-per-node {count} --no-python "
-                f"{shlex.join(sys.orig_argv)}"
+                f"--nproc-per-node {count} --no-python {shlex.join(sys.orig_argv)}"
             )
         raise ValueError(
             f"{name}={count}, but Trainer(devices={devices}, num_nodes={num_nodes}), so each "

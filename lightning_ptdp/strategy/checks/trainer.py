@@ -84,9 +84,8 @@ def _check_manual_optimization(strategy: ModelSpaceSaving, trainer: Trainer) -> 
     if config.runs_backward:
         raise strategy.refusal(
             "automatic_optimization=False (manual optimization) cannot run with "
-            f"{_microbatches(config)}, because training_step would run, and step its "
-            "optimizers, once per microbatch. Use automatic optimization, or leave the option "
-            "out"
+            f"{_microbatches(config)}, because training_step would run, and step its optimizers, "
+            "once per microbatch. Use automatic optimization, or leave the option out"
         )
     if config.check_finite is not None:
         raise strategy.refusal(
@@ -148,10 +147,9 @@ def _check_iterators(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
 def _check_compiled(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     if is_compiled(strategy.lightning_module) and strategy.layout.divides_model:
         raise strategy.refusal(
-            "the Trainer was given torch.compile(module), which compiles its steps as a whole, "
-            "but tensor, pipeline and context "
-            "parallelism cut them and communicate inside. Compile each block in place instead: "
-            "PTDPStrategy(compile='blocks')"
+            "the Trainer was given torch.compile(module), which compiles its steps as a whole, but "
+            "tensor, pipeline and context parallelism cut them and communicate inside. Compile "
+            "each block in place instead: PTDPStrategy(compile='blocks')"
         )
     if is_compiled(strategy.lightning_module) and strategy.config.compiles != "none":
         raise strategy.refusal(
@@ -208,10 +206,9 @@ def _check_pruning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         )
     if _steps_on_copies(strategy, trainer):
         raise strategy.refusal(
-            f"the callback {name} writes new values into parameters, but the optimizer steps "
-            "on shards (shard_optimizer=True) or float32 copies of them. Use "
-            "shard_optimizer=False and precision='32-true' or 'bf16-mixed', or prune before "
-            "fit"
+            f"the callback {name} writes new values into parameters, but the optimizer steps on "
+            "shards (shard_optimizer=True) or float32 copies of them. Use shard_optimizer=False "
+            "and precision='32-true' or 'bf16-mixed', or prune before fit"
         )
 
 
