@@ -349,7 +349,7 @@ def test_a_bert_is_planned(ptdp: Run) -> None:
     assert "4 x cpu, batch" in out
     code, _, err = ptdp(*arguments, "--experts", "4")
     assert code == 2
-    assert "num_experts is not one of a BERT's sizes" in err
+    assert "num_experts is not a size of a BERT" in err
 
 
 @pytest.mark.parametrize(

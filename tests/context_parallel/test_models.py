@@ -65,7 +65,7 @@ def test_a_token_picked_by_its_number() -> None:
     group: Any = SimpleNamespace(size=2, rank=0)
     hidden = torch.zeros(3, 8, 5)
     rows, last = torch.arange(3), torch.tensor([1, 7, 4])
-    with pytest.raises(ContextParallelError, match="by its number"):
+    with pytest.raises(ContextParallelError, match="by its index"):
         pick_token(hidden, (rows, last), length=16, group=group)
     assert pick_token(hidden, (slice(None), last), length=16, group=group) is None
     assert pick_token(hidden, hidden[..., 0] > 0, length=16, group=group) is None

@@ -119,7 +119,7 @@ def test_a_text_that_is_decoded_in_slices_is_that_of_one_piece(
             data.decode("utf-8", "replace")
         ]
         if broken:
-            with pytest.raises(CorpusError, match=f"not UTF-8 at byte {(1 << 16) + 1 + shift};"):
+            with pytest.raises(CorpusError, match=rf"not UTF-8 at byte {(1 << 16) + 1 + shift}\."):
                 list(Corpus(source=file, undecodable="error").documents())
 
 
