@@ -142,6 +142,11 @@ def binds_device() -> bool:
     return hasattr(dist.ProcessGroupNCCL.Options, "lazy_init")
 
 
+def accepts_max_ctas() -> bool:
+    """Return True if NCCL accepts a maximum number of thread blocks for a group."""
+    return hasattr(getattr(dist.ProcessGroupNCCL.Options(), "config", None), "max_ctas")
+
+
 def nccl_options(
     timeout: timedelta | None, *, high_priority: bool, max_ctas: int | None = None
 ) -> dist.ProcessGroupNCCL.Options:
@@ -162,7 +167,7 @@ def nccl_options(
     if timeout is not None:
         options._timeout = timeout
     if max_ctas is not None:
-        if not hasattr(getattr(options, "config", None), "max_ctas"):
+        if not accepts_max_ctas():
             raise ValueError(
                 f"channel_ctas={max_ctas} is not supported by the NCCL of this torch, which is "
                 "too old. Leave it out"

@@ -16,6 +16,9 @@
 - **Sharing.** Groups with equal ranks share a communicator, which runs its operations in the order
   of issue. An urgent group shares none with reductions: it would wait behind their large buckets.
   The default group is shared with none: the user may call it while a reduction runs.
+- **Thread blocks.** An operation starts when all its thread blocks fit on the GPU, one per SM. A
+  receive that was posted early holds them until its message is sent. Channels therefore get few
+  blocks, so that the collectives of a computation can always start.
 - **Time.** A group waits longer than the hang guard, which names the rank and exits with code 1.
 """
 
@@ -24,9 +27,22 @@ from __future__ import annotations
 from lightning_ptdp.world.axes import SETS
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["CHANNEL", "URGENT", "channel_rounds", "communicators", "group_names", "shared_name"]
+__all__ = [
+    "CHANNEL",
+    "CHANNEL_CTAS",
+    "URGENT",
+    "channel_rounds",
+    "communicators",
+    "group_names",
+    "shared_name",
+]
 
 CHANNEL = "channel"
+CHANNEL_CTAS = 4
+"""Thread blocks of a message. A rank has up to 8 channels (4 if the stages are in a loop).
+
+They hold 32 of the 132 SMs of an H100. NCCL's own choice of up to 32 blocks would need 256.
+"""
 URGENT = frozenset({"tensor", "context", "expert", CHANNEL})
 """Groups whose communication the next computation waits for.
 

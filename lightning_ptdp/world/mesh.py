@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.shims.torch_distributed import (
+    accepts_max_ctas,
     binds_device,
     nccl_options,
     resolve_group,
@@ -17,6 +18,7 @@ from lightning_ptdp.shims.torch_distributed import (
 from lightning_ptdp.world.axes import SETS
 from lightning_ptdp.world.communicators import (
     CHANNEL,
+    CHANNEL_CTAS,
     URGENT,
     channel_rounds,
     group_names,
@@ -117,7 +119,7 @@ class ProcessMesh:
             timeout: Limit of every wait for another rank.
             device: Device of the tensors that the groups exchange.
             channel_ctas: Maximum number of the GPU's thread blocks that NCCL may use for a message
-                between stages; None: NCCL decides.
+                between stages; None: ``CHANNEL_CTAS`` if NCCL accepts a number.
         """
         groups: dict[str, Group] = {}
         made: dict[tuple[str, tuple[int, ...]], Any] = {}
@@ -227,6 +229,8 @@ def _unconnected_group(
         backend = "gloo"  # it is only counted; NCCL may allocate even for one rank
     elif dist.get_backend() == "nccl":
         timeout = timeout and _BEYOND_GUARD * timeout
+        if axis == CHANNEL and max_ctas is None and accepts_max_ctas():
+            max_ctas = CHANNEL_CTAS
         options = nccl_options(timeout, high_priority=axis in URGENT, max_ctas=max_ctas)
     return dist.new_group(
         list(ranks),

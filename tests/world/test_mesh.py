@@ -83,7 +83,9 @@ def test_every_group_sums_over_its_ranks(
 Given = dict[tuple[str, tuple[int, ...]], tuple[bool, int | None, bool]]
 
 
-def _options(rank: int, layout: ParallelLayout) -> Given:
+def _options(
+    rank: int, layout: ParallelLayout, channel_ctas: int | None, accepted: bool = True
+) -> Given:
     """By axis and ranks, what NCCL's groups would be made with: high priority, thread blocks, the
     timeout of the mesh."""
     given: Given = {}
@@ -111,9 +113,10 @@ def _options(rank: int, layout: ParallelLayout) -> Given:
     with (
         mock.patch.object(dist, "new_group", note),
         mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch("lightning_ptdp.world.mesh.accepts_max_ctas", return_value=accepted),
     ):
         mesh = ProcessMesh.create(
-            layout=layout, rank=rank, timeout=timedelta(seconds=77), channel_ctas=4
+            layout=layout, rank=rank, timeout=timedelta(seconds=77), channel_ctas=channel_ctas
         )
         mesh.subgroup("pipeline", (mesh.group("pipeline").rank,))
     return given
@@ -126,10 +129,24 @@ def test_what_a_computation_waits_for_goes_first(pool: Pool) -> None:
     layout = ParallelLayout(
         world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2, context_parallel_size=2
     )
-    for given in pool.run(_options, world_size=8, args=(layout,)):
+    for given in pool.run(_options, world_size=8, args=(layout, 6)):
         lanes = {axis: lane for (axis, ranks), lane in given.items() if len(ranks) > 1}
-        assert lanes.pop("channel") == (True, 4, True)
+        assert lanes.pop("channel") == (True, 6, True)
         assert [lanes.pop(axis) for axis in ("tensor", "context")] == [(True, None, True)] * 2
         assert set(lanes) >= {"pipeline", "replica_sum"} and set(lanes.values()) == {
             (False, None, True)
         }
+
+
+@pytest.mark.skipif(
+    not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are looked at"
+)
+@pytest.mark.parametrize(("accepted", "expected"), [(True, 4), (False, None)])
+def test_messages_get_few_thread_blocks_where_nccl_accepts_a_number(
+    pool: Pool, accepted: bool, expected: int | None
+) -> None:
+    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
+    for given in pool.run(_options, world_size=2, args=(layout, None, accepted)):
+        ctas = {axis: lane[1] for (axis, ranks), lane in given.items() if len(ranks) > 1}
+        assert ctas["channel"] == expected
+        assert {*ctas.values()} <= {expected, None}
