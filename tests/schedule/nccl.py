@@ -5,11 +5,12 @@ compares it with the runtime's own calls. test_nccl.py simulates all sizes with 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from lightning_ptdp.schedule import Action, ActionKind, Channel, Schedule
+from lightning_ptdp.schedule import Action, ActionKind, Channel, Schedule, build_schedule
 from tests.schedule.streams import Operation
 
 K = ActionKind
@@ -24,7 +25,11 @@ class Habits:
     connected: Communicators were used before; otherwise their first use holds both hosts.
     one_communicator: A pair of ranks has one communicator for all directions.
     tensor: Ranks that compute every stage together: a collective in each forward and backward.
+    It stands for those of tensor, context and expert groups. A computation waits for each of them,
+    so a rank has one at a time.
     replicas: Ranks that reduce a stage's gradients together.
+    message_blocks: Thread blocks of a send or receive (``channel_ctas``).
+    collective_blocks: Thread blocks of a collective.
     """
 
     first_step: bool = False
@@ -32,6 +37,8 @@ class Habits:
     one_communicator: bool = False
     tensor: int = 1
     replicas: int = 1
+    message_blocks: int = 0
+    collective_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +113,19 @@ class Host:
         meets: Hashable = None,
         parts: int = 1,
         holds: bool = False,
+        blocks: int = 0,
     ) -> int:
         waits = tuple(place for place in waits if place >= 0)
         self.operations.append(
-            Operation(name=name, stream=stream, waits=waits, meets=meets, parts=parts, holds=holds)
+            Operation(
+                name=name,
+                stream=stream,
+                waits=waits,
+                meets=meets,
+                parts=parts,
+                holds=holds,
+                blocks=blocks,
+            )
         )
         if stream == COMPUTE:
             self.latest = len(self.operations) - 1
@@ -131,6 +147,7 @@ class Host:
             (self.latest,),
             (communicator, self.counts[communicator]),
             size,
+            blocks=self.habits.collective_blocks if size > 1 else 0,
         )
 
     def message(self, name: str, channel: Channel) -> int:
@@ -150,7 +167,14 @@ class Host:
                 holds=True,
             )
         self.counts[line] += 1
-        return self.give(name, communicator, (self.latest,), (line, self.counts[line]), 2)
+        return self.give(
+            name,
+            communicator,
+            (self.latest,),
+            (line, self.counts[line]),
+            2,
+            blocks=self.habits.message_blocks,
+        )
 
     def takes(self, action: Action) -> tuple[int, ...]:
         """The messages that a computation waits for."""
@@ -226,3 +250,23 @@ def operations(schedule: Schedule, habits: Habits) -> list[list[Operation]]:
         for side in range(habits.tensor)
         for rank in range(schedule.pipeline_parallel_size)
     ]
+
+
+def every(name: str, sizes: Iterable[tuple[int, int]]) -> list[Schedule]:
+    """Return the schedules of the name for each (p, m), in training and evaluation, for each v that
+    it supports."""
+    found = []
+    for (p, m), v, training in itertools.product(sizes, (1, 2, 3), (True, False)):
+        try:
+            found.append(
+                build_schedule(
+                    name,
+                    pipeline_parallel_size=p,
+                    virtual_pipeline_size=v,
+                    num_microbatches=m,
+                    training=training,
+                )
+            )
+        except ValueError:
+            continue
+    return found

@@ -9,14 +9,19 @@
   both sides (ncclSend, ncclAllReduce; ``NCCL_RUNTIME_CONNECT``).
 - With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all streams of a GPU share it. An
   operation that cannot start yet then blocks every later operation, in any stream.
+- A message or a collective starts only if all its thread blocks are free, one on each SM of the
+  GPU. It holds them until it ends. A posted receive holds them until its send arrives.
 
-All rules only say "after", so the result does not depend on speed. The operations can run if there
-is no cycle of waits."""
+All rules except the last only say "after", so the result does not depend on speed. The operations
+can run if there is no cycle of waits. With a budget of thread blocks the result depends on the
+order of events, unless no rank can ever need more than the budget (``most_blocks``)."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,7 @@ class Operation:
             other rank.
         parts: Number of ranks of that message or collective.
         holds: Whether the host waits until it has ended.
+        blocks: Thread blocks that it holds from its start to its end.
     """
 
     name: str
@@ -39,77 +45,158 @@ class Operation:
     meets: Hashable = None
     parts: int = 1
     holds: bool = False
+    blocks: int = 0
 
 
 def stuck_operations(
-    programs: Sequence[Sequence[Operation]], *, one_queue: bool = False
+    programs: Sequence[Sequence[Operation]], *, one_queue: bool = False, budget: int | None = None
 ) -> list[Operation | None]:
     """The first operation of each rank that never starts; None: all of the rank's do.
 
     Args:
         programs: By rank, in the order in which its host gives them.
         one_queue: Whether all streams of a rank share one hardware queue.
+        budget: Thread blocks of a rank; None: as many as are asked for.
     """
-    first = [0]
-    for program in programs:
-        first.append(first[-1] + len(program))
-    meetings: dict[Hashable, list[int]] = {}
-    missing = [0] * first[-1]
-    wakes: list[list[int]] = [[] for _ in range(first[-1])]
-    """By operation: what waits for its end; by ``starts``: what waits for its start alone."""
-    starts: list[list[int]] = [[] for _ in range(first[-1])] if one_queue else []
-    for rank, program in enumerate(programs):
-        latest: dict[Hashable, int] = {}
-        held = -1
-        for place, operation in enumerate(program):
-            number = first[rank] + place
-            for before in {latest.get(operation.stream, -1), held, *operation.waits} - {-1}:
-                wakes[first[rank] + before].append(number)
-                missing[number] += 1
-            if one_queue and place:
-                starts[number - 1].append(number)
-                missing[number] += 1
-            if operation.parts > 1:
-                meetings.setdefault(operation.meets, []).append(number)
-            latest[operation.stream] = place
-            held = place if operation.holds else held
-    parts = {number: members for members in meetings.values() for number in members}
-    sizes = [operation.parts for program in programs for operation in program]
-    absent = {number: sizes[number] for members in meetings.values() for number in members[:1]}
-    started = bytearray(first[-1])
-    ready = [number for number, count in enumerate(missing) if not count]
-    while ready:
-        number = ready.pop()
+    started, _ = _run(programs, one_queue=one_queue, budget=budget)
+    return [next((one for one, mark in rank if not mark), None) for rank in started]
+
+
+def delayed_operations(
+    programs: Sequence[Sequence[Operation]], *, budget: int
+) -> list[list[Operation]]:
+    """The operations of each rank that wait for thread blocks in this simulation's order."""
+    _, delayed = _run(programs, budget=budget)
+    return [[one for one, mark in rank if mark] for rank in delayed]
+
+
+def most_blocks(program: Sequence[Operation]) -> int:
+    """Return a bound of the thread blocks that a rank's operations hold at once, in any order.
+
+    A stream runs one operation at a time. No operation waits for blocks on a GPU that has as many
+    as this.
+    """
+    largest: Counter[Hashable] = Counter()
+    for operation in program:
+        largest[operation.stream] = max(largest[operation.stream], operation.blocks)
+    return largest.total()
+
+
+_Marks = list[list[tuple[Operation, int]]]
+
+
+def _run(
+    programs: Sequence[Sequence[Operation]], *, one_queue: bool = False, budget: int | None = None
+) -> tuple[_Marks, _Marks]:
+    """Mark the operations that start, and those that have to wait for thread blocks.
+
+    Messages and collectives start at once if there are blocks for them. Of the computations that
+    can start the latest is first, so some ranks run ahead of others.
+    """
+    waits = _Waits.of(programs, one_queue=one_queue)
+    ranks = [rank for rank, program in enumerate(programs) for _ in program]
+    blocks = [operation.blocks for program in programs for operation in program]
+    free = [sum(blocks) if budget is None else budget] * len(programs)
+    short: list[list[int]] = [[] for _ in programs]
+    started, delayed = bytearray(len(ranks)), bytearray(len(ranks))
+    holding: deque[int] = deque()
+    others: list[int] = []
+    woken: Iterable[int] = (number for number, count in enumerate(waits.missing) if not count)
+    while True:
+        for number in woken:
+            (holding if blocks[number] else others).append(number)
+        if not holding and not others:
+            break
+        number = holding.popleft() if holding else others.pop()
+        if blocks[number] > free[ranks[number]]:
+            delayed[number] = 1
+            short[ranks[number]].append(number)
+            woken = ()
+            continue
         started[number] = 1
-        for woken in (
-            *_ended(number, parts, absent, wakes),
-            *(starts[number] if one_queue else ()),
-        ):
-            missing[woken] -= 1
-            if not missing[woken]:
-                ready.append(woken)
-    return [
-        next(
-            (
-                operation
-                for place, operation in enumerate(program)
-                if not started[first[rank] + place]
-            ),
-            None,
+        free[ranks[number]] -= blocks[number]
+        ended = waits.ended_by(number)
+        for one in ended:
+            free[ranks[one]] += blocks[one]
+            holding += short[ranks[one]]
+            short[ranks[one]].clear()
+        woken = waits.woken_by(number, ended)
+    return _by_rank(programs, started), _by_rank(programs, delayed)
+
+
+def _by_rank(programs: Sequence[Sequence[Operation]], marks: bytearray) -> _Marks:
+    every = iter(marks)
+    return [list(zip(program, islice(every, len(program)), strict=True)) for program in programs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waits:
+    """Which operations wait for which; each has a number, rank after rank.
+
+    Attributes:
+        first: Number of each rank's first operation.
+        missing: By operation: how many it still waits for.
+        ends: By operation: those that wait for its end.
+        starts: By operation: those that wait for its start alone; empty: none do.
+        parts: The operations that meet, by each of them.
+        absent: By the first operation of a meeting: how many have not started.
+    """
+
+    first: list[int]
+    missing: list[int]
+    ends: list[list[int]]
+    starts: list[list[int]]
+    parts: dict[int, list[int]]
+    absent: dict[int, int]
+
+    @classmethod
+    def of(cls, programs: Sequence[Sequence[Operation]], *, one_queue: bool) -> _Waits:
+        """Return the waits of the operations of all ranks."""
+        first = [0, *accumulate(map(len, programs))]
+        missing = [0] * first[-1]
+        ends: list[list[int]] = [[] for _ in missing]
+        starts: list[list[int]] = [[] for _ in missing] if one_queue else []
+        meetings: dict[Hashable, list[int]] = {}
+        for begin, program in zip(first, programs, strict=False):
+            latest: dict[Hashable, int] = {}
+            held = -1
+            for place, operation in enumerate(program):
+                number = begin + place
+                for before in {latest.get(operation.stream, -1), held, *operation.waits} - {-1}:
+                    ends[begin + before].append(number)
+                    missing[number] += 1
+                if one_queue and place:
+                    starts[number - 1].append(number)
+                    missing[number] += 1
+                if operation.parts > 1:
+                    meetings.setdefault(operation.meets, []).append(number)
+                latest[operation.stream] = place
+                held = place if operation.holds else held
+        sizes = [operation.parts for program in programs for operation in program]
+        return cls(
+            first=first,
+            missing=missing,
+            ends=ends,
+            starts=starts,
+            parts={number: members for members in meetings.values() for number in members},
+            absent={members[0]: sizes[members[0]] for members in meetings.values()},
         )
-        for rank, program in enumerate(programs)
-    ]
 
+    def ended_by(self, number: int) -> list[int]:
+        """Return the operations that end when ``number`` starts: all that meet, with the last."""
+        members = self.parts.get(number)
+        if members is None:
+            return [number]
+        self.absent[members[0]] -= 1
+        return [] if self.absent[members[0]] else members
 
-def _ended(
-    number: int, parts: dict[int, list[int]], absent: dict[int, int], wakes: list[list[int]]
-) -> Iterator[int]:
-    """Yield the operations that wait for operations which end when ``number`` starts."""
-    members = parts.get(number)
-    if members is None:
-        yield from wakes[number]
-        return
-    absent[members[0]] -= 1
-    if not absent[members[0]]:
-        for member in members:
-            yield from wakes[member]
+    def woken_by(self, number: int, ended: list[int]) -> list[int]:
+        """Return the operations that wait no longer, now that ``number`` has started."""
+        ready = []
+        for woken in chain(
+            *(self.ends[one] for one in ended), self.starts[number] if self.starts else ()
+        ):
+            self.missing[woken] -= 1
+            if not self.missing[woken]:
+                ready.append(woken)
+        return ready

@@ -18,7 +18,7 @@ from lightning_ptdp.schedule import (
     verify_schedule,
 )
 from lightning_ptdp.schedule.lowering import lower
-from tests.schedule.nccl import Habits, operations
+from tests.schedule.nccl import Habits, every, operations
 from tests.schedule.orders import compute_orders
 from tests.schedule.streams import Operation, stuck_operations
 
@@ -32,24 +32,6 @@ EARLY = (
 )
 """Lowered gpipe p2 v2 m1 from before receives waited for one another: B0.0 is asked for while B2.0
 is on its way."""
-
-
-def every(name: str, sizes: tuple[tuple[int, int], ...]) -> list[Schedule]:
-    found = []
-    for (p, m), v, training in itertools.product(sizes, (1, 2, 3), (True, False)):
-        try:
-            found.append(
-                build_schedule(
-                    name,
-                    pipeline_parallel_size=p,
-                    virtual_pipeline_size=v,
-                    num_microbatches=m,
-                    training=training,
-                )
-            )
-        except ValueError:
-            continue
-    return found
 
 
 def stuck(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> list[str]:
