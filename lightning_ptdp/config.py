@@ -106,8 +106,8 @@ class PTDPConfig(Degrees):
             section 4.1).
         channel_ctas: Thread blocks of a GPU (1 to 32) that NCCL may use for a message between
             pipeline stages. A receive holds them from its early post until its message arrives.
-            Default: 4, so that the collectives of a computation can always start; NCCL decides if
-            it accepts no number.
+            Default: 4, which leaves room for the collectives of a computation; NCCL decides if it
+            accepts no number.
         fp8: Let the linear layers of the repeated blocks multiply in float8, by torchao, with a
             scale for each operand ("tensorwise") or for each of its rows ("rowwise": more exact).
         compile: Compile each repeated block with ``torch.compile`` after it is sharded: "blocks",

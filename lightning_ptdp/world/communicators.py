@@ -18,7 +18,7 @@
   The default group is shared with none: the user may call it while a reduction runs.
 - **Thread blocks.** An operation starts when all its thread blocks fit on the GPU, one per SM. A
   receive that was posted early holds them until its message is sent. Channels therefore get few
-  blocks, so that the collectives of a computation can always start.
+  blocks, which leaves room for the collectives of a computation.
 - **Time.** A group waits longer than the hang guard, which names the rank and exits with code 1.
 """
 
