@@ -153,7 +153,7 @@ def test_prepare_says_what_it_does_and_finds_what_is_there(
     where = f"--data.data_dir={tmp_path / 'data'}"
     code, out, err = ptdp("prepare", "--config", config, where)
     assert code == 0, err
-    assert "learning 320 pieces" in out
+    assert "learning a vocabulary of 320 pieces" in out
     assert (tmp_path / "data" / "manifest.json").exists()
     assert "found" in ptdp("prepare", "--config", config, where)[1]
 

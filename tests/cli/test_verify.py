@@ -47,5 +47,5 @@ def test_the_exit_code_says_whether_they_are_equal(
     )
     assert ended == code, said + errors
     assert ("is equal to one process in 1 steps" in said) == (code == 0)
-    assert ("why: sum over samples" in said) == (code == 1)
+    assert ("cause: sum over samples" in said) == (code == 1)
     assert not (tmp_path / "written").exists()

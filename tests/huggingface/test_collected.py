@@ -141,11 +141,15 @@ def test_what_is_captured_is_as_in_one_process(
 @pytest.mark.parametrize(
     ("module", "layout", "words"),
     [
-        (Attentions, {T: 2}, "output_attentions=True with tensor_parallel_size > 1"),
+        (
+            Attentions,
+            {T: 2},
+            "output_attentions=True cannot be combined with tensor_parallel_size > 1",
+        ),
         (
             HiddenStates,
             {T: 2, "sequence_parallel": True},
-            "output_hidden_states=True with sequence_parallel=True",
+            "output_hidden_states=True cannot be combined with sequence_parallel=True",
         ),
     ],
 )

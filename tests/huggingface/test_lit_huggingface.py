@@ -50,7 +50,7 @@ def test_an_encoder_is_no_causal_language_model(folders: Path) -> None:
     module = LitCausalLM(str(folders / "bert"))
     for call in (module.configure_model, lambda: module.check_data(None)):
         with pytest.raises(
-            ValueError, match=r"is a bert model with is_decoder=False: .* Use LitMaskedLM"
+            ValueError, match=r"is a bert model with is_decoder=False, .* Use LitMaskedLM"
         ):
             call()
     LitCausalLM(

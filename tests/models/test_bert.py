@@ -211,7 +211,7 @@ def test_tensor_parallel_degrees_that_do_not_divide() -> None:
         ({"hidden_size": 100, "num_heads": 12}, ["hidden_size=100", "num_heads=12", "10"]),
         ({"norm_order": "both"}, ["norm_order='both'", "post", "pre"]),
         ({"gelu": "relu"}, ["gelu='relu'", "exact", "tanh"]),
-        ({"attention_dropout": 1.0}, ["attention_dropout=1.0", "below 1"]),
+        ({"attention_dropout": 1.0}, ["attention_dropout=1.0", "less than 1"]),
         ({"init_std": 0.0}, ["init_std=0.0", "greater than 0"]),
     ],
 )

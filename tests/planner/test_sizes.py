@@ -91,6 +91,6 @@ def test_what_is_none() -> None:
     latent = {**SIZES, "kv_lora_rank": 16}
     with pytest.raises(
         ValueError,
-        match="has kv_lora_rank=16, and no qk_nope_head_dim, qk_rope_head_dim, v_head_dim",
+        match="has kv_lora_rank=16, but no qk_nope_head_dim, qk_rope_head_dim, v_head_dim",
     ):
         gpt_sizes(latent)
