@@ -112,7 +112,8 @@ def test_what_nccl_is() -> None:
     backend: Any = distributed_c10d.Backend
     if hasattr(backend, "_ensure_backend_registered"):
         backend._ensure_backend_registered("nccl")
-    name = backend._plugins["NCCL"].creator_fn.__name__
+    plugin = backend._plugins.get("NCCL")  # None: torch itself creates it
+    name = "" if plugin is None else plugin.creator_fn.__name__
     assert binds_device() == ("nccl2" in name), name
 
 
@@ -140,6 +141,7 @@ def test_torch_splits_a_group_that_is_not_lazy() -> None:
     assert [one.is_split for one in created] == [False, True, False]
 
 
+@pytest.mark.skipif(not binds_device(), reason="torch itself creates this backend's groups")
 @pytest.mark.parametrize(
     "options",
     [

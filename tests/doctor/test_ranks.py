@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +110,5 @@ def test_one_process_and_a_backend_that_cannot_work() -> None:
     assert not alone.measurements
     if not torch.cuda.is_available():
         (check,) = check_ranks(count=2, backend="nccl", timeout_s=30).checks
-        assert (check.status, check.found.startswith("rank 0 failed in its start")) == (
-            Status.FAILED,
-            True,
-        ), check
+        assert check.status is Status.FAILED
+        assert re.match("rank [01] failed in its start", check.found), check  # the first to fail
