@@ -144,7 +144,10 @@ class Abandoned:
             return self._unchanged(file, stream)
         writer = _record(stream)
         if writer is None:
+            fcntl.flock(stream, fcntl.LOCK_UN)  # The process that created the file may wait for it.
             time.sleep(_RECORD_S)
+            if not locked(stream):
+                return False
             writer = _record(stream)
             if writer is None:
                 return True

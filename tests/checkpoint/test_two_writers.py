@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_ptdp.base.file_locks import locked
 from lightning_ptdp.checkpoint import (
     complete_checkpoints,
     files,
     latest,
     mark_latest,
     verify_checkpoint,
+    write_locks,
 )
 from lightning_ptdp.checkpoint.latest import latest_leaves
 from tests.checkpoint.interruption import save
@@ -126,3 +129,32 @@ def test_a_checkpoint_that_is_removed_while_it_is_replaced(tmp_path: Path) -> No
     )
     verify_checkpoint(target)
     assert not files.leftovers(target)
+
+
+def test_a_lock_that_is_being_created_is_not_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process looks at the file between its creation and its locking."""
+    part = tmp_path / "step=1.ckpt.tmp-0123456789ab"
+    looks, created, answers = threading.Event(), threading.Event(), list[bool]()
+
+    def sleep(_: float) -> None:
+        looks.set()
+        created.wait(LIMIT_S)
+
+    monkeypatch.setattr(write_locks.time, "sleep", sleep)
+
+    def look() -> None:
+        with write_locks.Abandoned().taken_over(part) as answer:
+            answers.append(answer)
+
+    with open(files.lock_name(part), "xb") as stream:
+        other = threading.Thread(target=look)
+        other.start()
+        assert looks.wait(LIMIT_S)
+        try:
+            got = locked(stream)
+        finally:
+            created.set()
+        other.join(LIMIT_S)
+    assert got and answers == [False]
