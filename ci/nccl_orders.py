@@ -16,13 +16,12 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lightning_ptdp.schedule import SCHEDULES, Schedule, build_schedule
-from tests.schedule.nccl import Habits, operations
+from lightning_ptdp.schedule import SCHEDULES
+from tests.schedule.nccl import Habits, every, operations
 from tests.schedule.streams import stuck_operations
 
 
@@ -32,7 +31,8 @@ def main() -> int:
     began, hanging = time.monotonic(), 0
     for name in options.schedules:
         count = 0
-        for schedule in _schedules(name, options):
+        sizes = itertools.product(options.ranks, options.microbatches)
+        for schedule in every(name, sizes, options.chunks):
             for first_step in (True, False):
                 given = operations(schedule, Habits(first_step=first_step))
                 for one_queue in (True, False) if options.own_queues else (True,):
@@ -47,22 +47,6 @@ def main() -> int:
         print(f"{name:<20} {count:>6} steps, {time.monotonic() - began:.0f} s", flush=True)
     print(f"{hanging} hang")
     return bool(hanging)
-
-
-def _schedules(name: str, options: argparse.Namespace) -> Iterator[Schedule]:
-    for p, v, m, training in itertools.product(
-        options.ranks, options.chunks, options.microbatches, (True, False)
-    ):
-        try:
-            yield build_schedule(
-                name,
-                pipeline_parallel_size=p,
-                virtual_pipeline_size=v,
-                num_microbatches=m,
-                training=training,
-            )
-        except ValueError:
-            continue  # the schedule does not support this size
 
 
 def _options() -> argparse.Namespace:

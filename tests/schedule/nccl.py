@@ -5,9 +5,10 @@ compares it with the runtime's own calls. test_nccl.py simulates all sizes with 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from lightning_ptdp.schedule import Action, ActionKind, Channel, Schedule, build_schedule
@@ -252,21 +253,17 @@ def operations(schedule: Schedule, habits: Habits) -> list[list[Operation]]:
     ]
 
 
-def every(name: str, sizes: Iterable[tuple[int, int]]) -> list[Schedule]:
-    """Return the schedules of the name for each (p, m), in training and evaluation, for each v that
+def every(
+    name: str, sizes: Iterable[tuple[int, int]], chunks: Iterable[int] = (1, 2, 3)
+) -> Iterator[Schedule]:
+    """Yield the schedules of the name for each (p, m), in training and evaluation, for each v that
     it supports."""
-    found = []
-    for (p, m), v, training in itertools.product(sizes, (1, 2, 3), (True, False)):
-        try:
-            found.append(
-                build_schedule(
-                    name,
-                    pipeline_parallel_size=p,
-                    virtual_pipeline_size=v,
-                    num_microbatches=m,
-                    training=training,
-                )
+    for (p, m), v, training in itertools.product(sizes, chunks, (True, False)):
+        with contextlib.suppress(ValueError):  # the schedule does not support this size
+            yield build_schedule(
+                name,
+                pipeline_parallel_size=p,
+                virtual_pipeline_size=v,
+                num_microbatches=m,
+                training=training,
             )
-        except ValueError:
-            continue
-    return found

@@ -47,7 +47,7 @@ def runs(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> bool
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_runs(name: str) -> None:
-    schedules = every(name, SIZES)
+    schedules = list(every(name, SIZES))
     assert schedules
     for schedule, habits, one_queue in itertools.product(schedules, STEPS, (False, True)):
         assert runs(schedule, habits, one_queue=one_queue), (schedule.describe(), habits, one_queue)
