@@ -301,6 +301,13 @@ def _only_bytes(content: Any) -> bytes:
     return content
 
 
+def _device(name: Any) -> torch.device:
+    """Create a device from its name; for anything else, torch's error lists all its signatures."""
+    if type(name) is not str:
+        raise TypeError("it must be a name")
+    return torch.device(name)
+
+
 def _enum_member(name: str, member: str, _: object) -> enum.Enum:
     kind = _looked_up(name)
     if not issubclass(kind, enum.Enum):
@@ -390,7 +397,7 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
     "complex": complex,
     "Size": lambda *sizes: torch.Size(sizes),
     "dtype": lambda name: DTYPES[name],
-    "device": torch.device,
+    "device": _device,
     "registered": lambda content: load_saved(_only_bytes(content)),
     "tuple": lambda *items: items,
     "set": lambda *items: set(items),

@@ -203,6 +203,13 @@ def test_a_tensor_is_taken_once() -> None:
         decode(b'[{"$tensor":[0]},{"$tensor":[0]}]', [torch.ones(1)])
 
 
+@pytest.mark.parametrize("parts", [[], [None], [1], [["cpu"]], [{}], ["cpu", "cpu"], ["outside"]])
+def test_what_is_no_device_is_refused_in_one_sentence(parts: list[Any]) -> None:
+    with pytest.raises(ValueError, match="has a device that cannot be created") as error:
+        decode(json.dumps({"$device": parts}).encode(), [])
+    assert "\n" not in str(error.value)
+
+
 def test_what_holds_itself_is_refused_by_name(tmp_path: Path) -> None:
     value: list[Any] = []
     value.append(value)
