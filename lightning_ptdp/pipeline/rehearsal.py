@@ -1,12 +1,10 @@
-"""Rehearsal of all pipeline stages in one process, without data.
-
-The stages run on the example of the model's input.
-"""
+"""Rehearsal of all pipeline stages in one process."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,59 +17,89 @@ from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
 
-__all__ = ["rehearse"]
+__all__ = ["Rehearsal"]
 
 
-def rehearse(
-    model: nn.Module,
-    *,
-    parts: ModelParts,
-    ranges: Sequence[tuple[int, int]],
-    collects: bool,
-    pipeline_parallel_size: int,
-) -> None:
-    """Run all stages, one after the other, on an example input without data.
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """All stages of a pipeline, run one after the other.
 
-    The stages run only if the example shows a forward that calls each block once. The model is not
-    changed. If the model has no example, one tensor of the size that its first layer takes is
-    tried.
-
-    Args:
+    Attributes:
         model: The whole, uncut module.
         parts: Positions of its modules relative to the containers.
         ranges: Half-open layer ranges, one per stage.
         collects: Whether everything that blocks return crosses to all later stages.
         pipeline_parallel_size: Number of pipeline ranks, for messages.
-
-    Raises:
-        ValueError: A stage fails, although the whole model runs.
     """
-    layers = [layer.name for layer in layers_of(model, parts.blocks)]
-    for name, module, args, kwargs in (*examples(model), *guesses(model, layers)):
-        copy = without_tensors(model).eval()
-        cut = PipelineCut(
-            copy, parts=parts, ranges=ranges, stages=range(len(ranges)), collects=collects
+
+    model: nn.Module
+    parts: ModelParts
+    ranges: Sequence[tuple[int, int]]
+    collects: bool
+    pipeline_parallel_size: int
+
+    def on_examples(self) -> None:
+        """Run the stages on an example input without data.
+
+        They run only if the example shows a forward that calls each block once. The model is not
+        changed. If the model has no example, one tensor of the size that its first layer takes is
+        tried.
+
+        Raises:
+            ValueError: A stage fails, although the whole model runs.
+        """
+        for name, module, args, kwargs in (
+            *examples(self.model),
+            *guesses(self.model, self._layers),
+        ):
+            copy = without_tensors(self.model).eval()
+            call = partial(_call, copy.get_submodule(name), on_meta(args), on_meta(kwargs))
+            with torch.device("meta"):
+                failure = _run_stages(self._cut(copy), call)
+            if failure is None:
+                return
+            prefix = f"{name}." if name else ""
+            if _runs_whole(module, args, kwargs, prefix=prefix, layers=self._layers):
+                raise self._refusal(*failure) from failure[1]
+
+    def on_step(self, step: Callable[[], object]) -> ValueError | None:
+        """Run ``step`` on the whole model, then as each stage. The model is cut in place.
+
+        Returns:
+            The error of a stage that fails, although the step runs on the whole model.
+        """
+        with torch.no_grad():
+            step()
+        failure = _run_stages(self._cut(self.model), step)
+        return None if failure is None else self._refusal(*failure)
+
+    @property
+    def _layers(self) -> list[str]:
+        return [layer.name for layer in layers_of(self.model, self.parts.blocks)]
+
+    def _cut(self, model: nn.Module) -> PipelineCut:
+        return PipelineCut(
+            model,
+            parts=self.parts,
+            ranges=self.ranges,
+            stages=range(len(self.ranges)),
+            collects=self.collects,
         )
-        failure = _run_stages(
-            cut, partial(_call, copy.get_submodule(name), on_meta(args), on_meta(kwargs))
+
+    def _refusal(self, stage: int, error: Exception) -> ValueError:
+        why = _why(error, self.parts, self._layers[self.ranges[stage][0]])
+        return ValueError(
+            f"pipeline_parallel_size={self.pipeline_parallel_size} cannot cut "
+            f"{type(self.model).__name__}: {why}"
         )
-        if failure is None:
-            return
-        if _runs_whole(module, args, kwargs, prefix=f"{name}." if name else "", layers=layers):
-            stage, error = failure
-            why = _why(error, parts, layers[ranges[stage][0]])
-            raise ValueError(
-                f"pipeline_parallel_size={pipeline_parallel_size} cannot cut "
-                f"{type(model).__name__}: {why}"
-            ) from error
 
 
-def _run_stages(cut: PipelineCut, step: Callable[[], None]) -> tuple[int, Exception] | None:
+def _run_stages(cut: PipelineCut, step: Callable[[], object]) -> tuple[int, Exception] | None:
     """Run all stages and return the failed stage and its error; None if all succeed."""
     received: Crossing | None = None
     for stage in cut.stages:
         try:
-            with torch.enable_grad(), torch.device("meta"):
+            with torch.enable_grad():
                 crossing, is_last = cut.run(stage, received, step, training=True)
         except Exception as error:
             return stage, error

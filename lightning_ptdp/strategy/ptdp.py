@@ -46,11 +46,13 @@ from lightning_ptdp.strategy.block_passes import BlockSetting, apply_block_passe
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_data,
+    check_first_batch,
     check_initial_weights,
     check_model,
     check_optimizer_state,
     check_packing,
     check_quantized,
+    check_save_hook,
     check_trainer,
     on_meta,
     open_initial_weights,
@@ -131,29 +133,37 @@ class _PTDPStrategy(
         for argument in arguments:  # includes ckpt_path
             check_url(argument)
         self.note_callbacks(trainer.callbacks)
+        # the train dataloader and the data module
+        sources = [each for each in (*arguments[1:2], *arguments[3:4]) if each is not None]
         if fits(trainer):
             self.check_processes()
-            self._choose(
-                trainer,
-                [source for source in (*arguments[1:2], *arguments[3:4]) if source is not None],
-            )
+            self._choose(trainer, sources)
         check_trainer(self, trainer)
-        for owner in (self.lightning_module, *arguments[1:2], *arguments[3:4]):
-            if (
-                fits(trainer)
-                and trainer.checkpoint_callbacks
-                and self.is_global_zero
-                and not self.writes_file
-            ):
-                warn_of_objects(owner)
         self.check_machine()
         if not self._is_cut_here:
             self.check(self.lightning_module)
-        if fits(trainer) and len(arguments) > 1:
-            for source in (arguments[1], *arguments[3:4]):  # the train dataloader, the datamodule
-                check_data(source, self.config, self.layout)
-                check_packing(self.lightning_module, source, self.config)
-        if fits(trainer) and self.config.verify is not None:
+        if not fits(trainer):
+            return
+        if trainer.checkpoint_callbacks and self.is_global_zero and not self.writes_file:
+            for owner in (self.lightning_module, *sources):
+                warn_of_objects(owner)
+            if self.starts_all_ranks and self._names.is_overridden(
+                "on_save_checkpoint", self.lightning_module
+            ):
+                check_save_hook(self.lightning_module)
+        for source in sources:
+            check_data(source, self.config, self.layout)
+            check_packing(self.lightning_module, source, self.config)
+        if self.starts_all_ranks and not self._is_cut_here:
+            check_first_batch(
+                trainer,
+                self.lightning_module,
+                sources[0] if sources else None,
+                config=self.config,
+                layout=self.layout,
+                known=self._known_parts,
+            )
+        if self.config.verify is not None:
             verify_first_step(self, trainer, arguments)
 
     def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:

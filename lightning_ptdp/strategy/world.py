@@ -78,6 +78,13 @@ class World(RunningStrategy):
         return self.num_nodes * self.num_processes == 1
 
     @property
+    def starts_all_ranks(self) -> bool:
+        """Return True in the process that starts all ranks, or that is the only one."""
+        return self._is_alone or (
+            self.num_nodes == 1 and not self.cluster_environment.creates_processes_externally
+        )
+
+    @property
     def num_processes(self) -> int:
         """Return the number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
@@ -124,10 +131,9 @@ class World(RunningStrategy):
                 "process_group_backend='nccl' needs GPUs, but accelerator='cpu': leave the option "
                 "out, or use 'gloo'"
             )
-        size, environment = self.layout.world_size, self.cluster_environment
-        if 1 < size == self.num_processes and not environment.creates_processes_externally:
+        if self.starts_all_ranks and not self._is_alone:
             check_machine(
-                world_size=size,
+                world_size=self.num_processes,
                 start_method=self.config.start_method,
                 accelerator=self.root_device.type,
             )

@@ -14,18 +14,25 @@ from lightning_ptdp.strategy.checks.initial_weights import (
 from lightning_ptdp.strategy.checks.model import check_model
 from lightning_ptdp.strategy.checks.module_content import check_quantized
 from lightning_ptdp.strategy.checks.packed_samples import check_packing
-from lightning_ptdp.strategy.checks.saved_content import check_optimizer_state, warn_of_objects
+from lightning_ptdp.strategy.checks.saved_content import (
+    check_optimizer_state,
+    check_save_hook,
+    warn_of_objects,
+)
 from lightning_ptdp.strategy.checks.trainer import check_trainer
+from lightning_ptdp.strategy.checks.trial_step import check_first_batch
 from lightning_ptdp.strategy.checks.whole_model import CUT_MARK, on_meta, plan_of
 
 __all__ = [
     "CUT_MARK",
     "check_data",
+    "check_first_batch",
     "check_initial_weights",
     "check_model",
     "check_optimizer_state",
     "check_packing",
     "check_quantized",
+    "check_save_hook",
     "check_trainer",
     "on_meta",
     "open_initial_weights",

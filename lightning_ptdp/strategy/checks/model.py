@@ -13,7 +13,7 @@ from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.known_parts import KnownParts
-from lightning_ptdp.pipeline.rehearsal import rehearse
+from lightning_ptdp.pipeline.rehearsal import Rehearsal
 from lightning_ptdp.shims.torch import has_gradient_hooks
 from lightning_ptdp.strategy.checks.module_content import (
     check_compiled,
@@ -125,10 +125,13 @@ def check_model(
             parts.blocks,
             layer_ranges(whole, parts=parts, layout=layout, partition=config.partition),
         )
-        degree = layout.pipeline_parallel_size
-        rehearse(
-            whole, parts=parts, ranges=ranges, collects=plan.collects, pipeline_parallel_size=degree
-        )
+        Rehearsal(
+            model=whole,
+            parts=parts,
+            ranges=ranges,
+            collects=plan.collects,
+            pipeline_parallel_size=layout.pipeline_parallel_size,
+        ).on_examples()
     if config.compile == "blocks" and blocks is None:
         find_blocks(whole)
     if config.fp8 is not None:

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from lightning_ptdp.checkpoint import CheckpointError, left_out, optimizer_tensors
 from lightning_ptdp.data_parallel import GroupTrial
 from lightning_ptdp.parameters.placement import Placement
+from lightning_ptdp.shims.lightning import LightningModule
+from lightning_ptdp.strategy.fork_safety import try_in_child
 
-__all__ = ["check_extra_state", "check_optimizer_state", "warn_of_objects"]
+__all__ = ["check_extra_state", "check_optimizer_state", "check_save_hook", "warn_of_objects"]
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _SIDE = 4
@@ -40,6 +42,29 @@ def warn_of_objects(owner: object) -> None:
         "load_from_checkpoint, or use weights_only=False, which trusts the checkpoint",
         stacklevel=2,
     )
+
+
+def check_save_hook(module: LightningModule) -> None:
+    """Check what ``on_save_checkpoint`` adds to a checkpoint, by a call in a forked process.
+
+    Raises:
+        ValueError: It adds an object, which could not be read back.
+    """
+
+    def trial() -> ValueError | None:
+        content = {"epoch": 0, "global_step": 0, "state_dict": module.state_dict()}
+        given = set(content)
+        module.on_save_checkpoint(content)
+        added = {key: value for key, value in content.items() if key not in given}
+        for key, kind in left_out(added).items():
+            return ValueError(
+                f"on_save_checkpoint of {type(module).__name__} adds {key!r} (a {kind}), which "
+                "cannot be restored without executing code. Add plain values or tensors, or use "
+                "Trainer(enable_checkpointing=False)"
+            )
+        return None
+
+    try_in_child(trial)
 
 
 def check_extra_state(module: nn.Module) -> None:

@@ -1,0 +1,106 @@
+"""Rehearsal of the first training step before launch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.base.nested import Nested, batch_size
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
+from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.known_parts import KnownParts
+from lightning_ptdp.pipeline.rehearsal import Rehearsal
+from lightning_ptdp.shims.lightning import LightningModule, Trainer
+from lightning_ptdp.strategy.checks.whole_model import plan_of
+from lightning_ptdp.strategy.fork_safety import try_in_child
+from lightning_ptdp.world.layout import ParallelLayout
+
+__all__ = ["check_first_batch"]
+
+_LARGEST = 50_000_000
+"""Parameters of the largest model whose forward is run before launch."""
+
+
+def check_first_batch(
+    trainer: Trainer,
+    module: LightningModule,
+    source: object,
+    *,
+    config: PTDPConfig,
+    layout: ParallelLayout,
+    known: KnownParts | None,
+) -> None:
+    """Run all pipeline stages on a microbatch of the first batch.
+
+    Nothing is run without a pipeline, if the plan names the blocks, or for a large model. Nothing
+    is known if the trial fails (see ``try_in_child``), for example because the data module's
+    ``prepare_data`` was not called.
+
+    Args:
+        trainer: The Trainer of the fit.
+        module: The uncut module.
+        source: The training data: a loader, a data module, or None for the module's own loader.
+        config: The strategy's options.
+        layout: The degrees of parallelism.
+        known: Places of the modules, if a pipeline cuts the model.
+
+    Raises:
+        ValueError: The batch cannot be split, or a stage fails although the whole model runs.
+    """
+    if known is None or isinstance(source, Mapping):
+        return
+    plan = plan_of(module, config)
+    if plan.blocks is not None or sum(p.numel() for p in module.parameters()) > _LARGEST:
+        return
+    parts = known.parts
+
+    def trial() -> ValueError | None:
+        module.trainer = trainer
+        module.__dict__.update(log=_drop, log_dict=_drop)
+        batch = _first_batch(trainer, module, module if source is None else source)
+        batch = module.on_before_batch_transfer(batch, 0)
+        try:
+            samples = batch_size(batch)
+        except ValueError as error:
+            return error
+        part = split_batch(batch, microbatch_sizes(samples, config.microbatches(samples)))[0]
+        part = module.on_after_batch_transfer(part, 0)
+        rehearsal = Rehearsal(
+            model=module,
+            parts=parts,
+            ranges=layer_ranges(module, parts=parts, layout=layout, partition=config.partition),
+            collects=plan.collects,
+            pipeline_parallel_size=layout.pipeline_parallel_size,
+        )
+        return rehearsal.on_step(_step_of(module, part))
+
+    try_in_child(trial)
+
+
+def _first_batch(trainer: Trainer, module: LightningModule, source: Any) -> Nested:
+    if hasattr(source, "train_dataloader"):
+        if source is not module:
+            source.trainer = trainer
+            source.setup("fit")
+        source = source.train_dataloader()
+    module.setup("fit")
+    if isinstance(source, DataLoader):
+        source = copy.copy(source)
+        source.num_workers, source.pin_memory = 0, False
+    return next(islice(source, 1))
+
+
+def _step_of(module: LightningModule, batch: Nested) -> Callable[[], object]:
+    names = inspect.signature(module.training_step).parameters
+    return partial(module.training_step, batch, *([0] if len(names) > 1 else []))
+
+
+def _drop(*_: object, **__: object) -> None:
+    """Log nothing, because no loop runs."""

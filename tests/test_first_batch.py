@@ -1,0 +1,194 @@
+"""The first training step is rehearsed before launch, in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.fork_safety import try_in_child
+from tests.pool import PRELOAD
+
+WIDTH = 4
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """Dictionaries, so that no input can be guessed; counts its reads."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.reads += 1
+        return {"x": torch.full((WIDTH,), float(index)), "y": torch.zeros(1)}
+
+
+class Chain(L.LightningModule):
+    """Blocks that follow each other, inside code that needs both tensors of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + y
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self(batch["x"], batch["y"]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Residual(Chain):
+    """Each block takes what the blocks before it leave, as in N-BEATS."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x - block(x)
+        return x + y
+
+
+class Twice(Chain):
+    """Two views of a batch run through the blocks, as in SimCLR."""
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        views = self(batch["x"], batch["y"]), self(batch["x"] + 1, batch["y"])
+        return (views[0] - views[1]).square().mean()
+
+
+class SavesAnObject(Chain):
+    """Adds its loss to the checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["loss_fn"] = nn.MSELoss()
+
+
+class FailsAnyway(Residual):
+    """Fails in one process as well, so nothing is known about its stages."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        super().training_step(batch, batch_idx)
+        raise LookupError
+
+
+class Data(L.LightningDataModule):
+    """Has its data after ``setup``."""
+
+    def setup(self, stage: str) -> None:
+        self.samples = Samples()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.samples, batch_size=4)
+
+
+def graphs(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Collate without a common first dimension."""
+    return {"x": torch.stack([each["x"] for each in samples]), "y": torch.zeros(3)}
+
+
+def fit(module: L.LightningModule, data: Any, folder: Any = None) -> None:
+    L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, start_method="fork"),
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=folder is not None,
+        default_root_dir=folder,
+    ).fit(module, data)
+
+
+def refused(module: Callable[[], L.LightningModule], words: str, data: Any, folder: Any) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    model = module()
+    torch.set_rng_state(before)
+    # an error of a rank is a ProcessRaisedException
+    with pytest.raises(ValueError, match=words) as caught:
+        fit(model, data, folder)
+    assert type(caught.value) is ValueError
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "samples" not in vars(data)
+    assert not getattr(getattr(data, "dataset", None), "reads", 0)
+
+
+def trained(module: Callable[[], L.LightningModule]) -> None:
+    fit(module(), DataLoader(Samples(), batch_size=4))
+
+
+def unknown(module: Callable[[], L.LightningModule]) -> None:
+    with pytest.raises(Exception, match="computes something before") as caught:
+        fit(module(), DataLoader(Samples(), batch_size=4))
+    assert type(caught.value).__name__ == "ProcessRaisedException"
+
+
+def in_new_process(part: Callable[[], None]) -> None:
+    """Run in a process without threads, from which others may be forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=part)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Residual, r"cannot cut Residual: the model computes something before block 'blocks\.2'"),
+        (Twice, "one step calls the repeated blocks more than once"),
+    ],
+)
+@pytest.mark.parametrize("source", ["loader", "data module"])
+def test_a_module_that_cannot_be_cut_is_refused_before_launch(
+    module: type[Chain], words: str, source: str
+) -> None:
+    data = Data() if source == "data module" else DataLoader(Samples(), batch_size=4, num_workers=1)
+    in_new_process(partial(refused, module, words, data, None))
+
+
+def test_a_batch_that_cannot_be_split_is_refused_before_launch() -> None:
+    data = DataLoader(Samples(), batch_size=4, collate_fn=graphs)
+    in_new_process(partial(refused, Chain, r"first dimensions are \[3, 4\]", data, None))
+
+
+def test_an_object_that_a_hook_saves_is_refused_before_launch(tmp_path: Any) -> None:
+    words = r"on_save_checkpoint of SavesAnObject adds 'loss_fn' \(a torch\..*MSELoss\)"
+    data = DataLoader(Samples(), batch_size=4)
+    in_new_process(partial(refused, SavesAnObject, words, data, str(tmp_path)))
+
+
+def test_a_chain_is_trained() -> None:
+    in_new_process(partial(trained, Chain))
+
+
+def test_a_step_that_fails_anyway_is_left_to_the_ranks() -> None:
+    in_new_process(partial(unknown, FailsAnyway))
+
+
+def test_no_trial_beside_other_threads() -> None:
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    try:
+        try_in_child(lambda: ValueError("not called"))
+    finally:
+        ended.set()
+        other.join()
