@@ -2,9 +2,8 @@
 
 Run: python ci/benchmarks/data.py [--rounds 5]
 
-Prepares the default corpus (the standard library's sources) and reads it. Peers, on the same text
-or the same chunks in the same
-run, alternating with ours:
+Prepares the default corpus (the standard library's sources; with --smoke, one package of it) and
+reads it. Peers, on the same text or the same chunks in the same run, alternating with ours:
 
 - preparing: sentencepiece alone, learning the same vocabulary from the same lines and encoding the
   same documents with as many threads, which then writes nothing and checks nothing;
@@ -17,6 +16,7 @@ A ratio below 1 is faster. The last line is the rows as JSON.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import os
 import statistics
@@ -43,35 +43,44 @@ def main() -> None:
         default=5,
         help="passes of each reader; preparing is repeated at most three times",
     )
-    rounds = parse_options(parser, rounds=1).rounds
+    parser.set_defaults(source=None, vocabulary=VOCABULARY)
+    small = {"source": str(Path(asyncio.__file__).parent), "vocabulary": 1024}
+    options = parse_options(parser, rounds=1, **small)
+    rounds = options.rounds
     # Imports are not what is measured.
     import litdata  # noqa: F401
     import sentencepiece  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
-        rows = [prepare_result(Path(folder), min(rounds, 3))]
+        rows = [prepare_result(Path(folder), options, min(rounds, 3))]
         rows += [read_result(Path(folder, "0"), num_workers, rounds) for num_workers in (0, 2)]
     report("data: seconds for the same work", rows)
 
 
-def prepare_result(folder: Path, rounds: int) -> Comparison:
-    """Preparing the default corpus; leaves a prepared folder ``0``."""
+def prepare_result(folder: Path, options: argparse.Namespace, rounds: int) -> Comparison:
+    """Preparing the corpus; leaves a prepared folder ``0``."""
     from lightning_ptdp.data import Corpus, PrepareConfig, prepare
 
-    texts = [document.text for document in Corpus().documents()]
+    texts = [document.text for document in Corpus(source=options.source).documents()]
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     numbers = iter(range(rounds))
 
     def ours() -> None:
-        prepare(PrepareConfig(output=folder / str(next(numbers)), vocabulary_size=VOCABULARY))
+        prepare(
+            PrepareConfig(
+                output=folder / str(next(numbers)),
+                source=options.source,
+                vocabulary_size=options.vocabulary,
+            )
+        )
 
-    times = alternate(ours, lambda: sentencepiece_alone(texts), rounds)
+    times = alternate(ours, lambda: sentencepiece_alone(texts, options.vocabulary), rounds)
     return compared(
         "prepare default corpus", times, megabytes, "MB/s", "sentencepiece train + encode"
     )
 
 
-def sentencepiece_alone(texts: list[str]) -> None:
+def sentencepiece_alone(texts: list[str], vocabulary: int) -> None:
     """Learn and encode with the settings of lightning_ptdp.data.tokenizer."""
     import sentencepiece
 
@@ -80,7 +89,7 @@ def sentencepiece_alone(texts: list[str]) -> None:
         sentence_iterator=(line for text in texts for line in text.split("\n") if line),
         model_writer=model,
         model_type="bpe",
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
