@@ -319,7 +319,8 @@ def first_sentence(text: str) -> str:
     line = re.sub(r"^pipeline_parallel_size=\d+ cannot cut \w+: ", "", line)
     line = re.sub(r"^.* normalize over", "batch normalization is over", line)
     line = re.sub(r" found in \w+$| found in \w+(?=[:;.] )", " found", line)
-    return re.split(r"(?<=[^.])[.:;] (?=[A-Za-z])|; ", line, maxsplit=1)[0].rstrip(".")
+    ends = r"(?<=[^.])[.:;] (?=[A-Za-z])(?![^(]*\))|; "
+    return re.split(ends, line, maxsplit=1)[0].rstrip(".")
 
 
 def table_of(found: dict[str, dict[str, Outcome]]) -> str:

@@ -68,8 +68,7 @@ class Rehearsal:
         Returns:
             The error of a stage that fails, although the step runs on the whole model.
         """
-        with torch.no_grad():
-            step()
+        step()
         failure = _run_stages(self._cut(self.model), step)
         return None if failure is None else self._refusal(*failure)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.base.nested import Nested, batch_size
@@ -64,6 +67,7 @@ def check_first_batch(
     def trial() -> ValueError | None:
         module.trainer = trainer
         module.__dict__.update(log=_drop, log_dict=_drop)
+        torch.compiler.set_stance("force_eager")
         batch = _first_batch(trainer, module, module if source is None else source)
         batch = module.on_before_batch_transfer(batch, 0)
         try:
@@ -98,8 +102,17 @@ def _first_batch(trainer: Trainer, module: LightningModule, source: Any) -> Nest
 
 
 def _step_of(module: LightningModule, batch: Nested) -> Callable[[], object]:
+    """Return the training step on ``batch``, with the same random numbers at every call."""
     names = inspect.signature(module.training_step).parameters
-    return partial(module.training_step, batch, *([0] if len(names) > 1 else []))
+    call = partial(module.training_step, batch, *([0] if len(names) > 1 else []))
+
+    def step() -> object:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        return call()
+
+    return step
 
 
 def _drop(*_: object, **__: object) -> None:
