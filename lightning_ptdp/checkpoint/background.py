@@ -11,10 +11,10 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.host_copies import HostCopies
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import Json
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
@@ -35,7 +35,7 @@ class BackgroundSaver:
     Python does not see ends the process.
 
     The memory of the copies (as much as this rank holds of the model and the optimizer) is kept
-    between saves. Under CUDA it is pinned, so that the copy runs at the speed of the bus.
+    between saves (see ``HostCopies``).
 
     Args:
         limit: Limit of every wait for another rank; a save must end within twice this time.
@@ -47,7 +47,7 @@ class BackgroundSaver:
         self._group: Any = None
         if dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=limit)
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_writing = False
@@ -88,7 +88,10 @@ class BackgroundSaver:
         self._target = Path(os.path.abspath(path))
         content = checked_content(path, state=state, metadata=metadata)
         with same_outcome(f"copying the tensors of the checkpoint {path}"):
-            rectangles = rectangles_of(self._copied(tensors))
+            copies = self._copies({name: tensor for name, (tensor, _) in tensors.items()})
+            rectangles = rectangles_of(
+                {name: (copies[name], placement) for name, (_, placement) in tensors.items()}
+            )
         self._then, self._is_writing = [then], True
         self._thread = threading.Thread(
             target=self._write,
@@ -143,7 +146,7 @@ class BackgroundSaver:
             RuntimeError: As for :meth:`wait`.
         """
         self.wait()
-        self._copies = {}
+        self._copies.release()
         self.give_up()
 
     def give_up(self) -> None:
@@ -170,18 +173,6 @@ class BackgroundSaver:
                 file=sys.stderr,
                 flush=True,
             )
-
-    def _copied(self, tensors: Tensors) -> Tensors:
-        copies: dict[str, torch.Tensor] = {}
-        for name, (tensor, _) in tensors.items():
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
-        if any(tensor.is_cuda for tensor, _ in tensors.values()):
-            torch.cuda.synchronize()
-        self._copies = copies
-        return {name: (copies[name], placement) for name, (_, placement) in tensors.items()}
 
     def _write(
         self, rectangles: list[LocalRectangle], content: Encoded, metadata: Mapping[str, Json]

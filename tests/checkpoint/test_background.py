@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -24,6 +25,7 @@ from lightning_ptdp.checkpoint import (
     read_full,
     verify_checkpoint,
 )
+from lightning_ptdp.checkpoint.host_copies import HostCopies
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import LitTiny, PaddedTokens, Run
@@ -69,23 +71,46 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
-def test_pinned_memory_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By count, over three saves: one buffer a tensor, one more where a shape has changed; and
-    never one that is being written."""
-    empty, pinned, waited = torch.empty, [], []
+class Driver:
+    """Stand-in for CUDA's runtime: the pages that are locked, by address.
 
-    def counted(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        made = empty(*args, **kwargs)
-        if pin_memory:
-            pinned.append(tuple(made.shape))
-        return made
+    ``calls`` has the bytes of each lock, and "unlock"."""
 
-    monkeypatch.setattr(torch, "empty", counted)
+    def __init__(self, answer: int = 0) -> None:
+        self.answer, self.calls, self.locked = answer, list[int | str](), dict[int, int]()
+
+    def runtime(self) -> SimpleNamespace:
+        return SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock)
+
+    def _lock(self, place: int, size: int, flags: int) -> int:
+        assert flags == 0 and place not in self.locked
+        self.calls.append(size)
+        if self.answer == 0:
+            self.locked[place] = size
+        return self.answer
+
+    def _unlock(self, place: int) -> int:
+        self.calls.append("unlock")
+        del self.locked[place]
+        return 0
+
+
+def on_gpu(*values: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {str(index): value.as_subclass(OnGPU) for index, value in enumerate(values)}
+
+
+def test_pages_are_locked_once_in_one_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By count, over three saves: one buffer, another one where a shape has changed; each tensor
+    begins at a multiple of 64 bytes."""
+    driver, waited = Driver(), list[threading.Thread]()
+    monkeypatch.setattr(torch.cuda, "cudart", driver.runtime)
     monkeypatch.setattr(
         torch.cuda, "synchronize", lambda: waited.append(threading.current_thread())
     )
     saver = BackgroundSaver(limit=LIMIT)
-    for step, last in enumerate((3, 3, 5)):
+    for step, last in enumerate((3, 3, 17)):
         values = {
             "model/a": torch.full((4,), float(step)),
             "optimizer/a": torch.full((last,), float(step)),
@@ -96,10 +121,33 @@ def test_pinned_memory_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         }
         saver.save(tmp_path / str(step), tensors=tensors, state={}, metadata={}, then=lambda: None)
     saver.close()
-    assert pinned == [(4,), (3,), (5,)]
+    assert driver.calls == [128, "unlock", 192, "unlock"]
     assert waited == [threading.main_thread()] * 3, "once a save, before the parameters may change"
     for step in range(3):
         assert torch.equal(read_full(tmp_path / str(step))["a"], torch.full((4,), float(step)))
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+def test_copies_are_equal_whether_or_not_the_driver_locks_pages(
+    answer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(answer)
+    monkeypatch.setattr(torch.cuda, "cudart", driver.runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    given = [
+        torch.arange(6.0).view(2, 3).T,
+        torch.tensor(7, dtype=torch.int64),
+        torch.empty(0, 3, dtype=torch.float64),
+        torch.tensor([True, False]),
+        torch.randn(65, dtype=torch.bfloat16),
+        torch.randn(3, dtype=torch.complex64),
+    ]
+    copies = HostCopies()
+    made = copies(on_gpu(*given))
+    assert all(torch.equal(copy, tensor) for copy, tensor in zip(made.values(), given, strict=True))
+    del copies
+    assert driver.calls == [448, "unlock"][: 2 - answer]
+    assert not driver.locked
 
 
 def test_the_values_at_the_time_of_the_save_are_saved(
