@@ -36,11 +36,14 @@ class WholeMask:
             mask; the smallest number over the ranks counts.
         mask: Further restriction of the visible keys, (b or 1, n or 1, s/c or 1, s), boolean or
             additive, in the order of the full sequence.
+        is_reusable: True if later calls with the same mask need not be read. If only some ranks
+            passed a mask, they may make a new one for each call, and all ranks must agree again.
     """
 
     causal: bool
     kv_heads: int
     mask: Tensor | None = None
+    is_reusable: bool = True
 
 
 def read_mask(
@@ -81,9 +84,9 @@ def read_mask(
         kind, keys = _read_local(mask, local_length, group)
     if padded:
         seen = torch.ones(q.size(0), local_length, dtype=torch.int32, device=q.device)
-        return _agree(
-            kind, seen if keys is None else keys.expand_as(seen).to(seen), kv_heads, group
-        )
+        if keys is not None:
+            seen = keys.expand_as(seen).to(seen)
+        return _agree(seen, (kind, kv_heads, mask is not None), group)
     if keys is not None and not bool(keys.all()):
         raise ContextParallelError(
             "the model masks some tokens as padding, but the batch has no padding mask, so "
@@ -127,27 +130,33 @@ def _seen(mask: Tensor, length: int, group: Group) -> Tensor:
     return seen
 
 
-def _agree(kind: int, keys: Tensor, kv_heads: int, group: Group) -> WholeMask:
+def _agree(keys: Tensor, told: tuple[int, int, bool], group: Group) -> WholeMask:
     """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
 
-    A slice of only padding fits both causal and bidirectional masks. The other ranks decide then.
+    ``told`` is the kind of this rank's mask, its number of key/value heads, and whether there is a
+    mask. A slice of only padding fits both causal and bidirectional masks. The other ranks decide
+    then.
     """
     samples, length = keys.shape
-    mine = torch.cat((keys, keys.new_tensor([[kind, kv_heads]]).expand(samples, 2)), 1)
-    gathered = mine.new_empty(group.size * samples, length + 2)
+    mine = torch.cat((keys, *(keys.new_full((samples, 1), number) for number in told)), 1)
+    gathered = mine.new_empty(group.size * samples, length + 3)
     all_gather_single(gathered, mine, group.handle)
-    parts = gathered.view(group.size, samples, length + 2)
-    told, heads = parts[:, 0, length:].unbind(1)
-    kinds = set(told.tolist()) - {_EITHER}
+    parts = gathered.view(group.size, samples, length + 3)
+    whole = unshard_sequence(list(parts[..., :length].bool()), 1)
+    *numbers, sees_all = torch.cat((parts[:, 0, length:].flatten(), whole.all()[None])).tolist()
+    kinds = {*numbers[::3]} - {_EITHER}
     if len(kinds) > 1:
         raise ContextParallelError(
             "in the same attention call, some ranks of a context group used causal attention "
             "and others bidirectional attention, because the model decides by the values of "
             "its slice. Pass is_causal explicitly"
         )
-    whole = unshard_sequence(list(parts[..., :length].bool()), 1)
-    mask = None if bool(whole.all()) else whole[:, None, None]
-    return WholeMask(causal=kinds != {_BIDIRECTIONAL}, mask=mask, kv_heads=int(heads.min()))
+    return WholeMask(
+        causal=kinds != {_BIDIRECTIONAL},
+        mask=None if sees_all else whole[:, None, None],
+        kv_heads=min(numbers[1::3]),
+        is_reusable=len({*numbers[2::3]}) == 1,
+    )
 
 
 def _refusal(mask: Tensor, length: int, group: Group) -> str:

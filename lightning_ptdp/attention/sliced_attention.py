@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_ptdp.attention.attention_protocol import AttentionCall, DistributedAttention
 from lightning_ptdp.attention.context_parallel_error import ContextParallelError
-from lightning_ptdp.attention.slice_masks import read_mask
+from lightning_ptdp.attention.slice_masks import WholeMask, read_mask
 from lightning_ptdp.forward.matrix_product import autocast_dtype
 
 __all__ = ["SlicedAttention"]
@@ -32,6 +33,7 @@ class SlicedAttention:
     padded: bool
     differentiates: bool
     attended: bool = False
+    _last: tuple[object, WholeMask | None, Tensor | None] = (None, None, None)
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Return the results of this rank's queries over the full sequence; collective.
@@ -47,7 +49,8 @@ class SlicedAttention:
             q, k, v = q[None], k[None], v[None]
         dtype = autocast_dtype(q)
         q, k, v = (x if dtype is None else x.to(dtype) for x in (q, k, v))
-        whole = read_mask(
+        read = partial(
+            read_mask,
             call.mask,
             is_causal=call.causal,
             q=q,
@@ -55,6 +58,7 @@ class SlicedAttention:
             group=self.distributed.group,
             padded=self.padded,
         )
+        whole = read() if call.mask is None and not self.padded else self._read_once(read)
         # Surplus heads of this rank's call are copies, adjacent to each other.
         copies = k.size(1) // whole.kv_heads
         result = self.distributed(
@@ -69,6 +73,22 @@ class SlicedAttention:
             )
         )
         return result[0] if call.q.dim() == 3 else result
+
+    def _read_once(self, read: partial[WholeMask]) -> WholeMask:
+        """Return the mask of a call, and read it only if the call before had another one.
+
+        Reading waits for the device, and layers usually get the same mask."""
+        (mask,), given = read.args, read.keywords
+        identity = None if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
+        version = mask._version if mask is not None and not mask.is_inference() else None
+        key = (identity, version, given["is_causal"], given["q"].size(0), given["kv_heads"])
+        if key != self._last[0]:
+            whole = read()
+            is_reusable = whole.is_reusable and (mask is None or version is not None)
+            # the mask is kept, so that no other one takes its place in memory
+            self._last = (key if is_reusable else None, whole, mask)
+        assert self._last[1] is not None
+        return self._last[1]
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         size = self.distributed.group.size

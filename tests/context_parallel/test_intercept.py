@@ -118,6 +118,20 @@ def causal_and_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     )
 
 
+def changed_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Masks of all blocks in one buffer: causal in the first block, then bidirectional."""
+    mask = local_causal_mask(batch["input_ids"].size(1)).clone()
+
+    def widen(*_: object) -> None:
+        mask.fill_(True)
+
+    hook = model.get_submodule("blocks.1").register_forward_pre_hook(widen)
+    try:
+        return model(batch["input_ids"], mask=mask)
+    finally:
+        hook.remove()
+
+
 def given_mask(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["input_ids"], mask=batch["mask"])
 
@@ -162,6 +176,8 @@ def models_on_slices(rank: int, kind: AttentionKind) -> None:
         "padding of whole slices": (Toy, causal_and_hidden, padded),
         "padding and causal": (Toy, causal_and_hidden, one_rank_only),
         "a mask without padding": (Toy, keys_hidden, {"attention_mask": padding(16, 16, 16)}),
+        "one buffer for the masks": (Toy, changed_in_place, {}),
+        "one buffer for the masks, padded": (Toy, changed_in_place, one_rank_only),
         "a mask of queries and keys": (Toy, given_mask, {"mask": random_mask}),
         "encoder": (Encoder, partial(encode, causal=False), {}),
         "causal encoder": (Encoder, partial(encode, causal=True), {}),

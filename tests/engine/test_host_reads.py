@@ -134,6 +134,15 @@ class LitLlama(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class LitPaddedLlama(LitLlama):
+    """With a mask of padding in two of eight samples."""
+
+    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+        mask = torch.ones_like(batch["input_ids"])
+        mask[:2, -3:] = 0
+        return {**batch, "attention_mask": mask}
+
+
 class Marks(pl.Callback):
     """Callback that starts a new list of waits at the start and the end of every batch."""
 
@@ -228,6 +237,15 @@ def test_so_does_one_that_somebody_wrote(name: str, pool: Pool) -> None:
 )
 def test_so_does_one_of_hugging_face(size: int, options: dict[str, Any], pool: Pool) -> None:
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
+
+
+def test_context_ranks_read_a_mask_once_for_all_layers(pool: Pool) -> None:
+    """Four layers: once which local tokens are seen, once what all ranks see."""
+    options = {"context_parallel_size": 2}
+    for batches in pool.run(fit, world_size=2, args=(2, options, {}, LitPaddedLlama)):
+        for waits in batches["train"]:
+            reads = [wait for wait in waits if wait.place.startswith("attention/")]
+            assert len(reads) == 2, waits
 
 
 @pytest.mark.parametrize(
