@@ -231,3 +231,13 @@ class Pool:
         for process, _ in self._workers:
             process.join(10)
         self._workers = []
+
+
+def in_new_process(part: Callable[[], None]) -> None:
+    """Run in a process without threads, from which others may be forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=part)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.fork_safety import try_in_child
-from tests.pool import PRELOAD
+from tests.pool import in_new_process
 
 WIDTH = 4
 
@@ -148,16 +147,6 @@ def trained(module: Callable[[], L.LightningModule]) -> None:
 def launched(module: Callable[[], L.LightningModule], words: str) -> None:
     with pytest.raises(ProcessRaisedException, match=words):
         fit(module(), DataLoader(Samples(), batch_size=4))
-
-
-def in_new_process(part: Callable[[], None]) -> None:
-    """Run in a process without threads, from which others may be forked."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=part)
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -21,7 +20,7 @@ from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.fork_safety import in_child
 from tests.parity import LitTiny, PaddedTokens, Run
-from tests.pool import PRELOAD
+from tests.pool import in_new_process
 
 
 def test_its_answer_comes_home() -> None:
@@ -100,9 +99,4 @@ def _returns_weights_through_memory() -> None:
 )
 def test_whether_a_process_can_be_forked(part: Callable[[], None]) -> None:
     """In a new process: only its first backward starts threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=part)
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
+    in_new_process(part)
