@@ -60,7 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 FAILURES = ("different", "obscure", "hung")
 """Outcomes that are defects."""
-EXPLAINING = ("engine", "strategy/checks/batch_statistics.py")
+EXPLAINING = ("engine", "strategy/checks/module_content.py")
 """Parts of the package whose warnings tell of a result that is not one process's."""
 
 

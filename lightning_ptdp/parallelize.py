@@ -27,15 +27,17 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from lightning_ptdp.parameters.layout_notes import layout_notes
-from lightning_ptdp.parameters.local_parameters import WholeParameters, manage_parameters
+from lightning_ptdp.parameters.local_parameters import (
+    WholeParameters,
+    layout_notes,
+    manage_parameters,
+)
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.parameters.materialize import Materializer, agree_on_values, make_room
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.uncut_view import UncutView
-from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.pipeline.known_parts import KnownParts
 from lightning_ptdp.pipeline.stage import PipelineCut, Placeholder
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (

@@ -28,7 +28,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data import BertDataModule, IndexedDataModule, MixtureDataModule, TextDataModule
 from lightning_ptdp.data.batch_options import BatchOptions
 from lightning_ptdp.data.corpus import Corpus
-from lightning_ptdp.data.data_config import PrepareConfig
+from lightning_ptdp.data.datamodule import PrepareConfig
 from lightning_ptdp.models import BertConfig, GPTConfig
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.planner import DEVICES, SOFTWARE, Cluster, Device, Job, Link, Software, Space

@@ -14,8 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.checks.device import check_other_gpus
-from lightning_ptdp.strategy.checks.machine_limits import check_machine
+from lightning_ptdp.strategy.checks.machine_limits import check_machine, check_other_gpus
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
 PLACE: dict[str, Any] = {"world_size": 4, "start_method": "fork", "accelerator": "cpu"}

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.checks.device import check_gpu
+from lightning_ptdp.strategy.checks.machine_limits import check_gpu
 from lightning_ptdp.strategy.out_of_memory import memory_note
 from tests.letters import M, P, T
 from tests.parity import LitTiny, PaddedTokens, Run

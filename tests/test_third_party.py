@@ -52,7 +52,7 @@ def test_errors_of_a_rank_are_read_from_its_traceback() -> None:
     error = type("ProcessRaisedException", (Exception,), {})
     text = traceback_of(
         PACKAGE / "engine" / "replica_step.py",
-        "lightning_ptdp.pipeline.refusals.CutError: cut elsewhere. Use p=1",
+        "lightning_ptdp.pipeline.stage_run.CutError: cut elsewhere. Use p=1",
     )
     assert describe(error(text), text, launched=True) == Outcome("late", "cut elsewhere. Use p=1")
 

@@ -10,12 +10,15 @@ from lightning_ptdp.attention.attention_protocol import (
     Attention,
     AttentionCall,
     AttentionTraffic,
+    ContextParallelError,
     DistributedAttention,
+    KeyedAttention,
+    additive,
+    document_mask,
+    find_documents,
+    plain_attention,
 )
-from lightning_ptdp.attention.context_parallel_error import ContextParallelError
 from lightning_ptdp.attention.interception import intercepted
-from lightning_ptdp.attention.masks import additive, document_mask, find_documents
-from lightning_ptdp.attention.plain_attention import KeyedAttention, plain_attention
 from lightning_ptdp.attention.sequence_chunks import (
     check_sequence,
     gather_sequence,

@@ -24,10 +24,10 @@ from torch import Tensor
 from lightning_ptdp.attention.attention_protocol import (
     AttentionCall,
     AttentionTraffic,
+    ContextParallelError,
     DistributedAttention,
+    plain_attention,
 )
-from lightning_ptdp.attention.context_parallel_error import ContextParallelError
-from lightning_ptdp.attention.plain_attention import plain_attention
 from lightning_ptdp.attention.sequence_chunks import chunk_order
 from lightning_ptdp.shims.torch_distributed import start_traced, wait_traced
 from lightning_ptdp.world.mesh import Group

@@ -1,4 +1,4 @@
-"""Protocol of attention, and of attention over a sequence that is split over context ranks.
+"""Attention as a protocol: calls, masks, errors, and the plain implementation.
 
 A model calls torch's function; ``interception.py`` makes an ``AttentionCall`` of it for one of these::
 
@@ -8,7 +8,7 @@ A model calls torch's function; ``interception.py`` makes an ``AttentionCall`` o
     RingAttention       keys and values are passed around the ranks
     AllToAllAttention   each rank computes some heads over the full sequence
 
-Packed sequences are a mask with a row for each local query (``masks.document_mask``).
+Packed sequences are a mask with a row for each local query (``document_mask``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,26 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Attention", "AttentionCall", "AttentionTraffic", "DistributedAttention"]
+__all__ = [
+    "Attention",
+    "AttentionCall",
+    "AttentionTraffic",
+    "DistributedAttention",
+    "ContextParallelError",
+    "additive",
+    "document_mask",
+    "find_documents",
+    "with_causal",
+    "KeyedAttention",
+    "plain_attention",
+]
 
 
 @dataclass(frozen=True)
@@ -146,3 +161,96 @@ class DistributedAttention(ABC):
     @abstractmethod
     def seconds(cls, traffic: AttentionTraffic) -> tuple[float, float]:
         """Return the estimated seconds that a forward and a backward take beside the attention."""
+
+
+# ---- Exception of context parallelism ------------------------------------------------------------
+
+
+class ContextParallelError(PTDPError, RuntimeError):
+    """The model's forward did something that a slice of the sequence does not support.
+
+    The message names the operation and the remedy.
+    """
+
+
+# ---- Masks of attention: boolean (True: visible) or added to the scores --------------------------
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask as numbers to add to the scores."""
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+
+def with_causal(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+    """Return the mask that also hides later keys; None: a mask that does only this."""
+    past = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril_()
+    if mask is None:
+        return past
+    return mask & past if mask.dtype is torch.bool else mask.masked_fill(~past, -torch.inf)
+
+
+def find_documents(positions: Tensor) -> Tensor | None:
+    """Return the document index of each token of packed sequences, (b, s) int64.
+
+    A document begins where the positions (b, s) do not continue. The result is None if no sequence
+    has more than one document. Reads a value back from the device.
+    """
+    begins = F.pad(positions.diff() != 1, (1, 0))
+    return begins.cumsum(-1) if bool(begins.any()) else None
+
+
+def document_mask(documents: Tensor, queries: Tensor) -> Tensor:
+    """Return the causal mask within documents, (b, 1, q, s).
+
+    Args:
+        documents: Document index of each token, (b, s) int64.
+        queries: Positions of the queries in the sequence, (q) int64.
+    """
+    past = queries[:, None] >= torch.arange(documents.size(1), device=queries.device)
+    return (past & (documents[:, queries, None] == documents[:, None, :]))[:, None]
+
+
+# ---- Attention by torch's own kernels, and attention whose dropped weights are chosen by the caller
+
+
+def plain_attention(call: AttentionCall) -> Tensor:
+    """Compute attention by ``scaled_dot_product_attention``."""
+    q, k, mask, causal = call.q, call.k, call.mask, call.causal
+    if causal and mask is not None:  # torch accepts only one of the two
+        mask, causal = with_causal(mask, q, k), False
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        call.v,
+        attn_mask=mask,
+        dropout_p=call.dropout_p,
+        is_causal=causal,
+        scale=call.scale,
+        enable_gqa=q.dim() > 2 and q.size(-3) != k.size(-3),
+    )
+
+
+@dataclass(frozen=True)
+class KeyedAttention:
+    """Attention that computes its weights explicitly if some of them are dropped.
+
+    Attributes:
+        kept: Returns the factors of the weights (b, n, q, k), 0 or 1 / (1 - p), for a probability p.
+    """
+
+    kept: Callable[[Tensor, float], Tensor]
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Return the queries' results."""
+        if call.dropout_p == 0.0:
+            return plain_attention(call)
+        copies = call.q.size(-3) // call.k.size(-3)
+        k, v = (x.repeat_interleave(copies, -3) for x in (call.k, call.v))
+        scores = call.q @ k.transpose(-2, -1) * call.factor
+        mask = with_causal(call.mask, call.q, k) if call.causal else call.mask
+        if mask is not None:
+            scores = scores + additive(mask, scores.dtype)
+        weights = scores.softmax(-1)
+        return (weights * self.kept(weights, call.dropout_p)) @ v

@@ -19,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ptdp.attention.attention_protocol import Attention, AttentionCall
-from lightning_ptdp.attention.context_parallel_error import ContextParallelError
-from lightning_ptdp.attention.masks import with_causal
+from lightning_ptdp.attention.attention_protocol import (
+    Attention,
+    AttentionCall,
+    ContextParallelError,
+    with_causal,
+)
 
 __all__ = ["intercepted"]
 

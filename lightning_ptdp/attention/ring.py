@@ -34,9 +34,9 @@ from lightning_ptdp.attention.attention_protocol import (
     AttentionCall,
     AttentionTraffic,
     DistributedAttention,
+    additive,
 )
 from lightning_ptdp.attention.kernels import AttentionBlock, attend, attend_backward
-from lightning_ptdp.attention.masks import additive
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.world.mesh import Group
 

@@ -1,4 +1,4 @@
-"""Attention of a model that runs on a rank's slice of the sequence."""
+"""Attention of a model that runs on a rank's slice of the sequence, and its masks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_ptdp.attention.attention_protocol import AttentionCall, DistributedAttention
-from lightning_ptdp.attention.context_parallel_error import ContextParallelError
-from lightning_ptdp.attention.slice_masks import WholeMask, read_mask
+from lightning_ptdp.attention.attention_protocol import (
+    AttentionCall,
+    ContextParallelError,
+    DistributedAttention,
+)
+from lightning_ptdp.attention.sequence_chunks import unshard_sequence
 from lightning_ptdp.forward.matrix_product import autocast_dtype
+from lightning_ptdp.shims.torch_distributed import all_gather_single
+from lightning_ptdp.world.mesh import Group
 
-__all__ = ["SlicedAttention"]
+__all__ = ["SlicedAttention", "WholeMask", "read_mask"]
 
 
 @dataclass(kw_only=True)
@@ -114,3 +119,159 @@ class SlicedAttention:
                 "intercepted. Use PTDPStrategy(recompute=...) or use_reentrant=False, and "
                 "freeze parts of the model by requires_grad=False instead of no_grad"
             )
+
+
+# ---- Interpretation of an attention call's mask for the full sequence ----------------------------
+#
+# A model builds masks from its slice of the tokens. Models build such a mask only from a length and a
+# padding mask. Two properties can therefore be read from it with certainty: *causal or not*, and
+# *which of the local tokens are visible*. The visible tokens are gathered over the ranks. Any other
+# mask between local tokens is refused, because it says nothing about the tokens of other ranks. A
+# mask cut from the batch, with local queries and all keys, is used as it is.
+#
+# Shapes: b samples, n heads, s tokens in the full sequence, s/c local tokens.
+
+
+_EITHER, _BIDIRECTIONAL, _CAUSAL = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeMask:
+    """Mask of an attention call, for the full sequence.
+
+    Attributes:
+        causal: True if a token attends only to itself and earlier tokens of the full sequence.
+        kv_heads: Number of key/value heads of the call. Some models copy these heads if they pass a
+            mask; the smallest number over the ranks counts.
+        mask: Further restriction of the visible keys, (b or 1, n or 1, s/c or 1, s), boolean or
+            additive, in the order of the full sequence.
+        is_reusable: True if later calls with the same mask need not be read. If only some ranks
+            passed a mask, they may make a new one for each call, and all ranks must agree again.
+    """
+
+    causal: bool
+    kv_heads: int
+    mask: Tensor | None = None
+    is_reusable: bool = True
+
+
+def read_mask(
+    mask: Tensor | None, *, is_causal: bool, q: Tensor, kv_heads: int, group: Group, padded: bool
+) -> WholeMask:
+    """Read the mask of a call on a rank's slice; collective if ``padded``.
+
+    Args:
+        mask: The ``attn_mask`` of ``scaled_dot_product_attention``, or None.
+        is_causal: The ``is_causal`` of the call.
+        q: The queries (b, n, s/c, d).
+        kv_heads: Key/value heads of the call on this rank.
+        group: The context group.
+        padded: True if the batch contains padding on any rank. Some ranks may then pass a mask that
+            ranks without padding in their slice leave out, so all ranks must agree.
+
+    Raises:
+        ContextParallelError: The mask has no meaning for the full sequence.
+    """
+    local_length = q.size(2)
+    if mask is None:
+        kind, keys = (_CAUSAL if is_causal else _BIDIRECTIONAL), None
+    else:
+        if is_causal:
+            raise ContextParallelError(
+                "scaled_dot_product_attention accepts attn_mask or is_causal=True, but not both"
+            )
+        if mask.requires_grad:
+            raise ContextParallelError(
+                "context parallelism does not compute gradients of an attention mask or bias. "
+                "Use context_parallel_size=1"
+            )
+        mask = mask[(None,) * (4 - mask.dim())]
+        if mask.size(-1) == local_length * group.size and mask.size(-2) in (1, local_length):
+            return WholeMask(causal=False, mask=mask, kv_heads=kv_heads)
+        if mask.size(-1) != local_length or mask.size(-2) not in (1, local_length):
+            raise ContextParallelError(_refusal(mask, local_length, group))
+        kind, keys = _read_local(mask, local_length, group)
+    if padded:
+        seen = torch.ones(q.size(0), local_length, dtype=torch.int32, device=q.device)
+        if keys is not None:
+            seen = keys.expand_as(seen).to(seen)
+        return _agree(seen, (kind, kv_heads, mask is not None), group)
+    if keys is not None and not bool(keys.all()):
+        raise ContextParallelError(
+            "the model masks some tokens as padding, but the batch has no padding mask, so "
+            "the other ranks do not know these tokens. Add a mask of shape (batch, sequence) "
+            "to the batch as 'attention_mask', 'key_padding_mask' or 'padding_mask'"
+        )
+    return WholeMask(causal=kind == _CAUSAL, kv_heads=kv_heads)
+
+
+def _read_local(mask: Tensor, length: int, group: Group) -> tuple[int, Tensor]:
+    """Classify a mask between local tokens.
+
+    Returns:
+        Whether it is causal, and which tokens are visible, (b or 1, s/c) boolean.
+    """
+    seen = _seen(mask, length, group)
+    keys = seen[:, :1, -1:]
+    patterns = {_BIDIRECTIONAL: keys}
+    if seen.size(-2) > 1:
+        patterns[_CAUSAL] = (
+            keys & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril_()
+        )
+    found = torch.stack([(seen == pattern).all() for pattern in patterns.values()]).tolist()
+    fits = [kind for kind, fit in zip(patterns, found, strict=True) if fit]
+    if not fits:
+        raise ContextParallelError(_refusal(mask, length, group))
+    return (fits[0] if len(fits) == 1 else _EITHER), keys[:, 0, 0]
+
+
+def _seen(mask: Tensor, length: int, group: Group) -> Tensor:
+    if mask.dtype is torch.bool:
+        return mask
+    seen = mask == 0
+    lowest = torch.finfo(mask.dtype).min / 2
+    if not bool((seen | (mask < lowest)).all()):
+        raise ContextParallelError(
+            "the attention mask has values other than 0 and -inf, for example a "
+            "position-dependent bias. A rank knows them only for its own slice of the "
+            "sequence; " + _refusal(mask, length, group)
+        )
+    return seen
+
+
+def _agree(keys: Tensor, told: tuple[int, int, bool], group: Group) -> WholeMask:
+    """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
+
+    ``told`` is the kind of this rank's mask, its number of key/value heads, and whether there is a
+    mask. A slice of only padding fits both causal and bidirectional masks. The other ranks decide
+    then.
+    """
+    samples, length = keys.shape
+    mine = torch.cat((keys, *(keys.new_full((samples, 1), number) for number in told)), 1)
+    gathered = mine.new_empty(group.size * samples, length + 3)
+    all_gather_single(gathered, mine, group.handle)
+    parts = gathered.view(group.size, samples, length + 3)
+    whole = unshard_sequence(list(parts[..., :length].bool()), 1)
+    *numbers, sees_all = torch.cat((parts[:, 0, length:].flatten(), whole.all()[None])).tolist()
+    kinds = {*numbers[::3]} - {_EITHER}
+    if len(kinds) > 1:
+        raise ContextParallelError(
+            "in the same attention call, some ranks of a context group used causal attention "
+            "and others bidirectional attention, because the model decides by the values of "
+            "its slice. Pass is_causal explicitly"
+        )
+    return WholeMask(
+        causal=kinds != {_BIDIRECTIONAL},
+        mask=None if sees_all else whole[:, None, None],
+        kv_heads=min(numbers[1::3]),
+        is_reusable=len({*numbers[2::3]}) == 1,
+    )
+
+
+def _refusal(mask: Tensor, length: int, group: Group) -> str:
+    return (
+        f"an attention mask of shape {tuple(mask.shape)} cannot be used under context parallelism. "
+        f"Each of {group.size} ranks has {length} of {length * group.size} tokens, from which only "
+        "causal and padding masks can be derived. Use is_causal=True instead of a mask, or add the "
+        "mask to the batch as (batch, 1, sequence, sequence), which is split along its queries only"
+    )

@@ -1,4 +1,4 @@
-"""Standard output and error that never end a program.
+"""Text output: aligned tables, and streams that never end a program.
 
 After a closed pipe or a lost terminal, output is discarded.
 """
@@ -9,9 +9,10 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Collection, Sequence
 from typing import Any, TextIO
 
-__all__ = ["say", "survive_closed_output"]
+__all__ = ["say", "survive_closed_output", "columns"]
 
 
 class _Survivor(io.RawIOBase):
@@ -75,3 +76,23 @@ def _surviving(stream: TextIO, *, is_error: bool) -> TextIO:
         errors="replace",
         line_buffering=is_interactive or is_error,
     )
+
+
+# ---- Text tables with aligned columns ------------------------------------------------------------
+
+
+def columns(rows: Sequence[Sequence[str]], *, words: Collection[int] = ()) -> str:
+    """Return rows with aligned columns.
+
+    The columns with a number in ``words`` are aligned left. All other columns, which hold numbers,
+    are aligned right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.ljust(width) if i in words else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,30 +1,53 @@
-"""Measurement of the steps of an ordinary fit."""
+"""Measurement of the steps of an ordinary fit, next to the prediction of the planner."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ptdp.bench.memory_probe import CountedMemory
-from lightning_ptdp.bench.prediction import predicted
+from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.bench.result import BenchResult
 from lightning_ptdp.callbacks.pipeline_timeline import has_pipeline
-from lightning_ptdp.callbacks.throughput import batch_shape, device_name, flops_per_sample, replicas
+from lightning_ptdp.callbacks.step_metrics import (
+    batch_shape,
+    device_name,
+    flops_per_sample,
+    replicas,
+)
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parameters.shadow import without_tensors
 from lightning_ptdp.pipeline.action_recorder import ActionRecorder
-from lightning_ptdp.planner import known_peak_flops
+from lightning_ptdp.planner import (
+    Choice,
+    Job,
+    device_here,
+    find_precision,
+    find_software,
+    fullest_rank,
+    known_peak_flops,
+    simulated_step_time,
+    step_time,
+    whose_figures,
+)
 from lightning_ptdp.schedule import ideal_bubble
+from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.strategy.checks.whole_model import whole_model
+from lightning_ptdp.strategy.planning import described
 
-__all__ = ["StepTimes"]
+__all__ = ["StepTimes", "CountedMemory", "Prediction", "predicted"]
 
 
 class StepTimes(Callback):
@@ -146,3 +169,138 @@ class StepTimes(Callback):
             predicted_bytes=expected.nbytes,
             predicted_by=expected.figures,
         )
+
+
+# ---- Peak memory of tensors on a CPU, counted ----------------------------------------------------
+#
+# The peak of the process would include the interpreter, the libraries and memory that the C library
+# keeps.
+
+
+_LEAST = 1024
+
+
+class CountedMemory(TorchDispatchMode):
+    """Context that counts the memory of living tensors after each operation.
+
+    ``peak_bytes`` is the largest count. Tensors of less than 1 KiB are left out. torch's profiler
+    is not used, because it does not see tensors freed by threads that communicate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._there: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._held = self.peak_bytes = 0
+
+    def __enter__(self) -> CountedMemory:
+        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # isinstance accesses lazy attributes of modules
+            tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        self._see(tensors)
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the operation's result, and count its tensors."""
+        result = func(*args, **(kwargs or {}))
+        self._see(iterate_tensors(result))
+        return result
+
+    def _see(self, tensors: Any) -> None:
+        for tensor in tensors:
+            if (
+                tensor.layout != torch.strided
+                # not of the tensor: one without data, of the planner's traces, names a CPU
+                or tensor.untyped_storage().device.type != "cpu"
+                or (nbytes := tensor.untyped_storage().nbytes()) < _LEAST
+            ):
+                continue
+            found = StorageWeakRef(tensor.untyped_storage())
+            if found.cdata not in self._there:
+                self._there[found.cdata] = found, nbytes
+                self._held += nbytes
+        if self._held > self.peak_bytes:  # only then do freed tensors matter
+            for key in [key for key, (storage, _) in self._there.items() if storage.expired()]:
+                self._held -= self._there.pop(key)[1]
+            self.peak_bytes = max(self.peak_bytes, self._held)
+
+
+# ---- Planner's prediction for a step that is measured --------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Time and memory that the planner predicts for a step.
+
+    Attributes:
+        seconds: Time of an optimizer step; None if the planner does not know the model, the device
+            or the schedule.
+        nbytes: Peak bytes of the tensors of the rank that needs most.
+        figures: Origin of the device's figures.
+    """
+
+    seconds: float | None = None
+    nbytes: float | None = None
+    figures: str = ""
+
+
+def predicted(
+    trainer: Trainer, module: nn.Module | None, *, samples: int, length: int
+) -> Prediction:
+    """Return the planner's prediction for an optimizer step.
+
+    Args:
+        trainer: Trainer with its strategy.
+        module: The trained model before it was cut; None if it is not known.
+        samples: Samples of a step, over all replicas.
+        length: Tokens of a sample.
+    """
+    strategy, accumulated = trainer.strategy, trainer.accumulate_grad_batches
+    device, layout = (
+        device_here(device_name(strategy.root_device)),
+        getattr(strategy, "layout", None),
+    )
+    if module is None or device is None or layout is None:
+        return Prediction()
+    config, rows = strategy.config, samples // layout.num_replicas // accumulated
+    microbatches = config.microbatches(rows)
+    precision, software = (
+        str(trainer.precision),
+        "ours" if config.compile == "none" else "ours-compiled",
+    )
+    try:
+        model = described(
+            module,
+            config,
+            length=length or None,
+            precision=precision,
+            software=software,
+            device=device,
+        )
+        job = Job(
+            model=model,
+            world_size=layout.world_size,
+            global_batch_size=samples // accumulated,
+            device=device,
+            precision=find_precision(precision),
+            software=find_software(software),
+            sequence_length=length or model.sequence_length,
+        )
+        choice = Choice(
+            layout=layout,
+            micro_batch_size=max(1, rows // microbatches),
+            num_microbatches=microbatches,
+            schedule=schedule_name(config.schedule, config.virtual_pipeline_size),
+            recompute=config.recompute,
+            distribute_saved_activations=config.distribute_saved_activations,
+            shard_optimizer=config.shard_optimizer,
+        )
+        timed = simulated_step_time if layout.size("pipeline") > 1 else step_time
+        memory = fullest_rank(job, choice)
+        return Prediction(
+            seconds=timed(job, choice).total * accumulated,
+            nbytes=memory.total - memory.communicators,
+            figures=whose_figures(device, job.processes),
+        )
+    except (ValueError, KeyError):  # the planner does not know the precision or the schedule
+        return Prediction()

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from lightning_ptdp.data import BertDataModule, StreamDataModule
-from lightning_ptdp.data.masking import number_to_predict
+from lightning_ptdp.data.pairs import number_to_predict
 from lightning_ptdp.data.stream import IGNORE_INDEX
 from lightning_ptdp.data.stream_datamodule import replica_of
 from lightning_ptdp.world.batch_size import BatchPlan, RampUp

@@ -2,19 +2,22 @@
 
 They work with any strategy, and report more with "ptdp"."""
 
+from lightning_ptdp.callbacks.artifacts import SaveResolvedConfig
 from lightning_ptdp.callbacks.expert_load import ExpertLoad
 from lightning_ptdp.callbacks.export_huggingface import ExportHuggingFace
 from lightning_ptdp.callbacks.init_from import InitFrom
 from lightning_ptdp.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_ptdp.callbacks.predictions import PredictionWriter
-from lightning_ptdp.callbacks.run_report import RunRecord, RunReport
+from lightning_ptdp.callbacks.run_report import RunRecord, RunReport, ValidateAtEnd
 from lightning_ptdp.callbacks.run_start import LayoutSummary, LogDatasets
-from lightning_ptdp.callbacks.save_config import SaveResolvedConfig
 from lightning_ptdp.callbacks.save_on_signal import SaveOnSignal
-from lightning_ptdp.callbacks.step_metrics import GradientNorm, LearningRate, TrainPerplexity
+from lightning_ptdp.callbacks.step_metrics import (
+    GradientNorm,
+    LearningRate,
+    Throughput,
+    TrainPerplexity,
+)
 from lightning_ptdp.callbacks.step_progress import StepProgress
-from lightning_ptdp.callbacks.throughput import Throughput
-from lightning_ptdp.callbacks.validate_at_end import ValidateAtEnd
 from lightning_ptdp.callbacks.write_samples import WriteSamples
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Callback that reports a run's results and their paths."""
+"""Callbacks for the end of a run: a last validation, and a report of the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_ptdp.base.output import say
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs, run_folder, store_tags
 
-__all__ = ["RunRecord", "RunReport"]
+__all__ = ["RunRecord", "RunReport", "ValidateAtEnd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,3 +137,23 @@ def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
         finished=finished,
         **found,
     )
+
+
+# ---- Callback that validates at the end of training ----------------------------------------------
+
+
+class ValidateAtEnd(Callback):
+    """Callback that validates after the last step of training.
+
+    Without it there is no validation if ``max_steps`` or ``max_epochs`` ends training between two
+    validations. It asks the Trainer to stop one step before the Trainer would stop by itself,
+    because Lightning validates when asked to stop."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Ask the Trainer to stop on the last step."""
+        last_step = 0 < trainer.max_steps <= trainer.global_step
+        last_epoch = (
+            trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch + 1
+        )
+        if last_step or (last_epoch and trainer.is_last_batch):
+            trainer.should_stop = True

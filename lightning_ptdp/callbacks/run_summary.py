@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ptdp.base.columns import columns
+from lightning_ptdp.base.output import columns
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.schedule import ideal_bubble

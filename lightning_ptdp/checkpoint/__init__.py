@@ -24,7 +24,6 @@ from lightning_ptdp.checkpoint.checkpoint_error import (
     MissingCheckpointError,
     reading,
 )
-from lightning_ptdp.checkpoint.checkpoint_verifier import verify_checkpoint
 from lightning_ptdp.checkpoint.files import local_path
 from lightning_ptdp.checkpoint.latest import (
     OnDamage,
@@ -41,7 +40,6 @@ from lightning_ptdp.checkpoint.metadata import (
     TensorEntry,
     read_metadata,
 )
-from lightning_ptdp.checkpoint.opaque_objects import left_out
 from lightning_ptdp.checkpoint.optimizer import (
     keeps_history,
     load_history,
@@ -52,12 +50,11 @@ from lightning_ptdp.checkpoint.optimizer import (
     optimizer_history,
     optimizer_tensors,
 )
-from lightning_ptdp.checkpoint.reader import TensorReader
-from lightning_ptdp.checkpoint.reshard import reshard_checkpoint
-from lightning_ptdp.checkpoint.save import save_checkpoint, write_checkpoint
+from lightning_ptdp.checkpoint.reader import TensorReader, verify_checkpoint
+from lightning_ptdp.checkpoint.save import reshard_checkpoint, save_checkpoint, write_checkpoint
 from lightning_ptdp.checkpoint.save_agreement import same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
-from lightning_ptdp.checkpoint.saved_state import read_state
+from lightning_ptdp.checkpoint.saved_state import left_out, read_state
 from lightning_ptdp.checkpoint.single_file import (
     PARAMETER_NAMES,
     TYPES,
@@ -70,9 +67,10 @@ from lightning_ptdp.checkpoint.whole_checkpoint import (
     StoredOptimizers,
     StoredWeights,
     is_checkpoint,
+    read_full,
     read_whole,
+    to_lightning_file,
 )
-from lightning_ptdp.checkpoint.whole_tensors import read_full, to_lightning_file
 
 __all__ = [
     "PARAMETER_NAMES",

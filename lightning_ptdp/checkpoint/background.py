@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from itertools import accumulate
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.host_copies import HostCopies
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import Json
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
@@ -22,7 +25,8 @@ from lightning_ptdp.checkpoint.save_agreement import same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.tagged_json import Encoded
 
-__all__ = ["BackgroundSaver"]
+__all__ = ["BackgroundSaver", "HostCopies"]
+
 
 _EXIT_PRIORITY = 20  # before the logger's
 _TELL_S = 2.0
@@ -197,3 +201,55 @@ class BackgroundSaver:
             # The next ``wait`` raises the error in the main thread.
             with self._lock:
                 self._error, self._is_writing = error, False
+
+
+# ---- Copies of tensors in the memory of the host, which stay there until the next copies ---------
+
+
+_ALIGNMENT = 64  # bytes; at least the size of an element of any type
+
+
+class HostCopies:
+    """One buffer of the size of all tensors that are copied.
+
+    Under CUDA its pages are locked, so that copies run at the speed of the bus. They are locked by
+    ``cudaHostRegister``, because ``pin_memory=True`` takes a power of two of bytes. Where the driver
+    refuses, copies are right but slower.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._unlock: weakref.finalize | None = None
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the tensors, complete at the return.
+
+        They are valid until the next call or ``release``.
+        """
+        is_cuda = any(tensor.is_cuda for tensor in tensors.values())
+        sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values())
+        *begins, total = accumulate(sizes, initial=0)
+        if total != len(self._buffer):
+            self._allocate(total, lock=is_cuda)
+        copies: dict[str, Tensor] = {}
+        for (name, tensor), begin in zip(tensors.items(), begins, strict=True):
+            memory = self._buffer[begin : begin + tensor.nbytes]
+            copy = memory.view(tensor.dtype).view(tensor.shape)
+            copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+        if is_cuda:
+            torch.cuda.synchronize()
+        return copies
+
+    def release(self) -> None:
+        """Release the memory."""
+        if self._unlock is not None:
+            self._unlock()
+        self._buffer, self._unlock = torch.empty(0, dtype=torch.uint8), None
+
+    def _allocate(self, total: int, *, lock: bool) -> None:
+        self.release()
+        self._buffer = torch.empty(total, dtype=torch.uint8)
+        if lock:
+            runtime, place = torch.cuda.cudart(), self._buffer.data_ptr()
+            if int(runtime.cudaHostRegister(place, total, 0)) == 0:
+                self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, place)

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.checksums import BLOCK, DATA_SUFFIX, summing
+from lightning_ptdp.checkpoint.checksums import BLOCK, DATA_SUFFIX, pieces_of, summing
 from lightning_ptdp.checkpoint.index import StoredRectangle
-from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
+from lightning_ptdp.checkpoint.local_rectangles import Held, LocalRectangle, check_held, share_out
 from lightning_ptdp.checkpoint.metadata import TensorEntry
-from lightning_ptdp.checkpoint.raw_values import pieces_of
-from lightning_ptdp.checkpoint.rectangle_owners import Held, check_held, share_out
 from lightning_ptdp.checkpoint.safetensors_file import header_of, is_storable
 from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank, same_outcome
 

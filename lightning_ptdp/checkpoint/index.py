@@ -24,7 +24,7 @@ from lightning_ptdp.base.checked_json import (
 from lightning_ptdp.base.untrusted import parse_json
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
-from lightning_ptdp.checkpoint.coverage import check_cover
+from lightning_ptdp.checkpoint.local_rectangles import check_cover
 from lightning_ptdp.checkpoint.metadata import (
     INDEX_FILE,
     CheckpointMetadata,

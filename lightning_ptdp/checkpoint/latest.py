@@ -17,8 +17,8 @@ from typing import Literal, get_args
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, MissingCheckpointError
-from lightning_ptdp.checkpoint.checkpoint_verifier import verify_checkpoint
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
+from lightning_ptdp.checkpoint.reader import verify_checkpoint
 
 __all__ = [
     "LATEST",

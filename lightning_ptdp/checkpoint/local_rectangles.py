@@ -1,18 +1,31 @@
-"""Rectangles of the full tensors that a rank holds: the only form of placements in storage."""
+"""Rectangles of the full tensors that the ranks hold: the only placements in storage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
 
 import torch
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["LocalRectangle", "Tensors", "cut_strips", "rectangles_of"]
+__all__ = [
+    "LocalRectangle",
+    "Tensors",
+    "cut_strips",
+    "rectangles_of",
+    "check_cover",
+    "Held",
+    "check_held",
+    "share_out",
+]
 
 
 Tensors = Mapping[str, tuple[torch.Tensor, Placement]]
@@ -119,3 +132,159 @@ def cut_strips(rectangles: Iterable[LocalRectangle]) -> Iterator[LocalRectangle]
             ]
             yield whole.within(Rectangle(*ends))
             begin = stop
+
+
+# ---- Check that rectangles cover a tensor --------------------------------------------------------
+#
+# A set of rectangles covers a tensor if every element is in exactly one of them.
+
+
+_MOST_CUT = 8  # dimensions; a rectangle has 2 to this power corners
+_MOST_NAMED = 200
+
+
+def check_cover(
+    name: str, shape: Sequence[int], rectangles: Iterable[Rectangle], doing: str
+) -> None:
+    """Check that ``rectangles`` cover the tensor ``name`` of ``shape``, each element once.
+
+    Args:
+        name: Name of the tensor, for the message.
+        shape: Shape of the tensor.
+        rectangles: Rectangles of the tensor.
+        doing: Purpose of the rectangles, for the message: ``"to save"``.
+
+    Raises:
+        CheckpointError: An element is in no rectangle or in two, or a rectangle reaches beyond the
+            tensor. The message names the region.
+    """
+    whole = Rectangle.at((0,) * len(shape), shape)
+    given = [rectangle for rectangle in rectangles if rectangle.numel]
+    if _make_up(whole, given):
+        return
+    if len(given) > _MOST_NAMED:
+        raise CheckpointError(
+            f"{name!r}: the {len(given)} rectangles {doing} do not cover every element exactly once"
+        )
+    left = [whole] if whole.numel else []
+    for rectangle in sorted(given):
+        found = [(free, free.common(rectangle)) for free in left]
+        if sum(common.numel for _, common in found) < rectangle.numel:
+            beyond = whole.common(rectangle) != rectangle
+            what = (
+                f"is outside the tensor of shape {tuple(shape)}"
+                if beyond
+                else "overlaps another one"
+            )
+            raise CheckpointError(f"{name!r}: of the rectangles {doing}, {rectangle} {what}")
+        left = [
+            rest
+            for free, common in found
+            for rest in (free.around(common) if common.numel else (free,))
+        ]
+    if left:
+        covered = whole.numel - sum(rectangle.numel for rectangle in left)
+        raise CheckpointError(
+            f"{name!r}: the rectangles {doing} cover {covered} of {whole.numel} elements; "
+            f"{left[0]} is not covered"
+        )
+
+
+def _make_up(whole: Rectangle, given: Sequence[Rectangle]) -> bool:
+    """Return True if the rectangles ``given`` cover ``whole``, each element exactly once.
+
+    No rectangle may reach beyond the whole. The cost is linear in the number of rectangles.
+
+    The number of rectangles that contain an element is a function on the grid. It is determined by
+    its mixed differences, which are zero except at corners. Therefore the corners of the
+    rectangles, with their signs, must be those of the whole.
+    """
+    cut = [
+        dim
+        for dim, full in enumerate(zip(*whole, strict=True))
+        if any((one.begin[dim], one.end[dim]) != full for one in given)
+    ]
+    if len(cut) > _MOST_CUT:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for rectangle, sign in [*((one, 1) for one in given), *([(whole, -1)] if whole.numel else [])]:
+        for ends in product((0, 1), repeat=len(cut)):
+            corners[tuple(rectangle[end][dim] for end, dim in zip(ends, cut, strict=True))] += (
+                sign * (-1) ** sum(ends)
+            )
+    return not any(corners.values())
+
+
+# ---- Rectangles of the full tensors on all ranks: check of coverage and choice of writers --------
+
+
+class Held(NamedTuple):
+    """A rectangle of the full tensor ``name``, which is ``entry``; without its values."""
+
+    name: str
+    entry: TensorEntry
+    place: Rectangle
+
+    @classmethod
+    def of(cls, one: LocalRectangle) -> Held:
+        """Return the description of ``one``."""
+        return cls(
+            one.name, TensorEntry(shape=tuple(one.full_shape), dtype=one.values.dtype), one.place
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the values in bytes."""
+        return self.place.numel * self.entry.dtype.itemsize
+
+
+def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorEntry]:
+    """Check that the ranks' rectangles cover every tensor, and agree on shapes and dtypes.
+
+    The same rectangle on several ranks counts once.
+
+    Args:
+        ranks: Rectangles that each rank holds.
+        doing: Purpose, for the message: ``"to save"``.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        CheckpointError: The ranks disagree, or a tensor is not covered. The message names the
+            tensor, and the ranks or the region.
+    """
+    known: dict[str, tuple[TensorEntry, int]] = {}
+    found: dict[str, set[Rectangle]] = {}
+    for rank, one in ((rank, one) for rank, held in enumerate(ranks) for one in held):
+        entry, first = known.setdefault(one.name, (one.entry, rank))
+        if entry != one.entry:
+            raise CheckpointError(
+                f"{one.name!r} is {entry.dtype} of full shape {entry.shape} on rank {first}, but "
+                f"{one.entry.dtype} of {one.entry.shape} on rank {rank}"
+            )
+        found.setdefault(one.name, set()).add(one.place)
+    for name, rectangles in found.items():
+        check_cover(name, known[name][0].shape, rectangles, doing)
+    return {name: entry for name, (entry, _) in known.items()}
+
+
+def share_out(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Rectangle]]]:
+    """Return for each rank the rectangles that it writes, by name and position.
+
+    One of the ranks that hold a rectangle writes it, and all ranks write about the same amount. The
+    function is pure, so that all ranks compute the same result.
+    """
+    holders: dict[tuple[str, Rectangle], list[int]] = {}
+    sizes: dict[tuple[str, Rectangle], int] = {}
+    for rank, one in ((rank, one) for rank, held in enumerate(ranks) for one in held):
+        holders.setdefault((one.name, one.place), []).append(rank)
+        sizes[one.name, one.place] = one.num_bytes
+    shares: list[set[tuple[str, Rectangle]]] = [set() for _ in ranks]
+    load = [0] * len(ranks)
+    # Rectangles with only one holder are assigned first.
+    for what in sorted(holders, key=lambda what: (len({*holders[what]}), -sizes[what], what)):
+        rank = min(holders[what], key=lambda rank: (load[rank], rank))
+        shares[rank].add(what)
+        load[rank] += sizes[what]
+    return shares

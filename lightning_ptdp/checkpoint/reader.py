@@ -1,4 +1,4 @@
-"""Reader of rectangles of a checkpoint's tensors.
+"""Reader of rectangles of a checkpoint's tensors, and verification of every byte.
 
 The stored rectangles and the requested ones may differ. Everything that is read is checked.
 """
@@ -13,16 +13,27 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint.checkpoint_error import reading
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.checksums import open_summed
-from lightning_ptdp.checkpoint.coverage import check_cover
-from lightning_ptdp.checkpoint.index import StoredRectangle, open_index
-from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
-from lightning_ptdp.checkpoint.metadata import TensorEntry, read_metadata, read_sums
+from lightning_ptdp.checkpoint.index import StoredRectangle, check_index, open_index
+from lightning_ptdp.checkpoint.local_rectangles import (
+    LocalRectangle,
+    Tensors,
+    check_cover,
+    rectangles_of,
+)
+from lightning_ptdp.checkpoint.metadata import (
+    CheckpointMetadata,
+    TensorEntry,
+    read_metadata,
+    read_sums,
+    read_verified,
+)
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["MODEL", "TensorReader"]
+__all__ = ["MODEL", "TensorReader", "verify_checkpoint"]
+
 
 MODEL = "model/"
 """Prefix of the names of the model's tensors."""
@@ -159,3 +170,42 @@ class TensorReader:
                     shape=stored.place.shape,
                     offset=common.seen_from(stored.place.begin).begin,
                 )
+
+
+# ---- Verification of every byte of a checkpoint --------------------------------------------------
+
+
+def verify_checkpoint(
+    path: str | os.PathLike[str], *, part: int = 0, parts: int = 1
+) -> CheckpointMetadata:
+    """Read a whole checkpoint and compare it with its checksums; not collective.
+
+    Args:
+        path: The checkpoint folder.
+        part: Number of the share of the tensor files to read here; every rank may read one share.
+        parts: Number of shares. The small files are always read.
+
+    Returns:
+        The checkpoint's metadata.
+
+    Raises:
+        CheckpointError: Files are missing or damaged. The message names all of them.
+    """
+    folder = Path(path)
+    metadata = read_metadata(folder)
+    wrong = []
+    data = [name for name, entry in sorted(metadata.files.items()) if entry.sha256 is None]
+    for name in [*(metadata.files.keys() - set(data)), *data[part::parts]]:
+        try:
+            if name in data:
+                sums = read_sums(folder, metadata, name)
+                with open_summed(folder / name, sums, size=metadata.files[name].size) as file:
+                    file.check()
+            else:
+                read_verified(folder, metadata, name)
+        except (CheckpointError, OSError) as error:
+            wrong.append(str(error))
+    if wrong:
+        raise CheckpointError("; ".join(dict.fromkeys(wrong)))
+    check_index(folder, metadata)
+    return metadata

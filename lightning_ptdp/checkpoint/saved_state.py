@@ -6,6 +6,7 @@ names ``state/0``, ``state/1``, …
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -18,11 +19,22 @@ from torch import Tensor
 from lightning_ptdp.base.checked_json import integer, list_of, map_of, optional, record, text
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, read_verified
-from lightning_ptdp.checkpoint.opaque_objects import separate_objects
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.tagged_json import Encoded, decode, encode
 
-__all__ = ["STATE", "MapLocation", "encode_state", "mapped", "read_state", "warn_unread"]
+__all__ = [
+    "STATE",
+    "MapLocation",
+    "encode_state",
+    "mapped",
+    "read_state",
+    "warn_unread",
+    "LEFT_OUT",
+    "left_out",
+    "separate_objects",
+    "with_objects",
+]
+
 
 STATE = "state/"
 """Prefix of the names of the state's tensors."""
@@ -114,3 +126,92 @@ _STATE = record(
         )
     },
 )
+
+
+# ---- Hyperparameters that are objects ------------------------------------------------------------
+#
+# They are left out of the plain state, which has their names, and stored as bytes. They are unpickled
+# only for a caller that trusts the checkpoint.
+
+
+LEFT_OUT, _PICKLED = "lightning_ptdp_left_out", "lightning_ptdp_objects"
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_TYPE = "hparams_type"
+_MOST_BYTES = 1 << 24
+
+
+def left_out(hyperparameters: object) -> dict[str, str]:
+    """Return the class names of hyperparameters that are not plain values, by key.
+
+    The key "" represents all hyperparameters together.
+    """
+    if not isinstance(hyperparameters, dict):
+        return {} if _is_plain(hyperparameters) else {"": _kind(hyperparameters)}
+    return {
+        str(key): _kind(value) for key, value in hyperparameters.items() if not _is_plain(value)
+    }
+
+
+def separate_objects(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with the objects among the hyperparameters as bytes, and their names."""
+    names = {
+        key: found for key in _HYPERPARAMETERS if key in state and (found := left_out(state[key]))
+    }
+    if not names:
+        return state
+    kept, objects = dict(state), {}
+    for key, found in names.items():
+        if "" in found:
+            del kept[key]
+            objects[key] = state[key]
+        else:
+            kept[key] = {
+                name: value for name, value in state[key].items() if str(name) not in found
+            }
+            objects[key] = {
+                name: value
+                for name, value in state[key].items()
+                if str(name) in found and _dumped(value)
+            }
+    if isinstance(kept.get(_TYPE), type):
+        objects[_TYPE] = kept.pop(_TYPE)
+    return {**kept, LEFT_OUT: names, _PICKLED: _dumped(objects)}
+
+
+def with_objects(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with the objects that :func:`separate_objects` took out.
+
+    The objects are unpickled, which executes their content.
+    """
+    kept = {key: value for key, value in state.items() if key not in (LEFT_OUT, _PICKLED)}
+    if not state.get(_PICKLED):
+        return kept
+    objects = torch.load(io.BytesIO(state[_PICKLED]), map_location="cpu", weights_only=False)
+    for key, value in objects.items():
+        kept[key] = {**kept[key], **value} if key in kept else value
+    return kept
+
+
+def _is_plain(value: object) -> bool:
+    try:
+        encode(value, "")
+    except CheckpointError:
+        return False
+    return True
+
+
+def _dumped(value: object) -> bytes:
+    """Return the pickled value, or nothing if it cannot be pickled or is too large.
+
+    Large objects do not belong beside the tensors.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception:
+        return b""
+    return stream.getvalue() if stream.tell() <= _MOST_BYTES else b""
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

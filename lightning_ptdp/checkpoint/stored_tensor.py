@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from lightning_ptdp.checkpoint.checksums import BLOCK
-from lightning_ptdp.checkpoint.raw_values import as_bytes, rows_at_once
+from lightning_ptdp.checkpoint.checksums import BLOCK, as_bytes, rows_at_once
 
 __all__ = ["ReadFile", "read_rectangle", "runs"]
 

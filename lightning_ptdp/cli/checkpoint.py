@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_ptdp.cli.dtype_names import add_dtype_argument, dtype_of
+from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
 from lightning_ptdp.cli.error_messages import UserError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from lightning_ptdp.cli.dtype_names import add_dtype_argument, dtype_of
+from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
 from lightning_ptdp.cli.error_messages import UserError
 
 __all__ = ["run"]

@@ -95,7 +95,7 @@ def run(verb: str, arguments: list[str]) -> int:
 
 def _calibrate(processes: int, backend: str | None, timeout_s: float) -> int:
     from lightning_ptdp.doctor.calibration import describe
-    from lightning_ptdp.doctor.local_devices import count_gpus
+    from lightning_ptdp.doctor.machine_checks import count_gpus
     from lightning_ptdp.doctor.ranks import calibrate_ranks
     from lightning_ptdp.planner import MACHINE_FILE, save_calibration
 

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_ptdp.base.columns import columns
-from lightning_ptdp.cli.command_line import listed
+from lightning_ptdp.base.output import columns
+from lightning_ptdp.cli.command_line import check_picture, listed
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
-from lightning_ptdp.cli.pictures import check_picture
 from lightning_ptdp.cli.planned_job import SIZES, planned_job
 from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.world.axes import AXES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from lightning_ptdp.base.columns import columns
+from lightning_ptdp.base.output import columns
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.imports import import_torchmetrics_alone, uncollected
 from lightning_ptdp.cli.inheritance import resolve_config

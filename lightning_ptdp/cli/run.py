@@ -28,11 +28,10 @@ from lightning_ptdp.callbacks import (
 )
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.cli.child_processes import ending_workers
+from lightning_ptdp.cli.command_line import held_back
 from lightning_ptdp.cli.error_messages import UserError
-from lightning_ptdp.cli.experiment import experiment_of
-from lightning_ptdp.cli.held_back import held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
-from lightning_ptdp.cli.resume import Found, find_newest, was_requeued
+from lightning_ptdp.cli.resume import Found, experiment_of, find_newest, was_requeued
 from lightning_ptdp.cli.run_checks import (
     check_data,
     check_run,

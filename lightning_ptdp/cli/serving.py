@@ -31,7 +31,7 @@ from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.generate import ServingOptions
 from lightning_ptdp.cli.run_checks import check_checkpoint
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface
-from lightning_ptdp.exchange.adapter_folder import is_adapter_folder, read_adapter_folder
+from lightning_ptdp.exchange.adapter_weights import is_adapter_folder, read_adapter_folder
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import longest_sequence
 from lightning_ptdp.generation.tokenizer_text import Message, TextTokenizer

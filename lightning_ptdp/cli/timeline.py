@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ptdp.base.columns import columns
+from lightning_ptdp.base.output import columns
 from lightning_ptdp.cli.command_line import listed
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.schedule.actions import Schedule

@@ -11,7 +11,7 @@ All other layers work on single tokens and need no change.
 """
 
 from lightning_ptdp.context_parallel.context import ContextForward, ContextParallel
-from lightning_ptdp.context_parallel.models import why_not
+from lightning_ptdp.context_parallel.global_positions import why_not
 from lightning_ptdp.context_parallel.sequence_batch import (
     count_targets,
     sequence_length,

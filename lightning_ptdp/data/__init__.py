@@ -13,24 +13,20 @@ distribute samples over the replicas.
 litdata, sentencepiece, transformers and datasets are imported on first use.
 """
 
-from lightning_ptdp.data.bert_datamodule import BertDataModule
-from lightning_ptdp.data.bert_stream import BertStream
+from lightning_ptdp.data.bert_datamodule import BertDataModule, BertStream
 from lightning_ptdp.data.chat_datamodule import ChatDataModule
 from lightning_ptdp.data.chat_stream import ChatStream
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
-from lightning_ptdp.data.data_config import PrepareConfig
 from lightning_ptdp.data.data_error import CorpusError, DataError, StoreError, TokenizerError
-from lightning_ptdp.data.datamodule import TextDataModule
+from lightning_ptdp.data.datamodule import PrepareConfig, TextDataModule
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
-from lightning_ptdp.data.indexed import IndexedFile, indexed_stream
-from lightning_ptdp.data.indexed_datamodule import IndexedDataModule
+from lightning_ptdp.data.indexed_datamodule import IndexedDataModule, IndexedFile, indexed_stream
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
 from lightning_ptdp.data.mixture_datamodule import CorpusOptions, MixtureDataModule
 from lightning_ptdp.data.mixture_stream import MixtureStream
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
-from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
-from lightning_ptdp.data.remote import fetch
+from lightning_ptdp.data.prepared_datamodule import PreparedDataModule, fetch
 from lightning_ptdp.data.stream import TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer

@@ -1,18 +1,25 @@
-"""Data module for Megatron's indexed files."""
+"""Data module for Megatron-LM's indexed files, which are read in place."""
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
 
 from lightning_ptdp.base.option_types import Size, check_arguments
-from lightning_ptdp.data.indexed import IndexedFile, indexed_stream
+from lightning_ptdp.data.data_error import StoreError, reading
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.number_checks import check_fraction
-from lightning_ptdp.data.stream import SampleStream
+from lightning_ptdp.data.stream import BlockStream, SampleStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
-from lightning_ptdp.data.token_store import ChunkMap
+from lightning_ptdp.data.token_store import Chunk, ChunkMap
 
-__all__ = ["IndexedDataModule"]
+__all__ = ["IndexedDataModule", "IndexedFile", "IndexedSplit", "indexed_stream"]
 
 
 class IndexedDataModule(StreamDataModule):
@@ -81,3 +88,233 @@ class IndexedDataModule(StreamDataModule):
             validation_fraction=self.validation_fraction,
             max_samples=max_samples,
         )
+
+
+# ---- Megatron-LM's indexed dataset, read in place ------------------------------------------------
+#
+# ``PREFIX.bin`` holds the tokens, ``PREFIX.idx`` the beginnings of documents. A split is a run of
+# whole documents, as with Megatron's ``--split``: the first documents are for training, the last ones
+# for validation. It is therefore one chunk of tokens (``token_store.py``), and memory does not grow
+# with the number of documents. The index, little-endian::
+#
+#     b"MMIDIDX\0\0"  version 1 (u64)  type of a token (u8)  sequences (u64)  document boundaries (u64)
+#     tokens of every sequence (i32)  its first byte in PREFIX.bin (i64)  first sequence of every document, and the end (i64)
+#
+# (format of ``megatron/core/datasets/indexed_dataset.py``). A document is one sequence or several. No
+# token marks the end of a document unless the writer appended one (``--append-eod``).
+
+
+IndexedSplit = Literal["train", "validation", "all"]
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<9sQBQQ")
+_TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_OTHER_TYPES = {6: "float64", 7: "float32"}
+_AT_ONCE = 1 << 22  # Numbers per step of a check: memory must not grow with the data.
+_PAGES, _PAGE = 64, 4096
+
+
+class IndexedFile:
+    """Documents of one pair of files.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+
+    Attributes:
+        prefix: Path without ``.bin`` and ``.idx``, as given.
+        tokens: Number of tokens.
+        documents: Number of documents.
+
+    Raises:
+        StoreError: A file is missing, has another format, is truncated, does not match the other
+            file, or holds no token ids. The message names the file.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self._index, self._data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        for path in (self._index, self._data):
+            if not path.is_file():
+                raise StoreError(
+                    f"{path} is missing. Give the prefix of a pair of files, PREFIX.bin and "
+                    "PREFIX.idx"
+                )
+        with reading(self._index, StoreError):
+            self._read_index()
+
+    def chunks(self, split: IndexedSplit, validation_fraction: float) -> tuple[Chunk, ...]:
+        """Return the tokens of a split: one chunk, or none if there are no tokens.
+
+        The split ends at the beginning of a document, the one nearest to the fraction of the
+        tokens.
+
+        Raises:
+            StoreError: Fewer than two documents have tokens.
+        """
+        start, stop = 0, self.tokens
+        if split != "all":
+            cut = self._cut(validation_fraction)
+            start, stop = (0, cut) if split == "train" else (cut, stop)
+        offset = start * self._dtype.itemsize
+        return (Chunk(self._data, stop - start, self._dtype.str, offset),) if stop > start else ()
+
+    def fingerprint(self) -> str:
+        """Return a hash of the index and of pages spread evenly over the tokens.
+
+        It detects other data without reading all of them.
+        """
+        digest = hashlib.sha256()
+        with open(self._index, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        size = self._data.stat().st_size
+        with open(self._data, "rb") as stream:
+            for page in range(_PAGES):
+                stream.seek(max(size - _PAGE, 0) * page // (_PAGES - 1))
+                digest.update(stream.read(_PAGE))
+        return digest.hexdigest()
+
+    def _cut(self, validation_fraction: float) -> int:
+        """Return the first token of validation."""
+        numbers = range(self.documents)
+        first = bisect_right(numbers, 0, key=self._start)
+        last = bisect_left(numbers, self.tokens, key=self._start) - 1
+        if first > last:
+            raise StoreError(
+                f"{self.prefix} has {min(self.tokens, 1)} document with tokens, which cannot "
+                "be split. Give a separate file for validation (validation_prefix)"
+            )
+        wanted = round(self.tokens * (1 - validation_fraction))
+        near = bisect_left(numbers, wanted, first, last, key=self._start)
+        starts = [self._start(number) for number in (max(near - 1, first), near)]
+        return min(starts, key=lambda start: abs(start - wanted))
+
+    def _start(self, document: int) -> int:
+        """Return the first token of a document."""
+        sequence = int(self._firsts[document])
+        if sequence == len(self._pointers):  # documents without a sequence may end the file
+            return self.tokens
+        return int(self._pointers[sequence]) // self._dtype.itemsize
+
+    def _read_index(self) -> None:
+        """Read the index, and check it and the size of the data."""
+        index, data = self._index, self._data
+        with open(index, "rb") as stream:
+            header = stream.read(_HEADER.size)
+        if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
+            raise StoreError(
+                f"{index} is not an index in the mapped format of Megatron-LM: it does not "
+                f"begin with {_MAGIC!r} and a header"
+            )
+        _, version, code, sequences, boundaries = _HEADER.unpack(header)
+        if version != 1:
+            raise StoreError(f"{index} has version {version}, but only version 1 can be read")
+        if code not in _TOKEN_TYPES:
+            held = _OTHER_TYPES.get(code, f"an unknown type (code {code})")
+            raise StoreError(f"{index}: {data.name} has {held}, but token ids must be integers")
+        self._dtype = np.dtype(_TOKEN_TYPES[code])
+        size, wanted = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * boundaries
+        if size != wanted:
+            more = (
+                "; it may be a multimodal index, which has a mode for every sequence"
+                if size == wanted + sequences
+                else ""
+            )
+            raise StoreError(
+                f"{index} has {size} bytes, but its {sequences} sequences and {boundaries} "
+                f"boundaries need {wanted}{more}"
+            )
+        if not sequences or boundaries < 2:
+            raise StoreError(f"{index} has no document")
+        raw = np.memmap(index, np.uint8, "r", offset=_HEADER.size)
+        lengths, pointers, firsts = (
+            part.view(kind)
+            for part, kind in zip(
+                np.split(raw, [4 * sequences, 12 * sequences]), ("<i4", "<i8", "<i8"), strict=True
+            )
+        )
+        total = _check_joined(index, lengths, pointers, self._dtype.itemsize)
+        _check_documents(index, firsts, sequences)
+        found = data.stat().st_size
+        if found != total * self._dtype.itemsize:
+            raise StoreError(
+                f"{data} has {found} bytes, but {index.name} lists {total} tokens of "
+                f"{self._dtype.itemsize} bytes. The file is truncated, or the two files do not "
+                "belong together"
+            )
+        self.tokens, self.documents = total, boundaries - 1
+        self._firsts, self._pointers = firsts, pointers
+
+
+def indexed_stream(
+    prefix: str | Path,
+    *,
+    split: IndexedSplit = "train",
+    sequence_length: Size,
+    vocabulary_size: Size,
+    validation_fraction: float = 0.03,
+    max_samples: Size | None = None,
+) -> BlockStream:
+    """Return the token blocks of one split; documents are joined as they are stored.
+
+    Args:
+        prefix: Path of the files without ``.bin`` and ``.idx``.
+        split: ``"train"``, ``"validation"``, or ``"all"`` for every document.
+        sequence_length: s, tokens of a sample.
+        vocabulary_size: Number of ids; every token that is read is checked against it.
+        validation_fraction: Fraction of the tokens used for validation: the last documents.
+        max_samples: Use only this many blocks, from the first on.
+
+    Raises:
+        StoreError: The files are damaged or hold other data (``IndexedFile``), or the split holds
+            no block of this length. While reading: a token is outside the vocabulary.
+        ValueError: A number is out of range.
+    """
+    check_arguments(indexed_stream, locals())
+    check_fraction("validation_fraction", validation_fraction)
+    file = IndexedFile(prefix)
+    chunks = file.chunks(split, validation_fraction)
+    division = [(chunk.offset, chunk.tokens) for chunk in chunks]
+    return BlockStream(
+        ChunkMap(chunks, vocabulary_size=vocabulary_size, block_size=sequence_length + 1),
+        split=split,
+        where=prefix,
+        sequence_length=sequence_length,
+        max_samples=max_samples,
+        fingerprint=hashlib.sha256(f"{file.fingerprint()} {division}".encode()).hexdigest(),
+    )
+
+
+def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """Return the number of tokens after a check that the sequences are contiguous.
+
+    Every sequence must begin where the previous one ends, as all writers store them.
+    """
+    total = 0
+    for part in _parts(len(lengths)):
+        some = lengths[part].astype(np.int64)
+        ends = total + np.cumsum(some)
+        wrong = np.flatnonzero((some < 0) | (pointers[part] != (ends - some) * itemsize))
+        if len(wrong):
+            raise StoreError(
+                f"{index} is damaged: sequence {part.start + int(wrong[0])} does not begin at "
+                "the end of the previous one"
+            )
+        total = int(ends[-1])
+    return total
+
+
+def _check_documents(index: Path, firsts: np.ndarray, sequences: int) -> None:
+    """Check that the first sequences of the documents ascend from the first sequence to the end."""
+    if (
+        firsts[0] != 0
+        or firsts[-1] != sequences
+        or any((np.diff(firsts[part]) < 0).any() for part in _parts(len(firsts), overlap=1))
+    ):
+        raise StoreError(
+            f"{index} is damaged: its documents do not begin at sequence 0, ascend, and end at "
+            f"sequence {sequences}"
+        )
+
+
+def _parts(length: int, overlap: int = 0) -> Iterator[slice]:
+    for start in range(0, length, _AT_ONCE):
+        yield slice(start, start + _AT_ONCE + overlap)

@@ -1,6 +1,6 @@
 """Loaders of one replica's samples, in order, with a position that can be saved.
 
-The order is one endless sequence of sample numbers (``sample_permutation.py``). A step of d
+The order is one endless sequence of sample numbers (``stream.py``). A step of d
 replicas with batches of B samples takes the next d·B numbers. Replica r takes the r-th B of them::
 
     numbers   0 1 2 3 4 5 6 7 8 ...          d = 2, B = 2

@@ -8,9 +8,8 @@ from typing import Any, TypedDict
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
-from lightning_ptdp.data.interleave import Turns
 from lightning_ptdp.data.manifest import SplitName, verify_store
-from lightning_ptdp.data.mixture_stream import MixtureStream
+from lightning_ptdp.data.mixture_stream import MixtureStream, Turns
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 

@@ -1,4 +1,4 @@
-"""Windows of a token store, and pairs of segments drawn from them.
+"""Windows of a token store, pairs of segments drawn from them, and masked words.
 
 A window never spans two documents. A document is cut into windows of whole lines, each as large as
 possible. A window is cut between lines into two segments. The beginning and end of a segment
@@ -21,10 +21,21 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_ptdp.data.sample_draws import Draws
+from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data.word_boundaries import WordVocabulary
 
-__all__ = ["LEAST_TOKENS", "PairObjective", "Windows", "draw_pair", "find_windows"]
+__all__ = [
+    "LEAST_TOKENS",
+    "PairObjective",
+    "Windows",
+    "draw_pair",
+    "find_windows",
+    "Draws",
+    "choose_words",
+    "number_to_predict",
+    "replace_tokens",
+]
+
 
 PairObjective = Literal["next", "swap"]
 LEAST_TOKENS = 8
@@ -129,3 +140,82 @@ def _draw_cut(tokens: np.ndarray, draws: Draws, vocabulary: WordVocabulary) -> i
     words = vocabulary.word_starts(tokens)[1:]
     places = next((found for found in (lines, words) if len(found)), np.arange(1, len(tokens)))
     return int(places[draws.below(len(places))[0]])
+
+
+# ---- Random numbers that depend only on a key, for choices about one sample ----------------------
+#
+# They are computed from the raw numbers of numpy's PCG64, seeded with a hash of the key. numpy
+# guarantees these for every version, unlike those of its distributions.
+
+
+class Draws:
+    """An endless sequence of numbers, determined by the key (integers and strings)."""
+
+    def __init__(self, *key: object) -> None:
+        self._bits = np.random.PCG64(derive_seed(*key))
+
+    def uniform(self, count: int) -> np.ndarray:
+        """Return the next ``count`` numbers, float64 in [0, 1)."""
+        raw = np.asarray(self._bits.random_raw(count), np.uint64)
+        return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+    def chance(self, probability: float) -> bool:
+        """Return True with this probability."""
+        return bool(self.uniform(1)[0] < probability)
+
+    def below(self, limit: int, count: int = 1) -> np.ndarray:
+        """Return ``count`` integers from 0 to ``limit - 1``, int64."""
+        return (self.uniform(count) * limit).astype(np.int64)
+
+    def shuffled(self, count: int) -> np.ndarray:
+        """Return the numbers 0 to ``count - 1`` in random order."""
+        return np.argsort(self.uniform(count), kind="stable")
+
+
+# ---- Whole-word masking: choice of the tokens to predict, and their replacements -----------------
+
+
+_MASKED, _RANDOM = 0.8, 0.1
+"""Shares of the chosen tokens that become [MASK] and a random token.
+
+The rest is unchanged (arXiv 1810.04805, section 3.1).
+"""
+
+
+def number_to_predict(tokens: int, probability: float) -> int:
+    """Return the largest number of predicted tokens among ``tokens``."""
+    return max(1, round(probability * tokens))
+
+
+def choose_words(starts: np.ndarray, sizes: np.ndarray, *, budget: int, draws: Draws) -> np.ndarray:
+    """Return positions of the tokens of random whole words, int64, ascending.
+
+    At most ``budget`` tokens are chosen. Words are taken in random order; a word that is longer
+    than the remaining budget is skipped. Nothing is chosen if every word is longer than the budget.
+
+    Args:
+        starts: Position of the first token of each word.
+        sizes: Number of tokens of each word.
+        budget: Number of tokens to choose.
+        draws: Random numbers of the sample.
+    """
+    chosen = []
+    for word in draws.shuffled(len(sizes)):
+        if sizes[word] <= budget:
+            chosen.append(np.arange(starts[word], starts[word] + sizes[word]))
+            budget -= int(sizes[word])
+            if not budget:
+                break
+    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
+
+
+def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: WordVocabulary) -> np.ndarray:
+    """Return the replacements of the chosen tokens.
+
+    A replacement is [MASK], a random ordinary token, or the token itself.
+    """
+    kind = draws.uniform(len(tokens))
+    random = vocabulary.ordinary[draws.below(len(vocabulary.ordinary), len(tokens))]
+    return np.where(
+        kind < _MASKED, vocabulary.mask, np.where(kind < _MASKED + _RANDOM, random, tokens)
+    )

@@ -45,8 +45,8 @@ from lightning_ptdp.data.manifest import (
     verify_store,
 )
 from lightning_ptdp.data.number_checks import check_fraction
-from lightning_ptdp.data.preparation_progress import Reporter
 from lightning_ptdp.data.work_folder import work_folder
+from lightning_ptdp.data.worker_processes import Reporter
 
 __all__ = ["Preparation", "PreparedData", "check_prepare", "prepare"]
 

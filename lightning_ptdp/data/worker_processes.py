@@ -1,4 +1,4 @@
-"""Calls of functions in other processes.
+"""Calls of functions in other processes, and the progress of a preparation.
 
 ``ordered_map`` covers many items and keeps the order of the results. ``apart`` makes one call whose
 memory must be returned to the system.
@@ -11,14 +11,20 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from lightning_ptdp.data.data_error import DataError
 
-__all__ = ["apart", "ordered_map"]
+__all__ = ["apart", "ordered_map", "Reporter"]
+
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -95,3 +101,47 @@ def _prepare_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+# ---- Progress of a preparation: a bar on a terminal, occasional lines elsewhere ------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporter:
+    """Output of progress.
+
+    Attributes:
+        say: Function that takes a line of text.
+        bars: Show bars on standard error, if it is a terminal.
+    """
+
+    say: Callable[[str], None]
+    bars: bool
+
+    @contextmanager
+    def bar(self, verb: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Show progress, and yield a function to call with every number of bytes done.
+
+        The bar is full after ``total`` bytes.
+        """
+        console = Console(stderr=True)
+        if not self.bars or not console.is_terminal:
+            yield self._lines(verb, total)
+            return
+        columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(verb, total=total)
+            yield lambda done: progress.advance(task, done)
+
+    def _lines(self, verb: str, total: int) -> Callable[[int], None]:
+        """Return a function that says a line at every tenth of the total."""
+        reached = 0
+
+        def advance(done: int) -> None:
+            nonlocal reached
+            before, reached = reached, reached + done
+            tenth = 10 * reached // max(total, 1)
+            if 10 * before // max(total, 1) < tenth < 10:
+                self.say(f"{verb}: {10 * tenth} % of {total / 1e6:,.1f} MB")
+
+        return advance

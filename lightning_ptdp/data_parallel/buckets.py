@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_ptdp.data_parallel.bucket import ALIGNMENT, HALF, Bucket, aligned
-from lightning_ptdp.data_parallel.gradient_state import GradientState
+from lightning_ptdp.data_parallel.bucket import ALIGNMENT, HALF, Bucket, GradientState, aligned
 from lightning_ptdp.data_parallel.gradient_sums import add_up, joined
 from lightning_ptdp.data_parallel.overlapped_reduction import OverlappedReduction
 from lightning_ptdp.data_parallel.reduction import Reduction

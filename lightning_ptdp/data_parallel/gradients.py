@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.gradient_store import GradientStore, make_store, needs_masters
-from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters
-from lightning_ptdp.data_parallel.parameter_gather import ParameterGather
+from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters, ParameterGather
 from lightning_ptdp.data_parallel.step_gradients import StepGradients
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.world.mesh import ProcessMesh

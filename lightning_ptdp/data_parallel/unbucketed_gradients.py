@@ -14,8 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.data_parallel.bucket import HALF
-from lightning_ptdp.data_parallel.gradient_state import GradientState
+from lightning_ptdp.data_parallel.bucket import HALF, GradientState
 from lightning_ptdp.data_parallel.gradient_sums import add_up
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.torch import gradient_dtype, set_gradient_dtype

@@ -16,18 +16,17 @@ from lightning_ptdp.base.rank_processes import Tell, run_ranks
 from lightning_ptdp.doctor import folder_checks
 from lightning_ptdp.doctor.bandwidth import Measurement
 from lightning_ptdp.doctor.check import Check, Status, failed
-from lightning_ptdp.doctor.installation import (
+from lightning_ptdp.doctor.machine_checks import (
+    check_cores,
+    check_devices,
     check_entry_points,
+    check_memory,
+    check_open_files,
     check_packages,
     check_python,
     check_recipes,
-)
-from lightning_ptdp.doctor.local_devices import check_devices, count_gpus
-from lightning_ptdp.doctor.machine_checks import (
-    check_cores,
-    check_memory,
-    check_open_files,
     check_shared_memory,
+    count_gpus,
 )
 from lightning_ptdp.doctor.ranks import check_ranks
 

@@ -13,14 +13,12 @@ from lightning_ptdp.base.nested import Nested, batch_size
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import ReplicaBuffers
-from lightning_ptdp.engine.batch_agreement import BatchAgreement
 from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.first_batch import FirstBatchInspection
-from lightning_ptdp.engine.label_counts import power_above
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
-from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
+from lightning_ptdp.engine.microbatches import microbatch_sizes, power_above, split_batch
 from lightning_ptdp.engine.optimization import Optimization
-from lightning_ptdp.engine.rank_agreement import check_kept_alike, is_same_length
+from lightning_ptdp.engine.rank_agreement import BatchAgreement, check_kept_alike, is_same_length
 from lightning_ptdp.engine.replica_step import (
     LightningJob,
     counted_loss,

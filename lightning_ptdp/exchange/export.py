@@ -21,7 +21,7 @@ from lightning_ptdp.checkpoint import (
     read_state,
     same_outcome,
 )
-from lightning_ptdp.checkpoint.rectangle_owners import Held, check_held, share_out
+from lightning_ptdp.checkpoint.local_rectangles import Held, check_held, share_out
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero, own_rank
 from lightning_ptdp.exchange.architecture import verify_huggingface
 from lightning_ptdp.exchange.export_content import (

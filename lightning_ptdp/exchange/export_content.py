@@ -15,8 +15,7 @@ from torch import nn
 
 from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
-from lightning_ptdp.exchange.architecture import check_architecture
-from lightning_ptdp.exchange.conversions import View, views_in_files
+from lightning_ptdp.exchange.architecture import View, check_architecture, views_in_files
 from lightning_ptdp.exchange.export_writer import Item
 from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.exchange.model_folder import CONFIG_FILE, read_config

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, files
-from lightning_ptdp.checkpoint.raw_values import as_bytes
+from lightning_ptdp.checkpoint.checksums import as_bytes
 from lightning_ptdp.checkpoint.safetensors_file import header_of
 from lightning_ptdp.checkpoint.stored_tensor import runs
-from lightning_ptdp.exchange.conversions import View
+from lightning_ptdp.exchange.architecture import View
 from lightning_ptdp.exchange.model_folder import INDEX_FILE, ONE_FILE
 from lightning_ptdp.parameters.rectangle import Rectangle
 

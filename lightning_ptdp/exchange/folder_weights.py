@@ -23,10 +23,9 @@ from lightning_ptdp.checkpoint import (
     TensorEntry,
     rectangles_of,
 )
-from lightning_ptdp.checkpoint.coverage import check_cover
-from lightning_ptdp.checkpoint.local_rectangles import Tensors
+from lightning_ptdp.checkpoint.local_rectangles import Tensors, check_cover
 from lightning_ptdp.checkpoint.safetensors_file import StoredTensor, read_stored
-from lightning_ptdp.exchange.conversions import View, views_in_files
+from lightning_ptdp.exchange.architecture import View, views_in_files
 from lightning_ptdp.exchange.huggingface import open_native
 from lightning_ptdp.exchange.model_folder import list_huggingface
 from lightning_ptdp.shims.peft import plain_name

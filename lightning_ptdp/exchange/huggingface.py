@@ -18,7 +18,7 @@ from lightning_ptdp.checkpoint import (
     reading,
     write_checkpoint,
 )
-from lightning_ptdp.checkpoint.coverage import check_cover
+from lightning_ptdp.checkpoint.local_rectangles import check_cover
 from lightning_ptdp.exchange.known_models import HF_TIED, family_of_config_json
 from lightning_ptdp.exchange.model_folder import CONFIG_FILE, open_huggingface, read_config
 from lightning_ptdp.exchange.name_tables import Model

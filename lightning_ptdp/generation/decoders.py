@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.models.bert import Bert
-from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.gpt import GPT
+from lightning_ptdp.models.layers import KeyValueCache
 from lightning_ptdp.shims.transformers import (
     advance_cache,
     is_causal_model,

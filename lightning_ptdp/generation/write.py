@@ -4,17 +4,57 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.base.option_types import Count, check_types
+from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.generation.decoders import Call, decoder_of, language_model
-from lightning_ptdp.generation.generation_options import Sampling
-from lightning_ptdp.generation.sampling import choose, draw_numbers
 
-__all__ = ["generate"]
+__all__ = ["generate", "choose", "draw_numbers", "Sampling"]
+
+
+# ---- Options of text generation ------------------------------------------------------------------
+#
+# This module does not import torch, because the help of the command line must be fast.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Options of text generation.
+
+    Args:
+        max_new_tokens: Maximum number of tokens to write.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Sample only among the k most likely tokens; 0 or null: among all.
+        top_p: Sample only among the most likely tokens that together have this probability; 1:
+            among all.
+        seed: Seed of the draws.
+    """
+
+    max_new_tokens: Count = 64
+    temperature: float = 0.8
+    top_k: Count | None = 50
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.temperature < 0:
+            raise ValueError(
+                f"temperature={self.temperature!r} must not be negative. Use 0 for the most "
+                "likely token"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"top_p={self.top_p!r} must be greater than 0 and at most 1. Use 1 to sample "
+                "among all tokens"
+            )
+
 
 _DEFAULT = Sampling()
 
@@ -150,3 +190,47 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for child, training in modes:
             child.training = training
+
+
+# ---- Choice of the next token --------------------------------------------------------------------
+#
+# It is a pure function of the logits and of numbers that are drawn beforehand. No random state
+# changes, and all ranks with the same logits choose the same token.
+
+
+_ONE = 2**52
+"""Probability of 1; sums up to it are exact in float64."""
+
+
+def draw_numbers(sampling: Sampling, rows: int) -> Tensor:
+    """Draw a number in [0, 1) for every row and new token, (b, n) float64 on the CPU.
+
+    The numbers of a row do not depend on the other rows.
+    """
+    generators = [
+        torch.Generator().manual_seed(derive_seed(sampling.seed, row)) for row in range(rows)
+    ]
+    draws = [
+        torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator)
+        for generator in generators
+    ]
+    return torch.stack(draws)
+
+
+def choose(logits_bv: Tensor, draws_b: Tensor, sampling: Sampling) -> Tensor:
+    """Return the next token of each row, (b) int64.
+
+    It is the token at which the cumulative probability exceeds the row's number.
+    """
+    if sampling.temperature == 0:
+        return logits_bv.argmax(-1)
+    kept = min(sampling.top_k or logits_bv.size(-1), logits_bv.size(-1))
+    values_bk, tokens_bk = logits_bv.topk(kept)
+    # Integers, because a GPU adds floating-point numbers in any order, but all ranks must agree.
+    shares_bk = ((values_bk.double() / sampling.temperature).softmax(-1) * _ONE).long()
+    shares_bk = shares_bk * (shares_bk.cumsum(-1) - shares_bk < int(sampling.top_p * _ONE))
+    cumulated_bk = shares_bk.cumsum(-1)
+    drawn_b1 = (draws_b[:, None] * cumulated_bk[:, -1:]).long()
+    at_b1 = torch.searchsorted(cumulated_bk, drawn_b1, right=True)
+    # With NaN logits no share may exceed the number, so the position must be limited.
+    return tokens_bk.gather(1, at_b1.clamp(max=kept - 1))[:, 0]

@@ -25,7 +25,12 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.base.data_record import DatasetRecord
-from lightning_ptdp.loggers.background_writer import BackgroundWriter
+from lightning_ptdp.loggers.background_writer import (
+    BackgroundWriter,
+    append_metrics,
+    keep_metrics,
+    unwritten_file,
+)
 from lightning_ptdp.loggers.connection import (
     LIMIT_S,
     AbsentRun,
@@ -45,7 +50,6 @@ from lightning_ptdp.loggers.tracking_store import (
     check_writable_folder,
     sqlite_uri,
 )
-from lightning_ptdp.loggers.unwritten_metrics import append_metrics, keep_metrics, unwritten_file
 
 __all__ = ["MLFlowLogger"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.models.adapters import LoraOptions
 from lightning_ptdp.models.bert import Bert, BertOutput
-from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.gpt import GPT
+from lightning_ptdp.models.layers import KeyValueCache
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig, check_tensor_parallel
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.models.own_plans import bert_plan, gpt_plan

@@ -27,8 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.expert_parallel import dispatch, usual_output
 from lightning_ptdp.forward.matrix_product import autocast_dtype
-from lightning_ptdp.models.layers import NormalLinear
-from lightning_ptdp.models.memory_saving import swiglu
+from lightning_ptdp.models.layers import NormalLinear, swiglu
 from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.tensor_parallel.sharded_experts import ExpertError
 from lightning_ptdp.world.mesh import Group

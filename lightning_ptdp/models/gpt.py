@@ -23,17 +23,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.models.cache import KeyValueCache
 from lightning_ptdp.models.experts import AUXILIARY, Mixture
 from lightning_ptdp.models.layers import (
     AttentionCore,
     GeluMLP,
+    KeyValueCache,
     NormalEmbedding,
     NormalLinear,
+    RMSNorm,
     TiedLinear,
     Transformer,
+    swiglu,
 )
-from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
 from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.models.rotary import Rotary
 

@@ -1,4 +1,4 @@
-"""Layers of this package's transformers.
+"""Layers of this package's transformers, their cache, and their memory-saving operations.
 
 ``reset_parameters`` is torch's convention for "draw the initial values again". A module that states
 its distribution there can be built eagerly, or on the meta device and filled later. It can be
@@ -7,9 +7,12 @@ filled one leaf module at a time under any seed, with the same result.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.models.model_config import TransformerConfig
 
@@ -20,6 +23,9 @@ __all__ = [
     "NormalLinear",
     "TiedLinear",
     "Transformer",
+    "KeyValueCache",
+    "RMSNorm",
+    "swiglu",
 ]
 
 
@@ -172,3 +178,103 @@ def _draw(weight: Tensor, std: float, truncated: bool) -> None:
         nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
     else:
         nn.init.normal_(weight, std=std)
+
+
+# ---- Cache of keys and values, so that generation computes only the newest token -----------------
+
+
+class KeyValueCache:
+    """Keys and values that attentions keep between forwards, one entry per attention.
+
+    Attributes:
+        mask_b1qs: Mask of the s tokens so far that each of the q new tokens sees, bool; ``begin``
+            sets it.
+    """
+
+    mask_b1qs: Tensor
+
+    def __init__(self) -> None:
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, real_bs: Tensor, new: int) -> None:
+        """Prepare a forward of the last ``new`` of s tokens.
+
+        ``real_bs`` (b, s) bool is False for padding. A padding token is visible only to itself.
+        """
+        places = torch.arange(real_bs.size(1), device=real_bs.device)
+        before, itself = places <= places[-new:, None], places == places[-new:, None]
+        self.mask_b1qs = ((before & real_bs[:, None]) | itself)[:, None]
+
+    def extend(self, attention: nn.Module, k_bsnd: Tensor, v_bsnd: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new keys and values, and return all that ``attention`` has seen."""
+        if attention in self._kept:
+            earlier_k, earlier_v = self._kept[attention]
+            k_bsnd, v_bsnd = (
+                torch.cat((earlier_k, k_bsnd), dim=1),
+                torch.cat((earlier_v, v_bsnd), dim=1),
+            )
+        self._kept[attention] = k_bsnd, v_bsnd
+        return k_bsnd, v_bsnd
+
+
+# ---- Operations that save only their input for the backward pass ---------------------------------
+#
+# The backward pass recomputes intermediate results. Under a compiler, plain torch operations are
+# used: the compiler itself chooses what to save.
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` that saves only its input and the scale on a CPU.
+
+    torch's own implementation on a CPU saves the input and the normalized input in float32.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return super().forward(x)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        normal = x.to(scale.dtype) * scale
+        inner = grad * weight.to(scale.dtype)
+        grad_x = (inner - normal * (inner * normal).mean(-1, keepdim=True)).mul_(scale)
+        grad_weight = normal.mul_(grad).flatten(0, -2).sum(0)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Compute silu(gate) * up; (..., 2 f) -> (..., f)."""
+    if torch.compiler.is_compiling():
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        result = torch.empty_like(gate_up)
+        (gate, up), (grad_gate, grad_up) = gate_up.chunk(2, dim=-1), result.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return result

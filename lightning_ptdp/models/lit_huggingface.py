@@ -19,7 +19,6 @@ from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
 from lightning_ptdp.models.building import check_causal, with_values, without_values
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
-from lightning_ptdp.models.operation_count import Operations, count_operations
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.models.pretrained_folder import (
     ADAPTER_NAMES,
@@ -32,6 +31,7 @@ from lightning_ptdp.models.pretrained_folder import (
     local_folder,
     read_model_config,
 )
+from lightning_ptdp.models.size import Operations, count_operations
 from lightning_ptdp.shims.transformers import has_sdpa
 
 __all__ = ["Dtype", "LitCausalLM", "LitMaskedLM"]

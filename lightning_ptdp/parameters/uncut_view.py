@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.base.partial_values import PartialModelError, PartialValues
+from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 
 __all__ = ["UncutView"]

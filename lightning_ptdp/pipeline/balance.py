@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_ptdp.pipeline.containers import layers_of
+from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import ModelParts
 from lightning_ptdp.schedule.partition import check_num_layers, explicit_partition, partition_layers
+from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["layer_ranges", "multiply_adds"]
+__all__ = ["layer_ranges", "multiply_adds", "KnownParts"]
 
 
 def layer_ranges(
@@ -96,3 +99,47 @@ def _visited(module: nn.Module, layer: nn.Module) -> float:
     number = getattr(module, "num_experts", None)
     chosen = [k for one in layer.modules() if isinstance(k := getattr(one, "top_k", None), int)]
     return chosen[0] / number if isinstance(number, int) and chosen else 1.0
+
+
+# ---- Places of a model's modules, kept between the check before launch and the cut ---------------
+
+
+@dataclass(frozen=True)
+class KnownParts:
+    """Places of a whole model's modules.
+
+    They are kept, because finding them takes several runs without data.
+
+    Attributes:
+        parts: The places.
+        found_for: Names and classes of the modules, and the plan's fields about places.
+    """
+
+    parts: ModelParts
+    found_for: tuple[object, ...]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, plan: ParallelPlan, known: KnownParts | None = None
+    ) -> KnownParts:
+        """Return the places by the plan and the model, or ``known`` if it still applies.
+
+        Hooks may have changed the model since ``known`` was found.
+
+        Raises:
+            ValueError: See ``find_parts``.
+        """
+        said = {
+            name: getattr(plan, name)
+            for name in ("blocks", "before", "between", "after", "everywhere")
+        }
+        modules = (
+            f"{name}: {type(child).__qualname__}"
+            for name, child in module.named_modules(remove_duplicate=False)
+        )
+        found_for = (*said.values(), *modules)
+        return (
+            known
+            if known is not None and known.found_for == found_for
+            else cls(find_parts(module, **said), found_for)
+        )

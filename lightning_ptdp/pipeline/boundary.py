@@ -23,8 +23,7 @@ from lightning_ptdp.pipeline.crossing import (
     tensors_in,
 )
 from lightning_ptdp.pipeline.first_stage_values import FirstStageValue, Origin, plain, replacement
-from lightning_ptdp.pipeline.refusals import computed_between
-from lightning_ptdp.pipeline.stage_run import StageRun
+from lightning_ptdp.pipeline.stage_run import StageRun, computed_between
 from lightning_ptdp.shims.transformers import captured_outputs
 
 __all__ = ["Boundary"]

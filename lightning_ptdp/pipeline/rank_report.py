@@ -1,19 +1,24 @@
-"""Report about all ranks when one of them is missing."""
+"""Report about all ranks when one of them is missing, and the dump of a stuck one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import RankStatus, duration
 from lightning_ptdp.pipeline.status_board import Heard
-from lightning_ptdp.shims.torch_distributed import is_communication_error
+from lightning_ptdp.shims.torch_distributed import flight_record, is_communication_error
 
-__all__ = ["LOST", "RankReport", "place_of", "summary"]
+__all__ = ["LOST", "RankReport", "place_of", "summary", "keep_flight_record"]
+
 
 LOST = "lost another rank"
 _MOST_LINES = 16
@@ -149,3 +154,36 @@ def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     return "".join(
         f"{os.path.basename(frame.filename)}, line {frame.lineno}" for frame in (own or frames)[-1:]
     )
+
+
+# ---- Dump of torch's flight recorder to a file, for a stuck rank ---------------------------------
+
+
+_LIMIT_S = 5.0
+
+
+def keep_flight_record(rank: int) -> str:
+    """Write the flight record to a file, which replaces that of an earlier run.
+
+    The recorder is torch's and is on by default (``TORCH_FR_BUFFER_SIZE``, formerly
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``). The ranks of one machine write into one folder of this user.
+    The call takes a few seconds at most and never raises.
+
+    Returns:
+        The path of the file, or "" if there is no record.
+    """
+    path = Path(tempfile.gettempdir(), f"ptdp-flight-recorder-{os.getuid()}", f"rank_{rank}")
+    done = threading.Event()
+
+    def keep() -> None:
+        with contextlib.suppress(Exception):
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            part = path.with_name(f".{path.name}.{os.getpid()}")
+            part.write_bytes(flight_record())
+            # Atomic: another job of this user on this machine may read or write the file now.
+            part.replace(path)
+            done.set()
+
+    # Not on this thread: the dump takes locks that an NCCL thread may hold.
+    threading.Thread(target=keep, name="ptdp flight record", daemon=True).start()
+    return str(path) if done.wait(_LIMIT_S) else ""

@@ -23,7 +23,6 @@ from functools import partial
 
 import torch.distributed as dist
 
-from lightning_ptdp.pipeline.flight_recorder import keep_flight_record
 from lightning_ptdp.pipeline.hang_guard import (
     GuardObservation,
     HangGuard,
@@ -34,7 +33,13 @@ from lightning_ptdp.pipeline.hang_guard import (
 )
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.program_observers import StepObserver
-from lightning_ptdp.pipeline.rank_report import LOST, RankReport, place_of, summary
+from lightning_ptdp.pipeline.rank_report import (
+    LOST,
+    RankReport,
+    keep_flight_record,
+    place_of,
+    summary,
+)
 from lightning_ptdp.pipeline.status import LiveStatus, cause_first, duration
 from lightning_ptdp.pipeline.status_board import StatusBoard, StatusStore
 from lightning_ptdp.schedule.actions import Action

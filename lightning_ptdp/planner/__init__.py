@@ -25,18 +25,16 @@ from lightning_ptdp.planner.calibrated_device import (
     save_calibration,
     whose_figures,
 )
+from lightning_ptdp.planner.configured_shape import gpt_sizes
 from lightning_ptdp.planner.device_presets import (
     DEVICES,
     find_device,
     known_device,
     known_peak_flops,
 )
-from lightning_ptdp.planner.devices import Cluster, Device, Link
-from lightning_ptdp.planner.end_time import head_time, input_time
-from lightning_ptdp.planner.foreign_sizes import gpt_sizes
+from lightning_ptdp.planner.devices import Cluster, Device, Link, Measured
 from lightning_ptdp.planner.job import RESERVE, Choice, Job
-from lightning_ptdp.planner.layer_time import layer_time
-from lightning_ptdp.planner.measured import Measured
+from lightning_ptdp.planner.layer_time import head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
 from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
 from lightning_ptdp.planner.pass_time import PassTime

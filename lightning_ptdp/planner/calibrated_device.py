@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.planner.device_presets import known_device
-from lightning_ptdp.planner.devices import Cluster, Device, Link
-from lightning_ptdp.planner.measured import Measured
+from lightning_ptdp.planner.devices import Cluster, Device, Link, Measured
 
 __all__ = [
     "MACHINE_FILE",

@@ -1,4 +1,4 @@
-"""Seconds that one rank spends on a layer, per microbatch.
+"""Seconds that one rank spends on a layer or an end of the model, per microbatch.
 
 The device computes products by their shapes (``product_duration.py``), and reads and writes the
 bytes of the operations between them (``shapes.py``). Collectives of tensor parallelism add the time
@@ -9,15 +9,20 @@ counts.
 from __future__ import annotations
 
 from lightning_ptdp.planner.activations import kept_on
-from lightning_ptdp.planner.attention_cost import attention_time
-from lightning_ptdp.planner.context_cost import exchange_operations
+from lightning_ptdp.planner.attention_cost import attention_time, exchange_operations
+from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.expert_cost import expert_time, expert_traffic, local_experts
 from lightning_ptdp.planner.expert_shape import ExpertShape
-from lightning_ptdp.planner.first_touch import fresh_seconds, layer_tensors
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.pass_time import NOTHING, PassTime, product_passes
+from lightning_ptdp.planner.parameters import sharding_time
+from lightning_ptdp.planner.pass_time import (
+    NOTHING,
+    PassTime,
+    fresh_seconds,
+    layer_tensors,
+    product_passes,
+)
 from lightning_ptdp.planner.shapes import LayerShape
-from lightning_ptdp.planner.sharded_parameters import sharding_time
 from lightning_ptdp.planner.tensor_cost import (
     expert_collectives,
     late_biases,
@@ -25,7 +30,8 @@ from lightning_ptdp.planner.tensor_cost import (
     transposes,
 )
 
-__all__ = ["layer_time"]
+__all__ = ["layer_time", "head_time", "input_time"]
+
 
 _DISPATCH_OPERATIONS, _EXPERT_OPERATIONS = 50, 5
 """Operations of a dispatch and of one call to experts.
@@ -164,3 +170,75 @@ def _accumulation(job: Job, choice: Choice, layer: LayerShape) -> float:
     if layer.experts is not None:
         elements += layer.experts.local(choice.layout)
     return job.trained * elements * job.software.accumulation / job.device.stream
+
+
+# ---- Seconds that one rank spends on the ends of the model, per microbatch -----------------------
+
+
+def input_time(job: Job, choice: Choice) -> PassTime:
+    """Return the time of the work before the layers.
+
+    The work is a look-up, the sum over the split vocabulary, and the gradient of the table.
+    """
+    first, stream, t = job.shape.input, job.device.stream, choice.layout.tensor_parallel_size
+    nbytes = choice.samples * job.shape.runs[0][1].crossing
+    products = [product_passes(job, choice, product) for product in first.products]
+    table = (
+        job.trained * first.table_elements(t) * (job.precision.weight + job.software.accumulation)
+    )
+    summed = gathered = 0.0
+    if first.table[0]:
+        group = group_link(choice.layout, job.cluster, "tensor")
+        summed = (
+            group.all_gather(nbytes)
+            if choice.layout.sequence_parallel
+            else group.all_reduce(nbytes)
+        )
+        gathered = group.all_gather(nbytes) if choice.layout.sequence_parallel else 0.0
+    made = sum(one.weight_gradient for one in products)
+    fresh = fresh_seconds(job, [nbytes])
+    return PassTime(
+        forward=sum(one.forward for one in products)
+        + kept_on(choice, first.forward) / stream
+        + fresh
+        + summed,
+        backward=made
+        + (kept_on(choice, first.backward) + table) / stream
+        + fresh
+        + fresh_seconds(job, [first.table_elements(t) * job.precision.weight])
+        + gathered,
+        weight=made,
+        communication=summed + gathered,
+    )
+
+
+def head_time(job: Job, choice: Choice) -> PassTime:
+    """Return the time of the work after the layers: the output head and the loss."""
+    head, stream, t = job.shape.head, job.device.stream, choice.layout.tensor_parallel_size
+    products = [product_passes(job, choice, product) for product in head.products]
+    gathered, exposed, _ = tensor_collectives(job, choice, head.products, products)
+    elements = sum(product.elements(t) for product in head.products)
+    weight = sum(one.weight_gradient for one in products)
+    weight += job.trained * elements * job.software.accumulation / stream
+    logits = 0.0
+    if head.products:
+        logits = choice.samples * head.products[-1].rows * head.products[-1].local(t)[0]
+    measured = job.device.measured
+    loss = logits * job.software.loss / (stream if measured is None else measured.loss)
+    # The logits, the logits minus their maximum, and their gradient.
+    fresh = fresh_seconds(job, [logits * job.precision.compute])
+    return PassTime(
+        forward=sum(one.forward for one in products)
+        + loss / 3
+        + 2 * fresh
+        + gathered
+        + kept_on(choice, head.forward) / stream,
+        backward=sum(one.input_gradient for one in products)
+        + weight
+        + 2 / 3 * loss
+        + fresh
+        + exposed
+        + kept_on(choice, head.backward) / stream,
+        weight=weight,
+        communication=exposed + gathered,
+    )

@@ -13,9 +13,13 @@ from lightning_ptdp.planner.activations import (
 )
 from lightning_ptdp.planner.expert_cost import expert_buffers, expert_shards
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
+from lightning_ptdp.planner.parameters import (
+    expert_parameters,
+    stage_layers,
+    stage_parameters,
+    whole_bytes,
+)
 from lightning_ptdp.planner.shapes import LayerShape
-from lightning_ptdp.planner.sharded_parameters import whole_bytes
 from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.communicators import communicators
 from lightning_ptdp.world.layout import ParallelLayout

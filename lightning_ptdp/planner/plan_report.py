@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import yaml
 
-from lightning_ptdp.base.columns import columns
+from lightning_ptdp.base.output import columns
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan

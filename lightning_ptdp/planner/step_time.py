@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.planner.communication import group_link, pipeline_link
-from lightning_ptdp.planner.end_time import head_time, input_time
 from lightning_ptdp.planner.expert_cost import expert_link
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.layer_time import layer_time
+from lightning_ptdp.planner.layer_time import head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
 from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
 from lightning_ptdp.planner.pass_time import NOTHING, PassTime

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.first_touch import fresh_seconds
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.pass_time import ProductTime
+from lightning_ptdp.planner.pass_time import ProductTime, fresh_seconds
 from lightning_ptdp.planner.shapes import LayerShape, Product
 
 __all__ = ["expert_collectives", "late_biases", "tensor_collectives", "transposes"]

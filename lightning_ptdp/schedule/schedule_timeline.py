@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_ptdp.schedule.actions import ActionKind
-from lightning_ptdp.schedule.perfetto_trace import KIND_NAMES, chrome_trace
-from lightning_ptdp.schedule.spans import Number, Span, Timeline
+from lightning_ptdp.schedule.spans import KIND_NAMES, Number, Span, Timeline, chrome_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

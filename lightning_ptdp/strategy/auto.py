@@ -7,13 +7,12 @@ from functools import partial
 
 import torch
 
-from lightning_ptdp.callbacks.throughput import device_name
+from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import device_here
 from lightning_ptdp.shims.lightning import Trainer
 from lightning_ptdp.strategy.checks import check_data, check_model, check_trainer
 from lightning_ptdp.strategy.checks.whole_model import whole_model
-from lightning_ptdp.strategy.conversion import replacing
 from lightning_ptdp.strategy.fork_safety import in_child
 from lightning_ptdp.strategy.layout_choice import (
     Forecast,
@@ -23,6 +22,7 @@ from lightning_ptdp.strategy.layout_choice import (
     refuse_given,
     replica_rows,
 )
+from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.world.axes import divisors
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_ptdp.blocks.collective_overlap import overlap_collectives
 from lightning_ptdp.blocks.compiled_blocks import CompiledForward, compile_blocks
 from lightning_ptdp.blocks.fp8 import Float8Linear, apply_fp8
+from lightning_ptdp.blocks.local_blocks import overlap_collectives
 from lightning_ptdp.blocks.offload import Offloaded
 from lightning_ptdp.blocks.recompute import Recomputed, apply_recomputation
 from lightning_ptdp.config import PTDPConfig

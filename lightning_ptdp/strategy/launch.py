@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -17,7 +19,6 @@ from lightning_ptdp.base.output import survive_closed_output
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.lightning import Launcher, StrategyBase, Trainer, fits, lightning_names
 from lightning_ptdp.shims.torch_distributed import is_communication_error
-from lightning_ptdp.strategy.shared_file import shared_file
 from lightning_ptdp.strategy.stopping import (
     INTERRUPTED,
     ending_children_on_sigterm,
@@ -25,7 +26,8 @@ from lightning_ptdp.strategy.stopping import (
     not_handing_on,
 )
 
-__all__ = ["InProcessLauncher", "make_launcher"]
+__all__ = ["InProcessLauncher", "make_launcher", "shared_file"]
+
 
 _LAST_WORD_S = 5.0
 _FORKED_TOO_LATE = "pytorch/wiki/Autograd-and-Fork"
@@ -236,3 +238,19 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
 def _bare_launcher(namespace: str, index: int) -> Launcher:
     """Return a launcher without attributes, which pickle fills."""
     return object.__new__(_launcher_classes(namespace)[index])
+
+
+# ---- Files in memory that a process shares with the processes that it starts ---------------------
+
+
+@contextmanager
+def shared_file() -> Iterator[str]:
+    """Yield the path of an empty file in anonymous memory.
+
+    Forked and spawned processes of the same user can open it. The file needs no space in
+    ``/dev/shm`` or the temporary folder. It disappears with the context, or with this process."""
+    descriptor = os.memfd_create("lightning-ptdp")
+    try:
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

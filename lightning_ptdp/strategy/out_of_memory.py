@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.base.columns import columns
-from lightning_ptdp.callbacks.throughput import device_name
+from lightning_ptdp.base.output import columns
+from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Choice, Job, Precision, device_here, find_device, find_precision

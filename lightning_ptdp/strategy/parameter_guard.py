@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.base.partial_values import PartialModelError
+from lightning_ptdp.base.function_replacement import PartialModelError
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
 

@@ -1,4 +1,4 @@
-"""Lightning's precision plugins with a loss scale on which all ranks agree.
+"""Lightning's precision plugins: conversion of the model, and one loss scale for all ranks.
 
 Only one rank may see an overflow: the rank with the affected stage, slice of a matrix or shard of
 the gradients. Its scaler alone would then skip the step, while the other ranks make it. The
@@ -11,13 +11,17 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.shims.lightning import LightningModule, Precision
+from lightning_ptdp.parameters.materialize import Materializer
+from lightning_ptdp.shims.lightning import LightningModule, LightningNames, Precision, layer_sync
 from lightning_ptdp.shims.torch import found_inf, unscale_before_step
+from lightning_ptdp.strategy.model_space import ModelSpace
+from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["loss_scale", "prepare_loss_scaling"]
+__all__ = ["loss_scale", "prepare_loss_scaling", "convert", "replacing"]
+
 
 _INITIAL_SCALE = 2.0**12
 """Initial loss scale of "16-true".
@@ -105,3 +109,37 @@ def _optimizer_step(
     output = plugin.scaler.step(optimizer, **kwargs)
     plugin.scaler.update()
     return output
+
+
+# ---- Conversion of the whole model by Lightning's plugins, before it is cut ----------------------
+#
+# Plugins may replace modules and parameters.
+
+
+def replacing(plugin: Precision, names: LightningNames) -> Callable[[nn.Module], nn.Module] | None:
+    """Return the plugin's ``convert_module`` if it may do more than change dtypes."""
+    method: Callable[[nn.Module], nn.Module] = plugin.convert_module
+    return None if type(plugin).convert_module in names.casting else method
+
+
+def convert(strategy: ModelSpace, mesh: ProcessMesh) -> nn.Module:
+    """Convert the strategy's model, in place if its plugins do so.
+
+    A plugin that replaces modules may copy values, but a model built by ``configure_model`` has no
+    values yet. They are therefore filled in first if every rank holds the whole model anyway."""
+    if (
+        replacing(strategy.precision_plugin, strategy._names) is not None
+        and strategy.ranks_hold_all
+    ):
+        give_value = Materializer(
+            strategy.model, seed=strategy.run.seed, device=torch.device("cpu")
+        )
+        for name, module in strategy.model.named_modules():
+            give_value(module, name)
+    model = strategy.precision_plugin.convert_module(strategy.model)
+    replicas = mesh.group("replica_sum")
+    if layer_sync(strategy) is not None and replicas.size > 1:
+        # A handle prevents copying of the model. The world's group works without one.
+        group = replicas.handle if replicas.size < mesh.layout.world_size else None
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+    return model

@@ -30,7 +30,7 @@ from lightning_ptdp.forward.surroundings import Context, Surroundings
 from lightning_ptdp.parallelize import parallelize
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.parameters.uncut_view import UncutView
-from lightning_ptdp.pipeline.known_parts import KnownParts
+from lightning_ptdp.pipeline.balance import KnownParts
 from lightning_ptdp.shims.lightning import (
     LightningModule,
     StrategyBase,
@@ -61,7 +61,6 @@ from lightning_ptdp.strategy.checks import (
     warn_of_batch_norm,
     warn_of_objects,
 )
-from lightning_ptdp.strategy.conversion import convert, replacing
 from lightning_ptdp.strategy.distributed_sampling import draw_like_replicas
 from lightning_ptdp.strategy.exporting import ModelSpaceExporting
 from lightning_ptdp.strategy.forward_contexts import make_surroundings
@@ -76,7 +75,7 @@ from lightning_ptdp.strategy.optimizers import (
 )
 from lightning_ptdp.strategy.out_of_memory import explain_memory
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
-from lightning_ptdp.strategy.precision import prepare_loss_scaling
+from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling, replacing
 from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
 from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.strategy.steps import ScheduledSteps

@@ -18,9 +18,8 @@ from lightning_ptdp.forward.surroundings import Context, Surroundings
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.lightning import LightningNames, StrategyBase
-from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
-from lightning_ptdp.strategy.stopping import StopRequest
+from lightning_ptdp.strategy.stopping import Interruption, StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.world.mesh import ProcessMesh
 

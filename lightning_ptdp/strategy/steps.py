@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp.base.nested import Nested
-from lightning_ptdp.engine.evaluations import Closure
+from lightning_ptdp.engine.optimization import Closure
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.shims.lightning import Precision, fits, replace_after_closure

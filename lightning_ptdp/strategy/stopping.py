@@ -1,4 +1,4 @@
-"""Requests by SIGTERM and Ctrl-C that make all ranks stop after the same batch.
+"""Requests by SIGTERM and Ctrl-C, after which all ranks stop at the same batch.
 
 On SIGTERM Lightning's handler runs a collective immediately, wherever the rank is, and on Ctrl-C it
 raises there. Both block under a pipeline, because the other stages wait for this rank's next
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.base.signals import SignalNotes, StoppedNow, handled, in_main_thread
+from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.lightning import (
     Launcher,
     Trainer,
@@ -33,7 +34,9 @@ __all__ = [
     "ending_children_on_sigterm",
     "handing_on_ctrl_c",
     "not_handing_on",
+    "Interruption",
 ]
+
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that ended by Ctrl-C."""
@@ -199,3 +202,51 @@ class _HandsOn:
             self._launcher.kill(signal.SIGKILL)
             raise
         self._launcher.kill(signal.SIGTERM)
+
+
+# ---- Agreement of ranks after an exception -------------------------------------------------------
+#
+# Callbacks save checkpoints then, which needs all ranks.
+
+
+_PATIENCE_S = 5.0
+_LEAVING_S = 40.0
+
+
+class Interruption:
+    """State of an exception in one call of ``fit``, ``validate``, ``test`` or ``predict``.
+
+    Args:
+        trainer: Trainer whose state shows whether there was an exception.
+        watchdog: Connection to the other ranks.
+        run: Name of this call, the same on all ranks and used once.
+        on_device: Whether unfinished messages may keep a device busy forever.
+    """
+
+    def __init__(self, trainer: Trainer, watchdog: Watchdog, *, run: str, on_device: bool) -> None:
+        self._trainer, self._watchdog, self._run, self._on_device = (
+            trainer,
+            watchdog,
+            run,
+            on_device,
+        )
+        self._alone: bool | None = None
+
+    def is_of_this_rank_alone(self) -> bool:
+        """Return True if an exception did not end all ranks at the same step.
+
+        Waits some seconds for the other ranks."""
+        if self._trainer.state.status != "interrupted" or self._watchdog.closed:
+            return False
+        if self._alone is None:
+            torn = self._on_device and self._watchdog.failed
+            topic = f"{self._run}/{self._trainer.global_step}"
+            self._alone = torn or not self._watchdog.all_come(topic, limit_s=_PATIENCE_S)
+        return self._alone
+
+    def leave(self) -> None:
+        """Wait some seconds for the other ranks after an exception of all ranks.
+
+        The launcher ends all ranks when one has ended, and rank 0 may still be writing its log."""
+        if self._alone is False:
+            self._watchdog.all_come(f"{self._run}/end", limit_s=_LEAVING_S)

@@ -15,14 +15,16 @@ from lightning_ptdp.base.random import derive_seed, seed_process
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.glibc import return_large_blocks
 from lightning_ptdp.shims.lightning import Launcher
-from lightning_ptdp.strategy.checks.device import check_device, check_other_gpus
-from lightning_ptdp.strategy.checks.machine_limits import check_machine
-from lightning_ptdp.strategy.checks.started_processes import check_processes
+from lightning_ptdp.strategy.checks.machine_limits import (
+    check_device,
+    check_machine,
+    check_other_gpus,
+    check_processes,
+)
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
-from lightning_ptdp.strategy.interruption import Interruption
 from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy
-from lightning_ptdp.strategy.stopping import StopRequest
+from lightning_ptdp.strategy.stopping import Interruption, StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh, default_group_options

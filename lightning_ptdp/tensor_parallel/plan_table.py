@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from lightning_ptdp.base.columns import columns
+from lightning_ptdp.base.output import columns
 from lightning_ptdp.tensor_parallel.kinds import Kind
 from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
 from lightning_ptdp.tensor_parallel.linear_like import stores_outputs_last

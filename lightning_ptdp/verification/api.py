@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp.verification.batches import Captured, combine
-from lightning_ptdp.verification.case import Case, smaller_layouts
-from lightning_ptdp.verification.causes import Evidence, find_causes
+from lightning_ptdp.verification.case import Captured, Case, combine, smaller_layouts
 from lightning_ptdp.verification.compare import Comparison, Difference
 from lightning_ptdp.verification.record import Record
-from lightning_ptdp.verification.report import Report
+from lightning_ptdp.verification.report import Evidence, Report, find_causes
 from lightning_ptdp.verification.training import Subject, VerificationError
 
 __all__ = ["verify"]

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_ptdp.base.nested import Nested, iterate_tensors, map_tensors
 from lightning_ptdp.shims.lightning import replace_once
-from lightning_ptdp.verification.batches import Captured
-from lightning_ptdp.verification.case import Case
+from lightning_ptdp.verification.case import Captured, Case
 
 __all__ = ["Held", "Key", "Pairs", "Record", "Recorder", "digest"]
 

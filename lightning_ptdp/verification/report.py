@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ptdp.base.columns import columns
-from lightning_ptdp.verification.compare import KINDS, Difference
+import torch
 
-__all__ = ["Cause", "Report"]
+from lightning_ptdp.base.nested import Nested, batch_size
+from lightning_ptdp.base.output import columns
+from lightning_ptdp.engine.microbatches import describe_uneven, is_uneven, label_spread
+from lightning_ptdp.verification.compare import KINDS, Difference
+from lightning_ptdp.verification.record import Record
+
+__all__ = ["Cause", "Report", "Evidence", "find_causes"]
+
 
 _SHOWN = 5
 
@@ -116,3 +122,116 @@ class Report:
         axes.axhline(1.0, color="0.4", linestyle="--")
         figure.legend(loc="outside right upper")
         figure.savefig(path)
+
+
+# ---- Causes of a difference between a layout and one process -------------------------------------
+#
+# A cause follows from the place of the difference, from the axes that show it alone, and from the
+# observed actions of the training step.
+
+
+_TEXTS = {
+    "random numbers": "the step draws numbers that do not depend on a seed (os.urandom, a "
+    "generator without a seed, the time), or not on the sample{seen}. Draw "
+    "them in the dataset, and put them into the batch",
+    "optimizer groups": "configure_optimizers depends on the rank, or on a part of the model. "
+    "Choose groups by full names",
+    "gradients changed by hand": "a hook changes equal gradients differently, because each "
+    "rank has only a part of them{seen}. Use the Trainer's "
+    "gradient_clip_val, or trainer.strategy.compute_gradient_norm()",
+    "optimizer": "equal gradients and options lead to different weights, because the "
+    "optimizer combines elements of a parameter and a rank has only a part of "
+    "it. Use an elementwise optimizer, or do not split parameters",
+    "parameters in the step": "training_step reads parameters, but a rank has only a part of "
+    "them{seen}. Use the weight decay of the optimizer, or compute "
+    "a penalty in the module that owns the parameter",
+    "label shift": "the step combines neighbours in a sequence, as in a shift of labels, and "
+    "loses pairs at the borders of the ranks' slices. Shift the labels in the dataset",
+    "logged values": "the values of a batch are not the means over its parts{seen}. Log a "
+    "torchmetrics.Metric, or a mean over samples with batch_size and sync_dist=True",
+    "sum over samples": "the loss is the sum over its microbatches or replicas. Use a mean, "
+    "such as reduction='mean'",
+    "hidden state": "training_step writes state once per microbatch and on each rank{seen}. "
+    "Write it in on_train_batch_end",
+    "buffers": "BatchNorm computes statistics of each microbatch or replica{seen}. Use a "
+    "normalization of each sample, such as GroupNorm",
+    "coupled samples": "the loss of a batch is not the mean over its microbatches or "
+    "replicas, because it compares samples, as contrastive losses "
+    "do{seen}. Use num_microbatches=1, and gather the compared values over "
+    "the replicas",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Facts about a difference from which causes are derived.
+
+    Attributes:
+        first: The first difference.
+        first_of: Axes that differ alone -> their first difference.
+        alone: Record of one process.
+        losses: Losses of the first step's microbatches, in one process with as many microbatches as
+            the whole layout has.
+        batch: The last batch of the first differing step in one process.
+        repeats: True if two runs of one process give the same values.
+    """
+
+    first: Difference
+    first_of: Mapping[str, Difference]
+    alone: Record
+    losses: Sequence[float]
+    batch: Nested
+    repeats: bool
+
+
+def find_causes(evidence: Evidence) -> Iterator[Cause]:
+    """Yield the known causes that explain the difference, the most likely first."""
+    first, seen, differing = evidence.first, evidence.alone, evidence.first_of
+    if first.kind == "random numbers" or not evidence.repeats:
+        yield _cause("random numbers", seen.random)
+    elif first.kind == "optimizer option":
+        yield _cause("optimizer groups")
+    elif first.kind == "gradient" and first.point != "the backward":
+        yield _cause("gradients changed by hand", [first.point])
+    elif first.kind == "weight":
+        yield _cause("optimizer")
+    else:
+        axes = next((axes for axes in differing if axes[0] in "md"), None)
+        if axes is not None:
+            yield _of_batches(evidence, differing[axes])
+        if seen.parameters and (not differing or {"t", "p"} & differing.keys()):
+            yield _cause("parameters in the step", seen.parameters)
+        if "c" in differing:
+            yield _cause("label shift")
+        if axes is None:
+            if seen.random:
+                yield _cause("random numbers", seen.random)
+            if seen.written and first.step > 0:
+                yield _cause("hidden state", seen.written)
+
+
+def _cause(name: str, names: Collection[str] = ()) -> Cause:
+    shown = [*sorted(names)[:3], "..."][: len(names)]
+    return Cause(
+        name=name, text=_TEXTS[name].format(seen=f" ({', '.join(shown)})" if shown else "")
+    )
+
+
+def _of_batches(evidence: Evidence, first: Difference) -> Cause:
+    seen, losses = evidence.alone, evidence.losses
+    if first.kind in ("logged value", "metric"):
+        return _cause("logged values", [first.name])
+    expected = seen.numbers["loss", 0, ""][""][-1][0]
+    if len(losses) > 1 and math.isclose(sum(losses), expected, rel_tol=1e-3):
+        return _cause("sum over samples")
+    if seen.written and first.step > 0:
+        return _cause("hidden state", seen.written)
+    parts, size = len(losses) or 1, batch_size(evidence.batch)
+    spread = label_spread(evidence.batch, [size // parts] * parts, device=torch.device("cpu"))
+    if not seen.counted and is_uneven(*spread.tolist()):
+        return Cause(name="uneven labels", text=describe_uneven(evidence.batch, size))
+    if statistics := {name for name in seen.written if "num_batches_tracked" in name}:
+        return _cause("buffers", statistics)
+    if seen.random:
+        return _cause("random numbers", seen.random)
+    return _cause("coupled samples", seen.written)

@@ -20,8 +20,7 @@ from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.rank_processes import Tell, run_ranks
 from lightning_ptdp.pipeline.containers import as_names
 from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.verification.batches import Replay
-from lightning_ptdp.verification.case import Case
+from lightning_ptdp.verification.case import Case, Replay
 from lightning_ptdp.verification.record import Record, Recorder
 from lightning_ptdp.verification.watch import StepWatch
 from lightning_ptdp.world.rendezvous_address import LOOPBACK, reserved_port

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.bench.memory_probe import CountedMemory
+from lightning_ptdp.bench.measure import CountedMemory
 from lightning_ptdp.shims.torch import without_data
 
 MEBI = 2**20

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ptdp.callbacks import ExpertLoad
 from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads, LayerLoad
-from lightning_ptdp.callbacks.expert_picture import draw_loads
+from lightning_ptdp.callbacks.expert_load import draw_loads
 from lightning_ptdp.models import GPTConfig, LitGPT
 from tests.expert_parallel.toy import EXPERTS, LENGTH, VOCABULARY, LitMixture, Run, trainer_of
 from tests.huggingface import unseen

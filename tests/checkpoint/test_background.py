@@ -25,7 +25,7 @@ from lightning_ptdp.checkpoint import (
     read_full,
     verify_checkpoint,
 )
-from lightning_ptdp.checkpoint.host_copies import HostCopies
+from lightning_ptdp.checkpoint.background import HostCopies
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import LitTiny, PaddedTokens, Run

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.checkpoint.coverage import check_cover
+from lightning_ptdp.checkpoint.local_rectangles import check_cover
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 

@@ -14,11 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_ptdp.checkpoint import CheckpointError, files, raw_values, save_checkpoint
-from lightning_ptdp.checkpoint.checksums import BLOCK, SummedFile, open_summed, parse_sums
+from lightning_ptdp.checkpoint import CheckpointError, checksums, files, save_checkpoint
+from lightning_ptdp.checkpoint.checksums import (
+    BLOCK,
+    SummedFile,
+    open_summed,
+    parse_sums,
+    pieces_of,
+    rows_at_once,
+)
 from lightning_ptdp.checkpoint.data_files import write_data_file
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
-from lightning_ptdp.checkpoint.raw_values import pieces_of, rows_at_once
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 from lightning_ptdp.parameters.placement import Placement
 from tests.fake_cuda import fake_cuda
@@ -153,7 +159,7 @@ def test_a_gpu_copies_the_next_rows_while_the_last_ones_are_written(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two buffers in turn; no row is read before its copy has ended."""
-    monkeypatch.setattr(raw_values, "_STAGED", 2 * BLOCK)
+    monkeypatch.setattr(checksums, "_STAGED", 2 * BLOCK)
     expected = torch.arange(rows * BLOCK // 8, dtype=torch.float64).view(rows, -1)
     empty = torch.empty
     made = list[torch.Tensor]()

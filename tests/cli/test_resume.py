@@ -13,9 +13,14 @@ import torch
 import yaml
 
 from lightning_ptdp.checkpoint import newest_checkpoint, read_metadata, save_checkpoint
-from lightning_ptdp.cli.experiment import Experiment, differences, experiment_of
 from lightning_ptdp.cli.lightning_cli import parsed_values
-from lightning_ptdp.cli.resume import find_newest, was_requeued
+from lightning_ptdp.cli.resume import (
+    Experiment,
+    differences,
+    experiment_of,
+    find_newest,
+    was_requeued,
+)
 from lightning_ptdp.data import TextDataModule
 from lightning_ptdp.parameters.placement import Placement
 from tests.cli.commands import SAVE_EACH_STEP

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_ptdp.strategy import interruption
+from lightning_ptdp.strategy import stopping
 from tests.conformance.toys import (
     P2,
     LitNet,
@@ -49,7 +49,7 @@ class Mistake(L.Callback):
 
 def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> Any:
     """The error of this rank and its warnings."""
-    interruption._PATIENCE_S = 1.0
+    stopping._PATIENCE_S = 1.0
     savers = [
         OnExceptionCheckpoint(path),
         ModelCheckpoint(path, filename="model", save_on_exception=True, every_n_epochs=9),

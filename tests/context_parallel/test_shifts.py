@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.attention import ContextParallelError
-from lightning_ptdp.context_parallel.shifts import check_index
+from lightning_ptdp.context_parallel.slice_functions import check_index
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.pool import Pool

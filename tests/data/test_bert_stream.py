@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from lightning_ptdp.data import BertStream, PrepareConfig, StoreError, TokenizerError, prepare
-from lightning_ptdp.data.masking import choose_words
-from lightning_ptdp.data.pairs import find_windows
-from lightning_ptdp.data.sample_draws import Draws
+from lightning_ptdp.data.pairs import Draws, choose_words, find_windows
 from lightning_ptdp.data.stream import PADDING
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES, WordVocabulary

@@ -27,11 +27,11 @@ from lightning_ptdp.data import (
     verify_store,
 )
 from lightning_ptdp.data.chat_format import ChatFormat
+from lightning_ptdp.data.chat_stream import pack
 from lightning_ptdp.data.conversations import FaultyRow
 from lightning_ptdp.data.data_error import CorpusError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import FileRecord, Manifest, record_files
-from lightning_ptdp.data.packing import pack
 from lightning_ptdp.models import make_tiny
 from tests.data.conftest import config_of
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptdp.data.sample_permutation import sample_order
+from lightning_ptdp.data.stream import sample_order
 
 
 @settings(deadline=None)

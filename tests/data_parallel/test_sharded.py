@@ -19,7 +19,7 @@ from lightning_ptdp.data_parallel import (
     OptimizerParameters,
     Reduction,
 )
-from lightning_ptdp.parameters.flat_ranges import range_rectangles
+from lightning_ptdp.parameters.placement import range_rectangles
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.data_parallel.managed import managed

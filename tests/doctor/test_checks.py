@@ -20,17 +20,16 @@ from lightning_ptdp.doctor.folder_checks import (
     check_root_dir,
     check_tracking_store,
 )
-from lightning_ptdp.doctor.installation import (
+from lightning_ptdp.doctor.machine_checks import (
+    check_arithmetic,
+    check_cores,
+    check_devices,
     check_entry_points,
+    check_memory,
+    check_open_files,
     check_packages,
     check_python,
     check_recipes,
-)
-from lightning_ptdp.doctor.local_devices import check_arithmetic, check_devices
-from lightning_ptdp.doctor.machine_checks import (
-    check_cores,
-    check_memory,
-    check_open_files,
     check_shared_memory,
 )
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.engine.rank_agreement import batch_sums
-from lightning_ptdp.generation.generation_options import Sampling
-from lightning_ptdp.generation.sampling import choose
+from lightning_ptdp.generation.write import Sampling, choose
 from tests.fake_cuda import fake_cuda
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ptdp.engine.label_counts import is_uneven, label_spread
+from lightning_ptdp.engine.microbatches import is_uneven, label_spread
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.pool import Pool
 

@@ -22,7 +22,7 @@ from lightning_ptdp.checkpoint import (
     rectangles_of,
     save_checkpoint,
 )
-from lightning_ptdp.checkpoint.rectangle_owners import Held, share_out
+from lightning_ptdp.checkpoint.local_rectangles import Held, share_out
 from lightning_ptdp.exchange import (
     FolderExport,
     convert,

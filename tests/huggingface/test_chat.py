@@ -15,7 +15,7 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data import ChatDataModule
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitCausalLM, LitGPT, make_tiny
 from lightning_ptdp.strategy.checks import check_packing
-from lightning_ptdp.strategy.checks.packed_samples import why_not_packed
+from lightning_ptdp.strategy.checks.data import why_not_packed
 from tests.huggingface.runs import LAYOUTS, Recorder, make_model
 from tests.pool import Pool
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_ptdp.models import GPT, GPTConfig, LitCausalLM, flops_per_sample
 from lightning_ptdp.models.adapters import LoraOptions
-from lightning_ptdp.models.operation_count import Operations, count_operations
+from lightning_ptdp.models.size import Operations, count_operations
 
 H, F, L, V, HEADS, KV = 32, 48, 3, 50, 4, 2
 GPT_MOE = GPTConfig(

@@ -17,8 +17,8 @@ from lightning_ptdp.planner import (
     search,
     step_time,
 )
+from lightning_ptdp.planner.attention_cost import exchange_time
 from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.context_cost import exchange_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import small_job
 

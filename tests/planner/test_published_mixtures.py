@@ -17,7 +17,7 @@ import pytest
 
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import SOFTWARE, Choice, Job, find_device, fullest_rank, step_time
-from lightning_ptdp.planner.foreign_sizes import PlannedGPT
+from lightning_ptdp.planner.configured_shape import PlannedGPT
 from lightning_ptdp.world.layout import ParallelLayout
 
 PEAK = 989.5

@@ -7,9 +7,13 @@ transformers: classes are recognized by the module that defines them.
 from lightning_ptdp.models.plans.declared import declared_plan
 from lightning_ptdp.models.plans.encoder_decoder import encoder_decoder_plan
 from lightning_ptdp.models.plans.families import FAMILIES, Family, family_plan
-from lightning_ptdp.models.plans.plan_registry import find_plan, plan_for
-from lightning_ptdp.models.plans.suggested import suggested_tensor
-from lightning_ptdp.models.plans.transformer import transformer_encoder_plan, transformer_plan
+from lightning_ptdp.models.plans.plan_registry import (
+    find_plan,
+    plan_for,
+    suggested_tensor,
+    transformer_encoder_plan,
+    transformer_plan,
+)
 
 __all__ = [
     "FAMILIES",

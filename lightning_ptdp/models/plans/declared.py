@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ptdp.models.plans.module_names import ends_of, joined, spread_ends
+from lightning_ptdp.models.plans.block_parts import ends_of, joined, spread_ends
 from lightning_ptdp.tensor_parallel import (
     Column,
     Kind,

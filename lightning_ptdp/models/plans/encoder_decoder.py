@@ -18,11 +18,11 @@ from lightning_ptdp.models.plans.block_parts import (
     WhyNot,
     attention,
     feed_forward,
+    joined,
     kinds_of,
     per_rank,
     present,
 )
-from lightning_ptdp.models.plans.module_names import joined
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Vocabulary, fits
 from lightning_ptdp.tensor_parallel.local_sizes import Number, Numbers
 

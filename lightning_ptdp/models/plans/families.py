@@ -22,9 +22,10 @@ from lightning_ptdp.models.plans.block_parts import (
     WhyNot,
     attention,
     feed_forward,
+    joined,
     per_rank,
+    vocabulary_of,
 )
-from lightning_ptdp.models.plans.module_names import joined, vocabulary_of
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Partial, PerCopy, PerRank, Row, Whole
 from lightning_ptdp.tensor_parallel.local_sizes import Numbers
 

@@ -1,4 +1,4 @@
-"""Lookup of the plan for a class of module."""
+"""Lookup of the plan for a class of module, and suggestions where there is none."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from dataclasses import replace
 
 from torch import nn
 
+from lightning_ptdp.models.plans.block_parts import joined
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS, encoder_decoder_plan
 from lightning_ptdp.models.plans.families import FAMILIES, family_plan
-from lightning_ptdp.models.plans.module_names import joined
-from lightning_ptdp.models.plans.transformer import transformer_encoder_plan, transformer_plan
 from lightning_ptdp.parameters.shadow import shallow_copy
 from lightning_ptdp.shims.peft import replaced_by
 from lightning_ptdp.shims.transformers import collects_by_itself
-from lightning_ptdp.tensor_parallel import Experts, Kind, ParallelPlan
+from lightning_ptdp.tensor_parallel import AttentionHeads, Column, Experts, Kind, ParallelPlan, Row
 
-__all__ = ["find_plan", "plan_for"]
+__all__ = [
+    "find_plan",
+    "plan_for",
+    "transformer_encoder_plan",
+    "transformer_plan",
+    "suggested_tensor",
+]
 
 
 def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
@@ -145,3 +150,116 @@ def without_adapters(model: nn.Module) -> nn.Module:
         return views[module]
 
     return view(model)
+
+
+# ---- Plans of ``nn.TransformerEncoder`` and ``nn.Transformer`` -----------------------------------
+
+
+def transformer_encoder_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
+    """Return the plan of an ``nn.TransformerEncoder`` with the name ``prefix``.
+
+    Its layers are ``nn.TransformerEncoderLayer``. Modules around it, such as an embedding and a
+    head, are replicated. A pipeline orders them by their registration.
+    """
+    return ParallelPlan(
+        blocks=joined(prefix, "layers"),
+        tensor=_layers(prefix),
+        after=(joined(prefix, "norm"),) if module.norm is not None else (),
+        sequence="blocks",
+    )
+
+
+def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
+    """Return the plan of an ``nn.Transformer`` with the name ``prefix``.
+
+    Encoder and decoder are torch's own.
+    """
+    encoder, decoder = joined(prefix, "encoder"), joined(prefix, "decoder")
+    return ParallelPlan(
+        blocks=(f"{encoder}.layers", f"{decoder}.layers"),
+        tensor={
+            **_layers(encoder),
+            **_layers(decoder),
+            f"{decoder}.layers.*.multihead_attn": AttentionHeads(),
+        },
+        between=(f"{encoder}.norm",) if module.encoder.norm is not None else (),
+        after=(f"{decoder}.norm",) if module.decoder.norm is not None else (),
+        sequence=None,
+    )
+
+
+def _layers(prefix: str) -> dict[str, Kind]:
+    layer = joined(prefix, "layers.*")
+    return {
+        f"{layer}.self_attn": AttentionHeads(),
+        f"{layer}.linear1": Column(),
+        f"{layer}.linear2": Row(),
+    }
+
+
+# ---- Suggested lines of a plan for an unknown model ----------------------------------------------
+#
+# The message that asks for a plan contains them. Feed-forward parts are recognized by their shapes,
+# attentions by their class. Users must review a suggestion, because a forward may use a part in ways
+# that its form does not show.
+
+
+def suggested_tensor(model: nn.Module) -> dict[str, str]:
+    """Return suggested kinds for the parts of repeated layers, by patterns of their names."""
+    members = {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        for key, child in module.named_children()
+        if any(True for _ in child.children())
+    }
+    found: dict[str, str] = {}
+    for name, kind in _parts(model):
+        pattern = _pattern(name, members)
+        if found.setdefault(pattern, kind) != kind:
+            return {}  # one pattern has parts of different kinds
+    return found
+
+
+def _pattern(name: str, members: set[str]) -> str:
+    parts = name.split(".")
+    return ".".join(
+        "*" if ".".join(parts[: at + 1]) in members else part for at, part in enumerate(parts)
+    )
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, str]]:
+    done: set[nn.Module] = set()
+    # Innermost first: a part is the smallest module that holds both projections.
+    for name, module in sorted(model.named_modules(), key=lambda entry: -entry[0].count(".")):
+        if isinstance(module, nn.MultiheadAttention):
+            yield name, "attention"
+            done.update(module.modules())
+        elif not done & set(module.modules()):
+            pair = _feed_forward(module)
+            yield from ((f"{name}.{inner}", kind) for inner, kind in pair.items())
+            done.update(module.modules() if pair else ())
+
+
+def _feed_forward(module: nn.Module) -> dict[str, str]:
+    """Return "column" for the projections up and "row" for the one down.
+
+    The result is empty if the module is not a feed-forward part. Such a part has one or two
+    projections up.
+    """
+    linear = {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
+    if len(linear) not in (2, 3) or "" in linear:
+        return {}
+    *ups, down = linear.values()
+    wide, narrow = down.in_features, down.out_features
+    fits = wide > narrow and all((up.in_features, up.out_features) == (narrow, wide) for up in ups)
+    others = [
+        tuple(p.shape)
+        for child in module.modules()
+        if child not in linear.values()
+        for p in child.parameters(recurse=False)
+    ]
+    if not fits or any(shape != (narrow,) for shape in others):
+        return {}
+    *first, last = linear
+    return {**dict.fromkeys(first, "column"), last: "row"}

@@ -6,10 +6,9 @@ schedule, write its function in one of these files, and add it with its closed f
 ``schedule_families.py``. A user passes a ``CustomSchedule`` instead.
 """
 
-from lightning_ptdp.schedule.generators.custom import CustomSchedule
-from lightning_ptdp.schedule.generators.dual_pipe import dualpipe_v
-from lightning_ptdp.schedule.generators.fill_drain import forward_only, gpipe
 from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+    forward_only,
+    gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
 )
@@ -26,9 +25,10 @@ from lightning_ptdp.schedule.generators.schedule_builder import (
 from lightning_ptdp.schedule.generators.schedule_families import (
     FAMILIES,
     ClosedForm,
+    CustomSchedule,
     ScheduleFamily,
 )
-from lightning_ptdp.schedule.generators.zero_bubble import zb_h1, zb_v
+from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
 
 __all__ = [
     "FAMILIES",

@@ -14,15 +14,15 @@ from typing import TypeGuard
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
-from lightning_ptdp.schedule.generators.custom import CustomSchedule
-from lightning_ptdp.schedule.generators.fill_drain import forward_only
 from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+    forward_only,
     interleaved_one_f_one_b,
     one_f_one_b,
 )
 from lightning_ptdp.schedule.generators.schedule_families import (
     FAMILIES,
     INTERLEAVED,
+    CustomSchedule,
     ScheduleFamily,
 )
 from lightning_ptdp.schedule.lowering import lower

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules, which defer weight gradients into gaps (arXiv 2401.10241).
+"""Schedules that fill the bubble: zero-bubble (arXiv 2401.10241) and DualPipe.
 
 No other computation needs the weight gradients as input.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from lightning_ptdp.schedule.generators.orders import Orders, in_turns, weights_in_gaps
 from lightning_ptdp.world.stage_placement import stages_of_rank
 
-__all__ = ["zb_h1", "zb_v"]
+__all__ = ["zb_h1", "zb_v", "dualpipe_v"]
 
 
 def zb_h1(p: int, v: int, m: int) -> Orders:
@@ -81,3 +81,58 @@ def zb_v(p: int, v: int, m: int) -> Orders:
         for rank in range(p)
     )
     return weights_in_gaps(orders, num_stages=2 * p, num_microbatches=m, limit=2 * p)
+
+
+# ---- DualPipe cut in half: forwards of one chunk beside backwards of the other -------------------
+#
+# See arXiv 2412.19437, section 3.2.1.
+
+
+def dualpipe_v(p: int, v: int, m: int) -> Orders:
+    """Return DualPipeV: two chunks in a V, a forward of one beside a backward of the other.
+
+    DualPipe feeds microbatches from both ends into two copies of the model. Cut in half, its
+    mirrored half becomes the way back up the V. Weight gradients are deferred only among the last
+    backwards, where they fill gaps. Everywhere else W follows its B at once and is a part of the
+    paper's whole backward.
+
+    For m >= 2p a rank holds 2p+1 activations of a chunk each. The paper runs the forward and the
+    backward of a pair at the same time, to hide the messages of expert parallelism. Here one
+    follows the other, and each rank's bubble is (p-1)(T_F + T_B - T_W) if T_F = T_B >= T_W. For m <
+    2p, which the paper leaves out, the order is that of 2p microbatches without those that do not
+    exist. v is 2::
+
+        rank 0  F0.0 F0.1 F0.2 F0.3 F0.4 F0.5 F0.6 F7.0 B7.0 W7.0 F7.1 B7.1 W7.1 F7.2 B7.2 W7.2 F7.3
+        rank 1       F1.0 F1.1 F1.2 F1.3 F1.4 F6.0 F1.5 F6.1 B6.0 W6.0 F6.2 B6.1 W6.1 F6.3 F1.6 B6.2
+        rank 2            F2.0 F2.1 F2.2 F5.0 F2.3 F5.1 F2.4 F5.2 B5.0 W5.0 F5.3 F2.5 B5.1 W5.1 F5.4
+        rank 3                 F3.0 F4.0 F3.1 F4.1 F3.2 F4.2 F3.3 F4.3 F3.4 B4.0 W4.0 F4.4 B3.0 W3.0
+
+        rank 0  F0.7 B7.3 W7.3 F7.4 B0.0 W0.0 B7.4 W7.4 F7.5 B0.1 W0.1 B7.5 W7.5 F7.6 B0.2 W0.2 B7.6
+        rank 1  W6.2 F6.4 B1.0 W1.0 F1.7 B6.3 W6.3 F6.5 B1.1 W1.1 B6.4 W6.4 F6.6 B1.2 W1.2 B6.5 W6.5
+        rank 2  B2.0 W2.0 F2.6 B5.2 W5.2 F5.5 B2.1 W2.1 F2.7 B5.3 W5.3 F5.6 B2.2 W2.2 B5.4 W5.4 F5.7
+        rank 3  F3.5 B4.1 W4.1 F4.5 B3.1 W3.1 F3.6 B4.2 W4.2 F4.6 B3.2 W3.2 F3.7 B4.3 W4.3 F4.7 B3.3
+
+        rank 0  W7.6 F7.7 B0.3 W0.3 B7.7 W7.7 B0.4 W0.4           B0.5 W0.5      B0.6 W0.6 B0.7 W0.7
+        rank 1  F6.7 B1.3 W1.3 B6.6 W6.6 B1.4 W1.4 B6.7      B1.5 W6.7      B1.6 W1.5 B1.7 W1.6 W1.7
+        rank 2  B2.3 W2.3 B5.5 W5.5 B2.4 W2.4 B5.6 W5.6 B2.5 B5.7      B2.6 W2.5 B2.7 W5.7 W2.6 W2.7
+        rank 3  W3.3 B4.4 W4.4 B3.4 W3.4 B4.5 W4.5 B3.5 W3.5 B4.6 B3.6 B4.7 B3.7 W4.6 W3.6 W4.7 W3.7
+    """
+    assert v == 2
+    n = max(m, 2 * p)
+    return tuple(
+        in_turns(
+            stages_of_rank(p, v, p - left - 1, "v"),
+            m,
+            ("F0", 2 * left),
+            ("F0 F1", p - left),
+            ("B1 W F1", left),
+            ("F0 B1 W F1 B0 W", n - p - left),
+            ("B1 W F1 B0 W", left),
+            ("B1 W B0 W", (p - left) // 2),
+            ("B1 W B0", (p - left) % 2),
+            ("B1 B0", (p - left) // 2),
+            ("W B0", left),
+            ("W", p - left),
+        )
+        for left in reversed(range(p))
+    )

@@ -2,18 +2,17 @@
 
 Each error names the field, the value and what would work."""
 
-from lightning_ptdp.strategy.checks.batch_statistics import (
+from lightning_ptdp.strategy.checks.data import check_data, check_packing
+from lightning_ptdp.strategy.checks.model import (
+    check_initial_weights,
+    check_model,
+    open_initial_weights,
+)
+from lightning_ptdp.strategy.checks.module_content import (
+    check_quantized,
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
-from lightning_ptdp.strategy.checks.data import check_data
-from lightning_ptdp.strategy.checks.initial_weights import (
-    check_initial_weights,
-    open_initial_weights,
-)
-from lightning_ptdp.strategy.checks.model import check_model
-from lightning_ptdp.strategy.checks.module_content import check_quantized
-from lightning_ptdp.strategy.checks.packed_samples import check_packing
 from lightning_ptdp.strategy.checks.saved_content import (
     check_optimizer_state,
     check_save_hook,

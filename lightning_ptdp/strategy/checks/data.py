@@ -1,12 +1,23 @@
-"""Checks of the data against the layout: batches, microbatches and sequence length."""
+"""Checks of the data against the layout: batches, sequence length and packed samples."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
 from lightning_ptdp.attention import check_sequence
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.shims.lightning import LightningModule
+from lightning_ptdp.strategy.checks.whole_model import whole_model
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["check_data"]
+__all__ = ["check_data", "check_packing", "why_not_packed"]
 
 
 def check_data(data: object, config: PTDPConfig, layout: ParallelLayout) -> None:
@@ -64,3 +75,134 @@ def _check_length(length: int, config: PTDPConfig) -> None:
             "which sequence_parallel=True splits it. Use "
             f"sequence_length={' or '.join(map(str, nearest))}, or sequence_parallel=False"
         )
+
+
+# ---- Checks of packed samples: whether the model's attention separates them ----------------------
+
+
+_POSITIONS = "position_ids"
+_MASKS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers that separate samples.
+
+Other layers (linear attention, convolutions) pass a state from one sample to the next."""
+_LIBRARIES = ("lightning", "pytorch_lightning", "torch", "builtins")
+
+
+def check_packing(module: LightningModule, data: object, config: PTDPConfig) -> None:
+    """Refuse a model in which the packed samples of a data module would see each other.
+
+    Raises:
+        ValueError: The samples would see each other; gives the reason.
+    """
+    if getattr(data, "packing", None) is not True:
+        return
+    why = why_not_packed(module, whole_model(module, config))
+    if why is not None:
+        raise ValueError(
+            f"packing=True, but {why}, so packed samples would attend to each other. Use "
+            "packing=False"
+        )
+
+
+def why_not_packed(module: nn.Module, whole: nn.Module) -> str | None:
+    """Return the reason why the model would not separate packed samples; None if it does.
+
+    Packed samples share a sequence, in which the positions of each sample begin at 0 again.
+
+    Args:
+        module: The LightningModule.
+        whole: The LightningModule with its model built.
+    """
+    return next(_reasons(type(module), whole), None)
+
+
+def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
+    # Recognizes a Hugging Face model without importing the library.
+    known: list[Any] = [
+        child for child in whole.modules() if hasattr(type(child), "main_input_name")
+    ]
+    if not known:
+        yield (
+            f"the attention of {kind.__name__} may not separate samples by their positions, "
+            "unlike that of Hugging Face models"
+        )
+        return
+    own = _written(kind)
+    if own and not re.search(rf"{_POSITIONS}|\*\*[a-z]|super\(\)\.training_step", own):
+        yield f"{kind.__name__} does not pass the batch's {_POSITIONS} to its model"
+    name, settings = type(known[0]).__name__, getattr(known[0], "config", None)
+    others = sorted(
+        {str(layer) for layer in getattr(settings, "layer_types", None) or ()} - _ATTENTION
+    )
+    others += [
+        type(child).__name__
+        for child in whole.modules()
+        if isinstance(child, nn.RNNBase | nn.Conv1d)
+    ][:1]
+    if others or getattr(type(known[0]), "_is_stateful", False):
+        yield (
+            f"{name} has layers that pass a state from sample to sample "
+            f"({', '.join(others) or 'a state'})"
+        )
+    if not any(_masks_by_positions(child) for child in known):
+        yield f"{name} creates its attention mask without {_POSITIONS}"
+    if getattr(settings, "use_cache", False) and "use_cache" not in own:
+        yield (
+            f"{name} keeps a key cache, with which it does not separate samples (set its "
+            "config.use_cache = False)"
+        )
+
+
+def _masks_by_positions(model: nn.Module) -> bool:
+    """Return True if a Hugging Face model passes its positions to its mask functions."""
+    tree = ast.parse(textwrap.dedent(_source(inspect.unwrap(type(model).forward))))
+    nodes = list(ast.walk(tree))
+    collected = any(
+        isinstance(node, ast.Dict) and any(_is_name(key) for key in node.keys) for node in nodes
+    )
+    # mask_function = create_causal_mask if ... else create_sliding_window_causal_mask
+    names = _MASKS | {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.IfExp)
+        and _MASKS & {getattr(n, "id", "") for n in ast.walk(node.value)}
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    calls = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    ]
+    given = [{keyword.arg for keyword in call.keywords} for call in calls]
+    return bool(given) and all(
+        _POSITIONS in those or (None in those and collected) for those in given
+    )
+
+
+def _written(kind: type) -> str:
+    """Return the user's source of a LightningModule.
+
+    It contains the methods and string attributes that are not Lightning's own."""
+    values = [inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("__")]
+    methods = [
+        value
+        for value in values
+        if inspect.isfunction(value) and value.__module__.partition(".")[0] not in _LIBRARIES
+    ]
+    return "".join(map(_source, methods)) + "".join(
+        repr(value) for value in values if isinstance(value, str | tuple | list)
+    )
+
+
+def _is_name(key: ast.expr | None) -> bool:
+    return isinstance(key, ast.Constant) and key.value == _POSITIONS
+
+
+def _source(thing: Any) -> str:
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):
+        return ""

@@ -1,12 +1,22 @@
-"""Limits of this machine that would stop the ranks after they have started."""
+"""Checks of this machine: limits, device, and processes that were started for the run."""
 
 from __future__ import annotations
 
 import multiprocessing
+import re
 import resource
+import shlex
 import socket
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-__all__ = ["check_machine"]
+import torch
+import torch.distributed as dist
+
+__all__ = ["check_machine", "check_device", "check_gpu", "check_other_gpus", "check_processes"]
+
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 5.0
@@ -72,3 +82,175 @@ def _check_loopback() -> None:
             f"processes on this machine cannot connect to {_LOOPBACK}: {error.strerror or error}. "
             "Start the loopback interface (ip link set lo up), or use devices=1"
         ) from error
+
+
+# ---- Checks of this rank's device, made before the rendezvous of the ranks -----------------------
+
+
+_BF16 = (8, 0)
+
+
+def check_device(device: torch.device, *, precision: str) -> None:
+    """Check the device of this rank, which must be set up.
+
+    Raises:
+        ValueError: See ``check_gpu``.
+    """
+    if device.type == "cuda" and torch.version.hip is None:
+        check_gpu(
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+            kernels=torch.cuda.get_arch_list(),
+            precision=precision,
+        )
+
+
+def check_gpu(
+    name: str, capability: tuple[int, int], *, kernels: Collection[str], precision: str
+) -> None:
+    """Check an NVIDIA GPU, and warn if it has no units for bfloat16.
+
+    Args:
+        name: Name of the GPU.
+        capability: Compute capability (major, minor).
+        kernels: Targets for which torch was built. A kernel for "sm_90" runs on GPUs of the same
+            major version and the same or a larger minor version; "compute_90" is compiled for any
+            newer GPU.
+        precision: Lightning's name of the precision. Without units for bfloat16, "bf16" is slow.
+
+    Raises:
+        ValueError: torch has no kernels for the GPU.
+    """
+    shown = ".".join(map(str, capability))
+    if kernels and not any(_runs(kernel, capability) for kernel in kernels):
+        raise ValueError(
+            f"this torch {torch.__version__} has no kernels for {name} (compute capability "
+            f"{shown}), only for {', '.join(kernels)}. Install a torch that supports it, or "
+            "use accelerator='cpu'"
+        )
+    if precision.startswith("bf16") and capability < _BF16:
+        warnings.warn(
+            f"precision={precision!r} is slow on {name} (compute capability {shown}), which "
+            f"computes in float32 instead. Use precision={precision.replace('bf16', '16')!r}",
+            stacklevel=2,
+        )
+
+
+def check_other_gpus(
+    store: dist.Store, *, rank: int, tensor_ranks: Sequence[int], gpu: Any
+) -> None:
+    """Compare the GPU of this rank with those of the ranks that came before.
+
+    NCCL's own error names neither ranks nor GPUs. No rank waits here.
+
+    Args:
+        store: Store of all ranks.
+        rank: This rank.
+        tensor_ranks: Ranks of its tensor-parallel group.
+        gpu: Properties of its GPU.
+
+    Raises:
+        ValueError: Another rank uses the same GPU, or the tensor-parallel group has different GPUs.
+    """
+    other = store.compare_set(f"gpu/{gpu.uuid}", "", str(rank)).decode()
+    if other != str(rank):
+        raise ValueError(
+            f"ranks {other} and {rank} use the same {gpu.name} ({gpu.uuid}): NCCL needs one GPU "
+            "per process. Use other devices=..., or CUDA_VISIBLE_DEVICES"
+        )
+    first = store.compare_set(f"gpus/{tensor_ranks[0]}", "", gpu.name).decode()
+    if first != gpu.name:
+        raise ValueError(
+            f"tensor_parallel_size={len(tensor_ranks)}: a layer is split over {first} and "
+            f"{gpu.name} (ranks {', '.join(map(str, tensor_ranks))}), and would wait for the "
+            "slower one. Use devices of one kind, or split the model by pipeline_parallel_size"
+        )
+
+
+def _runs(kernel: str, capability: tuple[int, int]) -> bool:
+    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", kernel)
+    if found is None:
+        return False
+    kind, major, minor, special = found.groups()
+    built = int(major), int(minor)
+    if special == "a":
+        return built == capability
+    return built <= capability and (kind == "compute" or built[0] == capability[0])
+
+
+# ---- Checks for processes that a launcher has started but the Trainer does not count -------------
+
+
+_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+# The first is set in a step of srun, but not in a shell in an allocation. The second is set by
+# torchrun and Ray.
+_OTHERS = (
+    "SLURM_STEP_NUM_TASKS",
+    "WORLD_SIZE",
+)
+
+
+def check_processes(
+    environment: Any, variables: Mapping[str, str], *, devices: int, num_nodes: int
+) -> None:
+    """Refuse a training that each of several processes would run by itself.
+
+    Args:
+        environment: Lightning's cluster environment.
+        variables: The environment's variables.
+        devices: Processes per machine, as the Trainer counts them.
+        num_nodes: Machines, as the Trainer counts them.
+
+    Raises:
+        ValueError: A launcher has started more processes than will join, or several machines must
+            join and no address is set. The message says what would work.
+    """
+    if (
+        num_nodes > 1
+        and type(environment).__name__ == "LightningEnvironment"
+        and not variables.get("MASTER_ADDR")
+    ):
+        raise ValueError(
+            f"num_nodes={num_nodes}, but MASTER_ADDR is not set, so this machine would wait "
+            "for the others at its own address. Start the training by torchrun or srun (ptdp "
+            "fit --launcher writes the script), or set MASTER_ADDR, MASTER_PORT and NODE_RANK "
+            "on each machine"
+        )
+    joins = environment is not None and environment.creates_processes_externally
+    for name, count in _announced(environment, variables):
+        if count < 2:
+            continue
+        alone = devices * num_nodes == 1
+        # A process that starts the other processes runs once on each node.
+        started_again = name in _MPI and not joins and count != num_nodes
+        if not alone and not started_again:
+            continue
+        if joins:
+            works = (
+                f"Use Trainer(devices=..., num_nodes=...) with devices * num_nodes = {count}, or "
+                "start one process"
+            )
+        else:
+            works = (
+                f"Use Trainer(devices={count}, num_nodes=1) and start it with: torchrun "
+                f"--nproc-per-node {count} --no-python {shlex.join(sys.orig_argv)}"
+            )
+        raise ValueError(
+            f"{name}={count}, but Trainer(devices={devices}, num_nodes={num_nodes}), so each "
+            f"of the {count} processes would run a separate training. {works}"
+        )
+
+
+def _announced(environment: Any, variables: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Yield the sources that announce a number of processes, and the number."""
+    for name in (*_MPI, *_OTHERS):
+        value = variables.get(name, "")
+        if value.isdecimal():
+            yield name, int(value)
+    # SLURM's environment counts the tasks of the job, even in a shell that runs one process.
+    if (
+        environment is not None
+        and environment.creates_processes_externally
+        and not hasattr(environment, "requeue_signal")
+    ):
+        yield f"{type(environment).__name__}.world_size()", environment.world_size()

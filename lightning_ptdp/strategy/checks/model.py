@@ -1,4 +1,4 @@
-"""Check of a module against the layout."""
+"""Check of a module and of its initial weights against the layout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from torch import nn
 
 from lightning_ptdp.blocks.fp8 import check_fp8
 from lightning_ptdp.blocks.recompute import check_recomputation
+from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.exchange import HuggingFaceWeights, names_in
+from lightning_ptdp.models.pretrained_folder import InitialWeights, local_folder
+from lightning_ptdp.parameters.materialize import awaits_values
+from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.pipeline.known_parts import KnownParts
 from lightning_ptdp.pipeline.rehearsal import Rehearsal
+from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.shims.torch import has_gradient_hooks
 from lightning_ptdp.strategy.checks.module_content import (
     check_compiled,
@@ -37,7 +41,7 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "check_initial_weights", "open_initial_weights"]
 
 
 def check_model(
@@ -147,3 +151,43 @@ def check_model(
         selective=plan.selective,
     )
     return known
+
+
+# ---- Checks of the initial weights that a module names, against the module -----------------------
+
+
+def check_initial_weights(module: LightningModule, config: PTDPConfig) -> None:
+    """Check that the files named by the module's ``initial_weights()`` exist and fit.
+
+    Only their headers are read.
+
+    Raises:
+        ValueError: They do not; lists the names and shapes that differ.
+    """
+    if hasattr(module, "initial_weights") and config.meta_init:
+        open_initial_weights(whole_model(module, config))
+
+
+def open_initial_weights(module: nn.Module) -> HuggingFaceWeights | None:
+    """Open the weights that the module's ``initial_weights()`` names.
+
+    The result is None if it names none, or if the module has values already.
+
+    Raises:
+        CheckpointError: The files are missing or do not fit.
+    """
+    give: Callable[[], InitialWeights | None] | None = getattr(module, "initial_weights", None)
+    source = give() if give is not None else None
+    if source is None or not awaits_values(module):
+        return None
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    aliases = {name: first[parameter] for name, parameter in every if first[parameter] != name}
+    weights = HuggingFaceWeights.open(
+        local_folder(source.path), names_in(module, aliases, ignored=source.ignores)
+    )
+    try:
+        weights.check(module, may_lack=source.may_lack)
+    except CheckpointError as error:
+        raise CheckpointError(f"path={source.path!r}: {error}") from None
+    return weights

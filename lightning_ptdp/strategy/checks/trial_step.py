@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_ptdp.base.nested import Nested, batch_size
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
-from lightning_ptdp.pipeline.balance import layer_ranges
-from lightning_ptdp.pipeline.known_parts import KnownParts
+from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.rehearsal import Rehearsal
 from lightning_ptdp.shims.lightning import LightningModule, Trainer
 from lightning_ptdp.strategy.checks.whole_model import plan_of

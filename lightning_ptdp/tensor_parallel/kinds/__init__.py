@@ -6,8 +6,7 @@ from lightning_ptdp.tensor_parallel.kinds.embedding import Position, Vocabulary
 from lightning_ptdp.tensor_parallel.kinds.expert_kinds import Experts
 from lightning_ptdp.tensor_parallel.kinds.kind import SPLIT_AXES, Kind, ModulePlace, check_divides
 from lightning_ptdp.tensor_parallel.kinds.linear_kinds import AttentionHeads, Column, Row
-from lightning_ptdp.tensor_parallel.kinds.replicated import Alias, Partial, Region, Whole
-from lightning_ptdp.tensor_parallel.kinds.sequence_mean import Mean
+from lightning_ptdp.tensor_parallel.kinds.replicated import Alias, Mean, Partial, Region, Whole
 
 __all__ = [
     "KINDS",
