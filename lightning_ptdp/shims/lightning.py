@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as StrategyBase
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as Launcher
 else:
-    # Names for annotations, of either namespace. The mixins of a strategy derive from its base, and
+    # Names for annotations, of either namespace. The layers of a strategy derive from its base, and
     # the class of a namespace adds its own base.
     LightningCLI = LightningModule = Trainer = Precision = StrategyBase = Launcher = object
 

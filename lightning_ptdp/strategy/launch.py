@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import torch
+
 from lightning_ptdp.base.output import survive_closed_output
+from lightning_ptdp.parameters.materialize import Materializer, make_room
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.lightning import Launcher, StrategyBase, Trainer, fits, lightning_names
 from lightning_ptdp.shims.torch_distributed import is_communication_error
+from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.stopping import (
     INTERRUPTED,
     ending_children_on_sigterm,
@@ -213,7 +217,7 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
 
         def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> object:
             if self._weights_path is not None:
-                self._strategy.write_weights(self._weights_path)
+                _write_weights(self._strategy, self._weights_path)
             if self._strategy.local_rank != 0:
                 return None
             best = getattr(trainer.checkpoint_callback, "best_model_path", None)
@@ -225,7 +229,7 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
             if isinstance(worker_output, _Ended):
                 raise SystemExit
             if worker_output.weights_path is not None:
-                self._strategy.read_weights(worker_output.weights_path)
+                _read_weights(self._strategy, worker_output.weights_path)
             super()._recover_results_in_main_process(
                 worker_output._replace(weights_path=None), trainer
             )
@@ -238,6 +242,42 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
 def _bare_launcher(namespace: str, index: int) -> Launcher:
     """Return a launcher without attributes, which pickle fills."""
     return object.__new__(_launcher_classes(namespace)[index])
+
+
+# ---- Trained weights, returned to the process that started the ranks ------------------------------
+
+
+def _write_weights(strategy: CheckpointHooks, path: str) -> None:
+    """Write the whole model's state dictionary to ``path`` from local rank 0.
+
+    Collective over the world."""
+    space = strategy.model_space
+    if space.engine is not None:
+        space.engine.gradients.parameters_needed()
+    is_divided = space.parallel is not None and space.layout.divides_model
+    # Every rank calls state_dict(), because metrics may communicate in it.
+    weights = space.state_dict() if is_divided else space.module.state_dict()
+    if strategy.local_rank == 0:
+        torch.save(weights, path)
+
+
+def _read_weights(strategy: CheckpointHooks, path: str) -> None:
+    """Build the module in the main process, and load the weights of ``_write_weights``."""
+    module = strategy.lightning_module
+    comes_filled = strategy.config.meta_init and hasattr(module, "initial_weights")
+    with torch.device("meta") if comes_filled else contextlib.nullcontext():
+        module.configure_model()
+    if comes_filled:  # its values are neither read nor drawn
+        cpu = torch.device("cpu")
+        materialize = Materializer(
+            module, seed=0, device=cpu, left={name for name, _ in module.named_parameters()}
+        )
+        for name, child in module.named_modules():
+            materialize(child, name)
+        make_room(module, device=cpu)
+    weights = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    # The ranks may have added or removed layers.
+    module.load_state_dict(weights, strict=False)
 
 
 # ---- Files in memory that a process shares with the processes that it starts ---------------------

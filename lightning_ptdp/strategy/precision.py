@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_ptdp.parameters.materialize import Materializer
 from lightning_ptdp.shims.lightning import LightningModule, LightningNames, Precision, layer_sync
 from lightning_ptdp.shims.torch import found_inf, unscale_before_step
-from lightning_ptdp.strategy.model_space import ModelSpace
+from lightning_ptdp.strategy.world import World
 from lightning_ptdp.world.mesh import ProcessMesh
 
 __all__ = ["loss_scale", "prepare_loss_scaling", "convert", "replacing"]
@@ -122,14 +122,14 @@ def replacing(plugin: Precision, names: LightningNames) -> Callable[[nn.Module],
     return None if type(plugin).convert_module in names.casting else method
 
 
-def convert(strategy: ModelSpace, mesh: ProcessMesh) -> nn.Module:
+def convert(strategy: World, mesh: ProcessMesh) -> nn.Module:
     """Convert the strategy's model, in place if its plugins do so.
 
     A plugin that replaces modules may copy values, but a model built by ``configure_model`` has no
     values yet. They are therefore filled in first if every rank holds the whole model anyway."""
     if (
         replacing(strategy.precision_plugin, strategy._names) is not None
-        and strategy.ranks_hold_all
+        and strategy.layout.size("shards") == 1
     ):
         give_value = Materializer(
             strategy.model, seed=strategy.run.seed, device=torch.device("cpu")

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import RandomSampler
 
 from lightning_ptdp.base.requirements import check_url
 from lightning_ptdp.callbacks.run_summary import StrategySummary, summarize
-from lightning_ptdp.checkpoint import SaveFolders, same_outcome
+from lightning_ptdp.checkpoint import same_outcome
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
@@ -41,7 +40,7 @@ from lightning_ptdp.shims.lightning import (
     lightning_names,
 )
 from lightning_ptdp.shims.peft import set_magnitudes
-from lightning_ptdp.strategy.auto import ChosenLayout
+from lightning_ptdp.strategy.auto import chosen_layout, report_forecast, wants_choice
 from lightning_ptdp.strategy.block_passes import BlockSetting, apply_block_passes
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
@@ -61,11 +60,10 @@ from lightning_ptdp.strategy.checks import (
     warn_of_batch_norm,
     warn_of_objects,
 )
-from lightning_ptdp.strategy.distributed_sampling import draw_like_replicas
-from lightning_ptdp.strategy.exporting import ModelSpaceExporting
+from lightning_ptdp.strategy.distributed_sampling import read_alike
 from lightning_ptdp.strategy.forward_contexts import make_surroundings
 from lightning_ptdp.strategy.launch import make_launcher
-from lightning_ptdp.strategy.layout_choice import LayoutChoice
+from lightning_ptdp.strategy.layout_choice import Forecast, LayoutChoice
 from lightning_ptdp.strategy.optimizers import (
     check_held,
     compare_groups,
@@ -76,23 +74,21 @@ from lightning_ptdp.strategy.optimizers import (
 from lightning_ptdp.strategy.out_of_memory import explain_memory
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling, replacing
-from lightning_ptdp.strategy.restoring import ModelSpaceRestoring
-from lightning_ptdp.strategy.saving import ModelSpaceSaving
-from lightning_ptdp.strategy.steps import ScheduledSteps
+from lightning_ptdp.strategy.restoring import load_initial_weights
+from lightning_ptdp.strategy.saving import FolderSaves
+from lightning_ptdp.strategy.steps import StepHooks
 from lightning_ptdp.strategy.strategy_arguments import constructor
 from lightning_ptdp.strategy.verifying import verify_first_step
-from lightning_ptdp.strategy.world import World
 
 __all__ = ["PTDPStrategy", "strategy_class"]
 
 
-class _PTDPStrategy(
-    ScheduledSteps, ChosenLayout, ModelSpaceSaving, ModelSpaceRestoring, ModelSpaceExporting, World
-):
-    """Lightning's hooks of the strategy.
+class _PTDPStrategy(StepHooks):
+    """Lightning's hooks of the strategy that set up, check and end a run.
 
-    The constructor takes the fields of ``PTDPConfig`` and the arguments of Lightning's own
-    strategies."""
+    The layers below it are, in order: ``RunningStrategy`` (collectives), ``World`` (ranks and
+    groups), ``CheckpointHooks`` and ``StepHooks``. The constructor takes the fields of
+    ``PTDPConfig`` and the arguments of Lightning's own strategies."""
 
     model: nn.Module
     strategy_name = "ptdp"
@@ -104,12 +100,14 @@ class _PTDPStrategy(
             if field.name in options
         }
         self.config = PTDPConfig(**ours)
-        self._will_choose(layout)
+        self._chooses_layout = wants_choice(layout, self.config)
+        self._forecast: Forecast | None = None
         self.num_nodes = 1
         self._parent = os.getppid()
         self._interfaces: list[str] = []
         self._surroundings = Surroundings()
-        self._keeper = SaveFolders()
+        self._saves = FolderSaves()
+        self._named_groups = []
         self._known_parts: KnownParts | None = None
         super().__init__(**options)
 
@@ -136,10 +134,10 @@ class _PTDPStrategy(
         sources = [each for each in (*arguments[1:2], *arguments[3:4]) if each is not None]
         if fits(trainer):
             self.check_processes()
-            self._choose(trainer, sources)
+            self._choose_layout(trainer, sources)
         check_trainer(self, trainer)
         self.check_machine()
-        if not self._is_cut_here:
+        if not self.model_space.is_cut:
             self.check(self.lightning_module)
         if not fits(trainer):
             return
@@ -153,7 +151,7 @@ class _PTDPStrategy(
         for source in sources:
             check_data(source, self.config, self.layout)
             check_packing(self.lightning_module, source, self.config)
-        if self.starts_all_ranks and not self._is_cut_here:
+        if self.starts_all_ranks and not self.model_space.is_cut:
             check_first_batch(
                 trainer,
                 self.lightning_module,
@@ -164,6 +162,13 @@ class _PTDPStrategy(
             )
         if self.config.verify is not None:
             verify_first_step(self, trainer, arguments)
+
+    def _choose_layout(self, trainer: Trainer, sources: Sequence[object]) -> None:
+        if self._chooses_layout:  # a further fit continues in the same layout
+            self.config, self._forecast = chosen_layout(self, trainer, sources)
+            self._chooses_layout = False
+            if self.is_global_zero:
+                print(self._forecast.text, flush=True)
 
     def check(self, lightning_module: LightningModule, datamodule: object = None) -> None:
         """Check a module (and data module) against the layout without starting anything.
@@ -202,7 +207,7 @@ class _PTDPStrategy(
         count_replicas(
             trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas
         )
-        if not self._is_cut_here:
+        if not self.model_space.is_cut:
             if fitting and self.layout.divides_model:
                 keep_model_summary(trainer, self.lightning_module)
             self._parallelize()
@@ -266,8 +271,10 @@ class _PTDPStrategy(
                 device=self.root_device,
             )
         )
-        if weights is not None:
-            self.load_initial_weights(weights)
+        # a checkpoint has all of the values
+        resumes = module.trainer.ckpt_path is not None and module.strict_loading
+        if weights is not None and not resumes:
+            load_initial_weights(self.model_space, weights)
         if built_without_values:
             set_magnitudes(module)
 
@@ -338,10 +345,10 @@ class _PTDPStrategy(
 
     def _prepare_optimization(self, trainer: Trainer) -> None:
         """Prepare the gradients, the values that the optimizer steps on, and the loss scale."""
-        self._is_training = True
+        self._saves.in_background = self.config.async_save
         for managed in self.parallel.parameters.values():
             managed.step_on(managed.parameter)
-        self._named_groups = self._names_of_groups()
+        self._named_groups = self.model_space.names_of_groups()
         prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
         if not self.lightning_module.automatic_optimization:
             self.engine.optimization.prepare_manual()
@@ -372,26 +379,29 @@ class _PTDPStrategy(
                     "evaluate the same number of batches. Use a loader with a length, and a "
                     "sampler that distributes the samples evenly, such as DistributedSampler"
                 )
-        sampler = getattr(dataloader, "sampler", None)
-        if self.layout.divides_model and isinstance(sampler, RandomSampler):
-            draw_like_replicas(sampler)
-        seeds_workers = (
-            os.getenv("PL_SEED_WORKERS", "0") == "1"
-            and getattr(dataloader, "worker_init_fn", 0) is None
-        )
-        if self.layout.divides_model and seeds_workers:
-            # Lightning would seed each rank's workers differently.
-            vars(dataloader)["worker_init_fn"] = partial(
-                self._names.seed_worker, rank=self.layout.replica(self.global_rank)
-            )
+        if self.layout.divides_model:
+            replica = self.layout.replica(self.global_rank)
+            read_alike(dataloader, seed_worker=partial(self._names.seed_worker, rank=replica))
         return dataloader
 
     def summary(self) -> StrategySummary:
         """Return a summary of the layout; collective, after ``setup``."""
         return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
 
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Record the start of the batch if the layout was chosen by a forecast."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._forecast is not None:
+            self._forecast.batch_begins()
+
+    def on_train_end(self) -> None:
+        """Compare the forecast of the layout with the measurements."""
+        super().on_train_end()
+        if self._forecast is not None and self.is_global_zero:
+            report_forecast(self._forecast, self.lightning_module.trainer, self.root_device)
+
     def on_exception(self, exception: BaseException) -> None:
-        """Add a memory report to an out-of-memory error, then call the mixins' handlers."""
+        """Add a memory report to an out-of-memory error, then let the layers below handle it."""
         if isinstance(exception, torch.OutOfMemoryError):
             # A failure of the report must not hide the error.
             with contextlib.suppress(Exception):
@@ -427,8 +437,9 @@ class _PTDPStrategy(
 
         ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("_run", "_parallel", "_engine", "_saver", "_guard")
-        return {**state, **dict.fromkeys(of_a_run), "_surroundings": Surroundings()}
+        of_a_run = ("_run", "_parallel", "_engine", "_guard")
+        saves = {"_surroundings": Surroundings(), "_saves": FolderSaves()}
+        return {**state, **dict.fromkeys(of_a_run), **saves}
 
 
 def strategy_class(namespace: str = "lightning.pytorch") -> type[StrategyBase]:

@@ -1,4 +1,4 @@
-"""Shared base of the strategy's mixins: state of a running rank, and agreement of ranks."""
+"""Base of the strategy: state of a running rank, and agreement of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.checkpoint import SaveFolders
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context, Surroundings
@@ -55,7 +54,7 @@ class Run:
 
 
 class RunningStrategy(StrategyBase):
-    """Base of the strategy's other mixins: shared state and collectives over the world.
+    """First layer of the strategy: state of a run, and collectives over the world.
 
     ``setup_environment`` and ``setup`` make the state. In the collectives, the ranks of one replica
     hold equal values.
@@ -68,7 +67,6 @@ class RunningStrategy(StrategyBase):
     config: PTDPConfig
     num_nodes: int
     gradient_norm: Tensor | None = None
-    _keeper: SaveFolders
     _surroundings: Surroundings
     _run: Run | None = None
     _parallel: ParallelModel | None = None

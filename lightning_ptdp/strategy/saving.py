@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,9 +15,9 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.base.signals import StoppedNow, breakable
 from lightning_ptdp.checkpoint import (
-    PARAMETER_NAMES,
     BackgroundSaver,
     CheckpointError,
+    SaveFolders,
     files,
     keeps_history,
     local_path,
@@ -30,7 +28,6 @@ from lightning_ptdp.checkpoint import (
     optimizer_tensors,
     same_outcome,
     save_checkpoint,
-    write_file,
 )
 from lightning_ptdp.checkpoint.latest import latest_leaves
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero
@@ -46,258 +43,114 @@ from lightning_ptdp.strategy.model_space import (
     checked_tensor,
 )
 
-__all__ = ["ModelSpaceSaving"]
+__all__ = ["FolderSaves", "optimizer_state"]
 
 _PATIENCE = timedelta(minutes=1)
 _SHOWN = 3
 
 
-class ModelSpaceSaving(ModelSpace):
-    """Mixin of the strategy: saves shards under global names, which any layout can read.
+def optimizer_state(space: ModelSpace, optimizer: Optimizer) -> Checkpoint:
+    """Return hyperparameters of the groups, with the names of all ranks' parameters; collective.
 
-    Before ``setup`` the module is an ordinary one, and Lightning's single file is written.
+    The tensors are saved as shards."""
+    inner = getattr(optimizer, "_optimizer", optimizer)
+    with space.waiting_in("saving the optimizer's parameter groups"):
+        with same_outcome("reading the optimizer's parameter groups"):
+            groups = optimizer_groups(inner, space.optimizer_records()[0])
+        history = {"history": optimizer_history(inner)} if keeps_history(inner) else {}
+        return {"groups": merge_groups(gather(groups)), **history}
+
+
+class FolderSaves:
+    """Saves of one training: shards under global names, which any layout can read.
 
     Attributes:
-        ranks_failed: Whether the ranks that this process last forked or spawned ended with an
-            exception.
-        returns_weights: Whether the process that forks or spawns the ranks gets the trained
-            weights.
-        folder_callback: Class of a callback that needs checkpoint folders; "" if there is none.
-        run_facts: Facts about the run for the metadata of its checkpoints, in JSON types.
+        keeper: Folders of the training.
+        in_background: Whether saves may run beside the training; without training, no later call
+            would wait for them.
     """
 
-    _saver: BackgroundSaver | None = None
-    _is_training: bool = False  # without training, no later call would wait for a background save
-    ranks_failed = False
-    returns_weights = True
-    folder_callback = ""
-    run_facts: Mapping[str, object] = MappingProxyType({})
+    def __init__(self) -> None:
+        self.keeper = SaveFolders()
+        self.in_background = False
+        self._saver: BackgroundSaver | None = None
 
-    def lightning_module_state_dict(self) -> Checkpoint:
-        """Return this rank's part of the model, for the hooks of ``on_save_checkpoint``.
-
-        The other ranks hold the rest."""
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> Checkpoint:
-        """Return hyperparameters of the groups, with the names of all ranks' parameters.
-
-        The tensors are saved as shards."""
-        if self._parallel is None or self.writes_file:
-            return super().optimizer_state(optimizer)
-        if self._alone("saving"):
-            return {}
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        with self.waiting_in("saving the optimizer's parameter groups"):
-            with same_outcome("reading the optimizer's parameter groups"):
-                groups = optimizer_groups(inner, self._optimizer_records()[0])
-            history = {"history": optimizer_history(inner)} if keeps_history(inner) else {}
-            return {"groups": merge_groups(gather(groups)), **history}
-
-    def save_checkpoint(
-        self, checkpoint: Checkpoint, filepath: PathLike, storage_options: object = None
+    def save(
+        self,
+        space: ModelSpace,
+        checkpoint: Checkpoint,
+        path: str,
+        *,
+        facts: Mapping[str, object],
+        limit: timedelta,
     ) -> None:
-        """Write a checkpoint; entered by all ranks.
+        """Write a checkpoint folder; collective.
 
-        If saving is impossible after an exception, a warning is given instead.
+        Args:
+            space: The model.
+            checkpoint: Lightning's checkpoint, with this rank's weights.
+            path: The folder, the same on all ranks.
+            facts: Facts about the run for the metadata, in JSON types.
+            limit: Limit of a background save.
 
         Raises:
             CheckpointError: It could not be written. An earlier checkpoint there is intact.
-            TypeError: ``storage_options`` is given, which only Lightning's plugin accepts, for a
-                URL.
         """
-        if why := self._why_impossible():
-            warnings.warn(f"the checkpoint {filepath} is not saved: {why}", stacklevel=2)
-            return
-        if self._parallel is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        elsewhere = self.writes_file and self._names.writes_elsewhere(self.checkpoint_io, filepath)
-        if storage_options is not None and not elsewhere:
-            raise TypeError(
-                "storage_options is not supported, because every rank writes its part of a "
-                "checkpoint to a folder of the shared file system"
-            )
-        doing = f"saving the checkpoint {filepath}"
-        with self.waiting_in(doing):
-            if not self.writes_file:
-                self._save(checkpoint, filepath, doing)
-                return
-            alone = self._alone("saving")  # then the other ranks do not join, and are not needed
-            with contextlib.nullcontext() if alone else same_outcome(doing):
-                if elsewhere:
-                    super().save_checkpoint(self._with_names(checkpoint), filepath, storage_options)
-                elif self.global_rank == 0:
-                    write_file(
-                        self._with_names(checkpoint), Path(os.path.abspath(local_path(filepath)))
-                    )
-
-    @property
-    def writes_file(self) -> bool:
-        """Return True if checkpoints are Lightning's single files."""
-        if self.config.checkpoint_format != "auto":
-            return self.config.checkpoint_format == "file"
-        return not (self.run_facts or self.folder_callback or self.why_no_file())
-
-    def note_callbacks(self, callbacks: Iterable[object]) -> None:
-        """Look for a callback whose attribute ``needs_checkpoint_folders`` is true."""
-        found = (
-            type(one).__name__
-            for one in callbacks
-            if getattr(one, "needs_checkpoint_folders", False)
-        )
-        self.folder_callback = next(found, "")
-
-    def why_no_file(self) -> str:
-        """Return the option that rules out a single file; "" if there is none.
-
-        With such an option no rank holds everything that is saved, or saving does not wait."""
-        if self.layout.divides_model:
-            return f"{self.layout.describe()} cuts the model"
-        if self.config.async_save:
-            return "async_save=True writes folders"
-        if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
-            return "shard_optimizer=True cuts the optimizer's states"
-        return (
-            "master_weights=True keeps float32 copies of the parameters"
-            if self._steps_on_copies
-            else ""
-        )
-
-    def _with_names(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with the names of the optimizers' parameters.
-
-        Other layouts find their parameters by these names."""
-        if "optimizer_states" not in checkpoint:
-            return checkpoint
-        return {**checkpoint, PARAMETER_NAMES: self._names_of_groups()}
-
-    def _why_impossible(self) -> str:
-        if not self.writes_file and self._alone("saving"):
-            return (
-                "the exception did not end all ranks at the same step, and each rank has only "
-                "a part of the checkpoint"
-            )
-        if self.ranks_failed:
-            return (
-                "the ranks ended with an exception, and this process does not have their "
-                "trained state"
-            )
-        return ""
-
-    def _save(self, checkpoint: Checkpoint, filepath: PathLike, doing: str) -> None:
         state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-        with same_outcome(doing):
-            model, unchanged = self._weights_to_save(checkpoint.get("state_dict", {}))
-            names, placements = self._optimizer_records()
-            masters = {
-                managed.stepped: {MASTER: managed.stepped.detach()}
-                for managed in self.parallel.parameters.values()
-                if managed.stepped is not None and managed.rounded is not None
-            }
-            optimizers: dict[str, tuple[Tensor, Placement]] = {}
-            for index, optimizer in enumerate(
-                self.optimizers if "optimizer_states" in state else ()
-            ):
-                if keeps_history(optimizer):
-                    continue
-                optimizers |= optimizer_tensors(
-                    optimizer, names=names, placements=placements, index=index, extra=masters
-                )
-        if self.ranks_hold_all:
+        with same_outcome(f"saving the checkpoint {path}"):
+            model, unchanged = _weights_to_save(space, checkpoint.get("state_dict", {}))
+            optimizers = _optimizer_tensors(space) if "optimizer_states" in state else {}
+        if space.ranks_hold_all:
             # The result of rank 0's hooks is saved, as in Lightning. Other ranks help to write
             # unchanged entries.
             agreed = from_rank_zero(lambda: unchanged)
             # buffers may differ between replicas
-            equal = {managed.name for managed in self.parallel.parameters.values()}
+            equal = {managed.name for managed in space.part.parameters.values()}
             model = {
                 name: model[name]
                 for name in model
                 if is_rank_zero() or name in agreed & unchanged & equal
             }
         tensors = {MODEL + name: entry for name, entry in model.items()} | optimizers
+        aliases = space.part.aliases.items()
         metadata = {
-            **self.run_facts,
-            "layout": self.layout.describe(),
-            "aliases": {
-                alias: name for alias, name in self.parallel.aliases.items() if alias not in model
-            },
+            **facts,
+            "layout": space.layout.describe(),
+            "aliases": {alias: name for alias, name in aliases if alias not in model},
             **{
                 key: state[key]
                 for key in ("epoch", "global_step")
                 if isinstance(state.get(key), int)
             },
         }
-        path = self.broadcast(local_path(filepath))
-        target = Path(os.path.abspath(path))
-        done = partial(mark_latest, target) if self.global_rank == 0 else _nothing
-        if self.config.async_save and self._is_training:
+        done = partial(mark_latest, Path(os.path.abspath(path))) if is_rank_zero() else _nothing
+        if self.in_background:
             if self._saver is None:
-                self._saver = BackgroundSaver(limit=self.config.timeout, keeper=self._keeper)
+                self._saver = BackgroundSaver(limit=limit, keeper=self.keeper)
             self._saver.save(path, tensors=tensors, state=state, metadata=metadata, then=done)
         else:
             save_checkpoint(
-                path, tensors=tensors, state=state, metadata=metadata, keeper=self._keeper
+                path, tensors=tensors, state=state, metadata=metadata, keeper=self.keeper
             )
             done()
 
-    def _weights_to_save(
-        self, state: Mapping[str, object]
-    ) -> tuple[dict[str, tuple[Tensor, Placement]], set[str]]:
-        """Return the model under its global names, and the names of unchanged entries.
-
-        The hooks of ``on_save_checkpoint`` may have changed the other entries.
-
-        Raises:
-            CheckpointError: The hooks did more than leave out entries, but this rank holds only a
-                part of the model.
-        """
-        changes = _changes(self.lightning_module.state_dict(), state)
-        if not self.ranks_hold_all:
-            removed = {name for name, what in changes.items() if what == "removed"}
-            if others := {name: what for name, what in changes.items() if name not in removed}:
-                raise CheckpointError(_cannot_change(others))
-            return {**self._model_tensors(without=removed, to_write=True)}, set()
-        kept = {name: checked_tensor(name, value) for name, value in state.items()}
-        for alias, name in self.parallel.aliases.items():
-            if (
-                alias in kept
-                and name in kept
-                and (kept[alias] is kept[name] or torch.equal(kept[alias], kept[name]))
-            ):
-                del kept[alias]
-        return {
-            name: (v.detach(), Placement.replicated(tuple(v.shape))) for name, v in kept.items()
-        }, kept.keys() - changes.keys()
-
-    def finish_saving(self) -> None:
+    def finish(self) -> None:
         """Wait for a background save.
 
         Raises:
             CheckpointError: It failed; the same on all ranks.
         """
-        self._is_training = False
+        self.in_background = False
         if self._saver is not None:
-            with self.waiting_in("the end of a background save"):
-                self._saver.close()
-            self._saver = None  # not earlier: after a Ctrl-C here, on_exception needs it
+            self._saver.close()
+            self._saver = None  # not earlier: after a Ctrl-C here, ``end`` needs it
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Wait for a background save, if it can end.
+    def end(self, exception: BaseException, limit: timedelta) -> None:
+        """Wait for a background save after an exception, if it can end.
 
         After the loss of a rank it cannot, and the wait is limited. A second Ctrl-C abandons the
-        save. An error of torch's communication from outside the strategy's own waits gets a note
-        with the last action of each rank."""
-        super().on_exception(exception)
-        if self._run is not None:
-            self._run.watchdog.annotate(exception)
-        told_to_end = isinstance(exception, (KeyboardInterrupt, SystemExit)) and not isinstance(
-            exception, StoppedNow
-        )
-        if told_to_end and self._run is not None:
-            # ask now, because the answer is known at the end of the run
-            self._run.interruption.is_of_this_rank_alone()
-        saver, self._saver, self._is_training = self._saver, None, False
+        save."""
+        saver, self._saver, self.in_background = self._saver, None, False
         if saver is None:
             return
         lost = isinstance(exception, (PeerError, CheckpointError)) or is_communication_error(
@@ -307,31 +160,80 @@ class ModelSpaceSaving(ModelSpace):
             if isinstance(exception, StoppedNow):
                 raise StoppedNow
             with breakable():
-                saver.wait(min(self.config.timeout, _PATIENCE) if lost else self.config.timeout)
+                saver.wait(min(limit, _PATIENCE) if lost else limit)
         except (CheckpointError, RuntimeError, KeyboardInterrupt) as error:
             why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else error
             warnings.warn(f"the background save did not end: {why}", stacklevel=2)
         finally:
             saver.give_up()
 
-    def remove_checkpoint(self, filepath: PathLike) -> None:
+    def remove(self, path: PathLike, *, remove_file: Callable[[PathLike], None]) -> None:
         """Remove a checkpoint that is no longer among the best.
 
         It is removed only after the checkpoint that is being written is complete. A ``latest`` that
-        pointed to it moves to the newest remaining checkpoint."""
+        pointed to it moves to the newest remaining checkpoint. ``remove_file`` removes what is not
+        a folder."""
+        remove = partial(_remove, path, remove_file)
         if self._saver is not None:
-            self._saver.after(partial(self._remove_now, filepath))
+            self._saver.after(remove)
         else:
-            self._remove_now(filepath)
+            remove()
 
-    def _remove_now(self, filepath: PathLike) -> None:
-        if not os.path.isdir(os.fspath(filepath).removeprefix("file://")):
-            super().remove_checkpoint(filepath)
-            return
-        path = Path(os.path.abspath(local_path(filepath)))
-        if self.global_rank == 0:
-            latest_leaves(path)
-            files.discard(path)
+
+def _remove(path: PathLike, remove_file: Callable[[PathLike], None]) -> None:
+    if not os.path.isdir(os.fspath(path).removeprefix("file://")):
+        remove_file(path)
+    elif is_rank_zero():
+        folder = Path(os.path.abspath(local_path(path)))
+        latest_leaves(folder)
+        files.discard(folder)
+
+
+def _optimizer_tensors(space: ModelSpace) -> dict[str, tuple[Tensor, Placement]]:
+    """Return the states of the optimizers, and the masters of rounded parameters among them."""
+    names, placements = space.optimizer_records()
+    masters = {
+        managed.stepped: {MASTER: managed.stepped.detach()}
+        for managed in space.part.parameters.values()
+        if managed.stepped is not None and managed.rounded is not None
+    }
+    found: dict[str, tuple[Tensor, Placement]] = {}
+    for index, optimizer in enumerate(space.optimizers):
+        if not keeps_history(optimizer):
+            found |= optimizer_tensors(
+                optimizer, names=names, placements=placements, index=index, extra=masters
+            )
+    return found
+
+
+def _weights_to_save(
+    space: ModelSpace, state: Mapping[str, object]
+) -> tuple[dict[str, tuple[Tensor, Placement]], set[str]]:
+    """Return the model under its global names, and the names of unchanged entries.
+
+    The hooks of ``on_save_checkpoint`` may have changed the other entries.
+
+    Raises:
+        CheckpointError: The hooks did more than leave out entries, but this rank holds only a part
+            of the model.
+    """
+    changes = _changes(space.module.state_dict(), state)
+    if not space.ranks_hold_all:
+        removed = {name for name, what in changes.items() if what == "removed"}
+        if others := {name: what for name, what in changes.items() if name not in removed}:
+            raise CheckpointError(_cannot_change(others))
+        return space.tensors(without=removed, to_write=True), set()
+    kept = {name: checked_tensor(name, value) for name, value in state.items()}
+    for alias, name in space.part.aliases.items():
+        if (
+            alias in kept
+            and name in kept
+            and (kept[alias] is kept[name] or torch.equal(kept[alias], kept[name]))
+        ):
+            del kept[alias]
+    return {
+        name: (v.detach(), Placement.replicated(tuple(v.shape))) for name, v in kept.items()
+    }, kept.keys() - changes.keys()
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, str]:

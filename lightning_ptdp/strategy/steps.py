@@ -14,15 +14,15 @@ from lightning_ptdp.engine.optimization import Closure
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.shims.lightning import Precision, fits, replace_after_closure
+from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
-from lightning_ptdp.strategy.running_strategy import RunningStrategy
 
-__all__ = ["ScheduledSteps"]
+__all__ = ["StepHooks"]
 
 
-class ScheduledSteps(RunningStrategy):
-    """Mixin of the strategy: training and evaluation steps, gradients and their norm."""
+class StepHooks(CheckpointHooks):
+    """Layer of the strategy: training and evaluation steps, gradients and their norm."""
 
     def training_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """Run the forward of one batch, and under a schedule also its backward."""

@@ -40,7 +40,7 @@ __all__ = ["World"]
 
 
 class World(RunningStrategy):
-    """Mixin of the strategy: ranks, sizes, process groups."""
+    """Layer of the strategy: ranks, sizes, process groups."""
 
     _launcher: Launcher
     _parent: int

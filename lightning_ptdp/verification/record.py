@@ -175,14 +175,14 @@ class Recorder:
 
     def _keep_model(self) -> None:
         trained = {one.name for one in self._strategy.parallel.parameters.values()}
-        for name, (tensor, placement) in self._strategy._model_tensors().items():
+        for name, (tensor, placement) in self._strategy.model_space.tensors().items():
             kind = "weight" if name in trained else "buffer"
             key = (kind if self.record.steps else "initial value", self.record.steps - 1, "")
             self.record.tensors.setdefault(key, {})[name] = _held(tensor, placement)
 
     def _optimized(self) -> Iterator[tuple[dict[str, Any], str, Tensor, Any]]:
         """Yield the optimizer's tensors: (group, name, tensor, position in the full parameter)."""
-        names, placed = self._strategy._optimizer_records()
+        names, placed = self._strategy.model_space.optimizer_records()
         for group in self._strategy.optimizers[0].param_groups:
             for tensor in group["params"]:
                 if tensor in names:

@@ -15,14 +15,14 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
 from lightning_ptdp.shims.lightning import Trainer, fits, is_compiled, layer_sync, logs_graph
 from lightning_ptdp.shims.torch_distributed import has_symmetric_products
+from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.checks.saved_content import check_extra_state
-from lightning_ptdp.strategy.saving import ModelSpaceSaving
 from lightning_ptdp.world.axes import nearest_divisors
 
 __all__ = ["check_numbers", "check_trainer"]
 
 
-def check_trainer(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def check_trainer(strategy: CheckpointHooks, trainer: Trainer) -> None:
     """Refuse options that the schedule cannot honour.
 
     Raises:
@@ -32,7 +32,7 @@ def check_trainer(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         check(strategy, trainer)
 
 
-def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def check_numbers(strategy: CheckpointHooks, trainer: Trainer) -> None:
     """Refuse numbers that Lightning does not check.
 
     With a negative gradient norm, for example, clipping would reverse the gradients."""
@@ -58,7 +58,7 @@ def check_numbers(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         )
 
 
-def _check_manual_optimization(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_manual_optimization(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if strategy.lightning_module.automatic_optimization or not fits(trainer):
         return
     config = strategy.config
@@ -102,7 +102,7 @@ def _check_manual_optimization(strategy: ModelSpaceSaving, trainer: Trainer) -> 
         )
 
 
-def _is_half(strategy: ModelSpaceSaving, trainer: Trainer) -> bool:
+def _is_half(strategy: CheckpointHooks, trainer: Trainer) -> bool:
     return str(trainer.precision) in ("bf16-true", "16-true") or any(
         p.dtype in HALF for p in strategy.lightning_module.parameters()
     )
@@ -115,7 +115,7 @@ def _microbatches(config: PTDPConfig) -> str:
     return f"schedule={config.schedule!r}, which has several microbatches"
 
 
-def _check_backward(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_backward(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if (
         fits(trainer)
         and strategy.config.runs_backward
@@ -129,7 +129,7 @@ def _check_backward(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         )
 
 
-def _check_iterators(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_iterators(strategy: CheckpointHooks, trainer: Trainer) -> None:
     hooks = ["training_step"] if fits(trainer) and strategy.config.runs_backward else []
     if strategy.config.cuts_forward:
         hooks += ["validation_step", "test_step", "predict_step"]
@@ -144,7 +144,7 @@ def _check_iterators(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
             )
 
 
-def _check_compiled(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_compiled(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if is_compiled(strategy.lightning_module) and strategy.layout.divides_model:
         raise strategy.refusal(
             "the Trainer was given torch.compile(module), which compiles its steps as a whole, but "
@@ -161,7 +161,7 @@ def _check_compiled(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         check_compiler(strategy.root_device, strategy.config.compile_options or {})
 
 
-def _check_overlap(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if strategy.config.tensor_overlap != "symmetric":
         return
     size, here = strategy.config.tensor_parallel_size, strategy.num_processes
@@ -179,7 +179,7 @@ def _check_overlap(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
     )
 
 
-def _check_callbacks(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> None:
     _check_pruning(strategy, trainer)
     _check_finetuning(strategy, trainer)
     if not strategy.layout.divides_model:
@@ -194,7 +194,7 @@ def _check_callbacks(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
             )
 
 
-def _check_pruning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_pruning(strategy: CheckpointHooks, trainer: Trainer) -> None:
     name = _name_of(trainer, strategy._names.ModelPruning)
     if name is None:
         return
@@ -212,7 +212,7 @@ def _check_pruning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         )
 
 
-def _check_finetuning(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_finetuning(strategy: CheckpointHooks, trainer: Trainer) -> None:
     name = _name_of(trainer, strategy._names.BaseFinetuning)
     if name is None or not fits(trainer):
         return
@@ -239,12 +239,12 @@ def _name_of(trainer: Trainer, kind: type) -> str | None:
     )
 
 
-def _steps_on_copies(strategy: ModelSpaceSaving, trainer: Trainer) -> bool:
+def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer) -> bool:
     shards = strategy.config.shard_optimizer and strategy.layout.size("replica_sum") > 1
     return shards or (strategy.config.master_weights and _is_half(strategy, trainer))
 
 
-def _check_graph(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_graph(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if logs_graph(trainer) and strategy.layout.divides_model and fits(trainer):
         raise strategy.refusal(
             "log_graph=True makes the logger trace the whole model, which no rank has under "
@@ -253,7 +253,7 @@ def _check_graph(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         )
 
 
-def _check_batch_norm(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_batch_norm(strategy: CheckpointHooks, trainer: Trainer) -> None:
     sync = layer_sync(strategy)
     if sync is None or not fits(trainer) or strategy.layout.size("replica_sum") == 1:
         return
@@ -270,7 +270,7 @@ def _check_batch_norm(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         )
 
 
-def _check_checkpoint_plugin(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_checkpoint_plugin(strategy: CheckpointHooks, trainer: Trainer) -> None:
     plugin = strategy.checkpoint_io
     if not fits(trainer) or type(plugin) is strategy._names.TorchCheckpointIO:
         return
@@ -291,7 +291,7 @@ def _check_checkpoint_plugin(strategy: ModelSpaceSaving, trainer: Trainer) -> No
     )
 
 
-def _check_saved(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> None:
     savers = trainer.checkpoint_callbacks if fits(trainer) else []
     if savers and strategy.config.checkpoint_format == "file":
         copies = (
@@ -315,7 +315,7 @@ def _check_saved(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         raise strategy.refusal(str(error)) from None
 
 
-def _check_replicas(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_replicas(strategy: CheckpointHooks, trainer: Trainer) -> None:
     nodes, replicas = strategy.config.data_parallel_replicas, strategy.layout.num_replicas
     if replicas % nodes:
         raise strategy.refusal(
@@ -325,7 +325,7 @@ def _check_replicas(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
         )
 
 
-def _check_precision(strategy: ModelSpaceSaving, trainer: Trainer) -> None:
+def _check_precision(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if str(trainer.precision) == "16-true" and not strategy.config.master_weights:
         raise strategy.refusal(
             "precision='16-true' with master_weights=False would round away most updates of "
