@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -16,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.models import GPTConfig, LitGPT
 from lightning_ptdp.planner import find_device
-from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.auto import ChosenLayout
+from lightning_ptdp.strategy import PTDPStrategy, auto
 from lightning_ptdp.strategy.layout_choice import (
     Forecast,
     Training,
@@ -229,15 +227,9 @@ def test_it_is_chosen_by_everything_that_is_checked(monkeypatch: pytest.MonkeyPa
 def test_a_gpu_is_asked_in_a_child_of_who_will_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA that was started in the main process cannot be used in what it forks."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: str(os.getpid()))
-
-    def asked(**options: Any) -> str:
-        here = SimpleNamespace(
-            root_device=torch.device("cuda", 0), config=PTDPStrategy(**options).config, world_size=2
-        )
-        return ChosenLayout._device_name(here)
-
-    assert asked(start_method="fork") != str(os.getpid())
-    assert asked() == str(os.getpid())
+    gpu = torch.device("cuda", 0)
+    assert auto._device_name(gpu, forks=True) != str(os.getpid())
+    assert auto._device_name(gpu, forks=False) == str(os.getpid())
 
 
 def test_mistakes() -> None:

@@ -64,9 +64,7 @@ def chosen_layout(
         )
     given = strategy.config
     forks = given.start_method == "fork" and strategy.world_size > 1
-    # asked in a child process, because asking a GPU starts CUDA
-    ask = partial(device_name, strategy.root_device)
-    name = in_child(ask) if forks and strategy.root_device.type != "cpu" else ask()
+    name = _device_name(strategy.root_device, forks=forks)
     device = device_here(name)
     if device is None:
         raise ValueError(
@@ -103,6 +101,12 @@ def chosen_layout(
         return choose(training, fits=fits)
     finally:
         strategy.config = given
+
+
+def _device_name(device: torch.device, *, forks: bool) -> str:
+    """Return the device's name, asked in a child process because asking a GPU starts CUDA."""
+    ask = partial(device_name, device)
+    return in_child(ask) if forks and device.type != "cpu" else ask()
 
 
 def report_forecast(forecast: Forecast, trainer: Trainer, device: torch.device) -> None:
