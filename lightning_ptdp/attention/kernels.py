@@ -2,7 +2,7 @@
 
 The log-sum-exp is needed to combine blocks. torch's fused kernels return it, and their backwards
 take it as an argument, but only under private names. These names are used in this file alone
-(tests/attention/test_kernels.py checks them). The cases that they do not cover (masks,
+(tests/attention/test_kernels.py checks them). The cases that they do not cover (masks on a GPU,
 dropout, float64, unusual head sizes, other devices) use ``_plain``, which is correct everywhere.
 
 Blockwise attention relies on this property: given the output and the log-sum-exp of the *full* row,
@@ -33,7 +33,7 @@ class AttentionBlock:
     Attributes:
         scale: Factor on q k^T.
         causal: Query i attends to keys 0 .. i only; requires q = k.
-        bias: Added to the scores, -inf where a key is hidden from a query; broadcasts to (b, n, q,
+        bias: Added to the scores, -inf where a key is hidden from a query; (b or 1, n or 1, q or 1,
             k), float32 or float64.
         dropout_p: Probability of dropping an attention weight.
         seed: Seed of the dropped weights.
@@ -58,7 +58,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tens
     if kernel == "cpu":
         heads = q.size(1) // k.size(1)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return op(q, _repeat(k, heads), _repeat(v, heads), 0.0, block.causal, scale=block.scale)
+        out, lse = op(
+            q,
+            _repeat(k, heads),
+            _repeat(v, heads),
+            0.0,
+            block.causal,
+            attn_mask=block.bias,
+            scale=block.scale,
+        )
+        # The kernel returns 0 for a query without visible keys.
+        return out, lse if block.bias is None else lse.masked_fill(_blind(block), -torch.inf)
     if kernel == "cuda":
         op = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse = op(q, k, v, 0.0, block.causal, False, scale=block.scale)[:2]
@@ -91,9 +101,10 @@ def attend_backward(
             _repeat(k, heads),
             _repeat(v, heads),
             out,
-            lse,
+            lse if block.bias is None else _finite(lse),
             0.0,
             block.causal,
+            attn_mask=block.bias,
             scale=block.scale,
         )
         return grads[0], _sum_repeated(grads[1], heads), _sum_repeated(grads[2], heads)
@@ -120,11 +131,16 @@ def attend_backward(
 
 def fused_kernel(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> str | None:
     """Return the fused kernel that supports this block: "cpu", "cuda" or None."""
-    if block.bias is not None or block.dropout_p or q.size(-1) != v.size(-1):
+    if block.dropout_p or q.size(-1) != v.size(-1):
         return None
     if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return "cpu"
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.size(-1) % 8 == 0:
+        return "cpu" if block.bias is None or block.bias.dtype is torch.float32 else None
+    if (
+        q.is_cuda
+        and block.bias is None
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.size(-1) % 8 == 0
+    ):
         parameters = torch.backends.cuda.SDPAParams(
             q, k, v, None, 0.0, block.causal, q.size(1) != k.size(1)
         )
@@ -200,7 +216,21 @@ def _scores(q: Tensor, k: Tensor, block: AttentionBlock, rows: slice, keys: slic
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     # A query without visible keys has only scores of -inf: its weights are exp(-inf - 0) = 0, not
     # nan.
-    return (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+    return (scores - _finite(lse)[..., None]).exp_()
+
+
+def _finite(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def _blind(block: AttentionBlock) -> Tensor:
+    """Return the queries to which the block's bias leaves no visible key; broadcasts to (b, n, q)."""
+    bias = block.bias
+    assert bias is not None
+    if block.causal:
+        ones = torch.ones(bias.size(-1), bias.size(-1), dtype=torch.bool, device=bias.device)
+        bias = bias.masked_fill(ones.triu_(1), -torch.inf)
+    return (bias == -torch.inf).all(-1)
 
 
 def _kept(weights: Tensor, block: AttentionBlock, rows: slice) -> Tensor:

@@ -76,17 +76,21 @@ def test_the_plain_kernel(name: str, kv_heads: int, tile: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
 def test_fused_kernels_equal_the_plain_one(
-    device: str, causal: bool, kv_heads: int, dtype: torch.dtype
+    device: str, bias: bool, causal: bool, kv_heads: int, dtype: torch.dtype
 ) -> None:
     q, k, v, grad = (x.to(device) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype))
     if not causal:
         k, v = k[:, :, :6], v[:, :, :6]
-    block = AttentionBlock(scale=SCALE, causal=causal)
+    hidden = torch.zeros(2, 1, 16, k.size(2), device=device)
+    hidden[0, :, :, :3] = -torch.inf  # with a causal mask, the first three queries see no key
+    hidden[1, :, 5] = -torch.inf
+    block = AttentionBlock(scale=SCALE, causal=causal, bias=hidden if bias else None)
     if fused_kernel(q, k, v, block) is None:
         assert device == "cuda", "the CPU kernel takes all of these"
-        pytest.skip(f"no fused kernel for {dtype} on {device}")
+        pytest.skip(f"no fused kernel for {dtype} on {device}, bias={bias}")
     assert fused_kernel(q, k, v, block) == device
     out, lse = attend(q, k, v, block)
     found = (out, lse, *attend_backward(grad, q, k, v, out, lse, block))
@@ -139,6 +143,7 @@ def test_dropout_keeps_the_same_weights_in_the_backward() -> None:
 def test_what_the_fused_kernels_are_not_given() -> None:
     q, k, v, _ = qkv(heads=2, kv_heads=2, length=8, dtype=torch.float32)
     assert fused_kernel(q, k, v, AttentionBlock(scale=1.0)) == "cpu"
-    assert fused_kernel(q, k, v, AttentionBlock(scale=1.0, bias=torch.zeros(8))) is None
+    exact = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
+    assert fused_kernel(q, k, v, AttentionBlock(scale=1.0, bias=exact)) is None
     assert fused_kernel(q, k, v, AttentionBlock(scale=1.0, dropout_p=0.1)) is None
     assert fused_kernel(q, k, v[..., :4], AttentionBlock(scale=1.0)) is None
