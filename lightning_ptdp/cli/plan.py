@@ -279,7 +279,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         dest="context_parallel_attentions",
         type=listed,
         metavar="NAME,…",
-        help="ring, all_to_all (default both)",
+        help="ring, all_to_all (default: all)",
     )
     space.add_argument(
         "--recompute",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_ptdp.attention import ATTENTIONS, AttentionKind
 from lightning_ptdp.base.option_types import Size, check_types
@@ -53,7 +53,7 @@ class Space:
     pipeline_parallel_sizes: Sequence[Size] | None = None
     virtual_pipeline_sizes: Sequence[Size] | None = None
     context_parallel_sizes: Sequence[Size] | None = None
-    context_parallel_attentions: Sequence[AttentionKind] = ("ring", "all_to_all")
+    context_parallel_attentions: Sequence[AttentionKind] = get_args(AttentionKind)
     expert_parallel_sizes: Sequence[Size] | None = None
     expert_tensor_parallel_sizes: Sequence[Size] | None = None
     data_parallel_sizes: Sequence[Size] | None = None

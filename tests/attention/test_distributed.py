@@ -88,7 +88,7 @@ def _all_cases(rank: int, kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+@pytest.mark.parametrize("kind", ATTENTIONS)
 def test_equals_whole_attention(pool: Pool, kind: str, size: int, dtype: torch.dtype) -> None:
     pool.run(_all_cases, world_size=size, args=(kind, dtype))
 
