@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import and_
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class SlicedAttention:
     Attributes:
         distributed: Attention over the full sequence.
         length: s, tokens of the full sequence.
-        padded: True if the batch contains padding on any rank.
+        padded: True if the batch has a padding mask, which may hide tokens.
         differentiates: True if the forward began with gradients enabled.
         attended: True if it was called.
     """
@@ -132,7 +133,8 @@ class SlicedAttention:
 # Shapes: b samples, n heads, s tokens in the full sequence, s/c local tokens.
 
 
-_EITHER, _BIDIRECTIONAL, _CAUSAL = 0, 1, 2
+_BIDIRECTIONAL, _CAUSAL, _BIASED = 1, 2, 4
+"""Bits of what a mask may be; none: it cannot be used. A mask of only padding fits two of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,13 +168,14 @@ def read_mask(
         q: The queries (b, n, s/c, d).
         kv_heads: Key/value heads of the call on this rank.
         group: The context group.
-        padded: True if the batch contains padding on any rank. Some ranks may then pass a mask that
-            ranks without padding in their slice leave out, so all ranks must agree.
+        padded: True if the batch has a padding mask. Some ranks may then pass a mask that ranks
+            without padding in their slice leave out, so all ranks must agree.
 
     Raises:
         ContextParallelError: The mask has no meaning for the full sequence.
     """
     local_length = q.size(2)
+    kind: Tensor | int
     if mask is None:
         kind, keys = (_CAUSAL if is_causal else _BIDIRECTIONAL), None
     else:
@@ -189,88 +192,104 @@ def read_mask(
         if mask.size(-1) == local_length * group.size and mask.size(-2) in (1, local_length):
             return WholeMask(causal=False, mask=mask, kv_heads=kv_heads)
         if mask.size(-1) != local_length or mask.size(-2) not in (1, local_length):
-            raise ContextParallelError(_refusal(mask, local_length, group))
-        kind, keys = _read_local(mask, local_length, group)
+            raise ContextParallelError(_refusal(_shape_of(mask), local_length, group))
+        kind, keys = _classify(mask)
+    what = None if mask is None else _shape_of(mask)
     if padded:
         seen = torch.ones(q.size(0), local_length, dtype=torch.int32, device=q.device)
         if keys is not None:
             seen = keys.expand_as(seen).to(seen)
-        return _agree(seen, (kind, kv_heads, mask is not None), group)
-    if keys is not None and not bool(keys.all()):
+        return _agree(seen, (kind, kv_heads, what is not None), what, group)
+    if what is None or keys is None:
+        return WholeMask(causal=is_causal, kv_heads=kv_heads)
+    found, sees_all = torch.stack((torch.as_tensor(kind), keys.all())).tolist()
+    _check_kinds([found], what, local_length, group)
+    if not sees_all:
         raise ContextParallelError(
             "the model masks some tokens as padding, but the batch has no padding mask, so "
             "the other ranks do not know these tokens. Add a mask of shape (batch, sequence) "
             "to the batch as 'attention_mask', 'key_padding_mask' or 'padding_mask'"
         )
-    return WholeMask(causal=kind == _CAUSAL, kv_heads=kv_heads)
+    return WholeMask(causal=found == _CAUSAL, kv_heads=kv_heads)
 
 
-def _read_local(mask: Tensor, length: int, group: Group) -> tuple[int, Tensor]:
-    """Classify a mask between local tokens.
+def _classify(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Classify a mask between local tokens, without reading a value back.
 
     Returns:
-        Whether it is causal, and which tokens are visible, (b or 1, s/c) boolean.
+        What it may be, () int32, and which tokens are visible, (b or 1, s/c) boolean.
     """
-    seen = _seen(mask, length, group)
+    seen, biased = mask, torch.zeros((), dtype=torch.bool, device=mask.device)
+    if mask.dtype is not torch.bool:
+        seen, hidden = mask == 0, mask < torch.finfo(mask.dtype).min / 2
+        biased = ~(seen | hidden).all()
     keys = seen[:, :1, -1:]
-    patterns = {_BIDIRECTIONAL: keys}
+    kind = (seen == keys).all() * _BIDIRECTIONAL
     if seen.size(-2) > 1:
-        patterns[_CAUSAL] = (
-            keys & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril_()
-        )
-    found = torch.stack([(seen == pattern).all() for pattern in patterns.values()]).tolist()
-    fits = [kind for kind, fit in zip(patterns, found, strict=True) if fit]
-    if not fits:
-        raise ContextParallelError(_refusal(mask, length, group))
-    return (fits[0] if len(fits) == 1 else _EITHER), keys[:, 0, 0]
+        kind = kind + (seen == keys.expand_as(seen).tril()).all() * _CAUSAL
+    return torch.where(biased, _BIASED, kind).to(torch.int32), keys[:, 0, 0]
 
 
-def _seen(mask: Tensor, length: int, group: Group) -> Tensor:
-    if mask.dtype is torch.bool:
-        return mask
-    seen = mask == 0
-    lowest = torch.finfo(mask.dtype).min / 2
-    if not bool((seen | (mask < lowest)).all()):
+def _check_kinds(kinds: list[int], what: str, length: int, group: Group) -> None:
+    """Check that the masks of all ranks have a meaning for the full sequence.
+
+    Raises:
+        ContextParallelError: One has none.
+    """
+    if _BIASED in kinds:
         raise ContextParallelError(
             "the attention mask has values other than 0 and -inf, for example a "
             "position-dependent bias. A rank knows them only for its own slice of the "
-            "sequence; " + _refusal(mask, length, group)
+            "sequence; " + _refusal(what, length, group)
         )
-    return seen
+    if 0 in kinds:
+        raise ContextParallelError(_refusal(what, length, group))
 
 
-def _agree(keys: Tensor, told: tuple[int, int, bool], group: Group) -> WholeMask:
+def _agree(
+    keys: Tensor, told: tuple[Tensor | int, int, bool], what: str | None, group: Group
+) -> WholeMask:
     """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
 
-    ``told`` is the kind of this rank's mask, its number of key/value heads, and whether there is a
-    mask. A slice of only padding fits both causal and bidirectional masks. The other ranks decide
-    then.
+    It is the only place that reads values back, once. ``told`` is what this rank's mask may be, its
+    number of key/value heads, and whether there is a mask. A slice of only padding fits both causal
+    and bidirectional masks. The other ranks decide then.
     """
     samples, length = keys.shape
-    mine = torch.cat((keys, *(keys.new_full((samples, 1), number) for number in told)), 1)
+    numbers = [
+        number.to(keys) if isinstance(number, Tensor) else keys.new_full((), number)
+        for number in told
+    ]
+    mine = torch.cat((keys, torch.stack(numbers).expand(samples, -1)), 1)
     gathered = mine.new_empty(group.size * samples, length + 3)
     all_gather_single(gathered, mine, group.handle)
     parts = gathered.view(group.size, samples, length + 3)
     whole = unshard_sequence(list(parts[..., :length].bool()), 1)
-    *numbers, sees_all = torch.cat((parts[:, 0, length:].flatten(), whole.all()[None])).tolist()
-    kinds = {*numbers[::3]} - {_EITHER}
-    if len(kinds) > 1:
+    *found, sees_all = torch.cat((parts[:, 0, length:].flatten(), whole.all()[None])).tolist()
+    kinds = found[::3]
+    _check_kinds(kinds, what or "the attention mask of another rank", length, group)
+    common = reduce(and_, kinds)
+    if not common:
         raise ContextParallelError(
             "in the same attention call, some ranks of a context group used causal attention "
             "and others bidirectional attention, because the model decides by the values of "
             "its slice. Pass is_causal explicitly"
         )
     return WholeMask(
-        causal=kinds != {_BIDIRECTIONAL},
+        causal=bool(common & _CAUSAL),
         mask=None if sees_all else whole[:, None, None],
-        kv_heads=min(numbers[1::3]),
-        is_reusable=len({*numbers[2::3]}) == 1,
+        kv_heads=min(found[1::3]),
+        is_reusable=len({*found[2::3]}) == 1,
     )
 
 
-def _refusal(mask: Tensor, length: int, group: Group) -> str:
+def _shape_of(mask: Tensor) -> str:
+    return f"an attention mask of shape {tuple(mask.shape)}"
+
+
+def _refusal(what: str, length: int, group: Group) -> str:
     return (
-        f"an attention mask of shape {tuple(mask.shape)} cannot be used under context parallelism. "
+        f"{what} cannot be used under context parallelism. "
         f"Each of {group.size} ranks has {length} of {length * group.size} tokens, from which only "
         "causal and padding masks can be derived. Use is_causal=True instead of a mask, or add the "
         "mask to the batch as (batch, 1, sequence, sequence), which is split along its queries only"

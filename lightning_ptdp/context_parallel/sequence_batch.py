@@ -95,17 +95,17 @@ def shard_batch(
 
 
 def is_padded(batch: Any, names: Sequence[str]) -> bool:
-    """Return True if a tensor (b, s) under one of ``names`` marks tokens as padding.
+    """Return True if a tensor (b, s) under one of ``names`` may mark tokens as padding.
 
-    It does so if its values are not all equal. All ranks of a replica read the same batch, so all
-    get the same answer if the batch has not been cut yet. Reads a value back from the device.
+    It does so if its values are not all equal; on an accelerator they are not read. All ranks of a
+    replica read the same batch, so all get the same answer if the batch has not been cut yet.
     """
     masks = [
         tensor
         for name, tensor in named_tensors(batch)
         if name in names and tensor.dim() == 2 and tensor.numel()
     ]
-    return any(bool((mask != mask[:1, :1]).any()) for mask in masks)
+    return any(mask.device.type != "cpu" or bool((mask != mask[:1, :1]).any()) for mask in masks)
 
 
 def count_targets(batch: Any, name: str = "labels", ignore_index: int = -100) -> Tensor | None:
