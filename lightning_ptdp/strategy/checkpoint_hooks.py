@@ -190,8 +190,7 @@ class CheckpointHooks(World):
         Raises:
             CheckpointError: It failed; the same on all ranks.
         """
-        with self.waiting_in("the end of a background save"):
-            self._saves.finish()
+        self._saves.finish(self.waiting_in)
 
     def on_exception(self, exception: BaseException) -> None:
         """Wait for a background save, if it can end.

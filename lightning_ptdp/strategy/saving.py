@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -134,15 +135,16 @@ class FolderSaves:
             )
             done()
 
-    def finish(self) -> None:
-        """Wait for a background save.
+    def finish(self, waiting_in: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Wait for a background save, if there is one, in the context that ``waiting_in`` returns.
 
         Raises:
             CheckpointError: It failed; the same on all ranks.
         """
         self.in_background = False
         if self._saver is not None:
-            self._saver.close()
+            with waiting_in("the end of a background save"):
+                self._saver.close()
             self._saver = None  # not earlier: after a Ctrl-C here, ``end`` needs it
 
     def end(self, exception: BaseException, limit: timedelta) -> None:
