@@ -29,14 +29,14 @@ __all__ = [
     "Attention",
     "AttentionCall",
     "AttentionTraffic",
-    "DistributedAttention",
     "ContextParallelError",
+    "DistributedAttention",
+    "KeyedAttention",
     "additive",
     "document_mask",
     "find_documents",
-    "with_causal",
-    "KeyedAttention",
     "plain_attention",
+    "with_causal",
 ]
 
 

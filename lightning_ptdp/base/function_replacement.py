@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.nested import iterate_tensors
 
-__all__ = ["Replacing", "PartialModelError", "PartialValues"]
+__all__ = ["PartialModelError", "PartialValues", "Replacing"]
 
 
 class Replacing(TorchFunctionMode):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, TextIO
 
-__all__ = ["say", "survive_closed_output", "columns"]
+__all__ = ["columns", "say", "survive_closed_output"]
 
 
 class _Survivor(io.RawIOBase):

@@ -47,7 +47,7 @@ from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.strategy.checks.whole_model import whole_model
 from lightning_ptdp.strategy.planning import described
 
-__all__ = ["StepTimes", "CountedMemory", "Prediction", "predicted"]
+__all__ = ["CountedMemory", "Prediction", "StepTimes", "predicted"]
 
 
 class StepTimes(Callback):

@@ -20,8 +20,8 @@ from lightning_ptdp.planner import known_peak_flops
 __all__ = [
     "GradientNorm",
     "LearningRate",
-    "TrainPerplexity",
     "Throughput",
+    "TrainPerplexity",
     "batch_shape",
     "device_name",
     "flops_per_sample",

@@ -34,13 +34,13 @@ __all__ = [
     "RawFile",
     "SummedFile",
     "SummingFile",
+    "as_bytes",
     "open_summed",
     "parse_sums",
-    "summing",
-    "sums_bytes",
-    "as_bytes",
     "pieces_of",
     "rows_at_once",
+    "summing",
+    "sums_bytes",
 ]
 
 

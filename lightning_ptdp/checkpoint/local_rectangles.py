@@ -17,13 +17,13 @@ from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 __all__ = [
+    "Held",
     "LocalRectangle",
     "Tensors",
+    "check_cover",
+    "check_held",
     "cut_strips",
     "rectangles_of",
-    "check_cover",
-    "Held",
-    "check_held",
     "share_out",
 ]
 

@@ -39,10 +39,10 @@ from lightning_ptdp.checkpoint.write_locks import WriteLock
 
 __all__ = [
     "checked_content",
+    "reshard_checkpoint",
     "save_checkpoint",
     "save_rectangles",
     "write_checkpoint",
-    "reshard_checkpoint",
 ]
 
 

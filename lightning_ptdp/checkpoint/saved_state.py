@@ -23,15 +23,15 @@ from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.tagged_json import Encoded, decode, encode
 
 __all__ = [
+    "LEFT_OUT",
     "STATE",
     "MapLocation",
     "encode_state",
+    "left_out",
     "mapped",
     "read_state",
-    "warn_unread",
-    "LEFT_OUT",
-    "left_out",
     "separate_objects",
+    "warn_unread",
     "with_objects",
 ]
 

@@ -33,8 +33,8 @@ __all__ = [
     "StoredOptimizers",
     "StoredWeights",
     "is_checkpoint",
-    "read_whole",
     "read_full",
+    "read_whole",
     "to_lightning_file",
 ]
 

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 import functools
 import importlib.util
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_ptdp.cli.error_messages import UserError, explain
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
     "CONFIG",
+    "DTYPES",
     "Option",
+    "add_dtype_argument",
+    "check_picture",
+    "dtype_of",
+    "held_back",
     "listed",
     "options_on",
-    "DTYPES",
-    "add_dtype_argument",
-    "dtype_of",
-    "check_picture",
-    "held_back",
 ]
 
 

@@ -19,7 +19,7 @@ from lightning_ptdp.checkpoint import CheckpointMetadata, complete_checkpoints, 
 from lightning_ptdp.cli.inheritance import leaves, short, value_at
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
-__all__ = ["Found", "find_newest", "was_requeued", "Experiment", "differences", "experiment_of"]
+__all__ = ["Experiment", "Found", "differences", "experiment_of", "find_newest", "was_requeued"]
 
 
 _SHOWN = 3

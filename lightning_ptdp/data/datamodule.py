@@ -20,7 +20,7 @@ from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.token_store import CHUNK_TOKENS
 from lightning_ptdp.data.worker_processes import Reporter
 
-__all__ = ["TextDataModule", "PrepareConfig"]
+__all__ = ["PrepareConfig", "TextDataModule"]
 
 
 class TextDataModule(PreparedDataModule):

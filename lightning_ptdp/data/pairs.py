@@ -26,12 +26,12 @@ from lightning_ptdp.data.word_boundaries import WordVocabulary
 
 __all__ = [
     "LEAST_TOKENS",
+    "Draws",
     "PairObjective",
     "Windows",
+    "choose_words",
     "draw_pair",
     "find_windows",
-    "Draws",
-    "choose_words",
     "number_to_predict",
     "replace_tokens",
 ]

@@ -23,7 +23,7 @@ from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from lightning_ptdp.data.data_error import DataError
 
-__all__ = ["apart", "ordered_map", "Reporter"]
+__all__ = ["Reporter", "apart", "ordered_map"]
 
 
 Item = TypeVar("Item")

@@ -14,7 +14,7 @@ from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.parameters.placement import Placement
 
-__all__ = ["ALIGNMENT", "HALF", "Bucket", "aligned", "GradientState", "ParameterState"]
+__all__ = ["ALIGNMENT", "HALF", "Bucket", "GradientState", "ParameterState", "aligned"]
 
 
 # ---- States of the gradients and of the parameters of a bucket -----------------------------------

@@ -17,7 +17,7 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter, Manage
 from lightning_ptdp.shims.torch import replaced_total_norm
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["StepGradients", "GradientView"]
+__all__ = ["GradientView", "StepGradients"]
 
 
 class StepGradients:

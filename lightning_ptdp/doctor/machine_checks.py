@@ -18,16 +18,16 @@ from lightning_ptdp.base.requirements import (
 from lightning_ptdp.doctor.check import Check, enough, failed, ok, warning
 
 __all__ = [
+    "check_arithmetic",
     "check_cores",
+    "check_devices",
+    "check_entry_points",
     "check_memory",
     "check_open_files",
-    "check_shared_memory",
-    "check_entry_points",
     "check_packages",
     "check_python",
     "check_recipes",
-    "check_arithmetic",
-    "check_devices",
+    "check_shared_memory",
     "count_gpus",
 ]
 

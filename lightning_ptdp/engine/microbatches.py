@@ -21,15 +21,15 @@ from lightning_ptdp.base.nested import (
 )
 
 __all__ = [
-    "merge_outputs",
-    "microbatch_sizes",
-    "signature",
-    "split_batch",
     "describe_uneven",
     "expected_tokens",
     "is_uneven",
     "label_spread",
+    "merge_outputs",
+    "microbatch_sizes",
     "power_above",
+    "signature",
+    "split_batch",
 ]
 
 

@@ -23,8 +23,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 __all__ = [
-    "Optimization",
     "Closure",
+    "Optimization",
     "check_evaluates_again",
     "counted_evaluations",
     "may_evaluate_again",

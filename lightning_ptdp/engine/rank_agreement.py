@@ -20,13 +20,13 @@ from lightning_ptdp.engine.microbatches import (
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 __all__ = [
+    "BatchAgreement",
     "BatchMismatchError",
     "KeptModuleError",
     "batch_sums",
     "check_kept_alike",
     "check_same_batch",
     "is_same_length",
-    "BatchAgreement",
 ]
 
 

@@ -25,10 +25,10 @@ __all__ = [
     "ADAPTER_FILE",
     "ADAPTER_WEIGHTS",
     "base_of_adapters",
-    "merge_adapters",
-    "to_adapters",
     "is_adapter_folder",
+    "merge_adapters",
     "read_adapter_folder",
+    "to_adapters",
 ]
 
 

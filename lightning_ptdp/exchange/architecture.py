@@ -25,7 +25,7 @@ from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.transformers import as_in_files
 
-__all__ = ["check_architecture", "verify_huggingface", "View", "views_in_files"]
+__all__ = ["View", "check_architecture", "verify_huggingface", "views_in_files"]
 
 
 _SHOWN = 3

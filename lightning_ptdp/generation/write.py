@@ -15,7 +15,7 @@ from lightning_ptdp.base.option_types import Count, check_types
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.generation.decoders import Call, decoder_of, language_model
 
-__all__ = ["generate", "choose", "draw_numbers", "Sampling"]
+__all__ = ["Sampling", "choose", "draw_numbers", "generate"]
 
 
 # ---- Options of text generation ------------------------------------------------------------------

@@ -19,12 +19,12 @@ from lightning_ptdp.models.model_config import TransformerConfig
 __all__ = [
     "AttentionCore",
     "GeluMLP",
+    "KeyValueCache",
     "NormalEmbedding",
     "NormalLinear",
+    "RMSNorm",
     "TiedLinear",
     "Transformer",
-    "KeyValueCache",
-    "RMSNorm",
     "swiglu",
 ]
 

@@ -24,13 +24,13 @@ from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.tensor_parallel import Experts
 
 __all__ = [
+    "Operations",
     "active_parameters",
     "bert_flops_per_sample",
-    "flops_per_sample",
-    "num_parameters",
-    "Operations",
     "count_once",
     "count_operations",
+    "flops_per_sample",
+    "num_parameters",
 ]
 
 

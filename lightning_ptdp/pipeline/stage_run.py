@@ -22,9 +22,9 @@ from lightning_ptdp.pipeline.first_stage_values import (
 from lightning_ptdp.shims.transformers import captured_outputs
 
 __all__ = [
-    "StageRun",
     "LOST",
     "NOT_PASSED",
+    "StageRun",
     "changed_argument",
     "computed_between",
     "lost_argument",

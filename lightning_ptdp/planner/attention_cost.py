@@ -21,10 +21,10 @@ from lightning_ptdp.planner.shapes import MASK, AttentionShape
 __all__ = [
     "attention_time",
     "core_bytes",
-    "input_bytes",
     "exchange_operations",
     "exchange_time",
     "held_heads",
+    "input_bytes",
 ]
 
 

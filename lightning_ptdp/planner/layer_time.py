@@ -30,7 +30,7 @@ from lightning_ptdp.planner.tensor_cost import (
     transposes,
 )
 
-__all__ = ["layer_time", "head_time", "input_time"]
+__all__ = ["head_time", "input_time", "layer_time"]
 
 
 _DISPATCH_OPERATIONS, _EXPERT_OPERATIONS = 50, 5

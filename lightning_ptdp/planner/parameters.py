@@ -14,11 +14,11 @@ from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = [
     "expert_parameters",
+    "gathered_bytes",
     "layers_by_stage",
+    "sharding_time",
     "stage_layers",
     "stage_parameters",
-    "gathered_bytes",
-    "sharding_time",
     "whole_bytes",
 ]
 

@@ -11,7 +11,7 @@ from lightning_ptdp.planner.product_duration import product_time
 from lightning_ptdp.planner.shapes import LayerShape, Product
 from lightning_ptdp.shims.glibc import LARGE_BLOCK
 
-__all__ = ["NOTHING", "PassTime", "ProductTime", "product_passes", "fresh_seconds", "layer_tensors"]
+__all__ = ["NOTHING", "PassTime", "ProductTime", "fresh_seconds", "layer_tensors", "product_passes"]
 
 
 @dataclass(frozen=True, kw_only=True)

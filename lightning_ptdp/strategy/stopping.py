@@ -30,11 +30,11 @@ from lightning_ptdp.shims.lightning import (
 
 __all__ = [
     "INTERRUPTED",
+    "Interruption",
     "StopRequest",
     "ending_children_on_sigterm",
     "handing_on_ctrl_c",
     "not_handing_on",
-    "Interruption",
 ]
 
 

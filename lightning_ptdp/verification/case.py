@@ -12,7 +12,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import merge_outputs
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["Case", "smaller_layouts", "Captured", "Replay", "combine"]
+__all__ = ["Captured", "Case", "Replay", "combine", "smaller_layouts"]
 
 
 _AXES = {

@@ -15,7 +15,7 @@ from lightning_ptdp.engine.microbatches import describe_uneven, is_uneven, label
 from lightning_ptdp.verification.compare import KINDS, Difference
 from lightning_ptdp.verification.record import Record
 
-__all__ = ["Cause", "Report", "Evidence", "find_causes"]
+__all__ = ["Cause", "Evidence", "Report", "find_causes"]
 
 
 _SHOWN = 5

@@ -20,9 +20,9 @@ from lightning_ptdp.tensor_parallel import AttentionHeads, Column, Experts, Kind
 __all__ = [
     "find_plan",
     "plan_for",
+    "suggested_tensor",
     "transformer_encoder_plan",
     "transformer_plan",
-    "suggested_tensor",
 ]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["check_machine", "check_device", "check_gpu", "check_other_gpus", "check_processes"]
+__all__ = ["check_device", "check_gpu", "check_machine", "check_other_gpus", "check_processes"]
 
 
 _LOOPBACK = "127.0.0.1"

@@ -41,7 +41,7 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["check_model", "check_initial_weights", "open_initial_weights"]
+__all__ = ["check_initial_weights", "check_model", "open_initial_weights"]
 
 
 def check_model(
