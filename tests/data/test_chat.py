@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load
 from lightning_ptdp.data.manifest import FileRecord, Manifest, record_files
 from lightning_ptdp.models import make_tiny
 from tests.data.conftest import config_of
+from tests.data.folders import write_rows
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -88,24 +90,42 @@ ROWS = [turns(number) for number in range(40)]
 @pytest.fixture(scope="module")
 def chat(model: Path) -> Path:
     file = model.parent / "chat.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_rows(file, ROWS)
     return file
 
 
-def data(model: Path, path: Path | None, folder: Path, **changes: Any) -> ChatDataModule:
-    settings = {"sequence_length": 128, "micro_batch_size": 2, "validation_fraction": 0.2}
-    source = None if path is None else str(path)
-    return ChatDataModule(
-        data_dir=str(folder), tokenizer_dir=str(model), path=source, **{**settings, **changes}
-    )
+Data = Callable[..., ChatDataModule]
 
 
-def prepared(model: Path, path: Path | None, folder: Path, **changes: Any) -> ChatDataModule:
-    made = data(model, path, folder, **changes)
+@pytest.fixture
+def data(model: Path, chat: Path, tmp_path: Path) -> Data:
+    """Makes data modules, by default of the conversations in the folder ``store``."""
+
+    def make(path: Path | str | None = chat, folder: str = "store", **changes: Any) -> Any:
+        settings = {
+            "data_dir": str(tmp_path / folder),
+            "tokenizer_dir": str(model),
+            "path": path and str(tmp_path / path),
+            "sequence_length": 128,
+            "micro_batch_size": 2,
+            "validation_fraction": 0.2,
+        }
+        return ChatDataModule(**{**settings, **changes})
+
+    return make
+
+
+def prepared(made: ChatDataModule) -> ChatDataModule:
     made.check()
     made.prepare_data()
     made.setup()
     return made
+
+
+def encoded(model: Path, template: str | None, **options: Any) -> tuple[Any, Any]:
+    """The ids of a conversation, and which of them are learned."""
+    chat = ChatFormat(HuggingFaceTokenizer(model), template=template, **options)
+    return chat.encode(ROWS[3]["messages"])
 
 
 @pytest.mark.parametrize("template", [None, "plain.jinja"])
@@ -115,40 +135,32 @@ def test_only_answers_are_learned_and_ids_are_the_templates(
     """Both ways of finding the answers, the marks of the template and the comparison of prefixes,
     find the same."""
     given = None if template is None else str(model.parent / template)
-    ids, learned = ChatFormat(HuggingFaceTokenizer(model), template=given).encode(
-        ROWS[3]["messages"]
-    )
+    ids, learned = encoded(model, given)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     assert ids.tolist() == tokenizer.apply_chat_template(ROWS[3]["messages"])["input_ids"]
     assert tokenizer.decode(ids[learned]) == "It is 3, more more more <|im_end|>Yes.<|im_end|>"
-    _, last = ChatFormat(HuggingFaceTokenizer(model), template=given, learn="last_answer").encode(
-        ROWS[3]["messages"]
-    )
+    _, last = encoded(model, given, learn="last_answer")
     assert tokenizer.decode(ids[last]) == "Yes.<|im_end|>"
 
 
 def test_a_template_whose_prefixes_differ_is_refused_unless_the_last_answer_suffices(
     model: Path,
 ) -> None:
-    tokenizer, template = HuggingFaceTokenizer(model), str(model.parent / "thinking.jinja")
+    template = str(model.parent / "thinking.jinja")
     with pytest.raises(FaultyRow, match=r"is unknown.*generation.*last_answer"):
-        ChatFormat(tokenizer, template=template).encode(ROWS[3]["messages"])
-    ids, learned = ChatFormat(tokenizer, template=template, learn="last_answer").encode(
-        ROWS[3]["messages"]
-    )
-    assert tokenizer.of_transformers.decode(ids[learned]) == "<think>Yes.<|im_end|>"
+        encoded(model, template)
+    ids, learned = encoded(model, template, learn="last_answer")
+    decode = HuggingFaceTokenizer(model).of_transformers.decode
+    assert decode(ids[learned]) == "<think>Yes.<|im_end|>"
 
 
-def test_every_kind_of_file_and_of_columns_gives_the_same(
-    model: Path, chat: Path, tmp_path: Path
-) -> None:
-    expected = prepared(model, chat, tmp_path / "0")._stream("train").fingerprint
+def test_every_kind_of_file_and_of_columns_gives_the_same(data: Data, tmp_path: Path) -> None:
     frame = datasets.Dataset.from_list(ROWS)
     frame.to_parquet(tmp_path / "chat.parquet")
     frame.save_to_disk(str(tmp_path / "saved"))
     # A data set with a validation split only, as the data for validation.
     datasets.DatasetDict({"validation": frame}).save_to_disk(str(tmp_path / "validation"))
-    apart = prepared(model, chat, tmp_path / "apart", validation_path=str(tmp_path / "validation"))
+    apart = prepared(data(folder="apart", validation_path=str(tmp_path / "validation")))
     assert len(apart._stream("validation")) > 0
     shared = [
         {
@@ -159,16 +171,12 @@ def test_every_kind_of_file_and_of_columns_gives_the_same(
         }
         for row in ROWS
     ]
-    (tmp_path / "shared.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shared))
-    for number, name in enumerate(("chat.parquet", "saved", "shared.jsonl"), start=1):
-        assert (
-            prepared(model, tmp_path / name, tmp_path / str(number))._stream("train").fingerprint
-            == expected
-        ), name
-    assert (
-        prepared(model, chat, tmp_path / "2w", prepare_workers=2)._stream("train").fingerprint
-        == expected
-    )
+    write_rows(tmp_path / "shared.jsonl", shared)
+    made = {"chat.jsonl": data(), "two workers": data(folder="2w", prepare_workers=2)} | {
+        name: data(name, f"store of {name}") for name in ("chat.parquet", "saved", "shared.jsonl")
+    }
+    found = {name: prepared(one)._stream("train").fingerprint for name, one in made.items()}
+    assert found == dict.fromkeys(made, found["chat.jsonl"])
 
 
 @pytest.mark.parametrize(
@@ -185,14 +193,10 @@ def test_every_kind_of_file_and_of_columns_gives_the_same(
     ],
 )
 def test_instructions_become_conversations(
-    model: Path, tmp_path: Path, row: Any, options: Any, said: str
+    data: Data, tmp_path: Path, row: Any, options: Any, said: str
 ) -> None:
-    (tmp_path / "data.jsonl").write_text(
-        (json.dumps(row) + "\n")
-        + json.dumps({key: f"{value} " for key, value in row.items()})
-        + "\n"
-    )
-    made = prepared(model, tmp_path / "data.jsonl", tmp_path / "store", **options)
+    write_rows(tmp_path / "data.jsonl", [row, {key: f"{value} " for key, value in row.items()}])
+    made = prepared(data("data.jsonl", **options))
     tokenizer = made.prepare_config.tokenizer().of_transformers
     texts = [tokenizer.decode(made._stream(split).read(0)[0]) for split in ("train", "validation")]
     short = min(texts, key=len)
@@ -203,11 +207,9 @@ def _parts(said: str) -> list[str]:
     return [re.sub(r"^(\w+) ", r"\1\n", part) for part in re.split(r" (?=assistant|user)", said)]
 
 
-def test_packing_keeps_every_sample_once_and_begins_positions_anew(
-    model: Path, chat: Path, tmp_path: Path
-) -> None:
-    alone = prepared(model, chat, tmp_path / "store")._stream("train")
-    packed = prepared(model, chat, tmp_path / "store", packing=True)._stream("train")
+def test_packing_keeps_every_sample_once_and_begins_positions_anew(model: Path, data: Data) -> None:
+    alone = prepared(data())._stream("train")
+    packed = prepared(data(packing=True))._stream("train")
     assert len(packed) < len(alone) == packed.samples
     rows = packed.as_batch(packed.__getitems__(range(len(packed))))
     found = []
@@ -243,11 +245,8 @@ def test_packing_is_dense_and_each_sample_is_somewhere() -> None:
     assert len(begins) - 1 <= 1.03 * sizes.sum() / 64 + 1
 
 
-def test_samples_that_are_too_long(
-    model: Path, chat: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = prepared(model, chat, tmp_path / "store")
-    lengths = made._stream("train").lengths
+def test_samples_that_are_too_long(data: Data, caplog: pytest.LogCaptureFixture) -> None:
+    lengths = prepared(data())._stream("train").lengths
     length = int(np.median(lengths)) - 1
     longer = int((lengths > length + 1).sum())
     with pytest.raises(
@@ -255,24 +254,20 @@ def test_samples_that_are_too_long(
         match=f"{longer} of {len(lengths)} train samples are longer than "
         f"sequence_length={length}.*too_long",
     ):
-        data(model, chat, tmp_path / "store", sequence_length=length).check()
-    dropped = data(model, chat, tmp_path / "store", sequence_length=length, too_long="drop")
-    cut = data(model, chat, tmp_path / "store", sequence_length=length, too_long="cut")
-    assert len(dropped._stream("train")) == len(lengths) - longer and len(
-        cut._stream("train")
-    ) == len(lengths)
+        data(sequence_length=length).check()
+    dropped, cut = (data(sequence_length=length, too_long=how) for how in ("drop", "cut"))
+    assert len(dropped._stream("train")) == len(lengths) - longer
+    assert len(cut._stream("train")) == len(lengths)
     with caplog.at_level("INFO"):
         dropped.prepare_data()
     assert f"{longer} longer than {length} tokens: drop" in caplog.text
     with pytest.raises(ValueError, match="have no answer left to learn"):
-        data(model, chat, tmp_path / "store", sequence_length=6, too_long="cut")._stream("train")
+        data(sequence_length=6, too_long="cut")._stream("train")
 
 
-def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "twice.jsonl").write_text(
-        "".join(json.dumps(turns(number % 10)) + "\n" for number in range(40))
-    )
-    made = prepared(model, tmp_path / "twice.jsonl", tmp_path / "store")
+def test_equal_conversations_are_on_one_side(data: Data, tmp_path: Path) -> None:
+    write_rows(tmp_path / "twice.jsonl", ROWS[:10] * 4)
+    made = prepared(data("twice.jsonl"))
     held = {
         name: {tuple(stream.read(i)[0]) for i in range(stream.samples)}
         for name in ("train", "validation")
@@ -329,6 +324,7 @@ def test_equal_conversations_are_on_one_side(model: Path, tmp_path: Path) -> Non
 )
 def test_what_is_wrong_is_said_before_anything_is_written(
     model: Path,
+    data: Data,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     text: str,
@@ -339,19 +335,19 @@ def test_what_is_wrong_is_said_before_anything_is_written(
     if "chat_template" in options:
         options = {**options, "chat_template": str(model.parent / options["chat_template"])}
     with pytest.raises(ValueError, match=message):
-        data(model, tmp_path / "bad.jsonl", tmp_path / "store", **options).check()
+        data("bad.jsonl", **options).check()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl"]
     assert not caplog.records
 
 
-def test_data_that_cannot_be_divided(model: Path, tmp_path: Path) -> None:
+def test_data_that_cannot_be_divided(data: Data, tmp_path: Path) -> None:
     for rows, said in (
         (ROWS[:1], "have 1 conversation,"),
         (ROWS[:1] * 20, "have 1 different conversation,"),
     ):
-        (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / "few.jsonl", rows)
         with pytest.raises(ValueError, match=said):
-            data(model, tmp_path / "few.jsonl", tmp_path / "store").prepare_data()
+            data("few.jsonl").prepare_data()
     assert not (tmp_path / "store").exists()
 
 
@@ -363,59 +359,61 @@ def test_a_template_that_is_not_there_is_named_where_no_folder_is(
 
 
 def test_a_faulty_row_later_on_is_named_or_left_out(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [
         *ROWS[:5],
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
         *ROWS[5:9],
     ]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "chat.jsonl", rows)
     with pytest.raises(ValueError, match=r"row 6: message 2, an answer, is empty"):
-        data(model, tmp_path / "chat.jsonl", tmp_path / "store").prepare_data()
+        data("chat.jsonl").prepare_data()
     assert not (tmp_path / "store").exists()
     with caplog.at_level("INFO"):
-        made = prepared(model, tmp_path / "chat.jsonl", tmp_path / "store", faulty="drop")
+        made = prepared(data("chat.jsonl", faulty="drop"))
     assert "1 rows were left out" in caplog.text
     assert sum(made._stream(split).samples for split in ("train", "validation")) == 9
 
 
 def test_a_tokenizer_without_a_template_or_none_at_all(
-    model: Path, chat: Path, tmp_path: Path
+    model: Path, chat: Path, data: Data, tmp_path: Path
 ) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
-    with pytest.raises(
-        ValueError, match=r"has no chat template. Give a file with one \(chat_template"
+    bare, other = {"tokenizer_dir": str(tmp_path / "bare")}, {"folder": "other"}
+    for options, words in (
+        (bare, r"has no chat template. Give a file with one \(chat_template"),
+        (
+            other | {"tokenizer_dir": str(tmp_path / "nowhere")},
+            "tokenizer folder .*nowhere does not exist",
+        ),
+        (
+            other | {"path": chat.with_name("chat.json")},
+            "source path .*chat.json does not exist; did you mean 'chat.jsonl'",
+        ),
     ):
-        data(tmp_path / "bare", chat, tmp_path / "store").check()
-    prepared(
-        tmp_path / "bare", chat, tmp_path / "store", chat_template=str(model.parent / "plain.jinja")
-    )
-    with pytest.raises(ValueError, match=r"tokenizer folder .*nowhere does not exist"):
-        data(tmp_path / "nowhere", chat, tmp_path / "other").check()
-    with pytest.raises(
-        ValueError, match=r"source path .*chat.json does not exist; did you mean 'chat.jsonl'"
-    ):
-        data(model, chat.with_name("chat.json"), tmp_path / "other").check()
+        with pytest.raises(ValueError, match=words):
+            data(**options).check()
+    prepared(data(**bare, chat_template=str(model.parent / "plain.jinja")))
 
 
 def test_a_folder_made_with_other_settings_or_damaged_is_not_used(
-    model: Path, chat: Path, tmp_path: Path
+    data: Data, tmp_path: Path
 ) -> None:
-    prepared(model, chat, tmp_path / "store")
+    prepared(data())
     with pytest.raises(
         ValueError, match=r"other settings .*learn was 'answers' and is now 'last_answer'"
     ):
-        data(model, chat, tmp_path / "store", learn="last_answer").check()
-    prepared(model, chat, tmp_path / "store", learn="last_answer", overwrite=True)
+        data(learn="last_answer").check()
+    prepared(data(learn="last_answer", overwrite=True))
     tokens = tmp_path / "store" / "train" / "chunk-0-0.bin"
     content = bytearray(tokens.read_bytes())
     content[19] ^= 1
     tokens.write_bytes(content)
     with pytest.raises(ValueError, match=r"chunk-0-0.bin is damaged"):
-        data(model, chat, tmp_path / "store", learn="last_answer").check()
+        data(learn="last_answer").check()
 
 
 def test_ptdp_takes_the_tokenizer_of_the_model(
@@ -427,33 +425,19 @@ def test_ptdp_takes_the_tokenizer_of_the_model(
 ) -> None:
     """Conversations and text alike; a folder for each data and tokenizer, where none is named."""
     monkeypatch.chdir(tmp_path)
-    given = ["--model.path", str(model)]
-    assert (
-        main(
-            [
-                "prepare",
-                "--config",
-                "hf/sft",
-                *given,
-                "--data.path",
-                str(chat),
-                "--data.validation_fraction",
-                "0.2",
-            ]
-        )
-        == 0
+    write_rows(tmp_path / "text.jsonl", [{"text": "some words"}, {"text": "some other words"}])
+    commands = (
+        f"--config hf/sft --data.path {chat} --data.validation_fraction 0.2",
+        "--config hf/nano --data.source text.jsonl --data.data_dir text"
+        " --data.validation_fraction 0.5",
     )
-    assert re.search(r"train: 32 samples in \d+ sequences", capsys.readouterr().out)
+    said = []
+    for command in commands:
+        assert main(["prepare", *command.split(), "--model.path", str(model)]) == 0
+        said.append(capsys.readouterr().out)
+    assert re.search(r"train: 32 samples in \d+ sequences", said[0])
     (store,) = (tmp_path / "ptdp-data").iterdir()
     assert store.name.startswith("chat-")
-    chat.with_name("text.jsonl").write_text(
-        '{"text": "some words"}\n{"text": "some other words"}\n'
-    )
-    text = ["--data.source", str(chat.with_name("text.jsonl")), "--data.data_dir", "text"]
-    assert (
-        main(["prepare", "--config", "hf/nano", *given, *text, "--data.validation_fraction", "0.5"])
-        == 0
-    )
     assert (
         load_tokenizer("text").fingerprint
         == load_tokenizer(store).fingerprint
@@ -462,65 +446,56 @@ def test_ptdp_takes_the_tokenizer_of_the_model(
 
 
 def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(
-    model: Path, chat: Path, tmp_path: Path
+    data: Data, tmp_path: Path
 ) -> None:
-    made = prepared(model, chat, tmp_path / "store")
-    file = tmp_path / "store" / "train" / "chunk-0-0.bin"
+    made, store = prepared(data()), tmp_path / "store"
+    file = store / "train" / "chunk-0-0.bin"
     tokens = np.fromfile(file, "int32")
     tokens[8] |= 60_000  # behind a header of three numbers
     tokens.tofile(file)
-    replace(Manifest.read(tmp_path / "store"), files=record_files(tmp_path / "store")).write(
-        tmp_path / "store"
-    )
-    words = r"train/chunk-0-0\.bin has token 6\d\d\d\d, but vocabulary_size=\d+"
-    with pytest.raises(StoreError, match=words):
-        data(model, chat, tmp_path / "store").check()
-    with pytest.raises(StoreError, match=words):
-        data(model, chat, tmp_path / "store").prepare_data()
+    replace(Manifest.read(store), files=record_files(store)).write(store)
     made.setup()  # of another process, which does not read all tokens again
-    with pytest.raises(StoreError, match=words):
-        ChatStream(tmp_path / "store", sequence_length=128).read(0)
+    for opened in (
+        data().check,
+        data().prepare_data,
+        lambda: ChatStream(store, sequence_length=128).read(0),
+    ):
+        with pytest.raises(
+            StoreError, match=r"train/chunk-0-0\.bin has token 6\d\d\d\d, but vocabulary_size=\d+"
+        ):
+            opened()
 
 
-def test_prepared_conversations_are_copied_from_a_store(
-    model: Path, chat: Path, tmp_path: Path
-) -> None:
-    made = prepared(model, chat, tmp_path / "store")
-    copied = data(model, None, tmp_path / "copy", remote=f"local:{tmp_path / 'store'}")
-    copied.check()
-    copied.prepare_data()
-    copied.setup()
+def test_prepared_conversations_are_copied_from_a_store(data: Data, tmp_path: Path) -> None:
+    made = prepared(data())
+    copied = prepared(data(None, "copy", remote=f"local:{tmp_path / 'store'}"))
     copied.check()
     assert copied._stream("train").fingerprint == made._stream("train").fingerprint
 
 
-def test_marks_that_contradict_the_manifest_are_named(
-    model: Path, chat: Path, tmp_path: Path
-) -> None:
-    prepared(model, chat, tmp_path / "store")
+def test_marks_that_contradict_the_manifest_are_named(data: Data, tmp_path: Path) -> None:
+    prepared(data())
     manifest = Manifest.read(tmp_path / "store")
     more = replace(manifest.splits["train"], documents=manifest.splits["train"].documents + 1)
     replace(manifest, splits={**manifest.splits, "train": more}).write(tmp_path / "store")
     with pytest.raises(StoreError, match=r"train is damaged: it does not have 33 conversations"):
-        data(model, chat, tmp_path / "store").check()
+        data().check()
 
 
 def test_conversations_are_not_read_as_text_nor_text_as_conversations(
-    model: Path, chat: Path, tmp_path: Path, text: PreparedData
+    data: Data, tmp_path: Path, text: PreparedData
 ) -> None:
-    prepared(model, chat, tmp_path / "store")
+    prepared(data())
     with pytest.raises(StoreError, match=r"of the form 'chat'.*Read it with ChatDataModule"):
         TokenStream(tmp_path / "store", sequence_length=8)
     with pytest.raises(StoreError, match=r"of the form 'text'.*Read it with TextDataModule"):
         ChatStream(text.folder, sequence_length=8)
     with pytest.raises(StoreError, match=r"form was 'text' and is now 'chat'"):
-        data(model, chat, text.folder).check()
+        data(folder=text.folder).check()
 
 
-def test_a_manifest_of_conversations_names_no_file_outside(
-    model: Path, chat: Path, tmp_path: Path
-) -> None:
-    prepared(model, chat, tmp_path / "store")
+def test_a_manifest_of_conversations_names_no_file_outside(data: Data, tmp_path: Path) -> None:
+    prepared(data())
     (tmp_path / "secret").write_text("not for you")
     manifest = Manifest.read(tmp_path / "store")
     secret = FileRecord(size=11, sha256=hashlib.sha256(b"not for you").hexdigest())
@@ -539,7 +514,7 @@ def test_a_manifest_of_conversations_names_no_file_outside(
     ],
 )
 def test_a_template_that_loops_is_stopped(
-    model: Path, chat: Path, tmp_path: Path, loop: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, data: Data, tmp_path: Path, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_format, "LIMIT_S", 0.2)
     (tmp_path / "loop.jinja").write_text(loop + (model.parent / "plain.jinja").read_text())
@@ -548,67 +523,72 @@ def test_a_template_that_loops_is_stopped(
             TokenizerError,
             match=r"the chat template did not finish \(not finished after 0\.2 s\) for one conversation. Use another",
         ):
-            data(
-                model,
-                chat,
-                tmp_path / "store",
-                chat_template=str(tmp_path / "loop.jinja"),
-                faulty=faulty,
-            ).check()
+            data(chat_template=str(tmp_path / "loop.jinja"), faulty=faulty).check()
 
 
 def test_a_template_that_computes_powers_is_refused(
-    model: Path, chat: Path, tmp_path: Path
+    model: Path, data: Data, tmp_path: Path
 ) -> None:
     plain = (model.parent / "plain.jinja").read_text()
     (tmp_path / "power.jinja").write_text("{{ 9 ** 9 ** 9 ** 9 }}" + plain)
     with pytest.raises(
         TokenizerError, match=r"the chat template of .*power\.jinja computes a power \(\*\*\)"
     ):
-        data(model, chat, tmp_path / "store", chat_template=str(tmp_path / "power.jinja")).check()
+        data(chat_template=str(tmp_path / "power.jinja")).check()
     (tmp_path / "bold.jinja").write_text(plain + "{# **bold** #}{{ '**bold**' if false else '' }}")
-    assert (
-        data(model, chat, tmp_path / "store", chat_template=str(tmp_path / "bold.jinja")).check()
-        is None
-    )
+    data(chat_template=str(tmp_path / "bold.jinja")).check()
+
+
+GOOD = b'{"prompt": "a", "response": "b"}\n'
+DEEP = "line 2: its brackets are nested more than 64 levels deep"
 
 
 @pytest.mark.parametrize(
-    "brackets",
-    [b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 100_000 + b"1" + b"}" * 100_000, b"[" * 100_000],
+    ("content", "names", "words"),
+    [
+        *(
+            (GOOD + b'{"prompt": ' + brackets + b"}\n", ("bad.jsonl", "bad.json"), DEEP)
+            for brackets in (
+                b"[" * 100_000 + b"]" * 100_000,
+                b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+                b"[" * 100_000,
+            )
+        ),
+        (b"[3]", ("bad.json",), "entry 1 of its list is a int"),
+        (b"[{]", ("bad.json",), "it is not valid JSON"),
+        (
+            GOOD + b'{"prompt": "\xff", "response": "b"}\n',
+            ("bad.jsonl",),
+            r"line 2: not UTF-8 \(byte 13: 0xff\). A file of JSON lines",
+        ),
+    ],
 )
-@pytest.mark.parametrize("name", ["bad.jsonl", "bad.json"])
-def test_deep_brackets_are_refused_with_their_line(
-    model: Path, tmp_path: Path, brackets: bytes, name: str
+def test_files_that_are_no_json_are_refused_with_their_line(
+    data: Data, tmp_path: Path, content: bytes, names: tuple[str, ...], words: str
 ) -> None:
-    (tmp_path / name).write_bytes(
-        b'{"prompt": "a", "response": "b"}\n{"prompt": ' + brackets + b"}\n"
-    )
-    with pytest.raises(
-        CorpusError,
-        match=rf"path=.*{name} cannot be read: line 2: its brackets are nested more than 64 levels deep",
-    ):
-        data(model, tmp_path / name, tmp_path / "store").prepare_data()
+    for name in names:
+        (tmp_path / name).write_bytes(content)
+        for read in (data(name).check, data(name).prepare_data):
+            with pytest.raises(CorpusError, match=rf"path=.*{name} cannot be read: {words}"):
+                read()
 
 
-def test_brackets_in_a_text_are_not_counted(model: Path, tmp_path: Path) -> None:
+def test_brackets_in_a_text_are_not_counted(data: Data, tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{number} " + "[{" * 500 + '"\\', "response": "}" * 70} for number in range(4)
     ]
-    (tmp_path / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "good.jsonl", rows)
     (tmp_path / "good.json").write_text(json.dumps(rows, indent=1))
     for name in ("good.jsonl", "good.json"):
-        assert (
-            data(model, tmp_path / name, tmp_path / "store", sequence_length=4096).check() is None
-        )
+        data(name, sequence_length=4096).check()
 
 
-def test_a_row_may_lack_what_later_rows_have(model: Path, tmp_path: Path) -> None:
+def test_a_row_may_lack_what_later_rows_have(data: Data, tmp_path: Path) -> None:
     """Optional columns of later rows are read, however late they come."""
     rows = [{"instruction": f"Say {number}", "output": "B"} for number in range(300)]
     rows.append({"instruction": "Say", "input": "D", "output": "B", "system": "C"})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = prepared(model, tmp_path / "rows.jsonl", tmp_path / "store", split_seed=1)
+    write_rows(tmp_path / "rows.jsonl", rows)
+    made = prepared(data("rows.jsonl", split_seed=1))
     decode = made.prepare_config.tokenizer().of_transformers.decode
     streams = [made._stream(split) for split in ("train", "validation")]
     texts = [decode(stream.read(i)[0]) for stream in streams for i in range(stream.samples)]
@@ -616,35 +596,14 @@ def test_a_row_may_lack_what_later_rows_have(model: Path, tmp_path: Path) -> Non
     assert sum("system" in text for text in texts) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "said"), [("[3]", "entry 1 of its list is a int"), ("[{]", "it is not valid JSON")]
-)
-def test_a_list_that_is_none_is_named(model: Path, tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(CorpusError, match=rf"bad\.json cannot be read: {said}"):
-        data(model, tmp_path / "bad.json", tmp_path / "store").check()
-
-
-def test_a_line_that_is_not_utf_8_is_named(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_bytes(
-        b'{"prompt": "a", "response": "b"}\n{"prompt": "\xff", "response": "b"}\n'
-    )
-    with pytest.raises(
-        CorpusError,
-        match=r"bad\.jsonl cannot be read: line 2: not UTF-8 \(byte 13: 0xff\). A file of JSON "
-        r"lines",
-    ):
-        data(model, tmp_path / "bad.jsonl", tmp_path / "store").prepare_data()
-
-
-def test_a_pipe_and_a_sparse_file_of_conversations_are_refused(model: Path, tmp_path: Path) -> None:
+def test_a_pipe_and_a_sparse_file_of_conversations_are_refused(data: Data, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(CorpusError, match=r"a\.jsonl is neither a file nor a folder"):
-        data(model, tmp_path / "a.jsonl", tmp_path / "store").check()
+        data("a.jsonl").check()
     with open(tmp_path / "b.jsonl", "wb") as stream:
         stream.truncate(1 << 42)
     with pytest.raises(
         CorpusError,
         match=r"b\.jsonl cannot be read: line 1: more than 67108864 bytes",
     ):
-        data(model, tmp_path / "b.jsonl", tmp_path / "store").check()
+        data("b.jsonl").check()
