@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptdp.schedule import Costs, Schedule, build_schedule, simulate
+from lightning_ptdp.schedule import Costs, Schedule, simulate
 from lightning_ptdp.schedule.generators import FAMILIES
+from tests.schedule.builders import build
 
 CHUNKS = {
     "gpipe": (1,),
@@ -37,9 +38,7 @@ def test_bubble_activations_and_waiting(name: str, p: int) -> None:
     form = FAMILIES[name].cost
     for v in CHUNKS[name]:
         for m in range(form.least(p), 13):
-            schedule = build_schedule(
-                name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m
-            )
+            schedule = build(name, p, v, m)
             assert schedule.splits_backward == FAMILIES[name].splits_backward
             for times in TIMES:
                 forward, backward, weight = times

@@ -16,10 +16,10 @@ from lightning_ptdp.schedule import (
     ActionKind,
     Schedule,
     ScheduleError,
-    build_schedule,
     verify_schedule,
 )
 from lightning_ptdp.schedule.lowering import compute_order, lower
+from tests.schedule.builders import build, from_text
 from tests.schedule.orders import compute_orders
 
 RECEIVES = {
@@ -28,23 +28,12 @@ RECEIVES = {
 }
 SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
-
-
-def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
-    return build_schedule(
-        name,
-        pipeline_parallel_size=p,
-        virtual_pipeline_size=v,
-        num_microbatches=m,
-        training=training,
-    )
+BOUNDED = (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2))
+"""Schedules, and their chunks, that keep a bounded number of receives open."""
 
 
 def order_of(text: str, p: int, v: int, m: int) -> Schedule:
-    programs = tuple(
-        tuple(Action.parse(word) for word in line.split()) for line in text.strip().splitlines()
-    )
-    return Schedule("by hand", p, v, m, programs)
+    return from_text("by hand", p, v, m, *text.splitlines())
 
 
 def most_open(program: tuple[Action, ...]) -> int:
@@ -81,14 +70,7 @@ def test_any_order_that_can_run_is_lowered_without_deadlock(order: Schedule) -> 
 
 
 def test_hidden_states_are_asked_for_a_computation_ahead() -> None:
-    for name, v in (
-        ("gpipe", 1),
-        ("1f1b", 1),
-        ("zb_h1", 1),
-        ("interleaved_1f1b", 2),
-        ("zb_v", 2),
-        ("dualpipe_v", 2),
-    ):
+    for name, v in (*BOUNDED, ("interleaved_1f1b", 2)):
         for program in build(name, 4, v, 16).programs:
             computations = [action for action in program if action.kind in COMPUTE]
             done = 0
@@ -138,9 +120,7 @@ def test_what_crosses_is_posted_in_time(text: str, lowered: str | None) -> None:
     assert received == list(range(m))
 
 
-@pytest.mark.parametrize(
-    ("name", "v"), [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2)]
-)
+@pytest.mark.parametrize(("name", "v"), BOUNDED)
 def test_few_receives_are_open_whatever_the_size(name: str, v: int) -> None:
     for p, m in ((2, 4), (4, 8), (4, 64), (4, 65), (8, 40), (16, 50)):
         for training in (True, False):
@@ -205,8 +185,7 @@ def test_stages_next_to_each_other_on_a_rank_hand_over_locally() -> None:
 def test_orders_that_cannot_run_are_named(text: str, words: str) -> None:
     with pytest.raises(ScheduleError) as error:
         lower(order_of(text, 2, 1, 2))
-    assert words in str(error.value)
-    assert words in error.value.reason
+    assert words in str(error.value) and words in error.value.reason
     assert "-->" in str(error.value) or "one per rank" in words
 
 

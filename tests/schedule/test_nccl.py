@@ -5,25 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from lightning_ptdp.schedule import (
-    SCHEDULES,
-    Action,
-    Schedule,
-    ScheduleError,
-    build_schedule,
-    verify_schedule,
-)
+from lightning_ptdp.schedule import SCHEDULES, Schedule, ScheduleError, verify_schedule
 from lightning_ptdp.schedule.lowering import lower
+from tests.schedule.builders import build, from_text
 from tests.schedule.nccl import Habits, every, operations
 from tests.schedule.orders import compute_orders
 from tests.schedule.streams import Operation, stuck_operations
 
 SIZES = ((2, 1), (2, 4), (2, 7), (3, 5), (4, 1), (4, 2), (4, 8), (5, 12), (8, 16))
-STEPS = (Habits(first_step=True), Habits())
 FOUR_EACH = Habits(tensor=2, replicas=2)
 
 EARLY = (
@@ -34,32 +28,21 @@ EARLY = (
 is on its way."""
 
 
-def stuck(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> list[str]:
-    return [
-        str(operation and operation.name)
-        for operation in stuck_operations(operations(schedule, habits), one_queue=one_queue)
-    ]
-
-
 def runs(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> bool:
-    return {*stuck(schedule, habits, one_queue=one_queue)} == {"None"}
+    return not any(stuck_operations(operations(schedule, habits), one_queue=one_queue))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_runs(name: str) -> None:
-    schedules = list(every(name, SIZES))
+@pytest.mark.parametrize(
+    ("sizes", "habits"), [(SIZES, Habits()), (((2, 3), (4, 4)), FOUR_EACH)], ids=["alone", "groups"]
+)
+def test_every_schedule_runs(name: str, sizes: tuple[Any, ...], habits: Habits) -> None:
+    """Also with the collectives of other groups."""
+    schedules = list(every(name, sizes))
     assert schedules
-    for schedule, habits, one_queue in itertools.product(schedules, STEPS, (False, True)):
-        assert runs(schedule, habits, one_queue=one_queue), (schedule.describe(), habits, one_queue)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_with_the_collectives_of_other_groups_too(name: str) -> None:
-    for schedule, one_queue in itertools.product(every(name, ((2, 3), (4, 4))), (False, True)):
-        assert runs(schedule, FOUR_EACH, one_queue=one_queue), schedule.describe()
-        assert runs(
-            schedule, dataclasses.replace(FOUR_EACH, first_step=True), one_queue=one_queue
-        ), schedule.describe()
+    for schedule, first_step, one_queue in itertools.product(schedules, *[(True, False)] * 2):
+        step = dataclasses.replace(habits, first_step=first_step)
+        assert runs(schedule, step, one_queue=one_queue), (schedule.describe(), step, one_queue)
 
 
 @given(compute_orders())
@@ -73,8 +56,7 @@ def test_any_order_of_a_user_runs(order: Schedule) -> None:
 
 
 def test_a_receive_behind_one_that_waits_holds_up_a_shared_queue() -> None:
-    programs = tuple(tuple(map(Action.parse, line.split())) for line in EARLY)
-    early = Schedule("early", 2, 2, 1, programs)
+    early = from_text("early", 2, 2, 1, *EARLY)
     assert runs(early, Habits()) and not runs(early, Habits(), one_queue=True)
     with pytest.raises(
         ScheduleError,
@@ -83,21 +65,23 @@ def test_a_receive_behind_one_that_waits_holds_up_a_shared_queue() -> None:
         verify_schedule(early, training=True)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b"])
-def test_connections_that_are_made_when_they_are_first_used_hang(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "v", "programs"),
+    [
+        ("1f1b", 1, ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1")),
+        ("zb_h1", 1, ("F0.0 RB0.0 SF0.0 B0.0 W0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 W1.0 R1")),
+        ("interleaved_1f1b", 2, EARLY),
+    ],
+    ids=["1f1b", "zb_h1", "interleaved_1f1b"],
+)
+def test_connections_that_are_made_when_they_are_first_used_hang(
+    name: str, v: int, programs: tuple[str, str]
+) -> None:
     """Check that lazy connections hang if both ranks first call different channels.
 
     Each host then waits for the other's.
     """
-    programs = {
-        "1f1b": ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1"),
-        "zb_h1": ("F0.0 RB0.0 SF0.0 B0.0 W0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 W1.0 R1"),
-        "interleaved_1f1b": EARLY,
-    }[name]
-    size = 2 if name == "interleaved_1f1b" else 1
-    schedule = Schedule(
-        name, 2, size, 1, tuple(tuple(map(Action.parse, line.split())) for line in programs)
-    )
+    schedule = from_text(name, 2, v, 1, *programs)
     assert runs(schedule, Habits(first_step=True))
     assert not runs(schedule, Habits(first_step=True, connected=False))
 
@@ -125,18 +109,11 @@ def test_orders_that_differ_between_the_ranks_of_a_group_hang() -> None:
 
     assert stuck_operations([rank("tensor", "context"), rank("tensor", "context")]) == [None, None]
     first, second = stuck_operations([rank("tensor", "context"), rank("context", "tensor")])
-    assert (
-        first is not None
-        and first.name == "after tensor"
-        and second is not None
-        and second.name == "after context"
-    )
+    assert first is not None and first.name == "after tensor"
+    assert second is not None and second.name == "after context"
 
 
 def test_a_message_that_nobody_takes_hangs() -> None:
-    schedule = build_schedule(
-        "1f1b", pipeline_parallel_size=2, num_microbatches=2, virtual_pipeline_size=1
-    )
-    given = operations(schedule, Habits())
+    given = operations(build("1f1b", 2, 1, 2), Habits())
     given[1] = given[1][:2]
     assert stuck_operations(given)[0] is not None

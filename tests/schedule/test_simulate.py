@@ -2,77 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from lightning_ptdp.schedule import (
-    Action,
     Costs,
     Schedule,
     ScheduleError,
     Timeline,
-    build_schedule,
     ideal_bubble,
     peak_in_flight,
     simulate,
 )
+from tests.schedule.builders import build, from_text
 
 
-def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
-    return build_schedule(
-        name,
-        pipeline_parallel_size=p,
-        virtual_pipeline_size=v,
-        num_microbatches=m,
-        training=training,
-    )
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_bubble_without_interleaving(name: str) -> None:
-    for p in range(2, 9):
-        for m in range(1, 18):
-            timeline = simulate(build(name, p, 1, m))
-            assert timeline.bubble_fraction == Fraction(p - 1, m)
-            assert timeline.step_time == 3 * (m + p - 1)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b"])
-def test_bubble_with_interleaving(name: str) -> None:
-    # The paper's formula, which it states for p dividing m, holds here for every m >= p.
-    for p in range(2, 7):
-        for v in range(2, 4):
-            for m in range(p, 14):
-                timeline = simulate(build(name, p, v, m))
-                assert timeline.bubble_fraction == Fraction(p - 1, v * m)
-                assert timeline.step_time == 3 * (v * m + p - 1)
+@pytest.mark.parametrize(
+    ("names", "sizes", "chunks"),
+    [
+        (("gpipe", "1f1b"), [(p, m) for p in range(2, 9) for m in range(1, 18)], (1,)),
+        # The paper's formula, which it states for p dividing m, holds here for every m >= p.
+        (
+            ("gpipe", "interleaved_1f1b"),
+            [(p, m) for p in range(2, 7) for m in range(p, 14)],
+            (2, 3),
+        ),
+    ],
+    ids=["one chunk", "several chunks"],
+)
+def test_the_bubble_of_the_paper(
+    names: tuple[str, ...], sizes: list[tuple[int, int]], chunks: tuple[int, ...]
+) -> None:
+    for name, (p, m), v in itertools.product(names, sizes, chunks):
+        timeline = simulate(build(name, p, v, m))
+        assert timeline.bubble_fraction == Fraction(p - 1, v * m)
+        assert timeline.step_time == 3 * (v * m + p - 1)
 
 
 UNIT = Costs(forward=1, backward=1, weight=1)
 
 
-def test_bubble_of_zb_h1() -> None:
-    # arXiv 2401.10241, section 3: (p-1)(T_F + T_B - T_W) a rank.
-    for p in range(2, 7):
-        for m in range(p, 13):
-            assert simulate(build("zb_h1", p, 1, m), UNIT).bubble_fraction == Fraction(p - 1, 3 * m)
-            uneven = simulate(build("zb_h1", p, 1, m), Costs(forward=4, backward=5, weight=3))
-            assert uneven.bubble_fraction == Fraction((p - 1) * (4 + 5 - 3), 12 * m)
-
-
 def own_time(timeline: Timeline) -> tuple[float | Fraction, ...]:
     """For each rank, from its first action to its last."""
     return tuple(spans[-1].end - spans[0].start for spans in timeline.spans)
-
-
-def test_zb_v_has_no_bubble_inside_a_ranks_own_time() -> None:
-    for p in range(2, 6):
-        for m in range(2 * p - 1, 12):
-            timeline = simulate(build("zb_v", p, 2, m), UNIT)
-            assert own_time(timeline) == timeline.busy == (6 * m,) * p
-            assert timeline.step_time == 6 * m + p - 1
 
 
 def test_own_time_of_1f1b() -> None:
@@ -108,14 +84,6 @@ def test_evaluation_bubble() -> None:
     for m in range(4, 14):
         timeline = simulate(build("auto", 4, 2, m, training=False))
         assert timeline.bubble_fraction == Fraction(3, 2 * m)
-
-
-def test_peaks_are_those_of_the_programs() -> None:
-    for name, v in (("gpipe", 2), ("1f1b", 1), ("interleaved_1f1b", 3)):
-        schedule = build(name, 4, v, 10)
-        assert simulate(schedule).peak_in_flight == tuple(
-            peak_in_flight(program) for program in schedule.programs
-        )
 
 
 def test_spans_respect_every_dependency_and_the_latency() -> None:
@@ -210,32 +178,45 @@ def test_memory_of_a_split_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"]
+    ("name", "v"),
+    [
+        ("gpipe", 2),
+        ("1f1b", 1),
+        ("interleaved_1f1b", 2),
+        ("interleaved_1f1b", 3),
+        ("zb_h1", 1),
+        ("zb_v", 2),
+        ("dualpipe_v", 2),
+    ],
 )
-def test_the_peak_of_the_memory_curve_is_that_of_the_program(name: str) -> None:
-    timeline = simulate(build(name, 4, 1 if name in ("1f1b", "zb_h1") else 2, 9))
-    assert tuple(curve.peak for curve in timeline.memory()) == timeline.peak_in_flight
+@pytest.mark.parametrize("m", [9, 10])
+def test_the_peak_of_the_memory_curve_is_that_of_the_program(name: str, v: int, m: int) -> None:
+    timeline = simulate(build(name, 4, v, m))
+    peaks = tuple(map(peak_in_flight, timeline.schedule.programs))
+    assert tuple(curve.peak for curve in timeline.memory()) == timeline.peak_in_flight == peaks
     assert all(curve.points[-1][1] == 0 for curve in timeline.memory())
 
 
 def test_a_schedule_that_hangs_is_said_to() -> None:
-    lines = ("RB0.0 B0.0 F0.0 SF0.0", "RF1.0 F1.0 B1.0 SB1.0")
-    programs = tuple(tuple(Action.parse(word) for word in line.split()) for line in lines)
+    hangs = from_text("hangs", 2, 1, 1, "RB0.0 B0.0 F0.0 SF0.0", "RF1.0 F1.0 B1.0 SB1.0")
     with pytest.raises(ScheduleError, match=r"rank 0 waits for SB1\.0"):
-        simulate(Schedule("hangs", 2, 1, 1, programs))
+        simulate(hangs)
 
 
-def test_costs_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"forward has 3 costs for 4 stages"):
-        simulate(build("1f1b", 4, 1, 2), Costs(forward=[1, 2, 3]))
-    with pytest.raises(ValueError, match="latency=-1"):
-        Costs(latency=-1)
-    with pytest.raises(ValueError, match=r"send=-2"):
-        Costs(send=-2)
-    with pytest.raises(ValueError, match=r"reduce has 1 costs for 4 stages"):
-        simulate(build("1f1b", 4, 1, 2), Costs(reduce=[1]))
-    with pytest.raises(ValueError, match="backward"):
-        Costs(backward=[1, float("nan")])
+@pytest.mark.parametrize(
+    ("costs", "words"),
+    [
+        ({"forward": [1, 2, 3]}, "forward has 3 costs for 4 stages"),
+        ({"latency": -1}, "latency=-1"),
+        ({"send": -2}, "send=-2"),
+        ({"reduce": [1]}, "reduce has 1 costs for 4 stages"),
+        ({"backward": [1, float("nan")]}, "backward"),
+    ],
+)
+def test_costs_that_do_not_fit(costs: dict[str, Any], words: str) -> None:
+    schedule = build("1f1b", 4, 1, 2)
+    with pytest.raises(ValueError, match=words):
+        simulate(schedule, Costs(**costs))
 
 
 def test_text_draws_long_actions_over_several_columns() -> None:

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptdp.schedule import SCHEDULES, Action, Channel, Schedule, build_schedule
+from lightning_ptdp.schedule import SCHEDULES, Action, Channel, Schedule
 from lightning_ptdp.schedule.actions import MESSAGES
 from lightning_ptdp.world.communicators import CHANNEL_CTAS
+from tests.schedule.builders import build
 from tests.schedule.nccl import Habits, every, operations
 from tests.schedule.streams import (
     Operation,
@@ -67,9 +68,7 @@ def test_every_schedule_runs_within_the_budget(name: str) -> None:
     ],
 )
 def test_messages_of_32_blocks_leave_none_for_a_collective(name: str, p: int, budget: int) -> None:
-    schedule = build_schedule(
-        name, pipeline_parallel_size=p, virtual_pipeline_size=2, num_microbatches=4 * p
-    )
+    schedule = build(name, p, 2, 4 * p)
     assert bound(schedule, MANY) > H100
     assert "tensor" in delayed(schedule, MANY, budget)
     assert not delayed(schedule, FEW, budget)

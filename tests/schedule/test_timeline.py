@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_ptdp.schedule import Costs, Schedule, Timeline, build_schedule, simulate
+from lightning_ptdp.schedule import Costs, Schedule, Timeline, simulate
 from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
+from tests.schedule.builders import build
 
 BLUE, GREEN, AMBER, PURPLE = range(4)
 IDLE = (237, 237, 237)
 
 
 def timeline(p: int = 4, v: int = 2, m: int = 8, name: str = "auto", **costs: Any) -> Timeline:
-    schedule = build_schedule(
-        name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m
-    )
-    return simulate(schedule, Costs(**costs))
+    return simulate(build(name, p, v, m), Costs(**costs))
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -108,16 +106,17 @@ def test_a_v_placement_has_the_second_chunk_light(tmp_path: Path) -> None:
     assert forwards[3][0] < 60 and forwards[-4][0] > 140
 
 
-@pytest.mark.parametrize(("p", "v", "m"), [(1, 1, 1), (2, 1, 3), (8, 4, 64)])
+EMPTY = Timeline(Schedule("empty", 1, 1, 1, ((),)), ((),))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 3), (8, 4, 64), None])
 @pytest.mark.parametrize("memory", [False, True])
-def test_any_size_can_be_drawn(tmp_path: Path, p: int, v: int, m: int, memory: bool) -> None:
-    draw_timelines(
-        [timeline(p, v, m)],
-        tmp_path / "timeline.png",
-        memory=memory,
-        titles=["a title"],
-        measured=True,
-    )
+def test_any_size_can_be_drawn(
+    tmp_path: Path, sizes: tuple[int, int, int] | None, memory: bool
+) -> None:
+    drawn = timeline(*sizes) if sizes else EMPTY
+    titled: dict[str, Any] = {"titles": ["a title"], "measured": True} if sizes else {}
+    draw_timelines([drawn], tmp_path / "timeline.png", memory=memory, **titled)
     assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 
@@ -126,12 +125,6 @@ def test_the_memory_curve_takes_its_place(tmp_path: Path) -> None:
     draw_timelines([timeline()], tmp_path / "with.png", memory=True)
     without, with_ = (pixels(tmp_path / name) for name in ("without.png", "with.png"))
     assert with_.shape[0] > without.shape[0] + 100
-
-
-@pytest.mark.parametrize("memory", [False, True])
-def test_an_empty_timeline_can_be_drawn(tmp_path: Path, memory: bool) -> None:
-    empty = Timeline(Schedule("empty", 1, 1, 1, ((),)), ((),))
-    draw_timelines([empty], tmp_path / "timeline.png", memory=memory)
 
 
 def test_drawing_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

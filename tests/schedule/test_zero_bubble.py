@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
 from lightning_ptdp.schedule import (
     ActionKind,
     Costs,
-    Schedule,
     Timeline,
-    build_schedule,
     generators,
     peak_in_flight,
     simulate,
 )
+from tests.schedule.builders import build
 
 UNIT = Costs(forward=1, backward=1, weight=1)
-
-
-def build(name: str, p: int, v: int, m: int) -> Schedule:
-    return build_schedule(
-        name, pipeline_parallel_size=p, virtual_pipeline_size=v, num_microbatches=m
-    )
 
 
 def idle_in_the_middle(timeline: Timeline) -> list[object]:
@@ -38,11 +33,16 @@ def idle_in_the_middle(timeline: Timeline) -> list[object]:
 )
 def test_zb_h1_has_the_bubble_of_the_paper(forward: int, backward: int, weight: int) -> None:
     costs = Costs(forward=forward, backward=backward, weight=weight)
-    for p in range(2, 6):
-        for m in range(p, 2 * p + 4):
+    # arXiv 2401.10241, section 3: (p-1)(T_F + T_B - T_W) a rank.
+    for p in range(2, 7):
+        for m in range(p, max(13, 2 * p + 4)):
             timeline = simulate(build("zb_h1", p, 1, m), costs)
-            bubble = timeline.step_time - m * (forward + backward + weight)
-            assert bubble == (p - 1) * (forward + backward - weight)
+            work, bubble = (
+                m * (forward + backward + weight),
+                (p - 1) * (forward + backward - weight),
+            )
+            assert timeline.step_time == work + bubble
+            assert timeline.bubble_fraction == Fraction(bubble, work)
 
 
 def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_in_its_memory() -> None:
@@ -61,9 +61,11 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_in_its_memory() -> None:
 
 def test_zb_v_never_waits_between_the_first_and_the_last_action() -> None:
     for p in range(2, 7):
-        for m in range(2 * p - 1, 4 * p):
+        for m in range(2 * p - 1, max(12, 4 * p)):
             timeline = simulate(build("zb_v", p, 2, m), UNIT)
             assert idle_in_the_middle(timeline) == [0] * p
+            assert timeline.busy == (6 * m,) * p
+            assert timeline.step_time == 6 * m + p - 1
             assert timeline.peak_in_flight == (2 * p,) * p
 
 
@@ -151,11 +153,5 @@ def test_weights_in_gaps_wait_for_a_gap_or_for_room() -> None:
 def test_evaluation_in_a_v_has_the_bubble_of_its_docstring() -> None:
     for p in range(2, 6):
         for m in range(1, 12):
-            schedule = build_schedule(
-                "zb_v",
-                pipeline_parallel_size=p,
-                virtual_pipeline_size=2,
-                num_microbatches=m,
-                training=False,
-            )
+            schedule = build("zb_v", p, 2, m, training=False)
             assert simulate(schedule).step_time == 2 * (m + p - 1)

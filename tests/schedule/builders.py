@@ -1,0 +1,26 @@
+"""Schedules by name, and schedules that are written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_ptdp.schedule import Action, CustomSchedule, Schedule, build_schedule
+
+
+def build(
+    name: str | CustomSchedule, p: int, v: int = 1, m: int = 1, training: bool = True, **more: Any
+) -> Schedule:
+    return build_schedule(
+        name,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        num_microbatches=m,
+        training=training,
+        **more,
+    )
+
+
+def from_text(name: str, p: int, v: int, m: int, *lines: str) -> Schedule:
+    """A schedule with one line of actions per rank."""
+    programs = tuple(tuple(map(Action.parse, line.split())) for line in lines)
+    return Schedule(name, p, v, m, programs)
