@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     """The tiny corpus prepared in several chunks; read only."""
     return prepare(config_of(corpus, tmp_path_factory.mktemp("prepared") / "store"))
+
+
+@pytest.fixture
+def store(prepared: PreparedData, tmp_path: Path) -> Path:
+    """A copy of the prepared folder, which a test may damage."""
+    return Path(shutil.copytree(prepared.folder, tmp_path / "store"))
 
 
 def config_of(corpus: Path, output: Path, **changes: object) -> PrepareConfig:

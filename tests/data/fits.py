@@ -1,4 +1,4 @@
-"""A fit that records what it reads."""
+"""Fits that record what they read."""
 
 from __future__ import annotations
 
@@ -7,37 +7,49 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.data import TextDataModule
 from lightning_ptdp.data.stream import IGNORE_INDEX
 
 
-class Recorder(pl.LightningModule):
-    """Remembers what it was given; fails in step ``fail_at`` of its life."""
+class BatchRecorder(pl.LightningModule):
+    """Remembers every batch; fails in step ``fail_at`` of its life."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[list[int]] = []
-        self.validated = 0
+        self.seen: list[Any] = []
         self.fail_at = fail_at
+
+    def record(self, batch: dict[str, torch.Tensor]) -> Any:
+        return {name: value.tolist() for name, value in batch.items()}
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         if len(self.seen) == self.fail_at:
             raise RuntimeError("this step fails")
-        self.seen.append(batch["input_ids"][:, :8].flatten().tolist())
+        self.seen.append(self.record(batch))
         return self.weight * batch["input_ids"].float().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Recorder(BatchRecorder):
+    """Remembers how samples begin, and how many were evaluated."""
+
+    validated = 0
+
+    def record(self, batch: dict[str, torch.Tensor]) -> list[int]:
+        return batch["input_ids"][:, :8].flatten().tolist()
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         self.validated += int((batch["labels"] != IGNORE_INDEX).any(1).sum())
 
     test_step = validation_step
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
-
-def data(corpus: Path, folder: Path, **changes: Any) -> TextDataModule:
+def data(corpus: Path, folder: Path, kind: Any = TextDataModule, **changes: Any) -> Any:
     settings = {
         "vocabulary_size": 320,
         "validation_fraction": 0.1,
@@ -45,7 +57,42 @@ def data(corpus: Path, folder: Path, **changes: Any) -> TextDataModule:
         "micro_batch_size": 4,
         "num_microbatches": 2,
     }
-    return TextDataModule(data_dir=str(folder), source=str(corpus), **{**settings, **changes})
+    return kind(data_dir=str(folder), source=str(corpus), **{**settings, **changes})
+
+
+def saved_at(
+    stop: int, datamodule: Any, folder: Path, recorder: type[BatchRecorder] = Recorder
+) -> tuple[list[Any], str]:
+    """Fit some steps; return what they saw, and a checkpoint."""
+    module, name = recorder(), f"step{stop}"
+    saving = ModelCheckpoint(folder, every_n_train_steps=stop, filename=name)
+    trainer(folder, saving, max_epochs=-1, max_steps=stop).fit(module, datamodule=datamodule)
+    return module.seen, str(folder / f"{name}.ckpt")
+
+
+def continued(
+    checkpoint: str,
+    datamodule: Any,
+    folder: Path,
+    recorder: type[BatchRecorder] = Recorder,
+    **limits: int,
+) -> list[Any]:
+    """Fit on from a checkpoint; return what the steps saw."""
+    module = recorder()
+    trainer(folder, **limits).fit(module, datamodule=datamodule, ckpt_path=checkpoint)
+    return module.seen
+
+
+def check_overfitting(datamodule: Any, folder: Path) -> None:
+    """Every epoch sees the same samples of 64 tokens."""
+    few = Recorder()
+    trainer(folder, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(
+        few, datamodule=datamodule
+    )
+    samples = [
+        sorted(tuple(batch[start : start + 8]) for start in range(0, 64, 8)) for batch in few.seen
+    ]
+    assert samples[0] == samples[1] == samples[2]
 
 
 def trainer(folder: Path, *callbacks: pl.Callback, **changes: Any) -> pl.Trainer:

@@ -27,6 +27,12 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+def listed(folder: Path) -> dict[str, object]:
+    """The files that the manifest lists."""
+    files: dict[str, object] = json.loads((folder / "manifest.json").read_text())["files"]
+    return files
+
+
 def with_manifest(folder: Path, **changes: object) -> None:
     """A manifest of other values, with a digest that agrees with them."""
     values = {**json.loads((folder / "manifest.json").read_text()), **changes}

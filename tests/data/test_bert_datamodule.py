@@ -3,92 +3,54 @@ workers and evaluation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.data import (
     BertDataModule,
     DataError,
     EvaluationLoader,
     StoreError,
-    TextDataModule,
     TokenLoader,
 )
-from tests.data.fits import trainer
+from tests.data.fits import BatchRecorder, continued, data, saved_at, trainer
 
 Seen = list[dict[str, list[Any]]]
-
-
-class Recorder(pl.LightningModule):
-    """Remembers every tensor that it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: Seen = []
-
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        self.seen.append({name: value.tolist() for name, value in batch.items()})
-        return self.weight * batch["input_ids"].float().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def data(corpus: Path, folder: Path, **changes: Any) -> BertDataModule:
-    settings = {
-        "vocabulary_size": 320,
-        "validation_fraction": 0.1,
-        "sequence_length": 64,
-        "micro_batch_size": 8,
-        "num_microbatches": 4,
-    }
-    return BertDataModule(data_dir=str(folder), source=str(corpus), **{**settings, **changes})
+Make = Callable[..., BertDataModule]
 
 
 @pytest.fixture(scope="module")
-def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Makes data modules of one prepared folder."""
     folder = tmp_path_factory.mktemp("datamodule") / "store"
-    data(corpus, folder).prepare_data()
-    return folder
+    made = partial(data, corpus, folder, BertDataModule, micro_batch_size=8, num_microbatches=4)
+    made().prepare_data()
+    return made
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(corpus: Path, folder: Path) -> Seen:
+def uninterrupted(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """The batches of two epochs."""
-    module = Recorder()
-    trainer(folder.parent).fit(module, datamodule=data(corpus, folder))
+    module = BatchRecorder()
+    trainer(tmp_path_factory.mktemp("whole")).fit(module, datamodule=make())
     return module.seen
 
 
 @pytest.mark.filterwarnings("error:.*resum")
 @pytest.mark.parametrize(("second_epoch", "num_workers"), [(False, 0), (True, 0), (True, 2)])
 def test_resume_in_mid_epoch_sees_the_same_batches(
-    corpus: Path,
-    folder: Path,
-    tmp_path: Path,
-    uninterrupted: Seen,
-    second_epoch: bool,
-    num_workers: int,
+    make: Make, tmp_path: Path, uninterrupted: Seen, second_epoch: bool, num_workers: int
 ) -> None:
     stop = 3 + second_epoch * (len(uninterrupted) // 2)
-    first, rest = Recorder(), Recorder()
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=stop, filename="saved")
-    trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(
-        first, datamodule=data(corpus, folder, num_workers=num_workers)
-    )
-    assert first.seen == uninterrupted[:stop]
-    trainer(tmp_path).fit(
-        rest,
-        datamodule=data(corpus, folder, num_workers=num_workers),
-        ckpt_path=str(tmp_path / "saved.ckpt"),
-    )
-    assert rest.seen == uninterrupted[stop:]
+    first, checkpoint = saved_at(stop, make(num_workers=num_workers), tmp_path, BatchRecorder)
+    assert first == uninterrupted[:stop]
+    rest = continued(checkpoint, make(num_workers=num_workers), tmp_path, BatchRecorder)
+    assert rest == uninterrupted[stop:]
 
 
 def test_masks_change_from_epoch_to_epoch(uninterrupted: Seen) -> None:
@@ -113,8 +75,8 @@ def test_masks_change_from_epoch_to_epoch(uninterrupted: Seen) -> None:
     assert sum(epochs[0][key] != epochs[1][key] for key in same) > 0.95 * len(same)
 
 
-def test_replicas_share_the_batches_of_one(corpus: Path, folder: Path) -> None:
-    made = data(corpus, folder)
+def test_replicas_share_the_batches_of_one(make: Make) -> None:
+    made = make()
     made.setup()
     whole = next(iter(TokenLoader(made._stream("train"), batch_size=8)))
     halves = [
@@ -125,43 +87,38 @@ def test_replicas_share_the_batches_of_one(corpus: Path, folder: Path) -> None:
         assert torch.equal(torch.cat([half[name] for half in halves]), value), name
 
 
-def test_validation_sees_every_window_once_and_always_alike(corpus: Path, folder: Path) -> None:
-    made = data(corpus, folder)
-    stream = made._stream("validation")
-    labels = [
-        [
+def test_validation_sees_every_window_once_and_always_alike(make: Make) -> None:
+    stream = make()._stream("validation")
+    counted = [
+        sorted(
             tuple(row.tolist())
+            for r in range(d)
             for batch in EvaluationLoader(stream, batch_size=8, num_replicas=d, replica_rank=r)
             for row in batch["labels"]
-        ]
+            if row.max() >= 0
+        )
         for d in (1, 2)
-        for r in range(d)
-    ]
-    counted = [
-        sorted(row for row in rows if max(row) >= 0) for rows in (labels[0], labels[1] + labels[2])
     ]
     assert counted[0] == counted[1]
     assert len(counted[0]) == len(stream)
 
 
-def test_what_does_not_fit_is_refused(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    data(corpus, folder).check(num_replicas=2)
+def test_what_does_not_fit_is_refused(make: Make, corpus: Path) -> None:
+    made = make()
+    made.check(num_replicas=2)
     with pytest.raises(ValueError, match=r"pairs='both' must be one of .*'swap'"):
-        data(corpus, folder, pairs="both")
+        make(pairs="both")
     with pytest.raises(ValueError, match=r"mask_probability=0\.9"):
-        data(corpus, folder, mask_probability=0.9)
+        make(mask_probability=0.9)
     with pytest.raises(DataError, match="a step takes batch_size 32 x 1000 replicas"):
-        data(corpus, folder).check(num_replicas=1000)
-    settings = {"vocabulary_size": 320, "validation_fraction": 0.1}
+        made.check(num_replicas=1000)
     with pytest.raises(StoreError, match="other settings"):
-        TextDataModule(data_dir=str(folder), source=str(corpus), **settings).check()
+        data(corpus, Path(made.data_dir)).check()
 
 
-def test_a_place_in_other_data_is_refused(corpus: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_place_in_other_data_is_refused(make: Make, tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=-1, max_steps=1)
-    run.fit(Recorder(), datamodule=data(corpus, folder))
+    run.fit(BatchRecorder(), datamodule=make())
     run.save_checkpoint(tmp_path / "x.ckpt")
     with pytest.raises(DataError, match="seed is 0 in the checkpoint, but 1 in this training"):
-        trainer(tmp_path).fit(
-            Recorder(), datamodule=data(corpus, folder, seed=1), ckpt_path=str(tmp_path / "x.ckpt")
-        )
+        continued(str(tmp_path / "x.ckpt"), make(seed=1), tmp_path, BatchRecorder)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_ptdp.data
 from lightning_ptdp.data import CorpusError, DataError, Manifest, StoreError, TextDataModule
-from tests.data.fits import Recorder, data, trainer
+from tests.data.fits import Recorder, check_overfitting, continued, data, saved_at, trainer
 from tests.pool import Pool
+
+Make = Callable[..., TextDataModule]
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +30,15 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(corpus: Path, folder: Path) -> list[list[int]]:
+def make(corpus: Path, folder: Path) -> Make:
+    """Makes data modules of the prepared folder."""
+    return partial(data, corpus, folder)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(make: Make, folder: Path) -> list[list[int]]:
     """The batches of two epochs."""
-    module, datamodule = Recorder(), data(corpus, folder)
+    module, datamodule = Recorder(), make()
     trainer(folder.parent).fit(module, datamodule=datamodule)
     steps = len(datamodule.train_dataloader())
     assert len(module.seen) == 2 * steps
@@ -43,65 +53,42 @@ def uninterrupted(corpus: Path, folder: Path) -> list[list[int]]:
     [("middle", 0), ("end of epoch", 0), ("second epoch", 0), ("second epoch", 2)],
 )
 def test_resume_sees_the_same_batches(
-    corpus: Path,
-    folder: Path,
-    tmp_path: Path,
-    uninterrupted: list[list[int]],
-    where: str,
-    num_workers: int,
+    make: Make, tmp_path: Path, uninterrupted: list[list[int]], where: str, num_workers: int
 ) -> None:
     epoch = len(uninterrupted) // 2
     stop = {"middle": 5, "end of epoch": epoch, "second epoch": epoch + 3}[where]
-    first = Recorder()
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=stop, filename="saved")
-    trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(
-        first, datamodule=data(corpus, folder, num_workers=num_workers)
-    )
-    assert first.seen == uninterrupted[:stop]
-    rest = Recorder()
-    trainer(tmp_path).fit(
-        rest,
-        datamodule=data(corpus, folder, num_workers=num_workers),
-        ckpt_path=str(tmp_path / "saved.ckpt"),
-    )
-    assert rest.seen == uninterrupted[stop:]
+    first, checkpoint = saved_at(stop, make(num_workers=num_workers), tmp_path)
+    assert first == uninterrupted[:stop]
+    rest = continued(checkpoint, make(num_workers=num_workers), tmp_path)
+    assert rest == uninterrupted[stop:]
 
 
 def test_a_step_that_failed_is_done_again(
-    corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]
+    make: Make, tmp_path: Path, uninterrupted: list[list[int]]
 ) -> None:
     first = Recorder(fail_at=4)
     saving = ModelCheckpoint(tmp_path, save_on_exception=True)
     with pytest.raises(RuntimeError, match="this step fails"):
-        trainer(tmp_path, saving).fit(first, datamodule=data(corpus, folder))
+        trainer(tmp_path, saving).fit(first, datamodule=make())
     (checkpoint,) = tmp_path.glob("*.ckpt")
-    rest = Recorder()
-    trainer(tmp_path).fit(rest, datamodule=data(corpus, folder), ckpt_path=str(checkpoint))
-    assert first.seen + rest.seen == uninterrupted
+    assert first.seen + continued(str(checkpoint), make(), tmp_path) == uninterrupted
 
 
 def test_the_order_goes_on_with_another_batch_size(
-    corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]
+    make: Make, tmp_path: Path, uninterrupted: list[list[int]]
 ) -> None:
-    first = Recorder()
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="saved")
-    trainer(tmp_path, saving, max_epochs=-1, max_steps=3).fit(
-        first, datamodule=data(corpus, folder)
-    )
-    rest = Recorder()
-    smaller = data(corpus, folder, micro_batch_size=2, num_microbatches=1)
-    trainer(tmp_path, max_epochs=-1, max_steps=11).fit(
-        rest, datamodule=smaller, ckpt_path=str(tmp_path / "saved.ckpt")
-    )
-    assert [token for batch in first.seen + rest.seen for token in batch] == [
+    first, checkpoint = saved_at(3, make(), tmp_path)
+    smaller = make(micro_batch_size=2, num_microbatches=1)
+    rest = continued(checkpoint, smaller, tmp_path, max_epochs=-1, max_steps=11)
+    assert [token for batch in first + rest for token in batch] == [
         token for batch in uninterrupted[:5] for token in batch
     ]
 
 
 def test_fitting_on_and_overfitting(
-    corpus: Path, folder: Path, tmp_path: Path, uninterrupted: list[list[int]]
+    make: Make, tmp_path: Path, uninterrupted: list[list[int]]
 ) -> None:
-    module, datamodule = Recorder(), data(corpus, folder)
+    module, datamodule = Recorder(), make()
     lengthened = trainer(tmp_path, max_epochs=1)
     lengthened.fit(module, datamodule=datamodule)
     lengthened.fit_loop.max_epochs = 2
@@ -110,26 +97,17 @@ def test_fitting_on_and_overfitting(
     again = Recorder()
     trainer(tmp_path, max_epochs=1).fit(again, datamodule=datamodule)
     assert again.seen == uninterrupted[: len(again.seen)]
-    few = Recorder()
-    trainer(tmp_path, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(
-        few, datamodule=datamodule
-    )
-    samples = [
-        sorted(tuple(batch[start : start + 8]) for start in range(0, 64, 8)) for batch in few.seen
-    ]
-    assert samples[0] == samples[1] == samples[2]
+    check_overfitting(datamodule, tmp_path)
 
 
-def test_validation_sees_every_sample_once(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    module, datamodule = Recorder(), data(corpus, folder)
+def test_validation_sees_every_sample_once(make: Make, tmp_path: Path) -> None:
+    module, datamodule = Recorder(), make()
     trainer(tmp_path).validate(module, datamodule=datamodule, verbose=False)
     assert module.validated == len(datamodule.val_dataloader().stream)
     trainer(tmp_path).test(module, datamodule=datamodule, verbose=False)
     assert module.validated == 2 * len(datamodule.val_dataloader().stream)
     module.validated = 0
-    trainer(tmp_path).validate(
-        module, datamodule=data(corpus, folder, validation_samples=5), verbose=False
-    )
+    trainer(tmp_path).validate(module, datamodule=make(validation_samples=5), verbose=False)
     assert module.validated == 5
 
 
@@ -171,25 +149,17 @@ def test_replicas_share_the_work_under_ddp(
     assert results[0][1] + results[1][1] == len(stream)
 
 
-def test_checkpoints_name_the_data_folder_and_load_safely(
-    corpus: Path, folder: Path, tmp_path: Path
+def test_checkpoints_name_the_data_load_safely_and_are_for_these_data(
+    make: Make, folder: Path, tmp_path: Path
 ) -> None:
     run = trainer(tmp_path, max_epochs=-1, max_steps=2)
-    run.fit(Recorder(), datamodule=data(corpus, folder))
+    run.fit(Recorder(), datamodule=make())
     run.save_checkpoint(tmp_path / "x.ckpt")
     state = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert state["datamodule_hyper_parameters"]["data_dir"] == str(folder)
     assert state["TextDataModule"]["consumed_samples"] == 16
-
-
-def test_a_checkpoint_of_other_data_is_refused(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    run = trainer(tmp_path, max_epochs=-1, max_steps=2)
-    run.fit(Recorder(), datamodule=data(corpus, folder))
-    run.save_checkpoint(tmp_path / "x.ckpt")
     with pytest.raises(DataError, match="seed is 0 in the checkpoint, but 1 in this training"):
-        trainer(tmp_path).fit(
-            Recorder(), datamodule=data(corpus, folder, seed=1), ckpt_path=str(tmp_path / "x.ckpt")
-        )
+        continued(str(tmp_path / "x.ckpt"), make(seed=1), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -210,31 +180,38 @@ def test_bad_numbers_are_named(corpus: Path, tmp_path: Path, field: str, value: 
 
 
 def test_what_is_wrong_is_found_before_anything_is_written(
-    corpus: Path, folder: Path, tmp_path: Path
+    corpus: Path, make: Make, folder: Path, tmp_path: Path
 ) -> None:
-    validation_tokens = Manifest.read(folder).splits["validation"].tokens
-    data(corpus, tmp_path / "new").check()
-    data(corpus, folder).check(num_replicas=2)
-    with pytest.raises(CorpusError, match="nowhere does not exist"):
-        data(tmp_path / "nowhere", tmp_path / "new").check()
-    with pytest.raises(StoreError, match="vocabulary_size was 320 and is now 400"):
-        data(corpus, folder, vocabulary_size=400).check()
-    with pytest.raises(DataError, match="a step takes batch_size 8 x 1000 replicas"):
-        data(corpus, folder).check(num_replicas=1000)
-    with pytest.raises(
-        StoreError, match=r"validation sample of sequence_length=\d+.*greater validation_fraction"
+    longest = Manifest.read(folder).splits["validation"].tokens
+    new = data(corpus, tmp_path / "new")
+    new.check()
+    make().check(num_replicas=2)
+    for error, words, call in (
+        (CorpusError, "nowhere does not exist", data(tmp_path / "nowhere", tmp_path / "new").check),
+        (
+            StoreError,
+            "vocabulary_size was 320 and is now 400",
+            make(vocabulary_size=400).check,
+        ),
+        (
+            DataError,
+            "a step takes batch_size 8 x 1000 replicas",
+            partial(make().check, num_replicas=1000),
+        ),
+        (
+            StoreError,
+            r"validation sample of sequence_length=\d+.*greater validation_fraction",
+            make(sequence_length=longest, micro_batch_size=1, num_microbatches=1).check,
+        ),
+        (StoreError, "not a folder of prepared data", new.setup),
+        (
+            StoreError,
+            "vocabulary of 320, but vocabulary_size=400",
+            make(vocabulary_size=400).setup,
+        ),
     ):
-        data(
-            corpus,
-            folder,
-            sequence_length=validation_tokens,
-            micro_batch_size=1,
-            num_microbatches=1,
-        ).check()
-    with pytest.raises(StoreError, match="not a folder of prepared data"):
-        data(corpus, tmp_path / "new").setup()
-    with pytest.raises(StoreError, match="vocabulary of 320, but vocabulary_size=400"):
-        data(corpus, folder, vocabulary_size=400).setup()
+        with pytest.raises(error, match=words):
+            call()
     assert not list(tmp_path.iterdir())
 
 
@@ -277,6 +254,7 @@ def test_two_batch_sizes_give_the_third(given: dict[str, Any], sizes: tuple[int,
 
 
 RAMP = {"start": 8, "increment": 8, "samples": 400}
+RAMPED = {"global_batch_size": 32, "micro_batch_size": 4}
 
 
 @pytest.mark.parametrize(
@@ -291,18 +269,9 @@ RAMP = {"start": 8, "increment": 8, "samples": 400}
             "is not micro_batch_size",
         ),
         ({"global_batch_size": 16}, "alone does not determine"),
-        (
-            {"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "start": 4}},
-            "multiples of 8",
-        ),
-        (
-            {"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {"start": 8}},
-            "must be a mapping of start",
-        ),
-        (
-            {"global_batch_size": 32, "micro_batch_size": 4, "ramp_up": {**RAMP, "samples": 0}},
-            r"ramp_up=.*samples.: 0",
-        ),
+        ({**RAMPED, "ramp_up": {**RAMP, "start": 4}}, "multiples of 8"),
+        ({**RAMPED, "ramp_up": {"start": 8}}, "must be a mapping of start"),
+        ({**RAMPED, "ramp_up": {**RAMP, "samples": 0}}, r"ramp_up=.*samples.: 0"),
     ],
 )
 def test_batch_sizes_that_do_not_fit_are_known_before_launch(
@@ -326,14 +295,12 @@ class Epochs(pl.Callback):
         self.validations.append(trainer.global_step)
 
 
-def test_epochs_of_a_ramp_validate_and_resume(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    ramp = {
-        "global_batch_size": 32,
-        "micro_batch_size": 8,
-        "num_microbatches": None,
-        "ramp_up": RAMP,
-    }
-    whole, epochs, datamodule = Recorder(), Epochs(), data(corpus, folder, **ramp)
+def ramped(make: Make) -> TextDataModule:
+    return make(global_batch_size=32, micro_batch_size=8, num_microbatches=None, ramp_up=RAMP)
+
+
+def test_epochs_of_a_ramp_validate_and_resume(make: Make, tmp_path: Path) -> None:
+    whole, epochs, datamodule = Recorder(), Epochs(), ramped(make)
     trainer(tmp_path, epochs, max_epochs=3, enable_checkpointing=False).fit(
         whole, datamodule=datamodule
     )
@@ -343,30 +310,11 @@ def test_epochs_of_a_ramp_validate_and_resume(corpus: Path, folder: Path, tmp_pa
     )
     assert len(whole.seen[0]) == 8 * 8
     assert len(whole.seen[-1]) == 32 * 8
-    middle, end = epochs.ends[0] // 2, epochs.ends[0]
-    for stop in (middle, end):
-        saving = ModelCheckpoint(tmp_path, every_n_train_steps=stop, filename=f"at{stop}")
-        trainer(tmp_path, saving, max_epochs=-1, max_steps=stop).fit(
-            Recorder(), datamodule=data(corpus, folder, **ramp)
-        )
-        rest = Recorder()
-        again = trainer(tmp_path, max_epochs=3, enable_checkpointing=False)
-        again.fit(
-            rest,
-            datamodule=data(corpus, folder, **ramp),
-            ckpt_path=str(tmp_path / f"at{stop}.ckpt"),
-        )
-        assert rest.seen == whole.seen[stop:]
+    for stop in (epochs.ends[0] // 2, epochs.ends[0]):
+        _, checkpoint = saved_at(stop, ramped(make), tmp_path)
+        assert continued(checkpoint, ramped(make), tmp_path, max_epochs=3) == whole.seen[stop:]
 
 
-def test_a_ramp_does_not_accumulate_batches(corpus: Path, folder: Path, tmp_path: Path) -> None:
-    ramp = data(
-        corpus,
-        folder,
-        global_batch_size=32,
-        micro_batch_size=8,
-        num_microbatches=None,
-        ramp_up=RAMP,
-    )
+def test_a_ramp_does_not_accumulate_batches(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
-        trainer(tmp_path, accumulate_grad_batches=2).fit(Recorder(), datamodule=ramp)
+        trainer(tmp_path, accumulate_grad_batches=2).fit(Recorder(), datamodule=ramped(make))

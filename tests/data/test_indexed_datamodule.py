@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.cli import main
 from lightning_ptdp.data import DataError, IndexedDataModule, StoreError
-from tests.data.fits import Recorder, trainer
+from tests.data.fits import Recorder, continued, saved_at, trainer
 from tests.data.indexed_files import numbered, write_indexed
 
 
@@ -38,33 +37,22 @@ def test_a_fit_resumes_in_mid_epoch_and_other_data_are_refused(
     assert whole.validated == 2 * len(datamodule.val_dataloader().stream)
     steps = len(datamodule.train_dataloader())
     assert whole.seen[:steps] != whole.seen[steps:]
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=steps + 3, filename="saved")
-    trainer(tmp_path, saving, max_epochs=-1, max_steps=steps + 3).fit(
-        Recorder(), datamodule=data(prefix)
-    )
-    rest = Recorder()
-    trainer(tmp_path).fit(
-        rest, datamodule=data(prefix, num_workers=1), ckpt_path=str(tmp_path / "saved.ckpt")
-    )
-    assert rest.seen == whole.seen[steps + 3 :]
+    _, checkpoint = saved_at(steps + 3, data(prefix), tmp_path)
+    assert continued(checkpoint, data(prefix, num_workers=1), tmp_path) == whole.seen[steps + 3 :]
     other = write_indexed(tmp_path / "other", numbered(200, seed=1))
     with pytest.raises(DataError, match=r"data is .* in the checkpoint"):
-        trainer(tmp_path).fit(
-            Recorder(), datamodule=data(other), ckpt_path=str(tmp_path / "saved.ckpt")
-        )
+        continued(checkpoint, data(other), tmp_path)
 
 
 def test_validation_may_have_files_of_its_own(prefix: Path, tmp_path: Path) -> None:
     apart = write_indexed(tmp_path / "apart", numbered(20, seed=2))
     datamodule = data(prefix, validation_prefix=str(apart))
-    assert (
-        len(datamodule.train_dataloader().stream)
-        == sum(len(s) for d in numbered(200) for s in d) // 32
-    )
-    assert (
-        len(datamodule.val_dataloader().stream)
-        == sum(len(s) for d in numbered(20, seed=2) for s in d) // 32
-    )
+    for loader, documents in (
+        (datamodule.train_dataloader(), numbered(200)),
+        (datamodule.val_dataloader(), numbered(20, seed=2)),
+    ):
+        tokens = sum(len(sequence) for document in documents for sequence in document)
+        assert len(loader.stream) == tokens // 32
 
 
 def test_what_is_wrong_is_found_before_training(prefix: Path, tmp_path: Path) -> None:
@@ -81,16 +69,10 @@ def test_what_is_wrong_is_found_before_training(prefix: Path, tmp_path: Path) ->
 def test_the_command_line_takes_it(
     prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "prepare",
-        "--data",
-        "IndexedDataModule",
-        "--data.data_prefix",
-        str(prefix),
-        "--trainer.logger",
-        "false",
-    ]
-    arguments += ["--data.sequence_length", "31", "--model", "LitGPT"]
+    arguments = (
+        "prepare --trainer.logger false --model LitGPT --data IndexedDataModule"
+        f" --data.data_prefix {prefix} --data.sequence_length 31"
+    ).split()
     assert main([*arguments, "--data.vocabulary_size", "50000"]) == 0
     assert main([*arguments, "--data.vocabulary_size", "9"]) != 0
     assert "but vocabulary_size=9" in capsys.readouterr().err

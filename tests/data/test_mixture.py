@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.cli import main
 from lightning_ptdp.data import (
@@ -27,7 +26,7 @@ from lightning_ptdp.data import (
     prepare,
 )
 from tests.data.conftest import config_of, write_corpus
-from tests.data.fits import Recorder, trainer
+from tests.data.fits import Recorder, check_overfitting, continued, saved_at, trainer
 
 LENGTH = 31
 
@@ -145,28 +144,15 @@ def test_a_fit_resumes_in_mid_epoch_and_other_weights_are_refused(
 ) -> None:
     whole = Recorder()
     trainer(tmp_path, max_epochs=-1, max_steps=9).fit(whole, datamodule=data(folders))
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=4, filename="saved")
-    trainer(tmp_path, saving, max_epochs=-1, max_steps=4).fit(Recorder(), datamodule=data(folders))
-    checkpoint = str(tmp_path / "saved.ckpt")
-    rest = Recorder()
-    resumed = trainer(tmp_path, max_epochs=-1, max_steps=9)
-    resumed.fit(rest, datamodule=data(folders, num_workers=1), ckpt_path=checkpoint)
-    assert rest.seen == whole.seen[4:]
+    _, checkpoint = saved_at(4, data(folders), tmp_path)
+    rest = continued(checkpoint, data(folders, num_workers=1), tmp_path, max_epochs=-1, max_steps=9)
+    assert rest == whole.seen[4:]
     with pytest.raises(DataError, match=r"data is .* in the checkpoint"):
-        trainer(tmp_path).fit(
-            Recorder(), datamodule=data(folders, (0.6, 0.4)), ckpt_path=checkpoint
-        )
+        continued(checkpoint, data(folders, (0.6, 0.4)), tmp_path)
 
 
 def test_overfitting_sees_the_same_samples(folders: list[Path], tmp_path: Path) -> None:
-    few = Recorder()
-    trainer(tmp_path, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(
-        few, datamodule=data(folders)
-    )
-    samples = [
-        sorted(tuple(batch[start : start + 8]) for start in range(0, 64, 8)) for batch in few.seen
-    ]
-    assert samples[0] == samples[1] == samples[2]
+    check_overfitting(data(folders), tmp_path)
 
 
 def test_corpora_of_different_tokenizers_are_refused_by_name(
@@ -195,14 +181,14 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(
     folders: list[Path], tmp_path: Path
 ) -> None:
     text = write_corpus(tmp_path / "text", documents=4)
-    with pytest.raises(TokenizerError, match="vocabulary of 320, but vocabulary_size=300"):
-        prepare(config_of(text, tmp_path / "x", vocabulary_size=300, tokenizer_dir=folders[0]))
-    with pytest.raises(TokenizerError, match="no control symbol"):
-        prepare(
-            config_of(text, tmp_path / "x", control_symbols=("[MASK]",), tokenizer_dir=folders[0])
-        )
-    with pytest.raises(TokenizerError, match="cannot be read"):
-        prepare(config_of(text, tmp_path / "x", tokenizer_dir=tmp_path))
+    for changes, words in (
+        ({"vocabulary_size": 300}, "vocabulary of 320, but vocabulary_size=300"),
+        ({"control_symbols": ("[MASK]",)}, "no control symbol"),
+        ({"tokenizer_dir": tmp_path}, "cannot be read"),
+    ):
+        given = {"tokenizer_dir": folders[0], **changes}
+        with pytest.raises(TokenizerError, match=words):
+            prepare(config_of(text, tmp_path / "x", **given))
     config = config_of(text, tmp_path / "y", tokenizer_dir=folders[0])
     assert not prepare(config).reused
     assert prepare(config).reused

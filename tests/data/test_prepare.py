@@ -4,9 +4,9 @@ every damage is named."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.token_store import ChunkMap, read_chunks
 from lightning_ptdp.data.worker_processes import Reporter
 from tests.data.conftest import config_of, write_corpus
-from tests.data.folders import contents, flip, with_manifest
+from tests.data.folders import contents, flip, listed, with_manifest
 
 
 def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Path) -> None:
@@ -114,11 +114,12 @@ def test_nothing_is_written_for_bad_input(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
+    new = tmp_path / "new"
     for config, error, words in (
-        (config_of(tmp_path / "missing", tmp_path / "new"), CorpusError, "missing does not exist"),
-        (config_of(corpus, tmp_path / "new", suffixes=(".xyz",)), CorpusError, r"\.xyz"),
+        (config_of(tmp_path / "missing", new), CorpusError, "missing does not exist"),
+        (config_of(corpus, new, suffixes=(".xyz",)), CorpusError, r"\.xyz"),
         (
-            config_of(corpus, tmp_path / "new", vocabulary_size=30_000),
+            config_of(corpus, new, vocabulary_size=30_000),
             TokenizerError,
             "more than the text supports",
         ),
@@ -186,30 +187,19 @@ def test_bad_settings_are_named(corpus: Path, tmp_path: Path, field: str, value:
 
 def test_the_tokenizer_learns_from_a_bounded_sample_of_the_training_text(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "text", documents=30)
-    whole = prepare(config_of(corpus, tmp_path / "whole", vocabulary_size=300))
-    sample = prepare(
-        config_of(corpus, tmp_path / "sample", vocabulary_size=300, tokenizer_characters=2000)
+    few = {"tokenizer_characters": 2000}
+    whole, sample, again = (
+        prepare(config_of(corpus, tmp_path / name, vocabulary_size=300, **changes)).manifest
+        for name, changes in (("whole", {}), ("sample", few), ("again", few))
     )
-    again = prepare(
-        config_of(corpus, tmp_path / "again", vocabulary_size=300, tokenizer_characters=2000)
-    )
-    assert sample.manifest.tokenizer_fingerprint == again.manifest.tokenizer_fingerprint
-    assert sample.manifest.tokenizer_fingerprint != whole.manifest.tokenizer_fingerprint
-    config = config_of(corpus, tmp_path / "new", tokenizer_characters=2000)
+    assert sample.tokenizer_fingerprint == again.tokenizer_fingerprint
+    assert sample.tokenizer_fingerprint != whole.tokenizer_fingerprint
+    config = config_of(corpus, tmp_path / "new", **few)
     builder = Builder(config=config, work=tmp_path, report=Reporter(say=print, bars=False))
     lines = list(builder.sample(builder.survey()))
     assert 1000 < sum(map(len, lines)) <= 2000
-    assert (
-        len(
-            {
-                document.name
-                for document in config.documents()
-                for line in lines
-                if line in document.text
-            }
-        )
-        > 10
-    )
+    read = [d.name for d in config.documents() if any(line in d.text for line in lines)]
+    assert len(set(read)) > 10
 
 
 def truncate(path: Path) -> None:
@@ -234,38 +224,44 @@ def put_another_tokenizer(path: Path) -> None:
     [(Path.unlink, "is missing"), (truncate, "bytes"), (flip, "sha256"), (Path.touch, None)],
 )
 def test_damaged_files_are_named(
-    prepared: PreparedData, tmp_path: Path, name: str, damage: object, words: str | None
+    prepared: PreparedData, store: Path, name: str, damage: object, words: str | None
 ) -> None:
-    folder = tmp_path / "store"
-    shutil.copytree(prepared.folder, folder)
-    damage(folder / name)  # type: ignore[operator]
+    damage(store / name)  # type: ignore[operator]
     if words is None:
-        assert verify_store(folder) == prepared.manifest
+        assert verify_store(store) == prepared.manifest
         return
     with pytest.raises(StoreError, match=f"{name}.*{words}"):
-        verify_store(folder)
+        verify_store(store)
 
 
-def test_a_quick_check_sees_sizes_only(prepared: PreparedData, tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    shutil.copytree(prepared.folder, folder)
-    flip(folder / "train" / "chunk-0-0.bin")
-    verify_store(folder, hashes=False)
-    truncate(folder / "train" / "chunk-0-0.bin")
+def test_a_quick_check_sees_sizes_only(store: Path) -> None:
+    chunk = store / "train" / "chunk-0-0.bin"
+    flip(chunk)
+    verify_store(store, hashes=False)
+    truncate(chunk)
     with pytest.raises(StoreError, match=r"chunk-0-0\.bin"):
-        verify_store(folder, hashes=False)
+        verify_store(store, hashes=False)
 
 
-def test_damaged_folders_are_refused_until_overwritten(
-    corpus: Path, prepared: PreparedData, tmp_path: Path
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda store: flip(store / "train" / "chunk-0-0.bin"), r"chunk-0-0\.bin"),
+        (
+            lambda store: with_manifest(store, format=2),
+            r"format 2.*ptdp prepare --data.overwrite true",
+        ),
+    ],
+    ids=["damaged", "older format"],
+)
+def test_folders_that_cannot_be_used_are_replaced_on_request(
+    corpus: Path, prepared: PreparedData, store: Path, damage: Callable[[Path], None], words: str
 ) -> None:
-    folder = tmp_path / "store"
-    shutil.copytree(prepared.folder, folder)
-    flip(folder / "train" / "chunk-0-0.bin")
-    with pytest.raises(StoreError, match=r"chunk-0-0\.bin"):
-        prepare(config_of(corpus, folder))
-    assert not prepare(config_of(corpus, folder, overwrite=True)).reused
-    assert contents(folder) == contents(prepared.folder)
+    damage(store)
+    with pytest.raises(StoreError, match=words):
+        prepare(config_of(corpus, store))
+    assert not prepare(config_of(corpus, store, overwrite=True)).reused
+    assert contents(store) == contents(prepared.folder)
 
 
 @pytest.mark.parametrize(
@@ -286,79 +282,50 @@ def test_damaged_manifests_are_named(tmp_path: Path, text: str, words: str) -> N
         Manifest.read(tmp_path)
 
 
-def test_damage_of_the_manifest_itself_is_noticed(prepared: PreparedData, tmp_path: Path) -> None:
-    shutil.copytree(prepared.folder, tmp_path / "store")
-    file = tmp_path / "store" / "manifest.json"
+def test_damage_of_the_manifest_itself_is_noticed(store: Path) -> None:
+    file = store / "manifest.json"
     text = file.read_text()
     digits = [place for place, letter in enumerate(text) if letter.isdigit()]
     for place in digits[:: len(digits) // 40]:
         file.write_text(f"{text[:place]}{(int(text[place]) + 1) % 10}{text[place + 1 :]}")
         with pytest.raises(StoreError, match=r"manifest\.json is"):
-            Manifest.read(file.parent)
-
-
-def test_a_folder_of_an_older_format_is_replaced_on_request(
-    prepared: PreparedData, corpus: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "store"
-    shutil.copytree(prepared.folder, folder)
-    with_manifest(folder, format=2)
-    with pytest.raises(StoreError, match=r"format 2.*ptdp prepare --data.overwrite true"):
-        prepare(config_of(corpus, folder))
-    assert not prepare(config_of(corpus, folder, overwrite=True)).reused
-    assert contents(folder) == contents(prepared.folder)
-
-
-def record_of(path: Path) -> dict[str, object]:
-    return vars(record_files(path.parent)[path.name])
+            Manifest.read(store)
 
 
 @pytest.mark.parametrize("name", ["../secret", "train/../../secret", "{absolute}"])
 def test_names_in_a_manifest_stay_inside_and_are_no_links(
-    prepared: PreparedData, tmp_path: Path, name: str
+    store: Path, tmp_path: Path, name: str
 ) -> None:
-    folder = tmp_path / "store"
-    shutil.copytree(prepared.folder, folder)
-    (tmp_path / "secret").write_text("secret")
-    files = {name.format(absolute=tmp_path / "secret"): record_of(tmp_path / "secret")}
-    with_manifest(
-        folder, files={**json.loads((folder / "manifest.json").read_text())["files"], **files}
-    )
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    record = vars(record_files(tmp_path)[secret.name])
+    with_manifest(store, files={**listed(store), name.format(absolute=secret): record})
     with pytest.raises(
         StoreError, match=r"manifest\.json: .*secret' is not the name of a file inside"
     ):
-        verify_store(folder)
+        verify_store(store)
 
 
-def test_a_link_in_a_prepared_folder_is_named(prepared: PreparedData, tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    shutil.copytree(prepared.folder, folder)
-    chunk = folder / "train" / "chunk-0-0.bin"
+def test_a_link_in_a_prepared_folder_is_named(store: Path, tmp_path: Path) -> None:
+    chunk = store / "train" / "chunk-0-0.bin"
     chunk.rename(tmp_path / "elsewhere")
     chunk.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreError, match=r"chunk-0-0\.bin is a link"):
-        verify_store(folder)
+        verify_store(store)
 
 
-def test_files_that_the_manifest_does_not_list_are_not_read(
-    prepared: PreparedData, tmp_path: Path
-) -> None:
-    listed = json.loads((prepared.folder / "manifest.json").read_text())["files"]
-    for name in ("train/chunk-0-0.bin", "train/index.json", "tokenizer.json"):
-        folder = tmp_path / name.replace("/", "-")
-        shutil.copytree(prepared.folder, folder)
-        with_manifest(
-            folder, files={other: record for other, record in listed.items() if other != name}
-        )
-        with pytest.raises(StoreError, match=f"{name} is not listed in manifest.json"):
-            verify_store(folder)
+@pytest.mark.parametrize("name", ["train/chunk-0-0.bin", "train/index.json", "tokenizer.json"])
+def test_files_that_the_manifest_does_not_list_are_not_read(store: Path, name: str) -> None:
+    files = listed(store)
+    del files[name]
+    with_manifest(store, files=files)
+    with pytest.raises(StoreError, match=f"{name} is not listed in manifest.json"):
+        verify_store(store)
 
 
-def test_another_tokenizer_and_no_data_at_all(prepared: PreparedData, tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    shutil.copytree(prepared.folder, folder)
-    put_another_tokenizer(folder / "tokenizer.model")
+def test_another_tokenizer_and_no_data_at_all(store: Path, tmp_path: Path) -> None:
+    put_another_tokenizer(store / "tokenizer.model")
     with pytest.raises(StoreError, match="the tokenizer was replaced"):
-        verify_store(folder)
+        verify_store(store)
     with pytest.raises(DataError, match=r"not a folder of prepared data.*ptdp prepare"):
         verify_store(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, TextDataModule
 from lightning_ptdp.data.prepared_datamodule import fetch
-from tests.data.folders import contents, flip, with_manifest
+from tests.data.folders import contents, flip, listed, with_manifest
 
 
 def test_a_copy_is_the_folder_and_is_made_once(prepared: PreparedData, tmp_path: Path) -> None:
@@ -24,10 +24,8 @@ def test_a_copy_is_the_folder_and_is_made_once(prepared: PreparedData, tmp_path:
 
 
 def test_what_is_missing_or_damaged_is_named_and_the_rest_is_kept(
-    prepared: PreparedData, tmp_path: Path
+    store: Path, tmp_path: Path
 ) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(prepared.folder, store)
     chunk = store / "train" / "chunk-0-1.bin"
     data = chunk.read_bytes()
     chunk.unlink()
@@ -48,14 +46,13 @@ def test_what_is_missing_or_damaged_is_named_and_the_rest_is_kept(
         fetch(f"local:{tmp_path}/nowhere", tmp_path / "new")
 
 
-def test_a_damaged_copy_is_not_kept(prepared: PreparedData, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(prepared.folder, store)
-    whole = (store / "train" / "chunk-0-0.bin").read_bytes()
-    flip(store / "train" / "chunk-0-0.bin")
+def test_a_damaged_copy_is_not_kept(prepared: PreparedData, store: Path, tmp_path: Path) -> None:
+    chunk = store / "train" / "chunk-0-0.bin"
+    whole = chunk.read_bytes()
+    flip(chunk)
     with pytest.raises(StoreError, match="is damaged"):
         fetch(f"local:{store}", tmp_path / "copy")
-    (store / "train" / "chunk-0-0.bin").write_bytes(whole)
+    chunk.write_bytes(whole)
     assert fetch(f"local:{store}", tmp_path / "copy") == prepared.manifest
 
 
@@ -71,9 +68,7 @@ def test_nothing_is_written_outside_of_the_copy(
     payload.write_text("payload")
     name = name.format(absolute=tmp_path / "escaped")
     record = {"size": 7, "sha256": hashlib.sha256(b"payload").hexdigest()}
-    with_manifest(
-        store, files={name: record, **json.loads((store / "manifest.json").read_text())["files"]}
-    )
+    with_manifest(store, files={name: record, **listed(store)})
     (store / "escaped").write_text("payload")
     before = contents(tmp_path)
     (tmp_path / "user").mkdir()
@@ -87,11 +82,7 @@ def test_nothing_is_written_outside_of_the_copy(
     assert contents(tmp_path) == before
 
 
-def test_a_link_or_a_pipe_in_the_store_is_not_followed(
-    prepared: PreparedData, tmp_path: Path
-) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(prepared.folder, store)
+def test_a_link_or_a_pipe_in_the_store_is_not_followed(store: Path, tmp_path: Path) -> None:
     chunk = store / "train" / "chunk-0-0.bin"
     chunk.rename(tmp_path / "elsewhere")
     chunk.symlink_to(tmp_path / "elsewhere")
@@ -106,10 +97,8 @@ def test_a_link_or_a_pipe_in_the_store_is_not_followed(
 
 
 def test_what_does_not_have_its_hash_is_never_in_its_place(
-    prepared: PreparedData, tmp_path: Path
+    prepared: PreparedData, store: Path, tmp_path: Path
 ) -> None:
-    store = tmp_path / "store"
-    shutil.copytree(prepared.folder, store)
     flip(store / "train" / "chunk-0-1.bin")
     with pytest.raises(StoreError, match=r"store/train/chunk-0-1\.bin is damaged"):
         fetch(f"local:{store}", tmp_path / "copy")
