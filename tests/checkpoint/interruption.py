@@ -15,10 +15,9 @@ from lightning_ptdp.checkpoint import (
     CheckpointError,
     mark_latest,
     read_metadata,
-    save_checkpoint,
     verify_checkpoint,
 )
-from lightning_ptdp.parameters.placement import Placement
+from tests.checkpoint import layouts
 
 OPERATIONS = ("rename", "replace", "symlink", "unlink", "rmdir")
 
@@ -49,13 +48,8 @@ class Cut:
         behind: bool,
         error: BaseException,
     ) -> None:
-        self.count, self._number, self._behind, self._error, self._folder = (
-            0,
-            number,
-            behind,
-            error,
-            folder,
-        )
+        self.count, self._number, self._behind = 0, number, behind
+        self._error, self._folder = error, folder
         for name in OPERATIONS:
             patch.setattr(os, name, self._cut(getattr(os, name)))
 
@@ -81,8 +75,7 @@ class Cut:
 
 
 def save(path: Path, step: int) -> None:
-    tensors = {"model/w": (torch.full((5,), float(step)), Placement.replicated((5,)))}
-    save_checkpoint(path, tensors=tensors, state={}, metadata={"step": step})
+    layouts.save(path, {"w": torch.full((5,), float(step))}, metadata={"step": step})
     mark_latest(path)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from lightning_ptdp.checkpoint import save_checkpoint
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.tensor_shards import (
     VocabularyRange,
@@ -110,3 +114,24 @@ def blank(
         name: (torch.full_like(tensor, PADDING), sharding)
         for name, (tensor, sharding) in tensors.items()
     }
+
+
+def replicated(values: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, Placement]]:
+    """Parameters that every rank holds in full."""
+    return {
+        f"model/{name}": (value, Placement.replicated(tuple(value.shape)))
+        for name, value in values.items()
+    }
+
+
+def save(
+    path: Path,
+    values: Mapping[str, torch.Tensor] | None = None,
+    *,
+    state: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save parameters that every rank holds in full, and the rest that is given."""
+    tensors = replicated(values or {})
+    save_checkpoint(path, tensors=tensors, state=state or {}, metadata=metadata or {})
+    return path

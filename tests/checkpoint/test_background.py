@@ -28,6 +28,7 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.background import HostCopies
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.checkpoint.layouts import replicated
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
@@ -58,7 +59,7 @@ def _start(
 ) -> None:
     saver.save(
         path,
-        tensors={"model/w": (tensor, Placement.replicated(tuple(tensor.shape)))},
+        tensors=replicated({"w": tensor}),
         state={},
         metadata={},
         then=then or (lambda: mark_latest(path)),

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ptdp.checkpoint import CheckpointError, save_checkpoint, to_lightning_file
-from lightning_ptdp.parameters.placement import Placement
-from tests.checkpoint.layouts import shard
+from lightning_ptdp.checkpoint import CheckpointError, to_lightning_file
+from tests.checkpoint.layouts import save
 from tests.pool import Pool
 
 
@@ -52,11 +51,7 @@ def _fit_and_save(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], dict
     trainer.save_checkpoint(f"{folder}/plain.ckpt")
     checkpoint = torch.load(f"{folder}/plain.ckpt", weights_only=False)
     weights = checkpoint.pop("state_dict")
-    tensors = {
-        f"model/{name}": shard(tensor, "replicated", size=1, rank=0)
-        for name, tensor in weights.items()
-    }
-    save_checkpoint(f"{folder}/ours.ckpt", tensors=tensors, state=checkpoint, metadata={})
+    save(Path(folder, "ours.ckpt"), weights, state=checkpoint)
     return weights, checkpoint
 
 
@@ -96,13 +91,8 @@ class Tied(pl.LightningModule):
 
 def test_tied_parameters_have_all_their_names(tmp_path: Path) -> None:
     weight = torch.randn(5, 3)
-    tensors = {"model/embedding.weight": (weight, Placement.replicated((5, 3)))}
-    save_checkpoint(
-        tmp_path / "c",
-        tensors=tensors,
-        state={},
-        metadata={"aliases": {"head.weight": "embedding.weight"}},
-    )
+    aliases = {"head.weight": "embedding.weight"}
+    save(tmp_path / "c", {"embedding.weight": weight}, metadata={"aliases": aliases})
     to_lightning_file(tmp_path / "c", tmp_path / "single.ckpt")
     model = Tied.load_from_checkpoint(tmp_path / "single.ckpt")
     assert model.head.weight is model.embedding.weight

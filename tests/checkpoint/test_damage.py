@@ -21,7 +21,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint import metadata as metadata_module
 from lightning_ptdp.parameters.placement import Piece, Placement
-from tests.checkpoint.layouts import Layout, blank, held
+from tests.checkpoint.layouts import Layout, blank, held, save
 from tests.pool import Pool
 
 FILES = [
@@ -63,17 +63,13 @@ def test_the_whole_one_reads(torn: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("keep", [0.0, 0.5, 1.0])
-def test_truncated(torn: Path, file: str, keep: float) -> None:
+@pytest.mark.parametrize("keep", [0.0, 0.5, 1.0, None], ids=["0.0", "0.5", "1.0", "missing"])
+def test_truncated_or_missing(torn: Path, file: str, keep: float | None) -> None:
     content = (torn / file).read_bytes()
-    (torn / file).write_bytes(content[: min(int(len(content) * keep), len(content) - 1)])
-    with pytest.raises(CheckpointError, match=file.replace(".", r"\.")):
-        read_all(torn)
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_missing(torn: Path, file: str) -> None:
-    (torn / file).unlink()
+    if keep is None:
+        (torn / file).unlink()
+    else:
+        (torn / file).write_bytes(content[: min(int(len(content) * keep), len(content) - 1)])
     with pytest.raises(CheckpointError, match=file.replace(".", r"\.")):
         read_all(torn)
 
@@ -124,27 +120,14 @@ def _save_two(rank: int, path: str) -> None:
 
 def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path) -> None:
     full = torch.arange(300_000.0).view(3000, 100)
-    save_checkpoint(
-        tmp_path / "c",
-        tensors={"model/w": (full, Placement.replicated((3000, 100)))},
-        state={},
-        metadata={},
-    )
-    file = tmp_path / "c" / "rank0-0.safetensors"
+    file = save(tmp_path / "c", {"w": full}) / "rank0-0.safetensors"
     content = bytearray(file.read_bytes())
     content[content.index(full[2900, 7].numpy().tobytes())] ^= 1
     file.write_bytes(content)
     piece = Piece(local=(0, 0), full=(100, 0), size=(1000, 100))
     target = torch.zeros(1000, 100)
-    load_tensors(
-        tmp_path / "c",
-        {
-            "model/w": (
-                target,
-                Placement(full_shape=(3000, 100), local_shape=(1000, 100), pieces=(piece,)),
-            )
-        },
-    )
+    record = Placement(full_shape=(3000, 100), local_shape=(1000, 100), pieces=(piece,))
+    load_tensors(tmp_path / "c", {"model/w": (target, record)})
     assert torch.equal(target, full[100:1100])
     with pytest.raises(
         CheckpointError,
@@ -154,8 +137,7 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
 
 
 def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path: Path) -> None:
-    one = {"model/w": (torch.ones(2), Placement.replicated((2,)))}
-    save_checkpoint(tmp_path / "c", tensors=one, state={}, metadata={"layout": "t1"})
+    save(tmp_path / "c", {"w": torch.ones(2)}, metadata={"layout": "t1"})
     file = tmp_path / "c" / "metadata.json"
     content = file.read_bytes()
     for place in range(len(content)):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_ptdp.checkpoint import CheckpointError, checksums, files, save_checkpoint
+from lightning_ptdp.checkpoint import CheckpointError, checksums, files
 from lightning_ptdp.checkpoint.checksums import (
     BLOCK,
     SummedFile,
@@ -26,7 +26,7 @@ from lightning_ptdp.checkpoint.checksums import (
 from lightning_ptdp.checkpoint.data_files import write_data_file
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
-from lightning_ptdp.parameters.placement import Placement
+from tests.checkpoint.layouts import save
 from tests.fake_cuda import fake_cuda
 
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
@@ -148,9 +148,8 @@ def test_a_disk_that_fails_while_a_file_is_being_written(
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", first_fails)
-    tensors = {"model/w": (torch.zeros(1 << 20), Placement.replicated((1 << 20,)))}
     with pytest.raises(CheckpointError, match="the disk is gone"):
-        save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
+        save(tmp_path / "c", {"w": torch.zeros(1 << 20)})
     assert os.listdir(tmp_path) == []
 
 

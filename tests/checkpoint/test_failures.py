@@ -26,6 +26,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint import files as files_module
 from lightning_ptdp.parameters.placement import Piece, Placement
+from tests.checkpoint.layouts import save
 from tests.pool import Pool
 
 ROWS = 200_000
@@ -76,14 +77,8 @@ def _uncovered(rank: int) -> dict[str, Any]:
 def _overlapping(rank: int) -> dict[str, Any]:
     tensor, _ = _half(rank, 2.0)["model/w"]
     piece = Piece(local=(0,), full=(rank * (ROWS - 10),), size=(ROWS,))
-    return {
-        "tensors": {
-            "model/w": (
-                tensor,
-                Placement(full_shape=(2 * ROWS,), local_shape=(ROWS,), pieces=(piece,)),
-            )
-        }
-    }
+    record = Placement(full_shape=(2 * ROWS,), local_shape=(ROWS,), pieces=(piece,))
+    return {"tensors": {"model/w": (tensor, record)}}
 
 
 def _class_in_the_state(rank: int) -> dict[str, Any]:
@@ -173,12 +168,13 @@ def test_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
 
 
 def _save_one(path: Path, value: float) -> None:
-    save_checkpoint(
-        path,
-        tensors={"model/w": (torch.tensor([value]), Placement.replicated((1,)))},
-        state={},
-        metadata={},
-    )
+    save(path, {"w": torch.tensor([value])})
+
+
+def _check_kept(path: Path) -> None:
+    """The first checkpoint is whole, and alone."""
+    assert read_full(path)["w"].item() == 1.0
+    assert os.listdir(path.parent) == ["last.ckpt"]
 
 
 def test_a_file_and_an_empty_folder_are_replaced(tmp_path: Path) -> None:
@@ -213,8 +209,7 @@ def test_a_rename_that_fails_puts_the_old_one_back(
     monkeypatch.setattr(files_module.os, "rename", fail_for_the_new_one)
     with pytest.raises(CheckpointError, match="injected"):
         _save_one(path, 2.0)
-    assert read_full(path)["w"].item() == 1.0
-    assert os.listdir(tmp_path) == ["last.ckpt"]
+    _check_kept(path)
 
 
 def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +227,7 @@ def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         CheckpointError, match=r"saving the checkpoint .*last\.ckpt failed: .*Read-only file system"
     ):
         _save_one(path, 2.0)
-    assert read_full(path)["w"].item() == 1.0
-    assert os.listdir(tmp_path) == ["last.ckpt"]
+    _check_kept(path)
 
 
 def test_storage_that_vanishes_while_it_is_written_to(

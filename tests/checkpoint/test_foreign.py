@@ -19,18 +19,15 @@ from lightning_ptdp.checkpoint import (
     newest_checkpoint,
     read_full,
     read_metadata,
-    save_checkpoint,
     verify_checkpoint,
 )
-from lightning_ptdp.parameters.placement import Placement
+from tests.checkpoint.layouts import save
 from tests.hostile.forging import forge, sign
 
 
 @pytest.fixture
 def new(tmp_path: Path) -> Path:
-    tensors = {"model/w": (torch.arange(6.0).view(2, 3), Placement.replicated((2, 3)))}
-    save_checkpoint(tmp_path / "new", tensors=tensors, state={}, metadata={})
-    return tmp_path / "new"
+    return save(tmp_path / "new", {"w": torch.arange(6.0).view(2, 3)})
 
 
 def test_one_odd_folder_spoils_nothing_for_its_neighbours(new: Path, tmp_path: Path) -> None:
@@ -93,6 +90,12 @@ def test_what_cannot_be_true_is_said(new: Path, change: dict[str, Any], words: s
         read_metadata(new)
 
 
+def check_refused(path: Path, words: str) -> None:
+    for read in (verify_checkpoint, read_full):
+        with pytest.raises(CheckpointError, match=words):
+            read(path)
+
+
 @pytest.mark.parametrize(
     ("chunks", "words"),
     [
@@ -118,21 +121,14 @@ def test_what_the_index_says_is_compared(new: Path, chunks: list[Any], words: st
     chunks = [[begin if field is None else field for field in chunk] for chunk in chunks]
     (new / "index.json").write_text(json.dumps({**content, "tensors": {"model/w": chunks}}))
     sign(new)
-    for read in (verify_checkpoint, read_full):
-        with pytest.raises(CheckpointError, match=words):
-            read(new)
+    check_refused(new, words)
 
 
 @pytest.mark.parametrize("sums", [b"", b"\0" * 11, b"\0" * 8, b"\0" * 12])
 def test_sums_that_leave_out_a_part_of_the_file(new: Path, sums: bytes) -> None:
     (new / "rank0-0.crc").write_bytes(sums)
     sign(new)
-    for read in (verify_checkpoint, read_full):
-        with pytest.raises(
-            CheckpointError,
-            match=r"rank0-0\.crc is damaged: it has (0|8|11|12) bytes",
-        ):
-            read(new)
+    check_refused(new, r"rank0-0\.crc is damaged: it has (0|8|11|12) bytes")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +167,6 @@ def test_a_file_with_holes_needs_all_its_sums(new: Path) -> None:
 
 
 def test_what_would_be_refused_is_not_written(tmp_path: Path) -> None:
-    tensors = {"model/w": (torch.ones(2), Placement.replicated((2,)))}
     for metadata, state, words in (
         ({"aliases": {"v": 3}}, {}, r"aliases\.v is 3, but must be text"),
         ({"global_step": "x"}, {}, "global_step is 'x', but must be an integer"),
@@ -182,5 +177,5 @@ def test_what_would_be_refused_is_not_written(tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(CheckpointError, match=words):
-            save_checkpoint(tmp_path / "c", tensors=tensors, state=state, metadata=metadata)
+            save(tmp_path / "c", {"w": torch.ones(2)}, state=state, metadata=metadata)
         assert files.leftovers(tmp_path / "c") == [] and not (tmp_path / "c").exists()

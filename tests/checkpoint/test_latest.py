@@ -16,19 +16,12 @@ from lightning_ptdp.checkpoint import (
     complete_checkpoints,
     mark_latest,
     newest_checkpoint,
-    save_checkpoint,
 )
-from lightning_ptdp.parameters.placement import Placement
+from tests.checkpoint.layouts import save
 
 
 def _save(path: Path, value: float) -> Path:
-    save_checkpoint(
-        path,
-        tensors={"model/w": (torch.full((5,), value), Placement.replicated((5,)))},
-        state={},
-        metadata={},
-    )
-    return path
+    return save(path, {"w": torch.full((5,), value)})
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
 )
 from lightning_ptdp.parameters.placement import Placement
-from tests.checkpoint.layouts import Layout, held
+from tests.checkpoint.layouts import Layout, held, save
 from tests.pool import Pool
 
 Parameters = dict[str, tuple[torch.nn.Parameter, Placement]]
@@ -87,14 +87,20 @@ def _all_groups(optimizer: torch.optim.Optimizer, parameters: Parameters) -> lis
     return merge_groups(everyone)
 
 
+def _named(parameters: Parameters) -> dict[str, Any]:
+    """The names of parameters, and their placements."""
+    return {
+        "names": {p: name for name, (p, _) in parameters.items()},
+        "placements": {name: sharding for name, (_, sharding) in parameters.items()},
+    }
+
+
 def _save(rank: int, layout: Layout, kind: str, path: str) -> None:
     parameters = _parameters(layout, rank)
     optimizer = _optimizer(parameters, kind)
     _train(parameters, optimizer, start=0, steps=3)
-    names = {p: name for name, (p, _) in parameters.items()}
-    shardings = {name: sharding for name, (_, sharding) in parameters.items()}
-    tensors = {f"model/{name}": value for name, value in parameters.items()}
-    tensors |= optimizer_tensors(optimizer, names=names, placements=shardings)  # type: ignore[arg-type]
+    tensors: dict[str, Any] = {f"model/{name}": value for name, value in parameters.items()}
+    tensors |= optimizer_tensors(optimizer, **_named(parameters))
     save_checkpoint(
         path, tensors=tensors, state={"groups": _all_groups(optimizer, parameters)}, metadata={}
     )
@@ -111,11 +117,7 @@ def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
         for name, (parameter, _) in parameters.items():
             parameter.copy_(expected[name][0])
     optimizer = _optimizer(parameters, kind, lr=7.0)
-    names = {p: name for name, (p, _) in parameters.items()}
-    shardings = {name: sharding for name, (_, sharding) in parameters.items()}
-    load_optimizer(
-        path, optimizer, names=names, placements=shardings, groups=read_state(path)["groups"]
-    )
+    load_optimizer(path, optimizer, **_named(parameters), groups=read_state(path)["groups"])
     for name, (parameter, _) in parameters.items():
         found, wanted = optimizer.state[parameter], reference.state[expected[name][0]]
         assert found.keys() == wanted.keys()
@@ -123,9 +125,7 @@ def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
             assert torch.equal(found[key], value), f"{key} of {name}"
             assert found[key].dtype == value.dtype
     for group, wanted in zip(optimizer.param_groups, reference.param_groups, strict=True):
-        assert {k: v for k, v in group.items() if k != "params"} == {
-            k: v for k, v in wanted.items() if k != "params"
-        }
+        assert {**group, "params": []} == {**wanted, "params": []}
     _train(parameters, optimizer, start=3, steps=2)
     _train(expected, reference, start=3, steps=2)
     for name, (parameter, _) in parameters.items():
@@ -168,30 +168,23 @@ class Counting(torch.optim.Optimizer):
                 )
 
 
-def _one(
-    tensor: torch.Tensor,
-) -> tuple[dict[torch.nn.Parameter, str], dict[str, Placement], torch.nn.Parameter]:
+def _one(tensor: torch.Tensor) -> tuple[dict[str, Any], torch.nn.Parameter]:
+    """A parameter, with its name and placement."""
     parameter = torch.nn.Parameter(tensor)
-    return {parameter: "w"}, {"w": Placement.replicated(tuple(tensor.shape))}, parameter
+    return _named({"w": (parameter, Placement.replicated(tuple(tensor.shape)))}), parameter
 
 
 def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
-    names, shardings, parameter = _one(torch.ones(2, 3))
+    named, parameter = _one(torch.ones(2, 3))
     optimizer = Counting([parameter])
     optimizer.step()
     optimizer.step()
     expected = copy.copy(optimizer.state[parameter])
-    save_checkpoint(
-        tmp_path / "c",
-        tensors=optimizer_tensors(optimizer, names=names, placements=shardings, index=1),
-        state={},
-        metadata={},
-    )
+    tensors = optimizer_tensors(optimizer, **named, index=1)
+    save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
     assert "optimizer/1/step:number/w" in read_metadata(tmp_path / "c").tensors
-    groups = optimizer_groups(optimizer, names)
-    load_optimizer(
-        tmp_path / "c", optimizer, names=names, placements=shardings, groups=groups, index=1
-    )
+    groups = optimizer_groups(optimizer, named["names"])
+    load_optimizer(tmp_path / "c", optimizer, **named, groups=groups, index=1)
     found = optimizer.state[parameter]
     assert (found["step"], found["scale"], found["warm"]) == (2, 0.1, True)
     assert [type(found[key]) for key in ("step", "scale", "warm")] == [int, float, bool]
@@ -200,38 +193,34 @@ def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> None:
-    names, shardings, parameter = _one(torch.ones(2))
+    named, parameter = _one(torch.ones(2))
     optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.5))
-    tensors = optimizer_tensors(optimizer, names=names, placements=shardings)
-    save_checkpoint(
-        tmp_path / "c",
-        tensors=tensors,
-        state={"groups": optimizer_groups(optimizer, names)},
-        metadata={},
-    )
+    tensors = optimizer_tensors(optimizer, **named)
+    state = {"groups": optimizer_groups(optimizer, named["names"])}
+    save_checkpoint(tmp_path / "c", tensors=tensors, state=state, metadata={})
     groups = read_state(tmp_path / "c")["groups"]
     rate = torch.tensor(0.0)
     other = torch.optim.Adam([parameter], lr=rate)
-    load_optimizer(tmp_path / "c", other, names=names, placements=shardings, groups=groups)
+    load_optimizer(tmp_path / "c", other, **named, groups=groups)
     assert other.param_groups[0]["lr"] is rate
     assert rate.item() == 0.5
     plain = torch.optim.Adam([parameter], lr=0.1)
-    load_optimizer(tmp_path / "c", plain, names=names, placements=shardings, groups=groups)
+    load_optimizer(tmp_path / "c", plain, **named, groups=groups)
     assert plain.param_groups[0]["lr"] == 0.5
     assert isinstance(plain.param_groups[0]["lr"], float)
 
 
 def test_how_the_update_is_computed_is_not_restored(tmp_path: Path) -> None:
-    names, shardings, parameter = _one(torch.ones(2))
-    save_checkpoint(tmp_path / "c", tensors={}, state={}, metadata={})
-    groups = optimizer_groups(torch.optim.AdamW([parameter], lr=0.5, foreach=True), names)
+    named, parameter = _one(torch.ones(2))
+    path = save(tmp_path / "c")
+    groups = optimizer_groups(torch.optim.AdamW([parameter], lr=0.5, foreach=True), named["names"])
     optimizer = torch.optim.AdamW([parameter], lr=0.1, foreach=False)
-    load_optimizer(tmp_path / "c", optimizer, names=names, placements=shardings, groups=groups)
+    load_optimizer(path, optimizer, **named, groups=groups)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["foreach"]) == (0.5, False)
 
 
 def test_states_that_depend_on_the_layout_are_refused() -> None:
-    names, shardings, parameter = _one(torch.ones(4, 6))
+    named, parameter = _one(torch.ones(4, 6))
     optimizer = torch.optim.Adafactor([parameter])
     parameter.grad = torch.ones(4, 6)
     optimizer.step()
@@ -239,18 +228,18 @@ def test_states_that_depend_on_the_layout_are_refused() -> None:
         CheckpointError,
         match=r"Adafactor cannot be checkpointed: its state '\w+' of 'w' has the shape",
     ):
-        optimizer_tensors(optimizer, names=names, placements=shardings)
+        optimizer_tensors(optimizer, **named)
     lbfgs = torch.optim.LBFGS([parameter])
     lbfgs.step(lambda: (parameter**2).sum())
     with pytest.raises(
         CheckpointError,
         match=r"LBFGS cannot be checkpointed: its state '\w+' of 'w' (is a|has the shape)",
     ):
-        optimizer_tensors(lbfgs, names=names, placements=shardings)
+        optimizer_tensors(lbfgs, **named)
     with pytest.raises(
         CheckpointError, match=r"a parameter of shape \(3,\) that is not in the model"
     ):
-        optimizer_groups(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]), names)
+        optimizer_groups(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]), named["names"])
 
 
 def test_groups_are_merged_over_pipeline_ranks() -> None:
@@ -269,34 +258,27 @@ def test_groups_are_merged_over_pipeline_ranks() -> None:
 
 
 def test_groups_that_do_not_fit_leave_the_optimizer_alone(tmp_path: Path) -> None:
-    names, shardings, parameter = _one(torch.ones(2))
+    named, parameter = _one(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.ones(2)
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict())
-    save_checkpoint(
-        tmp_path / "c",
-        tensors=optimizer_tensors(optimizer, names=names, placements=shardings),
-        state={},
-        metadata={},
-    )
-    for groups, words in (
-        ([], "has 1 parameter groups, but the checkpoint's has 0"),
-        ([{"params": ["v"]}], "'w' is in parameter group 0 of this optimizer, but in no group"),
+    tensors = optimizer_tensors(optimizer, **named)
+    save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
+    other = {"names": {parameter: "v"}, "placements": {"v": named["placements"]["w"]}}
+    for given, groups, words in (
+        (named, [], "has 1 parameter groups, but the checkpoint's has 0"),
+        (
+            named,
+            [{"params": ["v"]}],
+            "'w' is in parameter group 0 of this optimizer, but in no group",
+        ),
+        (
+            other,
+            [{"params": ["v"]}],
+            "'optimizer/0/momentum_buffer/w' is in the checkpoint but not in the model",
+        ),
     ):
         with pytest.raises(CheckpointError, match=words):
-            load_optimizer(
-                tmp_path / "c", optimizer, names=names, placements=shardings, groups=groups
-            )
-    with pytest.raises(
-        CheckpointError,
-        match=r"'optimizer/0/momentum_buffer/w' is in the checkpoint but not in the model",
-    ):
-        load_optimizer(
-            tmp_path / "c",
-            optimizer,
-            names={parameter: "v"},
-            placements={"v": shardings["w"]},
-            groups=[{"params": ["v"]}],
-        )
+            load_optimizer(tmp_path / "c", optimizer, **given, groups=groups)
     assert str(optimizer.state_dict()) == str(before)

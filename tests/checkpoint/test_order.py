@@ -23,15 +23,15 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
 )
 from lightning_ptdp.cli.resume import find_newest
-from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.every_step import fit_saving
+from tests.checkpoint.layouts import replicated
 
 HOUR, DAY = 3600.0, 86400.0
 CLOCK = time.time
 
 
 def _save(path: Path, step: int, keeper: SaveFolders | None = None) -> Path:
-    tensors = {"model/w": (torch.full((5,), float(step)), Placement.replicated((5,)))}
+    tensors = replicated({"w": torch.full((5,), float(step))})
     save_checkpoint(path, tensors=tensors, state={}, metadata={"global_step": step}, keeper=keeper)
     return path
 

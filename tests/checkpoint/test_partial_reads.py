@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptdp.checkpoint import load_tensors, save_checkpoint
+from lightning_ptdp.checkpoint import load_tensors
 from lightning_ptdp.checkpoint.local_rectangles import cut_strips, rectangles_of
 from lightning_ptdp.checkpoint.stored_tensor import runs
 from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
-from tests.checkpoint.layouts import PADDING, shard
+from tests.checkpoint.layouts import PADDING, save, shard
 
 SHAPES = {
     "column": (2048, 2048),
@@ -35,16 +35,7 @@ def _bytes_read() -> int:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     full = {kind: torch.randn(shape, generator=generator) for kind, shape in SHAPES.items()}
-    path = tmp_path_factory.mktemp("partial") / "c"
-    save_checkpoint(
-        path,
-        tensors={
-            f"model/{kind}": (value, Placement.replicated(tuple(value.shape)))
-            for kind, value in full.items()
-        },
-        state={},
-        metadata={},
-    )
+    path = save(tmp_path_factory.mktemp("partial") / "c", full)
     return path, full
 
 

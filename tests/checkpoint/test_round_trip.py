@@ -15,8 +15,7 @@ from lightning_ptdp.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from lightning_ptdp.parameters.placement import Placement
-from tests.checkpoint.layouts import LAYOUTS, Layout, blank, full_model, held
+from tests.checkpoint.layouts import LAYOUTS, Layout, blank, full_model, held, replicated, save
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -82,11 +81,7 @@ def test_only_checkpoints_are_left_in_the_folder(saved: Path) -> None:
 
 
 def _save_replicas(rank: int, folder: str) -> None:
-    tensors = {
-        f"model/{index}": (torch.full((5000,), float(index)), Placement.replicated((5000,)))
-        for index in range(8)
-    }
-    save_checkpoint(folder, tensors=tensors, state={}, metadata={})
+    save(Path(folder), {str(index): torch.full((5000,), float(index)) for index in range(8)})
 
 
 def test_replicas_are_written_once_and_by_all_ranks_alike(pool: Pool, tmp_path: Path) -> None:
@@ -103,34 +98,22 @@ def test_replicas_are_written_once_and_by_all_ranks_alike(pool: Pool, tmp_path: 
 
 def test_values_are_converted_to_the_targets_dtype(tmp_path: Path) -> None:
     full = torch.randn(7, 5)
-    tensors = {
-        "model/a": (full, Placement.replicated((7, 5))),
-        "model/b": (full.bfloat16(), Placement.replicated((7, 5))),
-    }
-    save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
-    target = {
-        "model/a": (full.bfloat16() * 0, Placement.replicated((7, 5))),
-        "model/b": (full.double() * 0, Placement.replicated((7, 5))),
-    }
-    load_tensors(tmp_path / "c", target)
-    assert torch.equal(target["model/a"][0], full.bfloat16())
-    assert torch.equal(target["model/b"][0], full.bfloat16().double())
+    save(tmp_path / "c", {"a": full, "b": full.bfloat16()})
+    target = {"a": full.bfloat16() * 0, "b": full.double() * 0}
+    load_tensors(tmp_path / "c", replicated(target))
+    assert torch.equal(target["a"], full.bfloat16())
+    assert torch.equal(target["b"], full.bfloat16().double())
     with pytest.raises(
         CheckpointError,
         match=r"'model/a' is torch.float32 in the checkpoint, but torch.int64 in the model",
     ):
-        load_tensors(tmp_path / "c", {"model/a": (full.long(), Placement.replicated((7, 5)))})
+        load_tensors(tmp_path / "c", replicated({"a": full.long()}))
 
 
 def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, 4).t())
-    save_checkpoint(
-        tmp_path / "c",
-        tensors={"model/w": (torch.arange(12.0).view(4, 3), Placement.replicated((4, 3)))},
-        state={},
-        metadata={},
-    )
-    load_tensors(tmp_path / "c", {"model/w": (parameter, Placement.replicated((4, 3)))})
+    save(tmp_path / "c", {"w": torch.arange(12.0).view(4, 3)})
+    load_tensors(tmp_path / "c", replicated({"w": parameter}))
     assert torch.equal(parameter, torch.arange(12.0).view(4, 3))
     assert parameter.requires_grad
 
@@ -138,7 +121,7 @@ def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
 def test_names_and_shapes_that_differ_are_told(saved: Path) -> None:
     source = saved / "t1p1d1"
     target = blank(held(Layout(1), 0))
-    target["model/h.9.new"] = (torch.zeros(2), Placement.replicated((2,)))
+    target |= replicated({"h.9.new": torch.zeros(2)})
     with pytest.raises(CheckpointError, match=r"'model/h\.9\.new' is not in the checkpoint"):
         load_tensors(source, target)
     assert load_tensors(source, target, strict=False) == ["model/h.9.new"]
@@ -149,7 +132,7 @@ def test_names_and_shapes_that_differ_are_told(saved: Path) -> None:
     ):
         load_tensors(
             source,
-            {"model/h.0.qkv.bias": (torch.zeros(15), Placement.replicated((15,)))},
+            replicated({"h.0.qkv.bias": torch.zeros(15)}),
             strict=False,
         )
     del target["model/h.9.new"], target["model/wte.weight"]
@@ -163,11 +146,9 @@ def test_names_and_shapes_that_differ_are_told(saved: Path) -> None:
 
 
 def _load_where_one_rank_asks_too_much(rank: int, source: str) -> str:
-    target = {"model/wte.weight": (torch.zeros(29, 6), Placement.replicated((29, 6)))}
-    if rank == 1:
-        target["model/nothing"] = (torch.zeros(1), Placement.replicated((1,)))
+    target = {"wte.weight": torch.zeros(29, 6)} | ({"nothing": torch.zeros(1)} if rank else {})
     with pytest.raises(CheckpointError) as error:
-        load_tensors(source, target)
+        load_tensors(source, replicated(target))
     return str(error.value)
 
 

@@ -17,7 +17,6 @@ from lightning_ptdp.checkpoint import (
     read_full,
     read_metadata,
     read_state,
-    save_checkpoint,
 )
 from lightning_ptdp.exchange import (
     from_huggingface,
@@ -29,8 +28,7 @@ from lightning_ptdp.exchange import (
 from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.models import LitGPT
 from lightning_ptdp.models.model_config import GPTConfig
-from lightning_ptdp.parameters.placement import Placement
-from tests.checkpoint.layouts import shard
+from tests.checkpoint.layouts import save, shard
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.models.theirs import hf_gpt2, hf_llama, randomized
 
@@ -85,6 +83,11 @@ def theirs(
     return model, folder
 
 
+def _edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
 def _ours(checkpoint: Path) -> LitGPT:
     """The module, from the checkpoint alone."""
     module = LitGPT(**read_state(checkpoint)["hyper_parameters"])
@@ -111,10 +114,7 @@ def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) ->
         name.removeprefix("model/") for name in straight.tensors
     } == whole.keys() - aliases.keys()
     # as a rank of two reads it that holds the second half
-    for (
-        name,
-        entry,
-    ) in straight.tensors.items():
+    for name, entry in straight.tensors.items():
         full = whole[name.removeprefix("model/")]
         local, sharding = shard(
             full, "column" if full.size(0) % 2 == 0 else "replicated", size=2, rank=1
@@ -166,14 +166,9 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
     randomized(module)
     state = dict(module.state_dict())
     aliases = {"model.head.weight": "model.wte.weight"} if config.tie_embeddings else {}
-    tensors = {
-        f"model/{key}": (value, Placement.replicated(tuple(value.shape)))
-        for key, value in state.items()
-        if key not in aliases
-    }
-    save_checkpoint(
+    save(
         tmp_path / "ours",
-        tensors=tensors,
+        {key: value for key, value in state.items() if key not in aliases},
         state={"hyper_parameters": dict(module.hparams)},
         metadata={"aliases": aliases},
     )
@@ -270,41 +265,32 @@ def test_a_module_that_wraps_theirs_keeps_their_names(tmp_path: Path) -> None:
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+LAST = "net.transformer.ln_f.bias"
+
+
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changes", "config", "words"),
     [
-        ("adapter", "has the unknown 'transformer.h.0.lora_A.weight'"),
-        ("missing", "lacks 'transformer.ln_f.bias'"),
-        ("shape", "'transformer.ln_f.bias' has the shape"),
-        ("architecture", "unknown to transformers"),
+        (
+            {"net.transformer.h.0.lora_A.weight": torch.ones(2, 2)},
+            {},
+            "has the unknown 'transformer.h.0.lora_A.weight'",
+        ),
+        ({LAST: None}, {}, "lacks 'transformer.ln_f.bias'"),
+        ({LAST: torch.ones(3)}, {}, "'transformer.ln_f.bias' has the shape"),
+        ({}, {"architectures": ["Unheard"]}, "unknown to transformers"),
     ],
+    ids=["adapter", "missing", "shape", "architecture"],
 )
 def test_what_the_architecture_does_not_have_is_not_exported(
-    changed: str, words: str, tmp_path: Path
+    changes: dict[str, Any], config: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     model = hf_gpt2()
     model.save_pretrained(tmp_path / "base")
-    values = {
-        f"net.{name}": value
-        for name, value in model.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    if changed == "adapter":
-        values["net.transformer.h.0.lora_A.weight"] = torch.ones(2, 2)
-    if changed == "missing":
-        del values["net.transformer.ln_f.bias"]
-    if changed == "shape":
-        values["net.transformer.ln_f.bias"] = torch.ones(3)
-    if changed == "architecture":
-        config = json.loads((tmp_path / "base" / "config.json").read_text()) | {
-            "architectures": ["Unheard"]
-        }
-        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
-    tensors = {
-        f"model/{name}": (value, Placement.replicated(tuple(value.shape)))
-        for name, value in values.items()
-    }
-    save_checkpoint(tmp_path / "lora", tensors=tensors, state={}, metadata={})
+    _edit(tmp_path / "base", **config)
+    values = {f"net.{name}": value for name, value in model.state_dict().items()} | changes
+    del values["net.lm_head.weight"]
+    save(tmp_path / "lora", {name: one for name, one in values.items() if one is not None})
     with pytest.raises(CheckpointError, match=words):
         to_huggingface(tmp_path / "lora", tmp_path / "out", config=tmp_path / "base")
     assert not (tmp_path / "out").exists()
@@ -315,13 +301,7 @@ def test_our_own_model_is_compared_with_its_table(tmp_path: Path) -> None:
     from_huggingface(tmp_path / "hf", tmp_path / "ours")
     values = read_full(tmp_path / "ours") | {"model.h.0.lora_A.weight": torch.ones(2, 2)}
     values.pop("model.head.weight", None)
-    tensors = {
-        f"model/{name}": (value, Placement.replicated(tuple(value.shape)))
-        for name, value in values.items()
-    }
-    save_checkpoint(
-        tmp_path / "lora", tensors=tensors, state=dict(read_state(tmp_path / "ours")), metadata={}
-    )
+    save(tmp_path / "lora", values, state=read_state(tmp_path / "ours"))
     with pytest.raises(CheckpointError, match=r"lora_A.*merge adapters"):
         to_huggingface(tmp_path / "lora", tmp_path / "out")
 
@@ -333,11 +313,6 @@ def test_dtype_is_converted_on_the_way_out(tmp_path: Path) -> None:
     before, after = open_huggingface(tmp_path / "hf"), open_huggingface(tmp_path / "half")
     assert all(torch.equal(value.bfloat16(), after[name]) for name, value in before.items())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
-def _edit(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.mark.parametrize(
@@ -418,9 +393,10 @@ def test_models_that_hugging_face_does_not_have(tmp_path: Path) -> None:
         ),
         ({}, r"give that model's config\.json"),
     ):
-        one = {"model/model.w": (torch.ones(2), Placement.replicated((2,)))}
-        save_checkpoint(
-            tmp_path / "c", tensors=one, state={"hyper_parameters": hyper_parameters}, metadata={}
+        save(
+            tmp_path / "c",
+            {"model.w": torch.ones(2)},
+            state={"hyper_parameters": hyper_parameters},
         )
         with pytest.raises(CheckpointError, match=words):
             to_huggingface(tmp_path / "c", tmp_path / "hf")

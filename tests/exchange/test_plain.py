@@ -20,6 +20,7 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import convert, kind_of, open_state_dict
 from lightning_ptdp.parameters.placement import Placement
+from tests.checkpoint.layouts import replicated
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -37,11 +38,9 @@ class Lit(pl.LightningModule):
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     weight = torch.arange(20.0).view(5, 4)
-    tensors = {
-        "model/embedding.weight": (weight, Placement.replicated((5, 4))),
-        "model/scale": (torch.tensor(3.0), Placement.replicated(())),
-        "optimizer/0/exp_avg/embedding.weight": (weight.square(), Placement.replicated((5, 4))),
-    }
+    tensors = replicated({"embedding.weight": weight, "scale": torch.tensor(3.0)})
+    moment = (weight.square(), Placement.replicated((5, 4)))
+    tensors["optimizer/0/exp_avg/embedding.weight"] = moment
     state = {
         "hyper_parameters": {"width": 4},
         "epoch": 2,
@@ -115,12 +114,10 @@ def test_what_cannot_be_converted_is_said(checkpoint: Path, tmp_path: Path) -> N
 def test_on_the_command_line(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["convert", str(checkpoint), str(tmp_path / "x.safetensors"), "--dtype", "float16"])
-        == 0
-    )
+    converted = str(tmp_path / "x.safetensors")
+    assert main(["convert", str(checkpoint), converted, "--dtype", "float16"]) == 0
     assert "x.safetensors (state_dict)" in capsys.readouterr().out
-    assert open_state_dict(tmp_path / "x.safetensors")[0]["scale"].dtype == torch.float16
+    assert open_state_dict(converted)[0]["scale"].dtype == torch.float16
     for arguments, words in (
         (["convert", str(tmp_path / "no"), "x"], "no does not exist"),
         (
