@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from lightning_ptdp.models import GPTConfig
@@ -41,18 +42,13 @@ TABLE_1 = (
 
 
 def a100_job(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    gpus: int,
-    batch: int,
-    software: str = "megatron-2021",
-    vocabulary: int = 51200,
+    sizes: tuple[int, int, int], *, gpus: int, batch: int, software: str = "megatron-2021"
 ) -> Job:
-    """A GPT on A100s, in the papers' precision, sequence length and dropout."""
+    """A GPT of (layers, hidden, heads) on A100s, in the papers' precision, sequence length and
+    dropout."""
+    layers, hidden, heads = sizes
     model = GPTConfig.gpt2(
-        vocabulary_size=vocabulary,
+        vocabulary_size=51200,
         sequence_length=2048,
         num_layers=layers,
         hidden_size=hidden,
@@ -70,14 +66,8 @@ def a100_job(
 
 def job_of(row: Row, software: str = "megatron-2021") -> Job:
     """The row's model on its GPUs."""
-    return a100_job(
-        layers=row.layers,
-        hidden=row.hidden,
-        heads=row.heads,
-        gpus=row.gpus,
-        batch=row.batch,
-        software=software,
-    )
+    sizes = row.layers, row.hidden, row.heads
+    return a100_job(sizes, gpus=row.gpus, batch=row.batch, software=software)
 
 
 def choice_of(row: Row, **changes: Any) -> Choice:
@@ -96,6 +86,27 @@ def choice_of(row: Row, **changes: Any) -> Choice:
     } | changes
     m = row.batch // (layout.data_parallel_size * options["micro_batch_size"])
     return Choice(layout=layout, num_microbatches=m, **options)
+
+
+def mean_and_worst(errors: list[float]) -> tuple[float, float]:
+    """Return the mean and the worst of relative errors, which must be in both directions."""
+    assert len({error > 0 for error in errors}) == 2, f"all on one side: {errors}"
+    return fmean(map(abs, errors)), max(map(abs, errors))
+
+
+MIXTURE = GPTConfig.llama(
+    vocabulary_size=64,
+    sequence_length=48,
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_experts=8,
+    experts_per_token=2,
+    expert_hidden_size=96,
+    shared_experts=1,
+    dense_layers=1,
+    ffn_hidden_size=160,
+)
 
 
 def small_job(

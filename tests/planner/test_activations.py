@@ -4,6 +4,7 @@ counted by saved-tensor hooks."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ MODELS = {
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 POLICIES = ("none", "selective", "full", "full, in parts")
 BATCH = 2
+TENSOR = pytest.mark.parametrize(
+    ("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"]
+)
+
+
+def computing_in(precision: str) -> Any:
+    """The surroundings of a forward pass."""
+    mixed = precision == "bf16-mixed"
+    return torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
+
+
+def hidden_states(precision: str, t: int, sequence_parallel: bool) -> torch.Tensor:
+    """A rank's input of a block."""
+    length = SIZES["sequence_length"] // (t if sequence_parallel else 1)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    return torch.randn(BATCH, length, SIZES["hidden_size"], dtype=dtype, requires_grad=True)
 
 
 def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str, str], int]:
@@ -55,26 +72,16 @@ def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str,
                     selective=plan.selective,
                     shard_input=shard,
                 )
-                dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-                block = model.blocks[0].to(dtype)
-                length = SIZES["sequence_length"] // (t if sequence_parallel else 1)
-                x = torch.randn(
-                    BATCH, length, SIZES["hidden_size"], dtype=dtype, requires_grad=True
-                )
-                with (
-                    torch.autocast("cpu", torch.bfloat16)
-                    if precision == "bf16-mixed"
-                    else nullcontext()
-                ):
+                x = hidden_states(precision, t, sequence_parallel)
+                block = model.blocks[0].to(x.dtype)
+                with computing_in(precision):
                     found[name, precision, policy] = kept_bytes(
                         lambda x=x, block=block: block(x + 0), block.parameters()
                     )
     return found
 
 
-@pytest.mark.parametrize(
-    ("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"]
-)
+@TENSOR
 def test_formulas_are_within_1_percent_of_what_is_kept(
     pool: Pool, t: int, sequence_parallel: bool
 ) -> None:
@@ -106,10 +113,8 @@ def test_formulas_are_within_1_percent_of_what_is_kept(
 
 def test_a_llama_block_keeps_at_most_36_bytes_a_channel_in_bfloat16() -> None:
     config = GPTConfig.llama(**{**SIZES, "hidden_size": 192})  # f is 8/3 h without rounding
-    block, x = (
-        GPT(config).blocks[0].bfloat16(),
-        torch.randn(BATCH, 48, 192, dtype=torch.bfloat16, requires_grad=True),
-    )
+    block = GPT(config).blocks[0].bfloat16()
+    x = torch.randn(BATCH, 48, 192, dtype=torch.bfloat16, requires_grad=True)
     assert kept_bytes(lambda: block(x + 0), block.parameters()) <= 36 * x.numel()
 
 
@@ -127,17 +132,9 @@ def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
             group=tensor_group(rank),
             sequence_parallel=sequence_parallel,
         )
-        dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-        model.to(dtype)
-        length = SIZES["sequence_length"]
-        x = torch.randn(
-            BATCH,
-            length // (t if sequence_parallel else 1),
-            SIZES["hidden_size"],
-            dtype=dtype,
-            requires_grad=True,
-        )
-        labels = torch.randint(HEAD.vocabulary_size, (BATCH * length,))
+        x = hidden_states(precision, t, sequence_parallel)
+        model.to(x.dtype)
+        labels = torch.randint(HEAD.vocabulary_size, (BATCH * SIZES["sequence_length"],))
 
         def loss(
             model: GPT = model, x: torch.Tensor = x, labels: torch.Tensor = labels
@@ -145,14 +142,12 @@ def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
             logits = model.head(model.norm(x + 0)).flatten(0, 1)
             return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
 
-        with torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext():
+        with computing_in(precision):
             found[precision] = kept_bytes(loss, model.parameters())
     return found
 
 
-@pytest.mark.parametrize(
-    ("t", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["t1", "t2", "t2 sp"]
-)
+@TENSOR
 def test_what_the_head_and_the_loss_keep(pool: Pool, t: int, sequence_parallel: bool) -> None:
     how = choice(world_size=t, b=BATCH, tensor_parallel_size=t, sequence_parallel=sequence_parallel)
     for results in pool.run(measured_head, world_size=t, args=(t, sequence_parallel)):
@@ -167,35 +162,28 @@ def test_what_the_head_and_the_loss_keep(pool: Pool, t: int, sequence_parallel: 
 
 
 @pytest.mark.parametrize(
-    ("how", "paper"),
+    ("options", "paper"),
     [
         # Bytes over s b h with t = 4 and 16 bits, less the scores, 5 a s / h (arXiv 2205.05198,
         # table 2).
-        (choice(world_size=4), 34),
-        (choice(world_size=4, tensor_parallel_size=4), 10 + 24 / 4),
-        (choice(world_size=4, tensor_parallel_size=4, sequence_parallel=True), 34 / 4),
-        (choice(world_size=4, tensor_parallel_size=4, recompute="selective"), 10 + 24 / 4),
+        ({}, 34),
+        ({"tensor_parallel_size": 4}, 10 + 24 / 4),
+        ({"tensor_parallel_size": 4, "sequence_parallel": True}, 34 / 4),
+        ({"tensor_parallel_size": 4, "recompute": "selective"}, 10 + 24 / 4),
         (
-            choice(
-                world_size=4, tensor_parallel_size=4, sequence_parallel=True, recompute="selective"
-            ),
+            {"tensor_parallel_size": 4, "sequence_parallel": True, "recompute": "selective"},
             34 / 4,
         ),
-        (choice(world_size=4, recompute="full"), 2),
+        ({"recompute": "full"}, 2),
         (
-            choice(
-                world_size=4,
-                tensor_parallel_size=4,
-                recompute="full",
-                distribute_saved_activations=True,
-            ),
+            {"tensor_parallel_size": 4, "recompute": "full", "distribute_saved_activations": True},
             2 / 4,
         ),
     ],
 )
-def test_the_papers_formulas_without_the_scores(how: object, paper: float) -> None:
+def test_the_papers_formulas_without_the_scores(options: dict[str, Any], paper: float) -> None:
     model = GPTConfig.gpt2(sequence_length=2048, hidden_size=4096, num_heads=32, dropout=0.1)
-    layer = layer_activations(small_job(model), how)
+    layer = layer_activations(small_job(model), choice(world_size=4, **options))
     assert layer.kept / (2 * 2048 * 4096) == pytest.approx(paper, rel=0.01)
 
 
@@ -225,11 +213,9 @@ def test_only_the_computing_precision_of_autocast_is_kept_twice() -> None:
 
 def test_offloaded_layers_hold_two_at_a_time() -> None:
     """However many there are: what is not on the device is in no sum."""
-    job, none, offload = (
-        small_job(MODELS["gpt2"]),
-        choice(world_size=1, b=BATCH),
-        choice(world_size=1, b=BATCH, recompute="offload"),
+    whole, offloaded = (
+        layer_activations(small_job(MODELS["gpt2"]), choice(b=BATCH, recompute=recompute))
+        for recompute in ("none", "offload")
     )
-    whole = layer_activations(job, none)
-    assert layer_activations(job, offload).held == whole.cast_weights
-    assert layer_activations(job, offload).recomputed == 2 * whole.kept
+    assert offloaded.held == whole.cast_weights
+    assert offloaded.recomputed == 2 * whole.kept

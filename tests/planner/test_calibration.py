@@ -19,6 +19,7 @@ from lightning_ptdp.doctor.links import Links
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import (
     Device,
+    Job,
     Link,
     Measured,
     device_here,
@@ -67,6 +68,14 @@ def device(**changes: Any) -> Device:
         cluster=cluster,
         measured=dataclasses.replace(MEASURED, **changes),
     )
+
+
+TINY = GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64)
+
+
+def job_on(device: Device, model: GPTConfig = TINY, **changes: Any) -> Job:
+    job = small_job(model, precision="32-true", device="cpu", **changes)
+    return dataclasses.replace(job, device=device)
 
 
 def test_a_file_holds_the_device_and_whose_it_is(
@@ -152,17 +161,9 @@ def test_products_are_as_fast_as_was_measured_nearby() -> None:
 
 
 def test_a_cpu_launches_and_computes_one_after_the_other() -> None:
-    job = small_job(
-        GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64),
-        precision="32-true",
-        device="cpu",
-    )
-
-    def forward(seconds: float) -> float:
-        slow = device(operation_s=seconds)
-        return layer_time(dataclasses.replace(job, device=slow), choice()).forward
-
-    assert forward(2e-5) - forward(1e-5) == pytest.approx(1e-5 * job.software.operations)
+    slow, quick = (job_on(device(operation_s=seconds)) for seconds in (2e-5, 1e-5))
+    added = layer_time(slow, choice()).forward - layer_time(quick, choice()).forward
+    assert added == pytest.approx(1e-5 * slow.software.operations)
 
 
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
@@ -232,15 +233,8 @@ def test_attention_and_collectives_are_as_was_measured_nearby() -> None:
 
 
 def test_collectives_hide_only_where_a_core_is_free() -> None:
-    model = GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64)
     how = choice(world_size=2, tensor_parallel_size=2)
-    few, many = (
-        dataclasses.replace(
-            small_job(model, precision="32-true", device="cpu", world_size=2),
-            device=device(cores=cores),
-        )
-        for cores in (2, 4)
-    )
+    few, many = (job_on(device(cores=cores), world_size=2) for cores in (2, 4))
     assert not few.overlaps and many.overlaps
     assert layer_time(few, how).communication > layer_time(many, how).communication
 
@@ -255,10 +249,7 @@ def test_processes_share_cores(p: int, cores: int, expected: float) -> None:
     Without a pipeline, each of 4 processes on 2 cores has half of a core. With 2 stages and m = 2,
     a stage waits in a third of the step. 2 cores are then always busy, so the work determines the
     time."""
-    model = GPTConfig.gpt2(
-        hidden_size=64, num_heads=2, sequence_length=64, num_layers=2, vocabulary_size=8
-    )
-    job = small_job(model, precision="32-true", device="cpu", world_size=4, batch=8)
+    model = dataclasses.replace(TINY, num_layers=2, vocabulary_size=8)
     how = choice(world_size=4, pipeline_parallel_size=p, b=1 if p == 2 else 2, m=2 if p == 2 else 1)
     times = {}
     for count in (cores, 8):
@@ -266,8 +257,9 @@ def test_processes_share_cores(p: int, cores: int, expected: float) -> None:
             find_device("cpu").cluster, node=Link(bandwidth=1e15, latency_s=0.0)
         )
         one = dataclasses.replace(device(cores=count), cluster=fast)
-        times[count] = simulated_step_time(dataclasses.replace(job, device=one), how)
-        closed = step_time(dataclasses.replace(job, device=one), how)
+        job = job_on(one, model, world_size=4)
+        times[count] = simulated_step_time(job, how)
+        closed = step_time(job, how)
         assert closed.total == pytest.approx(times[count].total, rel=0.12)
     assert times[8].sharing == 0
     assert times[cores].total / times[8].total == pytest.approx(expected, rel=0.05)
@@ -278,12 +270,7 @@ def test_large_tensors_are_fresh_memory() -> None:
     (``shims/glibc.py``)."""
     fresh = device(fresh_s=1e-9)
     model = GPTConfig.gpt2(hidden_size=64, num_heads=2)
-    one, two = (
-        dataclasses.replace(
-            small_job(model, precision="32-true", device="cpu", world_size=world), device=fresh
-        )
-        for world in (1, 2)
-    )
+    one, two = (job_on(fresh, model, world_size=world) for world in (1, 2))
     sizes = [2**20 - 1, 2**20, 2**26]
     assert fresh_seconds(one, sizes) == pytest.approx(2**26 * 1e-9)
     assert fresh_seconds(two, sizes) == pytest.approx((2**26 + 2**20) * 1e-9)

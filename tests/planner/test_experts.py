@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.models import GPT, GPTConfig, active_parameters, gpt_plan, num_parameters
-from lightning_ptdp.pipeline.balance import layer_ranges
-from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.models import GPT, GPTConfig, active_parameters, num_parameters
 from lightning_ptdp.planner import (
     Job,
     Space,
@@ -19,7 +17,6 @@ from lightning_ptdp.planner import (
     fullest_rank,
     layer_activations,
     layer_time,
-    layers_by_stage,
     product_time,
     search,
     stage_parameters,
@@ -34,7 +31,7 @@ from lightning_ptdp.planner.parameters import expert_parameters
 from lightning_ptdp.planner.remedies import why_nothing_fits
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.memory import kept_bytes
-from tests.planner.jobs import choice, small_job
+from tests.planner.jobs import MIXTURE, choice, small_job
 
 SIZES: dict[str, Any] = {
     "vocabulary_size": 64,
@@ -43,15 +40,6 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_heads": 4,
 }
-SMALL = GPTConfig.llama(
-    **SIZES,
-    num_experts=8,
-    experts_per_token=2,
-    expert_hidden_size=96,
-    shared_experts=1,
-    dense_layers=1,
-    ffn_hidden_size=160,
-)
 MIXTRAL = GPTConfig.llama(
     vocabulary_size=32000,
     sequence_length=4096,
@@ -66,17 +54,10 @@ MIXTRAL = GPTConfig.llama(
 SHAPE = ExpertShape(number=8, chosen=2, hidden=4096, width=14336)
 
 
-def test_parameters_and_stages_are_the_modules_own() -> None:
+def test_parameters_of_experts_are_the_modules_own() -> None:
     with torch.device("meta"):
-        model = GPT(SMALL)
-    plan = gpt_plan(SMALL, prefix="")
-    shape = small_job(SMALL).shape
-    parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
-    for p in (1, 2, 3):
-        layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
-        ranges = layer_ranges(model, parts=parts, layout=layout)
-        assert layers_by_stage(shape, p) == tuple(stop - start for start, stop in ranges)
-        assert sum(stage_parameters(shape, layout)) == num_parameters(SMALL)
+        model = GPT(MIXTURE)
+    shape = small_job(MIXTURE).shape
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     whole, shared = (
         ParallelLayout(world_size=8, pipeline_parallel_size=2, expert_parallel_size=e)
@@ -85,7 +66,7 @@ def test_parameters_and_stages_are_the_modules_own() -> None:
     assert (
         sum(expert_parameters(shape, whole)) == experts == 4 * sum(expert_parameters(shape, shared))
     )
-    assert sum(stage_parameters(shape, shared)) == num_parameters(SMALL) - experts * 3 / 4
+    assert sum(stage_parameters(shape, shared)) == num_parameters(MIXTURE) - experts * 3 / 4
     # arXiv 2401.04088: 47B, 13B
     assert (round(num_parameters(MIXTRAL) / 1e8), round(active_parameters(MIXTRAL) / 1e8)) == (
         467,
@@ -95,7 +76,7 @@ def test_parameters_and_stages_are_the_modules_own() -> None:
 
 def test_bytes_of_states() -> None:
     """ZeRO-1 spreads what is dense over d c ranks, an expert's over the d c / e that hold it."""
-    job = small_job(SMALL, world_size=16)
+    job = small_job(MIXTURE, world_size=16)
     how = choice(
         world_size=16, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=4
     )
@@ -107,10 +88,10 @@ def test_bytes_of_states() -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_what_a_mixture_keeps_is_what_its_block_keeps(precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    block = GPT(SMALL).blocks[-1].to(dtype)
+    block = GPT(MIXTURE).blocks[-1].to(dtype)
     x = torch.randn(2, 48, 64, dtype=dtype, requires_grad=True)
     kept = kept_bytes(lambda: block(x + 0, torch.zeros(2, 3))[0], block.parameters())
-    job = small_job(SMALL, precision=precision, device="cpu")
+    job = small_job(MIXTURE, precision=precision, device="cpu")
     expected = layer_activations(job, choice(b=2), job.shape.layers[-1]).held
     assert expected == pytest.approx(kept, rel=0.03), expected / kept
 
@@ -170,7 +151,7 @@ def test_experts_and_their_tokens_are_parts_of_the_step() -> None:
         assert (time.dispatch > 0) == (e > 1) and 0.5 < time.experts / time.total < 0.9
     # What is held once by eight ranks is summed over two.
     assert times[8].gradients < times[1].gradients
-    mixed, plain = small_job(SMALL, world_size=64), choice(world_size=64)
+    mixed, plain = small_job(MIXTURE, world_size=64), choice(world_size=64)
     assert (
         layer_time(mixed, plain, mixed.shape.layers[-1]).experts
         > layer_time(mixed, plain).experts

@@ -9,9 +9,6 @@ from lightning_ptdp.models import GPT, gpt_plan, num_parameters
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner import (
-    Choice,
-    Job,
-    RankMemory,
     fullest_rank,
     layer_activations,
     layers_by_stage,
@@ -21,13 +18,15 @@ from lightning_ptdp.planner import (
 from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.models.configs import VARIANTS
-from tests.planner.jobs import TABLE_1, Row, choice, choice_of, job_of, small_job
+from tests.planner.jobs import MIXTURE, TABLE_1, Row, choice, choice_of, job_of, small_job
 from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import tensor_group
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(
+    "config", [*VARIANTS.values(), MIXTURE], ids=[*VARIANTS.keys(), "dense and mixtures"]
+)
 def test_parameters_and_stages_are_the_modules_own(config: object) -> None:
     with torch.device("meta"):
         model = GPT(config)
@@ -83,19 +82,13 @@ def test_parameters_under_tensor_parallelism(pool: Pool) -> None:
 )
 def test_bytes_a_parameter(precision: str, whole: float, sharded: float) -> None:
     job = small_job(VARIANTS["gpt2"], precision=precision, world_size=8)
-    assert sum(static_bytes(job, choice(world_size=8), 1000)) == whole * 1000
-    assert (
-        sum(static_bytes(job, choice(world_size=8, shard_optimizer=True), 1000)) == sharded * 1000
-    )
-    # The ranks of a context group hold the same parameters as well.
-    assert (
-        sum(
-            static_bytes(
-                job, choice(world_size=8, shard_optimizer=True, context_parallel_size=2), 1000
-            )
-        )
-        == sharded * 1000
-    )
+    for options, expected in (
+        ({}, whole),
+        ({"shard_optimizer": True}, sharded),
+        # The ranks of a context group hold the same parameters as well.
+        ({"shard_optimizer": True, "context_parallel_size": 2}, sharded),
+    ):
+        assert sum(static_bytes(job, choice(world_size=8, **options), 1000)) == expected * 1000
 
 
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row.parameters} B")
@@ -107,14 +100,10 @@ def test_table_1_fits(row: Row) -> None:
     assert 25 * 2**30 < memory.total < job.device.usable_bytes
 
 
-def of_rank(job: Job, how: Choice, rank: int) -> RankMemory:
-    return rank_memory(job, how, rank)
-
-
 def test_the_fullest_rank_is_the_fullest() -> None:
     for row in TABLE_1[4:]:
         job, how = job_of(row), choice_of(row)
-        every = [of_rank(job, how, rank) for rank in range(row.pipeline)]
+        every = [rank_memory(job, how, rank) for rank in range(row.pipeline)]
         assert fullest_rank(job, how) == max(every, key=lambda memory: memory.total)
 
 
@@ -134,7 +123,7 @@ def test_activations_follow_the_schedule() -> None:
         layer = layer_activations(job, how).held
         inputs = 2048 * (8 + 8 + 12288)  # ids of tokens and positions, masks of the embedding
         count = (p if schedule != "gpipe" else 96) if v == 1 else p * v + p - 1
-        return (of_rank(job, how, 0).activations - count * inputs) / layer
+        return (rank_memory(job, how, 0).activations - count * inputs) / layer
 
     # 80 layers in 8 stages, 10 in each; in 16 stages 5.
     assert held("1f1b") == pytest.approx(10 * p)

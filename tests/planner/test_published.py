@@ -9,10 +9,10 @@ from statistics import fmean
 
 import pytest
 
-from lightning_ptdp.planner import Choice, layer_activations, layer_time, step_time
+from lightning_ptdp.planner import Choice, Job, layer_activations, layer_time, step_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.metrics.paper import ptdp_step_flops
-from tests.planner.jobs import TABLE_1, a100_job, choice_of, job_of
+from tests.planner.jobs import TABLE_1, a100_job, choice_of, job_of, mean_and_worst
 
 # arXiv 2205.05198, tables 3 and 5: (layers, hidden, heads), (p, v, b), (batch, GPUs), seconds with
 # full recomputation, and with sequence parallelism and selective recomputation; t = 8.
@@ -22,10 +22,10 @@ KORTHIKANTI = (
     ((105, 20480, 128), (35, 3, 1), (280, 280), 49.05, 37.83),
     ((128, 25600, 160), (64, 1, 1), (512, 512), 94.42, 71.49),
 )
-# arXiv 2104.04473, table 2: (layers, hidden, heads, p), (GPUs, batch, TFLOP/s a GPU); t = 8, b = 1.
+# arXiv 2104.04473, table 2: (layers, hidden, heads), p, (GPUs, batch, TFLOP/s a GPU); t = 8, b = 1.
 TABLE_2 = (
-    ((96, 12288, 96, 12), ((384, 1536, 153), (768, 1536, 149), (1536, 1536, 141))),
-    ((105, 20480, 128, 35), ((560, 2240, 171), (1120, 2240, 167), (2240, 2240, 159))),
+    ((96, 12288, 96), 12, ((384, 1536, 153), (768, 1536, 149), (1536, 1536, 141))),
+    ((105, 20480, 128), 35, ((560, 2240, 171), (1120, 2240, 167), (2240, 2240, 159))),
 )
 # arXiv 2205.05198, table 4: one layer of the 22B at b = 4: sequence parallelism, recomputation,
 # milliseconds forward and backward.
@@ -99,11 +99,6 @@ LAYOUTS = (
 )
 
 
-def mean_and_worst(errors: list[float]) -> tuple[float, float]:
-    assert len({error > 0 for error in errors}) == 2, f"all on one side: {errors}"
-    return fmean(map(abs, errors)), max(map(abs, errors))
-
-
 def test_table_1() -> None:
     errors = []
     for row in TABLE_1:
@@ -129,15 +124,10 @@ def test_table_2() -> None:
     """PTD-P's rows of table 2 of arXiv 2104.04473, which nothing is fitted on: what more replicas
     cost at one batch."""
     errors = []
-    for (layers, hidden, heads, p), rows in TABLE_2:
+    for sizes, p, rows in TABLE_2:
         for gpus, batch, tflops in rows:
-            job = a100_job(layers=layers, hidden=hidden, heads=heads, gpus=gpus, batch=batch)
-            layout = ParallelLayout(
-                world_size=gpus, tensor_parallel_size=8, pipeline_parallel_size=p
-            )
-            m = batch // layout.data_parallel_size
-            how = Choice(layout=layout, micro_batch_size=1, num_microbatches=m, recompute="full")
-            errors.append(step_time(job, how).tflops / tflops - 1)
+            time = step_time(*planned(sizes, gpus, batch, t=8, p=p, b=1))
+            errors.append(time.tflops / tflops - 1)
     assert max(map(abs, errors)) <= 0.04, errors
     # 384 to 1,536 GPUs, and 560 to 2,240, lose 8 and 7 % of their rate.
     assert (
@@ -145,28 +135,54 @@ def test_table_2() -> None:
     ), errors
 
 
+def planned(
+    sizes: tuple[int, int, int],
+    gpus: int,
+    batch: int,
+    *,
+    t: int,
+    p: int = 1,
+    b: int,
+    v: int = 1,
+    recompute: str = "full",
+    sequence: bool = False,
+    software: str = "megatron-2021",
+) -> tuple[Job, Choice]:
+    layout = ParallelLayout(
+        world_size=gpus,
+        tensor_parallel_size=t,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        sequence_parallel=sequence,
+    )
+    return a100_job(sizes, gpus=gpus, batch=batch, software=software), Choice(
+        layout=layout,
+        micro_batch_size=b,
+        num_microbatches=batch // (layout.data_parallel_size * b),
+        recompute=recompute,
+        schedule="1f1b" if v == 1 else "interleaved_1f1b",
+    )
+
+
 def korthikanti(
     sizes: tuple[int, int, int], pipeline: tuple[int, int, int], job: tuple[int, int], *, fast: bool
 ) -> float:
-    (layers, hidden, heads), (p, v, b), (batch, gpus) = sizes, pipeline, job
-    planned = a100_job(
-        layers=layers, hidden=hidden, heads=heads, gpus=gpus, batch=batch, software="megatron-2022"
-    )
-    layout = ParallelLayout(
-        world_size=gpus,
-        tensor_parallel_size=8,
-        pipeline_parallel_size=p,
-        virtual_pipeline_size=v,
-        sequence_parallel=fast,
-    )
-    how = Choice(
-        layout=layout,
-        micro_batch_size=b,
-        num_microbatches=batch // b,
-        recompute="selective" if fast else "full",
-        schedule="1f1b" if v == 1 else "interleaved_1f1b",
-    )
-    return step_time(planned, how).total
+    (p, v, b), (batch, gpus) = pipeline, job
+    recompute = "selective" if fast else "full"
+    return step_time(
+        *planned(
+            sizes,
+            gpus,
+            batch,
+            t=8,
+            p=p,
+            b=b,
+            v=v,
+            recompute=recompute,
+            sequence=fast,
+            software="megatron-2022",
+        )
+    ).total
 
 
 def test_steps_with_selective_recomputation() -> None:
@@ -178,35 +194,43 @@ def test_steps_with_selective_recomputation() -> None:
     assert (mean <= 0.045) and (worst <= 0.1), errors
 
 
+def one_layer(
+    sizes: tuple[int, int, int], t: int, b: int, recompute: str, sequence: bool
+) -> tuple[Job, Choice]:
+    """One microbatch on a node."""
+    return planned(
+        sizes,
+        8,
+        b * 8 // t,
+        t=t,
+        b=b,
+        recompute=recompute,
+        sequence=sequence,
+        software="megatron-2022",
+    )
+
+
 def test_one_layer() -> None:
     """Forward and backward alone, for each way to recompute: the model is right for its parts, not
     only for their sum."""
-    job, errors = (
-        a100_job(layers=48, hidden=6144, heads=64, gpus=8, batch=4, software="megatron-2022"),
-        [],
-    )
+    errors = []
     for sequence, recompute, forward, backward in ONE_LAYER:
-        layout = ParallelLayout(world_size=8, tensor_parallel_size=8, sequence_parallel=sequence)
-        time = layer_time(
-            job, Choice(layout=layout, micro_batch_size=4, num_microbatches=1, recompute=recompute)
-        )
+        time = layer_time(*one_layer((48, 6144, 64), 8, 4, recompute, sequence))
         errors += [time.forward * 1e3 / forward - 1, time.backward * 1e3 / backward - 1]
     assert mean_and_worst(errors)[1] <= 0.05, errors
 
 
-@pytest.mark.parametrize(("layers", "hidden", "heads"), [sizes for sizes, *_ in KORTHIKANTI])
-def test_activation_memory(layers: int, hidden: int, heads: int) -> None:
+@pytest.mark.parametrize("sizes", [sizes for sizes, *_ in KORTHIKANTI])
+def test_activation_memory(sizes: tuple[int, int, int]) -> None:
     """Table 2 of arXiv 2205.05198: bytes over s b h of a layer, t = 8, attention's scores in
     memory."""
-    job = a100_job(
-        layers=layers, hidden=hidden, heads=heads, gpus=8, batch=8, software="megatron-2022"
-    )
+    _, hidden, heads = sizes
     t, scores = 8, 5 * heads * 2048 / hidden
 
     def kept(size: int, recompute: str, *, sequence: bool = False) -> float:
-        layout = ParallelLayout(world_size=8, tensor_parallel_size=size, sequence_parallel=sequence)
-        how = Choice(layout=layout, micro_batch_size=1, num_microbatches=1, recompute=recompute)
-        return layer_activations(job, how).held / (2048 * hidden)
+        return layer_activations(*one_layer(sizes, size, 1, recompute, sequence)).held / (
+            2048 * hidden
+        )
 
     paper = {
         (1, "none", False): 34 + scores,
@@ -239,15 +263,10 @@ def test_the_fastest_layout_is_found() -> None:
     """Ranking, of 6 to 10 layouts of each of four models: what is lost by taking the one that is
     predicted to be the fastest."""
     lost = []
-    for (layers, hidden, heads), (gpus, batch), rows in LAYOUTS:
-        job = a100_job(layers=layers, hidden=hidden, heads=heads, gpus=gpus, batch=batch)
-        predicted = []
-        for t, p, b, seconds in rows:
-            layout = ParallelLayout(
-                world_size=gpus, tensor_parallel_size=t, pipeline_parallel_size=p
-            )
-            m = batch // (layout.data_parallel_size * b)
-            how = Choice(layout=layout, micro_batch_size=b, num_microbatches=m, recompute="full")
-            predicted.append((step_time(job, how).total, seconds))
+    for sizes, (gpus, batch), rows in LAYOUTS:
+        predicted = [
+            (step_time(*planned(sizes, gpus, batch, t=t, p=p, b=b)).total, seconds)
+            for t, p, b, seconds in rows
+        ]
         lost.append(min(predicted)[1] / min(seconds for _, seconds in predicted) - 1)
     assert fmean(lost) <= 0.02 and max(lost) <= 0.05, lost

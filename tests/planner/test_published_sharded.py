@@ -7,7 +7,6 @@ which differs from an H100's data sheet."""
 from __future__ import annotations
 
 import dataclasses
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import SOFTWARE, Choice, Job, find_device, fullest_rank, step_time
 from lightning_ptdp.world.layout import ParallelLayout
-from tests.planner.jobs import a100_job
+from tests.planner.jobs import a100_job, mean_and_worst
 
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: H100s with 96 GB of 2.4 TB/s, limited to
 # 500 W.
@@ -42,11 +41,11 @@ H200 = (("fsdp2-fp8", 32, 10938, 47.96), ("fsdp2-fp8", 64, 10753, 46.97))
 # Left out, because the estimate misses them for a reason that is not known: c = 4 and 8 (1,071 and
 # 548; 34 and 40 % too fast), and table 4's 70 B (829; 26 % too slow).
 LONG = ((1, 32768, 3890), (2, 65536, 2540))
-# arXiv 2104.04473, table 2, ZeRO-3: layers, hidden size, heads, (GPUs, b, TFLOP/s a GPU); on the
+# arXiv 2104.04473, table 2, ZeRO-3: (layers, hidden size, heads), (GPUs, b, TFLOP/s a GPU); on the
 # first row "slower" is fitted.
 ZERO_3 = (
-    (96, 12288, 96, ((384, 4, 144), (768, 2, 88), (1536, 1, 44))),
-    (105, 20480, 128, ((640, 4, 138), (1120, 2, 98), (2240, 1, 48))),
+    ((96, 12288, 96), ((384, 4, 144), (768, 2, 88), (1536, 1, 44))),
+    ((105, 20480, 128), ((640, 4, 138), (1120, 2, 98), (2240, 1, 48))),
 )
 
 
@@ -83,14 +82,12 @@ def test_fsdp2() -> None:
         for software, gpus, tokens, _ in rows:
             job, how = llama(software, device, gpus, b=2, length=8192, recompute="selective")
             errors.append(tokens_error(job, how, tokens))
-    assert len({error > 0 for error in errors}) == 2, errors
-    assert fmean(map(abs, errors)) <= 0.045 and max(map(abs, errors)) <= 0.11, errors
+    mean, worst = mean_and_worst(errors)
+    assert mean <= 0.045 and worst <= 0.11, errors
     # What float8 gains, and what compiling does, on 8 and on 128 GPUs.
     for eager, compiled, float8 in (errors[:3], errors[3:6]):
-        assert (
-            abs((1 + float8) / (1 + compiled) - 1) <= 0.04
-            and abs((1 + compiled) / (1 + eager) - 1) <= 0.08
-        )
+        assert abs((1 + float8) / (1 + compiled) - 1) <= 0.04
+        assert abs((1 + compiled) / (1 + eager) - 1) <= 0.08
 
 
 def test_fsdp2_with_context_parallelism() -> None:
@@ -103,10 +100,7 @@ def test_without_the_preset_it_is_too_fast() -> None:
     """Check that the FSDP2 preset predicts steps 15 to 30 % longer than this package's preset."""
     job, how = llama("ours-compiled", find_device("h200"), 32, b=2, length=8192, recompute="none")
     bf16 = dataclasses.replace(job, software=SOFTWARE["fsdp2-compiled"])
-    ours, theirs = (
-        step_time(job, how).total,
-        step_time(bf16, dataclasses.replace(how, recompute="none")).total,
-    )
+    ours, theirs = (step_time(one, how).total for one in (job, bf16))
     assert 1.15 * ours < theirs < 1.3 * ours
 
 
@@ -136,16 +130,9 @@ def test_zero_3() -> None:
     parameters are gathered a third time, was inferred from these rows, so that they show
     consistency, not foresight."""
     errors = []
-    for layers, hidden, heads, rows in ZERO_3:
+    for sizes, rows in ZERO_3:
         for gpus, b, tflops in rows:
-            job = a100_job(
-                layers=layers,
-                hidden=hidden,
-                heads=heads,
-                gpus=gpus,
-                batch=gpus * b,
-                software="deepspeed-zero3",
-            )
+            job = a100_job(sizes, gpus=gpus, batch=gpus * b, software="deepspeed-zero3")
             how = Choice(
                 layout=ParallelLayout(world_size=gpus),
                 micro_batch_size=b,
@@ -153,8 +140,8 @@ def test_zero_3() -> None:
                 recompute="full",
             )
             errors.append(step_time(job, how).tflops / tflops - 1)
-    assert len({error > 0 for error in errors}) == 2, errors
-    assert fmean(map(abs, errors)) <= 0.06 and max(map(abs, errors)) <= 0.11, errors
+    mean, worst = mean_and_worst(errors)
+    assert mean <= 0.06 and worst <= 0.11, errors
 
 
 def test_float8_needs_a_device_that_has_it() -> None:

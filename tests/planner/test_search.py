@@ -8,7 +8,7 @@ import pytest
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Job, Plan, Space, find_device, search
+from lightning_ptdp.planner import Candidate, Job, Plan, Space, find_device, search
 from tests.planner.jobs import TABLE_1, Row, job_of, small_job
 
 PAPER = Space(
@@ -20,14 +20,15 @@ PAPER = Space(
 """Options that existed in 2021."""
 
 
+def degree(candidate: Candidate) -> tuple[int, int]:
+    """(t, p)"""
+    layout = candidate.choice.layout
+    return layout.tensor_parallel_size, layout.pipeline_parallel_size
+
+
 def degrees(plan: Plan) -> list[tuple[int, int]]:
-    """(t, p) in the order of their fastest."""
-    layouts = [candidate.choice.layout for candidate in plan.best]
-    return list(
-        dict.fromkeys(
-            (layout.tensor_parallel_size, layout.pipeline_parallel_size) for layout in layouts
-        )
-    )
+    """In the order of their fastest."""
+    return list(dict.fromkeys(map(degree, plan.best)))
 
 
 @pytest.mark.parametrize(
@@ -39,18 +40,9 @@ def test_table_1_is_near_the_top(row: Row) -> None:
     %. (That t = 4 is quicker than 8 for some of these sizes is measured: arXiv 2312.12391, its data
     for 39.1 B on 512 GPUs.)"""
     plan = search(dataclasses.replace(job_of(row), reserve=0.0), PAPER, count=1000, simulate=False)
-    own = [
-        candidate
-        for candidate in plan.best
-        if (
-            candidate.choice.layout.tensor_parallel_size,
-            candidate.choice.layout.pipeline_parallel_size,
-        )
-        == (row.tensor, row.pipeline)
-    ]
-    assert (
-        own[0].time.total <= (1.05 if row.parameters > 500 else 1.15) * plan.best[0].time.total
-    ), degrees(plan)
+    own = next(one for one in plan.best if degree(one) == (row.tensor, row.pipeline))
+    allowed = 1.05 if row.parameters > 500 else 1.15
+    assert own.time.total <= allowed * plan.best[0].time.total, degrees(plan)
     assert plan.examined >= len(plan.best) >= 15
 
 
@@ -62,8 +54,7 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
     )
     plan = search(job_of(row), space, count=1000, simulate=False)
     fastest = {
-        t: next(c for c in plan.best if c.choice.layout.tensor_parallel_size == t).time.total
-        for t in (8, 16, 32)
+        t: next(one for one in plan.best if degree(one)[0] == t).time.total for t in (8, 16, 32)
     }
     assert 1.15 * fastest[8] < fastest[16] < fastest[32]
     assert degrees(plan)[0][0] <= 8
@@ -138,9 +129,8 @@ def test_reasons() -> None:
 
 
 def test_reasons_of_memory() -> None:
-    plan = search(
-        dataclasses.replace(job_of(TABLE_1[5], "ours"), world_size=16, global_batch_size=16)
-    )
+    job = dataclasses.replace(job_of(TABLE_1[5], "ours"), world_size=16, global_batch_size=16)
+    plan = search(job)
     assert not plan.best
     assert plan.slower == ()
     reasons = {misfit.what: misfit.reason for misfit in plan.rejected}
@@ -158,26 +148,25 @@ def test_a_reserve_is_left() -> None:
         world_size=8,
         batch=256,
     )
-    fullest = max(
-        candidate.memory.total for candidate in search(job, count=200, simulate=False).best
-    )
-    assert 1.23 * fullest <= job.device.usable_bytes
     eager = dataclasses.replace(job, reserve=0.0)
-    fullest = max(
-        candidate.memory.total for candidate in search(eager, count=200, simulate=False).best
+    careful, fullest = (
+        max(one.memory.total for one in search(given, count=200, simulate=False).best)
+        for given in (job, eager)
     )
+    assert 1.23 * careful <= job.device.usable_bytes
     assert job.limit_bytes < fullest <= job.device.usable_bytes == eager.limit_bytes
     with pytest.raises(ValueError, match="reserve=1 must be a share"):
         dataclasses.replace(job, reserve=1)
 
 
 def test_wishes_are_checked() -> None:
-    with pytest.raises(ValueError, match="schedules has '2f2b'"):
-        Space(schedules=("2f2b",))
-    with pytest.raises(ValueError, match=r"recompute=.*'some'"):
-        Space(recompute=("some",))
-    with pytest.raises(ValueError, match=r"tensor_parallel_sizes=\(0,\)"):
-        Space(tensor_parallel_sizes=(0,))
+    for wishes, words in (
+        ({"schedules": ("2f2b",)}, "schedules has '2f2b'"),
+        ({"recompute": ("some",)}, "recompute=.*'some'"),
+        ({"tensor_parallel_sizes": (0,)}, r"tensor_parallel_sizes=\(0,\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Space(**wishes)
     with pytest.raises(ValueError, match="count=0"):
         search(small_job(GPTConfig()), count=0)
     with pytest.raises(ValueError, match="world_size=0"):

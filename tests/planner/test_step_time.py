@@ -75,12 +75,8 @@ def test_a_slow_host_is_waited_for_and_a_quick_one_is_not() -> None:
     job = small_job(MODEL)
 
     def layer(seconds: float) -> float:
-        time = layer_time(
-            dataclasses.replace(
-                job, software=dataclasses.replace(job.software, operation_s=seconds)
-            ),
-            choice(),
-        )
+        software = dataclasses.replace(job.software, operation_s=seconds)
+        time = layer_time(dataclasses.replace(job, software=software), choice())
         return time.forward + time.backward
 
     assert layer(0.0) == layer(1e-6)

@@ -125,6 +125,9 @@ def test_bytes_between_products(
     assert found == pytest.approx(expected, rel=0.01)
 
 
+EXAMPLE = torch.zeros(1, 24, dtype=torch.long)
+
+
 class Own(nn.Module):
     """Somebody's encoder."""
 
@@ -248,7 +251,7 @@ class Lit(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net: nn.Module | None = None
-        self.example_input_array = torch.zeros(1, 24, dtype=torch.long)
+        self.example_input_array = EXAMPLE
 
     def configure_model(self) -> None:
         self.net = self.net or Own()
@@ -270,7 +273,7 @@ def test_plan_of_a_module() -> None:
         Own(),
         world_size=4,
         batch=16,
-        example=torch.zeros(1, 24, dtype=torch.long),
+        example=EXAMPLE,
         space=Space(pipeline_parallel_sizes=(2,)),
     )
     assert given.job.shape.runs[0][1].products == plan.job.shape.runs[0][1].products
@@ -283,9 +286,8 @@ def test_frozen_parameters_are_not_trained() -> None:
     module = Own()
     for parameter in module.layers.parameters():
         parameter.requires_grad_(False)
-    example = torch.zeros(1, 24, dtype=torch.long)
     whole, frozen = (
-        lightning_ptdp.plan(one, world_size=1, batch=4, example=example) for one in (Own(), module)
+        lightning_ptdp.plan(one, world_size=1, batch=4, example=EXAMPLE) for one in (Own(), module)
     )
     share = frozen.job.trained
     assert share == sum(p.numel() for p in module.parameters() if p.requires_grad) / sum(
@@ -297,32 +299,46 @@ def test_frozen_parameters_are_not_trained() -> None:
     assert found[share].time.model_flops < found[1].time.model_flops
 
 
-def test_what_cannot_be_followed() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"forward of Stubborn cannot be traced without data: "
-        r"'' failed .*--layers 24",
-    ):
-        lightning_ptdp.plan(Stubborn(), world_size=4, batch=16, sequence_length=24)
-    with pytest.raises(
-        ValueError, match=r"the sequence length of Own is unknown. Pass sequence_length="
-    ):
-        lightning_ptdp.plan(Own(), world_size=4, batch=16)
-    with pytest.raises(ValueError, match="sequence_length=48, but the example has 24 tokens"):
-        lightning_ptdp.plan(
-            Own(),
-            world_size=4,
-            batch=16,
-            example=torch.zeros(1, 24, dtype=torch.long),
-            sequence_length=48,
-        )
-    with pytest.raises(ValueError, match="sequence_length=4096 is longer than the model's"):
-        lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4, sequence_length=4096)
-    with pytest.raises(ValueError, match=r"the inputs of Sequential are unknown. Pass example="):
-        lightning_ptdp.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), world_size=4, batch=16)
+def cut_already() -> nn.Module:
     module = Own()
     vars(module)[CUT_MARK] = "t2"
-    with pytest.raises(
-        ValueError, match="the sizes of Own cannot be determined: it was already cut for a layout"
-    ):
-        lightning_ptdp.plan(module, world_size=4, batch=16)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (
+            Stubborn,
+            {"sequence_length": 24},
+            "forward of Stubborn cannot be traced without data: '' failed .*--layers 24",
+        ),
+        (Own, {}, "the sequence length of Own is unknown. Pass sequence_length="),
+        (
+            Own,
+            {"example": EXAMPLE, "sequence_length": 48},
+            "sequence_length=48, but the example has 24 tokens",
+        ),
+        (
+            lambda: GPT(OURS["gpt2"]),
+            {"sequence_length": 4096},
+            "sequence_length=4096 is longer than the model's",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+            {},
+            "the inputs of Sequential are unknown. Pass example=",
+        ),
+        (
+            cut_already,
+            {},
+            "the sizes of Own cannot be determined: it was already cut for a layout",
+        ),
+    ],
+    ids=["values", "length", "example", "longer", "inputs", "cut"],
+)
+def test_what_cannot_be_followed(
+    make: Callable[[], nn.Module], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        lightning_ptdp.plan(make(), world_size=4, batch=16, **options)
