@@ -68,10 +68,8 @@ def test_the_parts_of_a_sample(folder: Path, vocabulary: WordVocabulary) -> None
         "next_sentence_label": (),
     }
     assert all(value.dtype == torch.int64 for value in batch.values())
-    tokens, special = (
-        original(batch),
-        torch.tensor([vocabulary.cls, vocabulary.sep, vocabulary.pad, vocabulary.mask]),
-    )
+    tokens = original(batch)
+    special = torch.tensor([vocabulary.cls, vocabulary.sep, vocabulary.pad, vocabulary.mask])
     assert (tokens[:, 0] == vocabulary.cls).all()
     assert ((tokens == vocabulary.sep).sum(1) == 2).all()
     assert ((tokens == vocabulary.pad) == (batch["attention_mask"] == 0)).all()
@@ -180,16 +178,11 @@ def test_where_words_begin() -> None:
 def test_words_longer_than_the_budget_are_passed_over() -> None:
     starts, sizes = np.array([1, 4, 5]), np.array([3, 1, 2])
     for seed in range(20):
-        assert choose_words(starts, sizes, budget=1, draws=Draws(seed)).tolist() == [4]
-        assert choose_words(starts, sizes, budget=6, draws=Draws(seed)).tolist() == [
-            1,
-            2,
-            3,
-            4,
-            5,
-            6,
-        ]
-        assert len(choose_words(starts, sizes, budget=3, draws=Draws(seed))) == 3
+        one, three, all_six = (
+            choose_words(starts, sizes, budget=budget, draws=Draws(seed)).tolist()
+            for budget in (1, 3, 6)
+        )
+        assert (one, len(three), all_six) == ([4], 3, list(range(1, 7)))
     assert choose_words(starts[:1], sizes[:1], budget=2, draws=Draws(0)).tolist() == []
 
 
@@ -223,10 +216,8 @@ def test_half_of_the_second_segments_come_from_another_document(folder: Path) ->
         batch = rows(made, epoch)
         for row in range(len(made)):
             first, second = segments(batch, row)
-            document, label = (
-                int(made._windows.documents[row]),
-                int(batch["next_sentence_label"][row]),
-            )
+            document = int(made._windows.documents[row])
+            label = int(batch["next_sentence_label"][row])
             random += label
             if not label:
                 assert first + second == made._window(row).tolist()

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load
 from lightning_ptdp.data.manifest import FileRecord, Manifest, record_files
 from lightning_ptdp.models import make_tiny
 from tests.data.conftest import config_of
-from tests.data.folders import write_rows
+from tests.data.folders import flip, write_rows
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -97,22 +98,39 @@ def chat(model: Path) -> Path:
 Data = Callable[..., ChatDataModule]
 
 
+def conversations(model: Path, path: Path | None, folder: Path, **changes: Any) -> ChatDataModule:
+    settings = {
+        "data_dir": str(folder),
+        "tokenizer_dir": str(model),
+        "path": path and str(path),
+        "sequence_length": 128,
+        "micro_batch_size": 2,
+        "validation_fraction": 0.2,
+    }
+    return ChatDataModule(**{**settings, **changes})
+
+
 @pytest.fixture
 def data(model: Path, chat: Path, tmp_path: Path) -> Data:
     """Makes data modules, by default of the conversations in the folder ``store``."""
 
     def make(path: Path | str | None = chat, folder: str = "store", **changes: Any) -> Any:
-        settings = {
-            "data_dir": str(tmp_path / folder),
-            "tokenizer_dir": str(model),
-            "path": path and str(tmp_path / path),
-            "sequence_length": 128,
-            "micro_batch_size": 2,
-            "validation_fraction": 0.2,
-        }
-        return ChatDataModule(**{**settings, **changes})
+        return conversations(model, path and tmp_path / path, tmp_path / folder, **changes)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, chat: Path) -> Path:
+    """The conversations, prepared."""
+    made = prepared(conversations(model, chat, model.parent / "prepared"))
+    return Path(made.data_dir)
+
+
+@pytest.fixture
+def store(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the prepared conversations, which a test may damage."""
+    return Path(shutil.copytree(whole, tmp_path / "store"))
 
 
 def prepared(made: ChatDataModule) -> ChatDataModule:
@@ -207,8 +225,10 @@ def _parts(said: str) -> list[str]:
     return [re.sub(r"^(\w+) ", r"\1\n", part) for part in re.split(r" (?=assistant|user)", said)]
 
 
-def test_packing_keeps_every_sample_once_and_begins_positions_anew(model: Path, data: Data) -> None:
-    alone = prepared(data())._stream("train")
+def test_packing_keeps_every_sample_once_and_begins_positions_anew(
+    model: Path, data: Data, store: Path
+) -> None:
+    alone = data()._stream("train")
     packed = prepared(data(packing=True))._stream("train")
     assert len(packed) < len(alone) == packed.samples
     rows = packed.as_batch(packed.__getitems__(range(len(packed))))
@@ -245,8 +265,10 @@ def test_packing_is_dense_and_each_sample_is_somewhere() -> None:
     assert len(begins) - 1 <= 1.03 * sizes.sum() / 64 + 1
 
 
-def test_samples_that_are_too_long(data: Data, caplog: pytest.LogCaptureFixture) -> None:
-    lengths = prepared(data())._stream("train").lengths
+def test_samples_that_are_too_long(
+    data: Data, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = data()._stream("train").lengths
     length = int(np.median(lengths)) - 1
     longer = int((lengths > length + 1).sum())
     with pytest.raises(
@@ -399,19 +421,13 @@ def test_a_tokenizer_without_a_template_or_none_at_all(
     prepared(data(**bare, chat_template=str(model.parent / "plain.jinja")))
 
 
-def test_a_folder_made_with_other_settings_or_damaged_is_not_used(
-    data: Data, tmp_path: Path
-) -> None:
-    prepared(data())
+def test_a_folder_made_with_other_settings_or_damaged_is_not_used(data: Data, store: Path) -> None:
     with pytest.raises(
         ValueError, match=r"other settings .*learn was 'answers' and is now 'last_answer'"
     ):
         data(learn="last_answer").check()
     prepared(data(learn="last_answer", overwrite=True))
-    tokens = tmp_path / "store" / "train" / "chunk-0-0.bin"
-    content = bytearray(tokens.read_bytes())
-    content[19] ^= 1
-    tokens.write_bytes(content)
+    flip(store / "train" / "chunk-0-0.bin")
     with pytest.raises(ValueError, match=r"chunk-0-0.bin is damaged"):
         data(learn="last_answer").check()
 
@@ -446,9 +462,9 @@ def test_ptdp_takes_the_tokenizer_of_the_model(
 
 
 def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(
-    data: Data, tmp_path: Path
+    data: Data, store: Path
 ) -> None:
-    made, store = prepared(data()), tmp_path / "store"
+    made = prepared(data())
     file = store / "train" / "chunk-0-0.bin"
     tokens = np.fromfile(file, "int32")
     tokens[8] |= 60_000  # behind a header of three numbers
@@ -466,42 +482,38 @@ def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(
             opened()
 
 
-def test_prepared_conversations_are_copied_from_a_store(data: Data, tmp_path: Path) -> None:
-    made = prepared(data())
-    copied = prepared(data(None, "copy", remote=f"local:{tmp_path / 'store'}"))
+def test_prepared_conversations_are_copied_from_a_store(data: Data, store: Path) -> None:
+    copied = prepared(data(None, "copy", remote=f"local:{store}"))
     copied.check()
-    assert copied._stream("train").fingerprint == made._stream("train").fingerprint
+    assert copied._stream("train").fingerprint == data()._stream("train").fingerprint
 
 
-def test_marks_that_contradict_the_manifest_are_named(data: Data, tmp_path: Path) -> None:
-    prepared(data())
-    manifest = Manifest.read(tmp_path / "store")
+def test_marks_that_contradict_the_manifest_are_named(data: Data, store: Path) -> None:
+    manifest = Manifest.read(store)
     more = replace(manifest.splits["train"], documents=manifest.splits["train"].documents + 1)
-    replace(manifest, splits={**manifest.splits, "train": more}).write(tmp_path / "store")
+    replace(manifest, splits={**manifest.splits, "train": more}).write(store)
     with pytest.raises(StoreError, match=r"train is damaged: it does not have 33 conversations"):
         data().check()
 
 
 def test_conversations_are_not_read_as_text_nor_text_as_conversations(
-    data: Data, tmp_path: Path, text: PreparedData
+    data: Data, store: Path, text: PreparedData
 ) -> None:
-    prepared(data())
     with pytest.raises(StoreError, match=r"of the form 'chat'.*Read it with ChatDataModule"):
-        TokenStream(tmp_path / "store", sequence_length=8)
+        TokenStream(store, sequence_length=8)
     with pytest.raises(StoreError, match=r"of the form 'text'.*Read it with TextDataModule"):
         ChatStream(text.folder, sequence_length=8)
     with pytest.raises(StoreError, match=r"form was 'text' and is now 'chat'"):
         data(folder=text.folder).check()
 
 
-def test_a_manifest_of_conversations_names_no_file_outside(data: Data, tmp_path: Path) -> None:
-    prepared(data())
+def test_a_manifest_of_conversations_names_no_file_outside(store: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("not for you")
-    manifest = Manifest.read(tmp_path / "store")
+    manifest = Manifest.read(store)
     secret = FileRecord(size=11, sha256=hashlib.sha256(b"not for you").hexdigest())
-    replace(manifest, files={**manifest.files, "../secret": secret}).write(tmp_path / "store")
+    replace(manifest, files={**manifest.files, "../secret": secret}).write(store)
     with pytest.raises(StoreError, match=r"'\.\./secret' is not the name of a file inside"):
-        verify_store(tmp_path / "store")
+        verify_store(store)
 
 
 @pytest.mark.parametrize(

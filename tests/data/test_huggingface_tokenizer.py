@@ -120,47 +120,46 @@ def test_the_prepared_folder_holds_the_tokenizer_itself(
 
 
 def test_what_cannot_be_a_tokenizer_is_named(model: Path, texts: Path, tmp_path: Path) -> None:
-    def config(**changes: object) -> PrepareConfig:
-        return PrepareConfig(
-            **{
-                "output": tmp_path / "store",
-                "source": str(texts),
-                "tokenizer_dir": model,
-                **changes,
-            }
-        )  # type: ignore[arg-type]
-
-    with pytest.raises(
-        ValueError,
-        match=r"has a vocabulary of 600, but vocabulary_size=8192\. Use that of the tokenizer",
-    ):
-        prepare(config())
-    with pytest.raises(
-        ValueError, match=r"is from Hugging Face and has no control symbol '\[MASK\]'"
-    ):
-        prepare(config(vocabulary_size=None, control_symbols=("[MASK]",)))
-    with pytest.raises(
-        ValueError,
-        match="vocabulary_size=None is the vocabulary size of tokenizer_dir, which is not set",
-    ):
-        config(vocabulary_size=None, tokenizer_dir=None)
-    with pytest.raises(ValueError, match="cannot be read"):
-        prepare(config(tokenizer_dir=texts))
     bare = transformers.AutoTokenizer.from_pretrained(model)
     bare.eos_token = None
     bare.save_pretrained(tmp_path / "bare")
-    with pytest.raises(ValueError, match="has no eos_token to end documents with"):
-        prepare(config(tokenizer_dir=tmp_path / "bare", vocabulary_size=None))
+    for changes, words in (
+        (
+            {},
+            r"has a vocabulary of 600, but vocabulary_size=8192\. Use that of the tokenizer",
+        ),
+        (
+            {"vocabulary_size": None, "control_symbols": ("[MASK]",)},
+            r"is from Hugging Face and has no control symbol '\[MASK\]'",
+        ),
+        (
+            {"vocabulary_size": None, "tokenizer_dir": None},
+            "vocabulary_size=None is the vocabulary size of tokenizer_dir, which is not set",
+        ),
+        ({"tokenizer_dir": texts}, "cannot be read"),
+        (
+            {"vocabulary_size": None, "tokenizer_dir": tmp_path / "bare"},
+            "has no eos_token to end documents with",
+        ),
+    ):
+        given = {"source": str(texts), "tokenizer_dir": model, **changes}
+        with pytest.raises(ValueError, match=words):
+            prepare(PrepareConfig(output=tmp_path / "store", **given))  # type: ignore[arg-type]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare"]
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path) -> Path:
+    """A copy of the model's folder, which a test may change."""
+    return Path(shutil.copytree(model, tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
     "name", ["vocab.txt", "merges.txt", "tokenizer.json", "config.json", "special_tokens_map.json"]
 )
 def test_a_link_to_a_file_outside_the_folder_is_refused(
-    model: Path, tmp_path: Path, name: str
+    folder: Path, tmp_path: Path, name: str
 ) -> None:
-    folder = shutil.copytree(model, tmp_path / "model")
     (tmp_path / "secret").write_text("not for you")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "secret")
@@ -172,10 +171,8 @@ def test_a_link_to_a_file_outside_the_folder_is_refused(
 
 
 def test_a_tokenizer_in_the_hubs_cache_is_read(model: Path, tmp_path: Path) -> None:
-    snapshot, blobs = (
-        tmp_path / "models--a--b" / "snapshots" / "0123",
-        tmp_path / "models--a--b" / "blobs",
-    )
+    cache = tmp_path / "models--a--b"
+    snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
     snapshot.mkdir(parents=True)
     shutil.copytree(model, blobs)
     for file in blobs.iterdir():
@@ -191,9 +188,8 @@ def test_a_tokenizer_in_the_hubs_cache_is_read(model: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "sentencepiece.spm"])
 def test_a_pipe_in_a_tokenizers_folder_is_refused_and_not_waited_for(
-    model: Path, tmp_path: Path, name: str
+    folder: Path, name: str
 ) -> None:
-    folder = shutil.copytree(model, tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     with pytest.raises(TokenizerError, match=rf"{name} cannot be read: it is not a regular file"):
@@ -201,9 +197,8 @@ def test_a_pipe_in_a_tokenizers_folder_is_refused_and_not_waited_for(
 
 
 def test_a_file_of_four_tebibytes_in_a_tokenizers_folder_is_refused(
-    model: Path, tmp_path: Path
+    folder: Path,
 ) -> None:
-    folder = shutil.copytree(model, tmp_path / "model")
     with open(folder / "merges.txt", "wb") as stream:
         stream.truncate(1 << 42)
     with pytest.raises(
@@ -214,10 +209,9 @@ def test_a_file_of_four_tebibytes_in_a_tokenizers_folder_is_refused(
 
 
 def test_code_of_a_tokenizers_folder_is_refused_without_asking(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
-    folder = shutil.copytree(model, tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lightning_ptdp.data import IndexedFile, StoreError, indexed_stream
 from lightning_ptdp.data.stream import BlockStream
 from lightning_ptdp.data.token_store import ChunkMap
+from tests.data.folders import flip
 from tests.data.indexed_files import numbered, write_indexed
 
 VOCABULARY = 50_000
@@ -105,15 +106,9 @@ def test_a_sample_is_inputs_and_labels_shifted_by_one(prefix: Path) -> None:
 def test_other_data_have_another_fingerprint(prefix: Path, tmp_path: Path) -> None:
     base = stream_of(prefix)
     assert stream_of(prefix).fingerprint == base.fingerprint
-    for changes in (
-        {"split": "validation"},
-        {"validation_fraction": 0.3},
-        {"split": "all"},
-    ):
+    for changes in ({"split": "validation"}, {"validation_fraction": 0.3}, {"split": "all"}):
         assert stream_of(prefix, **changes).fingerprint != base.fingerprint
-    data = bytearray(prefix.with_suffix(".bin").read_bytes())
-    data[len(data) // 3] ^= 1
-    prefix.with_suffix(".bin").write_bytes(bytes(data))
+    flip(prefix.with_suffix(".bin"))
     assert stream_of(prefix).fingerprint != base.fingerprint
 
 

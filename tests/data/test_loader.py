@@ -149,20 +149,16 @@ def test_a_batch_in_flight_is_taken_off_the_saved_position(stream: TokenStream) 
 
 def test_a_position_in_other_data_is_refused(stream: TokenStream, prepared: PreparedData) -> None:
     state = TokenLoader(stream, batch_size=2, seed=1).state_dict()
-    others = {
-        "seed is 1 in the checkpoint, but 2 in this training": TokenLoader(
-            stream, batch_size=2, seed=2
-        ),
-        "sequence_length": TokenLoader(
-            TokenStream(prepared.folder, sequence_length=16), batch_size=2, seed=1
-        ),
-        "data": TokenLoader(
+    for words, other, seed in (
+        ("seed is 1 in the checkpoint, but 2 in this training", stream, 2),
+        ("sequence_length", TokenStream(prepared.folder, sequence_length=16), 1),
+        (
+            "data",
             TokenStream(prepared.folder, split="validation", sequence_length=LENGTH),
-            batch_size=2,
-            seed=1,
+            1,
         ),
-    }
-    for words, loader in others.items():
+    ):
+        loader = TokenLoader(other, batch_size=2, seed=seed)
         with pytest.raises(DataError, match=words):
             loader.load_state_dict(state)
     with pytest.raises(ValueError, match="consumed_samples"):

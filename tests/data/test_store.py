@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lightning_ptdp.data import PrepareConfig, StoreError, prepare, verify_store
+from lightning_ptdp.data import StoreError, prepare, verify_store
 from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.token_store import (
     MARKS,
@@ -26,7 +26,7 @@ from lightning_ptdp.data.token_store import (
     unmark,
     write_chunks,
 )
-from tests.data.conftest import write_corpus
+from tests.data.conftest import config_of, write_corpus
 from tests.pool import Pool
 
 
@@ -37,12 +37,16 @@ def write(folder: Path, runs: list[int], *, chunk_tokens: int, dtype: TokenType)
     return write_chunks(folder, numbers, chunk_tokens=chunk_tokens, dtype=dtype)
 
 
+def mapped(folder: Path, dtype: TokenType, vocabulary_size: int, **options: int) -> ChunkMap:
+    return ChunkMap(read_chunks(folder, dtype), vocabulary_size=vocabulary_size, **options)
+
+
 def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]:
     """Write as one of several processes, each its own folder, and read every block."""
     own = Path(folder, str(rank))
     environment = dict(os.environ)
     written = write(own, [1, 250, 0, 80, 1000], chunk_tokens=100, dtype="uint16")
-    reader = ChunkMap(read_chunks(own, "uint16"), vocabulary_size=1331, block_size=30)
+    reader = mapped(own, "uint16", 1331, block_size=30)
     # 13 chunks of 100 tokens and one of 31: three whole blocks a chunk, then one.
     blocks = [reader.read(number) for number in range(len(reader))]
     starts = [100 * chunk + 30 * block for chunk in range(13) for block in range(3)] + [1300]
@@ -83,7 +87,7 @@ def test_equal_tokens_are_equal_files_however_they_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize("total", [99, 100, 101, 200])
 def test_chunks_at_their_edges(tmp_path: Path, total: int) -> None:
     assert write(tmp_path / "x", [total], chunk_tokens=100, dtype="int32") == total
-    reader = ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=total)
+    reader = mapped(tmp_path / "x", "int32", total)
     assert [int(reader.read(number)[0]) for number in range(len(reader))] == list(range(total))
 
 
@@ -93,22 +97,16 @@ def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     write_chunks(
         tmp_path / "x", [[0, 70_000, 199_999]], chunk_tokens=100, dtype=token_dtype(200_000)
     )
-    assert ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=200_000).read(
-        0, 3
-    ).tolist() == [
-        0,
-        70_000,
-        199_999,
-    ]
+    assert mapped(tmp_path / "x", "int32", 200_000).read(0, 3).tolist() == [0, 70_000, 199_999]
     with pytest.raises(
         StoreError, match=r"chunk-0-0\.bin has token 199999, but vocabulary_size=199999"
     ):
-        ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=199_999).read(0, 3)
+        mapped(tmp_path / "x", "int32", 199_999).read(0, 3)
 
 
 def test_a_run_of_tokens_may_span_chunks(tmp_path: Path) -> None:
     write(tmp_path / "x", [331], chunk_tokens=100, dtype="uint16")
-    reader = ChunkMap(read_chunks(tmp_path / "x", "uint16"), vocabulary_size=331)
+    reader = mapped(tmp_path / "x", "uint16", 331)
     for start, count in ((0, 331), (99, 2), (100, 100), (95, 220), (330, 1)):
         assert reader.read(start, count).tolist() == list(range(start, start + count))
 
@@ -117,7 +115,7 @@ def test_marks_are_no_part_of_an_id(tmp_path: Path) -> None:
     samples = [([5, 6, 7], [0, 0, 1]), ([8, 9], [1, 1]), ([3, 4, 2], [0, 1, 0])]
     marked = [mark_sample(np.array(ids), np.array(learned, bool)) for ids, learned in samples]
     write_chunks(tmp_path / "x", marked, chunk_tokens=4, dtype="int32")
-    reader = ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=10, marks=MARKS)
+    reader = mapped(tmp_path / "x", "int32", 10, marks=MARKS)
     reader.check()
     tokens = reader.read(0, 8)
     assert sample_starts(tokens).tolist() == [0, 3, 5]
@@ -125,9 +123,9 @@ def test_marks_are_no_part_of_an_id(tmp_path: Path) -> None:
     assert ids.tolist() == [5, 6, 7, 8, 9, 3, 4, 2]
     assert learned.tolist() == [False, False, True, True, True, False, True, False]
     with pytest.raises(StoreError, match="has token 9, but vocabulary_size=9"):
-        ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=9, marks=MARKS).check()
+        mapped(tmp_path / "x", "int32", 9, marks=MARKS).check()
     with pytest.raises(StoreError, match="but vocabulary_size=10"):
-        ChunkMap(read_chunks(tmp_path / "x", "int32"), vocabulary_size=10).check()
+        mapped(tmp_path / "x", "int32", 10).check()
 
 
 def test_nothing_written_and_damaged_indices(tmp_path: Path) -> None:
@@ -137,18 +135,19 @@ def test_nothing_written_and_damaged_indices(tmp_path: Path) -> None:
         read_chunks(tmp_path / "x", "uint16")
 
 
-def renamed(name: object) -> Callable[[Path], object]:
-    return lambda folder: change_index(folder, "filename", name)
+def rewritten(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "index.json").write_text(text)
 
 
-def resized(tokens: object) -> Callable[[Path], object]:
-    return lambda folder: change_index(folder, "dim", tokens)
+def changed(key: str, value: object) -> Callable[[Path], object]:
+    """The first chunk of the index with another name or size."""
 
+    def change(folder: Path) -> None:
+        index = json.loads((folder / "index.json").read_text())
+        index["chunks"][0][key] = value
+        (folder / "index.json").write_text(json.dumps(index))
 
-def change_index(folder: Path, key: str, value: object) -> None:
-    index = json.loads((folder / "index.json").read_text())
-    index["chunks"][0][key] = value
-    (folder / "index.json").write_text(json.dumps(index))
+    return change
 
 
 def link_chunk(folder: Path) -> None:
@@ -159,26 +158,21 @@ def link_chunk(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / "index.json").write_text("{"), "not valid JSON"),
-        (lambda folder: (folder / "index.json").write_text("[]"), "TypeError"),
-        (lambda folder: (folder / "index.json").write_text("[" * 10**6), "damaged"),
-        (
-            lambda folder: (folder / "index.json").write_text(
-                '{"chunks": [{"filename": "chunk-0-0.bin"}]}'
-            ),
-            "dim",
+        (rewritten("{"), "not valid JSON"),
+        (rewritten("[]"), "TypeError"),
+        (rewritten("[" * 10**6), "damaged"),
+        (rewritten('{"chunks": [{"filename": "chunk-0-0.bin"}]}'), "dim"),
+        *(
+            (changed("filename", name), "not the name of a file inside")
+            for name in ("../outside.bin", "/etc/passwd")
         ),
-        (renamed("../outside.bin"), "not the name of a file inside"),
-        (renamed("/etc/passwd"), "not the name of a file inside"),
-        (renamed("gone.bin"), "cannot be read"),
+        (changed("filename", "gone.bin"), "cannot be read"),
         (link_chunk, "is a link"),
-        (resized(10**13), "invalid number of tokens"),
-        (resized(10**8), "but must have"),
-        (resized(99), "but must have"),
-        (resized(-1), "invalid number of tokens"),
-        (resized(True), "invalid number of tokens"),
-        (resized("100"), "invalid number of tokens"),
-        (resized(1e999), "invalid number of tokens"),
+        *((changed("dim", tokens), "but must have") for tokens in (10**8, 99)),
+        *(
+            (changed("dim", tokens), "invalid number of tokens")
+            for tokens in (10**13, -1, True, "100", 1e999)
+        ),
     ],
 )
 def test_an_index_that_lies_is_named(
@@ -194,7 +188,7 @@ def test_an_index_that_lies_is_named(
 def test_more_chunks_than_open_files(tmp_path: Path) -> None:
     write(tmp_path / "x", [300], chunk_tokens=2, dtype="uint16")
     before = len(os.listdir("/proc/self/fd"))
-    reader = ChunkMap(read_chunks(tmp_path / "x", "uint16"), vocabulary_size=300)
+    reader = mapped(tmp_path / "x", "uint16", 300)
     assert [int(reader.read(number)[0]) for number in range(300)] == list(range(300))
     assert len(os.listdir("/proc/self/fd")) - before < 100
     assert np.concatenate(list(reader)).tolist() == list(range(300))
@@ -203,15 +197,9 @@ def test_more_chunks_than_open_files(tmp_path: Path) -> None:
 def test_a_token_outside_the_vocabulary_is_found_when_the_folder_is_verified(
     tmp_path: Path,
 ) -> None:
-    made = prepare(
-        PrepareConfig(
-            output=tmp_path / "store",
-            source=str(write_corpus(tmp_path / "text", documents=12)),
-            vocabulary_size=300,
-            chunk_tokens=5000,
-            validation_fraction=0.2,
-        )
-    )
+    corpus = write_corpus(tmp_path / "text", documents=12)
+    settings = {"vocabulary_size": 300, "validation_fraction": 0.2}
+    made = prepare(config_of(corpus, tmp_path / "store", **settings))
     chunk = made.folder / "train" / "chunk-0-0.bin"
     content = bytearray(chunk.read_bytes())
     content[-2:] = (300).to_bytes(2, "little")

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 
-def quiet_trainer(folder: Path, **kwargs: Any) -> pl.Trainer:
+def quiet_trainer(folder: Path | None = None, **kwargs: Any) -> pl.Trainer:
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
