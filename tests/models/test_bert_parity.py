@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.letters import SP, C, M, P, T, V
+from tests.models.fits import quiet_trainer
 from tests.parity import Recorder
 from tests.pool import Pool
 
@@ -93,7 +94,7 @@ class LitPlain(LitBert):
 
 
 def fit(
-    rank: int, order: str, world_size: int, layout: dict[str, Any], *, plain: bool
+    rank: int, order: str, world_size: int, layout: dict[str, Any], plain: bool
 ) -> dict[str, Any]:
     """Train, then evaluate; returns what can be compared."""
     pl.seed_everything(3, verbose=False)
@@ -101,18 +102,13 @@ def fit(
     optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-4, warmup_steps=2)
     module = (LitPlain if plain else LitBert)(CONFIGS[order], optimizer)
     replicas = world_size // (layout.get(T, 1) * layout.get(P, 1) * layout.get(C, 1))
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
         devices=world_size,
         max_steps=1 if plain else 10,
         gradient_clip_val=None if plain else 0.5,
         num_sanity_val_steps=0,
         callbacks=[recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     loaders = []
     for samples in (48, 5 * replicas if plain else 20):
@@ -137,15 +133,9 @@ def fit(
 def one_process(pool: Pool) -> Any:
     @cache
     def run(order: str, plain: bool) -> dict[str, Any]:
-        return pool.run(fit_with, world_size=1, args=(order, 1, {}, plain))[0]
+        return pool.run(fit, world_size=1, args=(order, 1, {}, plain))[0]
 
     return run
-
-
-def fit_with(
-    rank: int, order: str, world_size: int, layout: dict[str, Any], plain: bool
-) -> dict[str, Any]:
-    return fit(rank, order, world_size, layout, plain=plain)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +150,7 @@ def test_training_and_metrics_equal_one_process(
 ) -> None:
     world_size, layout = LAYOUTS[name]
     expected = one_process(order, False)
-    ranks = pool.run(fit_with, world_size=world_size, args=(order, world_size, layout, False))
+    ranks = pool.run(fit, world_size=world_size, args=(order, world_size, layout, False))
     for found in ranks:
         for key, value in expected["initial"].items():
             assert torch.equal(found["initial"][key], value), f"{key} starts differently"
@@ -189,7 +179,7 @@ def test_every_gradient_equals_one_process(
 ) -> None:
     world_size, layout = LAYOUTS[name]
     expected = one_process(order, True)
-    (found, *_) = pool.run(fit_with, world_size=world_size, args=(order, world_size, layout, True))
+    (found, *_) = pool.run(fit, world_size=world_size, args=(order, world_size, layout, True))
     for key, start in expected["initial"].items():
         gradient = start - expected["final"][key]
         assert gradient.any(), f"{key} gets no gradient"

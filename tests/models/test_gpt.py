@@ -14,6 +14,7 @@ from lightning_ptdp.models import GPT, GPTConfig, active_parameters, num_paramet
 from lightning_ptdp.models.gpt import Attention, SwiGLU
 from lightning_ptdp.models.layers import GeluMLP
 from lightning_ptdp.models.rotary import rotary_tables
+from tests.models.builds import eager_and_lazy
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 
 EVERY_VARIANT = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
@@ -24,17 +25,6 @@ def tokens(config: GPTConfig, *, batch: int = 2, length: int = 10, seed: int = 3
     return torch.randint(
         config.vocabulary_size, (batch, length), generator=torch.Generator().manual_seed(seed)
     )
-
-
-def reset_by_module(model: nn.Module, seed: int) -> None:
-    """Initialize every module alone under its own seed and in reverse order.
-
-    The strategy also seeds each module alone, in any order.
-    """
-    for index, module in reversed(list(enumerate(model.modules()))):
-        if hasattr(module, "reset_parameters"):
-            torch.manual_seed(seed + index)
-            module.reset_parameters()
 
 
 @EVERY_VARIANT
@@ -106,18 +96,7 @@ def test_initial_values() -> None:
 
 @EVERY_VARIANT
 def test_a_model_built_on_meta_gets_the_values_of_one_built_eagerly(config: GPTConfig) -> None:
-    eager = GPT(config)
-    with torch.device("meta"):
-        lazy = GPT(config)
-    assert all(p.is_meta for p in lazy.parameters())
-    lazy.to_empty(device="cpu")
-    lazy.tie_weights()
-    reset_by_module(eager, 11)
-    reset_by_module(lazy, 11)
-    for (name, expected), (_, value) in zip(
-        eager.named_parameters(), lazy.named_parameters(), strict=True
-    ):
-        assert torch.equal(expected, value), name
+    eager, lazy = eager_and_lazy(lambda: GPT(config))
     ids = tokens(config)
     assert torch.equal(eager(ids), lazy(ids))
 

@@ -13,6 +13,7 @@ from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.tensor_parallel import Experts, Mean, Whole
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
+from tests.models.builds import nested
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
@@ -22,9 +23,7 @@ from tests.tensor_parallel.toy import whole_gradient
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("prefix", ["", "inner.model"])
 def test_every_matrix_is_in_the_plan_once_and_nothing_else(config: GPTConfig, prefix: str) -> None:
-    model: nn.Module = GPT(config)
-    for key in reversed(prefix.split(".") if prefix else []):
-        model = nn.ModuleDict({key: model})
+    model = nested(GPT(config), prefix)
     plan = gpt_plan(config, prefix=prefix)
     kinds = plan.resolve(model)
     cut = {name for name, kind in kinds.items() if not isinstance(kind, Whole | Experts | Mean)}
@@ -69,11 +68,8 @@ def cut_model(rank: int, config: GPTConfig, sequence_parallel: bool) -> float:
     )
     losses = []
     for model in models:
-        losses.append(
-            nn.functional.cross_entropy(
-                model(ids).flatten(0, 1), labels.flatten(), reduction="none"
-            )
-        )
+        logits = model(ids).flatten(0, 1)
+        losses.append(nn.functional.cross_entropy(logits, labels.flatten(), reduction="none"))
         losses[-1].mean().backward()
     errors = [relative_error(losses[1], losses[0])]
     full = dict(whole.named_parameters())

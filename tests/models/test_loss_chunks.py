@@ -17,6 +17,7 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert, LitGPT
 from lightning_ptdp.tensor_parallel import linear_cross_entropy
 from tests.letters import P, T
+from tests.models.fits import quiet_trainer
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -51,17 +52,12 @@ def _fit(
         if kind == "gpt"
         else LitBert(BertConfig.original(**SIZES, dropout=0.0), optimizer, loss_chunk_mb=chunk_mb)
     )
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
         devices=world_size,
         max_steps=3,
         gradient_clip_val=0.5,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data: Any = [_sample(index) for index in range(24)]
     replicas = world_size // (layout.get(T, 1) * layout.get(P, 1))

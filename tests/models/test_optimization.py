@@ -153,17 +153,12 @@ def test_lengths_in_samples_become_steps_of_a_ramp() -> None:
 
 def test_the_default_decay_counts_the_steps_of_all_epochs_of_a_ramp() -> None:
     loader = SimpleNamespace(steps_of_epochs=lambda epochs: 10 + 6 * (epochs - 1))
-    facts = {
-        "max_epochs": 3,
-        "limit_train_batches": 1.0,
-        "accumulate_grad_batches": 1,
-        "train_dataloader": loader,
-    }
-    assert (
-        resolve_decay_steps(AdamWConfig(), SimpleNamespace(**facts, estimated_stepping_batches=30))
-        == 22
-    )
-    assert (
-        resolve_decay_steps(AdamWConfig(), SimpleNamespace(**facts, estimated_stepping_batches=20))
-        == 20
-    )
+    for estimated, steps in ((30, 22), (20, 20)):
+        trainer = SimpleNamespace(
+            max_epochs=3,
+            limit_train_batches=1.0,
+            accumulate_grad_batches=1,
+            train_dataloader=loader,
+            estimated_stepping_batches=estimated,
+        )
+        assert resolve_decay_steps(AdamWConfig(), trainer) == steps

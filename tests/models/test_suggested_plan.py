@@ -16,6 +16,7 @@ from lightning_ptdp import ParallelPlan, PTDPStrategy
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import suggested_tensor
 from lightning_ptdp.strategy.checks import plan_of
+from tests.models.fits import quiet_trainer
 from tests.pool import Pool
 
 WIDTH = 8
@@ -113,12 +114,11 @@ def test_what_is_no_feed_forward_part_is_left_out() -> None:
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, WIDTH))
 
     assert suggested_tensor(model(normalized)) == {}
-    assert (
-        suggested_tensor(
-            model(lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH)))
-        )
-        == {}
-    )
+
+    def narrow() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH))
+
+    assert suggested_tensor(model(narrow)) == {}
 
 
 class LitVision(L.LightningModule):
@@ -140,15 +140,8 @@ def fit(rank: int, degree: int, plan: ParallelPlan | None) -> float:
     data = torch.utils.data.TensorDataset(
         torch.randn(16, 5, WIDTH, generator=torch.Generator().manual_seed(2))
     )
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(tensor_parallel_size=degree, plan=plan),
-        accelerator="cpu",
-        devices=degree,
-        max_steps=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        strategy=PTDPStrategy(tensor_parallel_size=degree, plan=plan), devices=degree, max_steps=4
     )
     trainer.fit(LitVision(), torch.utils.data.DataLoader(data, batch_size=4))
     return float(trainer.callback_metrics["loss"])
