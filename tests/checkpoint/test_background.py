@@ -29,6 +29,7 @@ from lightning_ptdp.checkpoint.background import HostCopies
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.checkpoint.layouts import replicated
+from tests.models.fits import quiet_trainer
 from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
 
@@ -236,24 +237,15 @@ def _train(
 ) -> dict[str, torch.Tensor]:
     L.seed_everything(3, verbose=False)
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
-    trainer = L.Trainer(
+    saver = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"
+    )
+    trainer = quiet_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=2,
         max_steps=steps,
-        callbacks=[
-            ModelCheckpoint(
-                folder,
-                filename="{step}",
-                every_n_train_steps=1,
-                save_top_k=2,
-                monitor="step",
-                mode="max",
-            )
-        ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[saver],
+        enable_checkpointing=True,
     )
     data = PaddedTokens(8)
     sampler = DistributedSampler(data, **strategy.distributed_sampler_kwargs, shuffle=False)

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_ptdp.checkpoint import CheckpointError, read_whole
 from tests.checkpoint.lit_saved import make
 from tests.conformance.toys import P2, Place, assert_weights, make_trainer, weights
+from tests.models.fits import quiet_trainer
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -101,13 +102,6 @@ def test_lightnings_own_strategies_evaluate_it_and_say_who_goes_on(
     written: tuple[Path, dict[str, Tensor]],
 ) -> None:
     path, trained = written
-    quiet = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
     expected = LitSaved(**OTHER)
     expected.load_state_dict(trained)
     loss = float(
@@ -116,13 +110,12 @@ def test_lightnings_own_strategies_evaluate_it_and_say_who_goes_on(
         ).mean()
     )
     for given in (path, path.as_uri(), "last"):
-        trainer = L.Trainer(**quiet, callbacks=[ModelCheckpoint(dirpath=path.parent)])
+        saver = ModelCheckpoint(dirpath=path.parent)
+        trainer = quiet_trainer(enable_checkpointing=True, callbacks=[saver])
         results = trainer.test(LitSaved(**OTHER), SavedData(8), ckpt_path=given, verbose=False)
         assert results[0]["test_loss"] == pytest.approx(loss, rel=1e-6)
     with pytest.raises(CheckpointError, match='strategy="ptdp"'):
-        L.Trainer(**quiet, max_epochs=2, enable_checkpointing=False).fit(
-            LitSaved(**OTHER), SavedData(), ckpt_path=path
-        )
+        quiet_trainer(max_epochs=2).fit(LitSaved(**OTHER), SavedData(), ckpt_path=path)
 
 
 def test_a_torn_folder_is_named(written: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
@@ -134,19 +127,12 @@ def test_a_torn_folder_is_named(written: tuple[Path, dict[str, Tensor]], tmp_pat
         LitSaved.load_from_checkpoint(tmp_path / "missing.ckpt")
 
 
+QUIET = ("accelerator=cpu", "devices=1", "logger=false", "enable_progress_bar=false")
+
+
 def save_with_cli(rank: int, path: str) -> None:
-    options = [
-        "--trainer.strategy=ptdp",
-        "--trainer.devices=1",
-        "--trainer.max_epochs=1",
-        "--trainer.enable_progress_bar=false",
-    ]
-    options += [
-        "--trainer.accelerator=cpu",
-        "--trainer.logger=false",
-        "--trainer.enable_checkpointing=false",
-        "--model.width=3",
-    ]
+    quiet = [*QUIET, "strategy=ptdp", "max_epochs=1", "enable_checkpointing=false"]
+    options = ["--model.width=3", *(f"--trainer.{option}" for option in quiet)]
     cli = LightningCLI(LitSaved, SavedData, args=options, run=False, save_config_callback=None)
     cli.trainer.fit(cli.model, cli.datamodule)
     cli.trainer.save_checkpoint(path)
@@ -161,13 +147,7 @@ def test_what_lightningcli_trained(pool: Pool, tmp_path: Path) -> None:
 def test_lightningcli_takes_hyperparameters_from_a_folder(
     written: tuple[Path, dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    quiet = [
-        "accelerator=cpu",
-        "devices=1",
-        "logger=false",
-        "enable_progress_bar=false",
-        f"default_root_dir={tmp_path}",
-    ]
+    quiet = [*QUIET, f"default_root_dir={tmp_path}"]
     options = [
         "test",
         f"--ckpt_path={written[0]}",

@@ -20,7 +20,6 @@ from lightning_ptdp.checkpoint import (
     CheckpointError,
     LocalRectangle,
     rectangles_of,
-    save_checkpoint,
 )
 from lightning_ptdp.checkpoint.local_rectangles import Held, share_out
 from lightning_ptdp.exchange import (
@@ -33,8 +32,7 @@ from lightning_ptdp.exchange import (
 )
 from lightning_ptdp.exchange.export_writer import FolderPlan
 from lightning_ptdp.models import BertConfig, GPTConfig, LitBert, LitGPT
-from lightning_ptdp.parameters.placement import Placement
-from tests.checkpoint.layouts import shard
+from tests.checkpoint.layouts import save, shard
 from tests.models.configs import GPT2, LLAMA
 from tests.pool import Pool, WorkerFailure
 
@@ -59,6 +57,11 @@ def _whole(config: Config) -> dict[str, torch.Tensor]:
         if first.setdefault(id(value), name) == name
     }
     return {f"model/{name}": torch.randn(value.shape) for name, value in state.items()}
+
+
+def _save(path: Path, config: Config) -> None:
+    values = {name.removeprefix("model/"): value for name, value in _whole(config).items()}
+    save(path, values, state={"hyper_parameters": {"config": asdict(config)}})
 
 
 def _part(config: Config, rank: int) -> list[LocalRectangle]:
@@ -96,16 +99,7 @@ def test_our_models_as_from_their_checkpoint(pool: Pool, tmp_path: Path) -> None
     pool.run(_write, world_size=4, args=(tmp_path / "all",))
     assert sorted(os.listdir(tmp_path / "all")) == sorted(CONFIGS)
     for name, config in CONFIGS.items():
-        tensors = {
-            key: (value, Placement.replicated(tuple(value.shape)))
-            for key, value in _whole(config).items()
-        }
-        save_checkpoint(
-            tmp_path / "c",
-            tensors=tensors,
-            state={"hyper_parameters": {"config": asdict(config)}},
-            metadata={},
-        )
+        _save(tmp_path / "c", config)
         to_huggingface(tmp_path / "c", tmp_path / "one", dtype=torch.bfloat16, shard_bytes=9_000)
         one, together = (
             {path.name: path.read_bytes() for path in place.iterdir()}
@@ -209,23 +203,12 @@ def test_a_folder_that_cannot_be_made_is_told_before(tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
-    tensors = {
-        name: (value, Placement.replicated(tuple(value.shape)))
-        for name, value in _whole(LLAMA).items()
-    }
-    save_checkpoint(
-        tmp_path / "c",
-        tensors=tensors,
-        state={"hyper_parameters": {"config": asdict(LLAMA)}},
-        metadata={},
-    )
+    _save(tmp_path / "c", LLAMA)
     (tmp_path / "thesis.tex").write_text("years of work")
     to_huggingface(tmp_path / "c", tmp_path / "out")
-    for make in (convert, to_huggingface):
+    for make, source in ((convert, "c"), (to_huggingface, "c"), (convert, "out")):
         with pytest.raises(CheckpointError, match=r"thesis.tex is a file, which would be replaced"):
-            make(tmp_path / "c", tmp_path / "thesis.tex")
-    with pytest.raises(CheckpointError, match=r"thesis.tex is a file, which would be replaced"):
-        convert(tmp_path / "out", tmp_path / "thesis.tex")
+            make(tmp_path / source, tmp_path / "thesis.tex")
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 

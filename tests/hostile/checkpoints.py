@@ -35,6 +35,7 @@ from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, conver
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.parameters.placement import Placement
+from tests.checkpoint.layouts import replicated
 from tests.hostile import Case
 from tests.hostile.forging import forge, sign
 
@@ -86,15 +87,9 @@ def _made(folder: Path) -> tuple[Path, Path]:
     whole, export = folder / "whole", folder / "export"
     if not whole.exists():
         torch.manual_seed(0)
-        state = {
-            name: value
-            for name, value in GPT(_CONFIG).state_dict().items()
-            if name != "head.weight"
-        }
-        tensors = {
-            f"model/{name}": (value, Placement.replicated(tuple(value.shape)))
-            for name, value in state.items()
-        }
+        state = GPT(_CONFIG).state_dict()
+        del state["head.weight"]
+        tensors = replicated(state)
         tensors["optimizer/0/step/wte.weight"] = (torch.tensor(3.0), Placement.replicated(()))
         content = {
             "epoch": 1,
@@ -119,8 +114,7 @@ def _neighbours(folder: Path) -> None:
 
 
 def _load(folder: Path) -> None:
-    tensors = {"model/wte.weight": (torch.zeros(300, 16), Placement.replicated((300, 16)))}
-    load_tensors(folder, tensors)
+    load_tensors(folder, replicated({"wte.weight": torch.zeros(300, 16)}))
 
 
 _READERS: Mapping[str, Read] = {
@@ -208,7 +202,7 @@ def _metadata(whole: Path) -> Iterator[Case]:
     places: list[tuple[Any, ...]] = [
         *(
             (key,)
-            for key in (
+            for key in [
                 "format",
                 "version",
                 "created",
@@ -217,7 +211,7 @@ def _metadata(whole: Path) -> Iterator[Case]:
                 "files",
                 "tensors",
                 "sha256",
-            )
+            ]
         ),
         *(("run", key) for key in ("aliases", "layout")),
         ("run", "aliases", "head.weight"),
@@ -374,12 +368,8 @@ def _state(whole: Path) -> Iterator[Case]:
     registered = {"$registered": [{"$bytes": [0]}]}
     contents = {
         **{
-            f"{tag} of {named}": {"x": {f"${tag}": lie}}
-            for tag in _TAGS.split()
-            for named, lie in _LIES.items()
-        },
-        **{
-            f"{tag} of one {named}": {"x": {f"${tag}": [lie]}}
+            f"{tag} of {one}{named}": {"x": {f"${tag}": [lie] if one else lie}}
+            for one in ("", "one ")
             for tag in _TAGS.split()
             for named, lie in _LIES.items()
         },

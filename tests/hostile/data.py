@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
@@ -77,9 +78,7 @@ def cases(_folder: Path | None = None) -> Iterator[Case]:
 
 def _manifests() -> Iterator[Case]:
     for reader, read in _READERS.items():
-        for what, content in BROKEN_JSON.items():
-            yield _prepared(f"manifest is {what}/{reader}", {"manifest.json": content}, read)
-        for what, content in ODD_FILES.items():
+        for what, content in {**BROKEN_JSON, **ODD_FILES}.items():
             yield _prepared(f"manifest is {what}/{reader}", {"manifest.json": content}, read)
         for what in names_outside(_anywhere()):
             yield _lie(f"name {what}/{reader}", partial(_name_outside, what), read)
@@ -154,25 +153,18 @@ def _damage() -> Iterator[Case]:
             if name != "manifest.json":
                 for reader, read in _READERS.items():
                     yield _prepared(f"{name} is {what}/{reader}", {name: odd}, read)
-    yield Case(
-        "prepared/sound",
-        lambda folder: put(folder / "store", prepared_files()),
-        _stream,
-        harmless=True,
-    )
-    yield Case(
-        "prepared/sound/fetch",
-        lambda folder: put(folder / "store", prepared_files()),
-        _fetch,
-        harmless=True,
-    )
+    for name, read in (("sound", _stream), ("sound/fetch", _fetch)):
+        yield _prepared(name, {}, read, harmless=True)
 
 
-def _prepared(name: str, changed: Mapping[str, Any], read: Callable[[Path], None]) -> Case:
+def _prepared(
+    name: str, changed: Mapping[str, Any], read: Callable[[Path], None], *, harmless: bool = False
+) -> Case:
     return Case(
         f"prepared/{name}",
         lambda folder: put(folder / "store", {**prepared_files(), **changed}),
         read,
+        harmless,
     )
 
 
@@ -222,19 +214,19 @@ def _record(content: bytes) -> dict[str, Any]:
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def _set(place: str, value: object, folder: Path, values: dict[str, Any]) -> None:
+def _holder(place: str, values: Any) -> tuple[Any, Any]:
+    """Return what holds the value at a place, and its key there."""
     *path, last = _keys(place)
-    holder: Any = values
-    for key in path:
-        holder = holder[key]
+    return functools.reduce(lambda holder, key: holder[key], path, values), last
+
+
+def _set(place: str, value: object, folder: Path, values: dict[str, Any]) -> None:
+    holder, last = _holder(place, values)
     holder[last] = value
 
 
 def _drop(place: str, folder: Path, values: dict[str, Any]) -> None:
-    *path, last = _keys(place)
-    holder: Any = values
-    for key in path:
-        holder = holder[key]
+    holder, last = _holder(place, values)
     del holder[last]
 
 
@@ -309,42 +301,31 @@ def _indexed() -> Iterator[Case]:
             )
     for value in (-1, -(2**63), 2**63 - 1, 1, 10**13):
         for sequence in (0, 7, 19):
-            yield _index_file(
-                f"pointer {sequence} is {value}",
-                partial(_pack, 34 + 80 + 8 * sequence, "<q", value),
-            )
-            yield _index_file(
-                f"boundary {sequence} is {value}",
-                partial(_pack, 34 + 240 + 8 * sequence, "<q", value),
-            )
+            for field, place in (("pointer", 34 + 80), ("boundary", 34 + 240)):
+                yield _index_file(
+                    f"{field} {sequence} is {value}",
+                    partial(_pack, place + 8 * sequence, "<q", value),
+                )
     for suffix in ("idx", "bin"):
         for what, odd in ODD_FILES.items():
             if what != "a link":  # a user names these files, and may name links
-                yield Case(
-                    f"indexed/{suffix} is {what}", partial(_write_odd, suffix, odd), _read_indexed
-                )
+                yield _indexed_case(f"{suffix} is {what}", partial(_write_odd, suffix, odd))
         for length in (0, 1, 8, 33, 34, 35, 113, 300):
-            yield Case(
-                f"indexed/{suffix} ends at {length}",
-                partial(_write_cut, suffix, length),
-                _read_indexed,
-            )
+            yield _indexed_case(f"{suffix} ends at {length}", partial(_write_cut, suffix, length))
     draw = random.Random(1)
     for number in range(12):
-        yield Case(
-            f"indexed/noise {number}", partial(_write_noise, draw.randbytes(400)), _read_indexed
-        )
-    yield Case(
-        "indexed/sound", lambda folder: _write_indexed(folder, bytes), _read_indexed, harmless=True
-    )
+        yield _indexed_case(f"noise {number}", partial(_write_noise, draw.randbytes(400)))
+    yield _index_file("sound", bytes, harmless=True)
     for value in FALSE_NUMBERS:
-        yield Case(f"indexed/a token is {value}", partial(_write_token, value), _read_indexed)
+        yield _indexed_case(f"a token is {value}", partial(_write_token, value))
+
+
+def _indexed_case(name: str, write: Callable[[Path], None], *, harmless: bool = False) -> Case:
+    return Case(f"indexed/{name}", write, _read_indexed, harmless)
 
 
 def _index_file(name: str, change: Callable[[bytes], bytes], *, harmless: bool = False) -> Case:
-    return Case(
-        f"indexed/{name}", lambda folder: _write_indexed(folder, change), _read_indexed, harmless
-    )
+    return _indexed_case(name, lambda folder: _write_indexed(folder, change), harmless=harmless)
 
 
 def _pack(place: int, form: str, value: int, index: bytes) -> bytes:
@@ -354,17 +335,12 @@ def _pack(place: int, form: str, value: int, index: bytes) -> bytes:
 
 def _sound_index() -> bytes:
     """20 documents of one sequence of 10 tokens."""
-    lengths, pointers, firsts = (
-        np.full(20, 10, "<i4"),
-        np.arange(0, 400, 20, dtype="<i8"),
-        np.arange(21, dtype="<i8"),
-    )
     return (
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, 8, 20, 21)
-        + lengths.tobytes()
-        + pointers.tobytes()
-        + firsts.tobytes()
+        + np.full(20, 10, "<i4").tobytes()
+        + np.arange(0, 400, 20, dtype="<i8").tobytes()
+        + np.arange(21, dtype="<i8").tobytes()
     )
 
 

@@ -112,6 +112,11 @@ def _files() -> Iterator[Case]:
 
 def _configurations() -> Iterator[Case]:
     sound = json.loads(bytes(_tiny()[_CONFIG]))  # type: ignore[arg-type]
+
+    def configured(name: str, key: str, value: object, *, harmless: bool = False) -> Case:
+        content = json.dumps({**sound, key: value}).encode()
+        return _case(name, {_CONFIG: content}, _build, harmless=harmless)
+
     yield _case("sound", {}, _build, harmless=True)
     for what, content in BROKEN_JSON.items():
         yield _case(f"{_CONFIG} is {what}", {_CONFIG: content}, _build)
@@ -125,18 +130,15 @@ def _configurations() -> Iterator[Case]:
     }
     for key in _KEYS:
         for what, value in values.items():
-            content = json.dumps({**sound, key: value}).encode()
-            yield _case(f"{key} is {what}", {_CONFIG: content}, _build, harmless=True)
+            yield configured(f"{key} is {what}", key, value, harmless=True)
     for key in ("hidden_size", "num_hidden_layers", "intermediate_size"):
-        content = json.dumps({**sound, key: 10**9}).encode()
-        yield _case(f"{key} is a billion", {_CONFIG: content}, _build)
+        yield configured(f"{key} is a billion", key, 10**9)
     for key, value in {
         "intermediate_size": -5,
         "rms_norm_eps": float("nan"),
         "num_hidden_layers": 10**9,
     }.items():
-        content = json.dumps({**sound, key: value}).encode()
-        yield _case(f"{key} cannot be", {_CONFIG: content}, _build)
+        yield configured(f"{key} cannot be", key, value)
 
 
 def _code() -> Iterator[Case]:

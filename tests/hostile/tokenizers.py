@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,46 +22,36 @@ __all__ = ["cases"]
 _MODEL, _RECORD = "tokenizer.model", "tokenizer.json"
 
 
+def _case(name: str, write: Callable[[Path], None], *, harmless: bool = False) -> Case:
+    return Case(f"tokenizer/{name}", write, _read, harmless)
+
+
 def cases(_folder: Path | None = None) -> Iterator[Case]:
     """All of them."""
-    yield Case("tokenizer/sound", partial(_write, {}), _read, harmless=True)
+    yield _case("sound", partial(_write, {}), harmless=True)
     for what, content in BROKEN_JSON.items():
-        yield Case(f"tokenizer/record is {what}", partial(_write, {_RECORD: content}), _read)
-        yield Case(f"tokenizer/model is {what}", partial(_write_model, content), _read)
+        yield _case(f"record is {what}", partial(_write, {_RECORD: content}))
+        yield _case(f"model is {what}", partial(_write_model, content))
     for name in (_MODEL, _RECORD):
         for what, odd in ODD_FILES.items():
-            yield Case(f"tokenizer/{name} is {what}", partial(_write, {name: odd}), _read)
+            yield _case(f"{name} is {what}", partial(_write, {name: odd}))
     for key in ("sha256", "vocabulary_size", "fingerprint"):
         for what, value in FALSE_VALUES.items():
-            yield Case(f"tokenizer/{key} is {what}", partial(_write_record, key, value), _read)
+            yield _case(f"{key} is {what}", partial(_write_record, key, value))
     model = prepared_files()[_MODEL]
     draw = random.Random(2)
     for number in range(12):
-        yield Case(
-            f"tokenizer/model flipped {number}",
-            partial(_write, {_MODEL: _flipped(model, draw, 1)}),
-            _read,
-        )
+        yield _case(f"model flipped {number}", partial(_write, {_MODEL: _flipped(model, draw, 1)}))
     # The record agrees with what follows, so that sentencepiece gets to read it. Harmless is
     # another tokenizer that gives texts back.
     for number in range(40):
-        yield Case(
-            f"tokenizer/model of noise {number}",
-            partial(_write_model, _flipped(model, draw, 1 + number)),
-            _read,
-            harmless=True,
-        )
+        noise = _flipped(model, draw, 1 + number)
+        yield _case(f"model of noise {number}", partial(_write_model, noise), harmless=True)
     for number in range(10):
-        yield Case(
-            f"tokenizer/model cut off {number}",
-            partial(_write_model, model[: draw.randrange(len(model))]),
-            _read,
-            harmless=True,
-        )
+        part = model[: draw.randrange(len(model))]
+        yield _case(f"model cut off {number}", partial(_write_model, part), harmless=True)
     for what, content in _models().items():
-        yield Case(
-            f"tokenizer/model with {what}", partial(_write_model, content), _read, harmless=True
-        )
+        yield _case(f"model with {what}", partial(_write_model, content), harmless=True)
 
 
 @cache
