@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.checkpoint import CheckpointError, to_lightning_file
 from tests.checkpoint.layouts import save
+from tests.models.fits import quiet_trainer
 from tests.pool import Pool
 
 
@@ -33,18 +34,12 @@ class Lit(pl.LightningModule):
 
 def _fit_and_save(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """A real Trainer's checkpoint, taken apart and stored our way."""
-    trainer = pl.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        default_root_dir=folder,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            pl.callbacks.EarlyStopping("missing", strict=False),
-            pl.callbacks.ModelCheckpoint(folder),
-        ],
+    callbacks = [
+        pl.callbacks.EarlyStopping("missing", strict=False),
+        pl.callbacks.ModelCheckpoint(folder),
+    ]
+    trainer = quiet_trainer(
+        Path(folder), max_epochs=2, enable_checkpointing=True, callbacks=callbacks
     )
     model = Lit(hidden=8, folder=Path("data"))
     trainer.fit(model, DataLoader(torch.randn(12, 6), batch_size=4))

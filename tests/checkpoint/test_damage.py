@@ -22,6 +22,7 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint import metadata as metadata_module
 from lightning_ptdp.parameters.placement import Piece, Placement
 from tests.checkpoint.layouts import Layout, blank, held, save
+from tests.data.folders import flip
 from tests.pool import Pool
 
 FILES = [
@@ -100,9 +101,7 @@ def test_every_cut_is_found_by_verify(torn: Path) -> None:
 def test_all_that_is_damaged_is_named_and_parts_find_their_own(pool: Pool, tmp_path: Path) -> None:
     pool.run(_save_two, world_size=2, args=(str(tmp_path / "c"),))
     for name in ("rank0-0.safetensors", "rank1-0.safetensors"):
-        content = bytearray((tmp_path / "c" / name).read_bytes())
-        content[len(content) // 2] ^= 4
-        (tmp_path / "c" / name).write_bytes(content)
+        flip(tmp_path / "c" / name)
     with pytest.raises(
         CheckpointError,
         match=r"rank0-0\.safetensors is damaged: the CRC-32 of bytes .*rank1-0\.safetensors is damaged: the CRC-32 of bytes",

@@ -18,6 +18,9 @@ from lightning_ptdp.checkpoint import (
     newest_checkpoint,
 )
 from tests.checkpoint.layouts import save
+from tests.data.folders import flip
+
+VALUES = "rank0-0.safetensors"
 
 
 def _save(path: Path, value: float) -> Path:
@@ -29,12 +32,6 @@ def three(tmp_path: Path) -> list[Path]:
     paths = [_save(tmp_path / name, 1.0) for name in ("c", "a", "b")]
     mark_latest(paths[-1])
     return paths
-
-
-def _flip(checkpoint: Path, name: str = "rank0-0.safetensors") -> None:
-    content = bytearray((checkpoint / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (checkpoint / name).write_bytes(content)
 
 
 def test_latest_is_moved_in_one_step(three: list[Path]) -> None:
@@ -93,7 +90,7 @@ def test_the_one_before_a_damaged_one_is_used_and_that_is_said(
     three: list[Path], tmp_path: Path, given: str
 ) -> None:
     assert choose_checkpoint(tmp_path / given) == three[2]
-    _flip(three[2])
+    flip(three[2] / VALUES)
     with pytest.warns(
         UserWarning,
         match=r"b/rank0-0\.safetensors is damaged: the CRC-32 of bytes .* Training resumes from the previous one, "
@@ -104,14 +101,14 @@ def test_the_one_before_a_damaged_one_is_used_and_that_is_said(
         CheckpointError, match=r"b/rank0-0\.safetensors is damaged: .*. The previous one is .*/a$"
     ):
         choose_checkpoint(tmp_path / given, on_damage="refuse")
-    _flip(three[1], "metadata.json")
+    flip(three[1] / "metadata.json")
     (three[0] / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"b/rank0-0\.safetensors is damaged"):
         choose_checkpoint(tmp_path / given)
 
 
 def test_a_newer_one_does_not_stand_in_for_the_one_that_is_named(three: list[Path]) -> None:
-    _flip(three[0])
+    flip(three[0] / VALUES)
     with pytest.raises(CheckpointError, match=r"c/rank0-0\.safetensors is damaged"):
         choose_checkpoint(three[0])
     (three[1] / "metadata.json").unlink()
@@ -126,7 +123,7 @@ def test_a_save_that_was_cut_off_between_its_renames(tmp_path: Path) -> None:
     _save(tmp_path / "new", 2.0).rename(tmp_path / "last.ckpt.tmp-01")
     (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.old-01")
     assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.tmp-01"
-    _flip(tmp_path / "last.ckpt.tmp-01")
+    flip(tmp_path / "last.ckpt.tmp-01" / VALUES)
     with pytest.warns(UserWarning, match="the previous one"):
         assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.old-01"
 

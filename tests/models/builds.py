@@ -1,4 +1,4 @@
-"""How models are built: inside others, and on the meta device."""
+"""Models as parts of others, and models on the meta device."""
 
 from __future__ import annotations
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_ptdp.schedule import Action, CustomSchedule, Schedule, build_schedule
+from lightning_ptdp.schedule import (
+    Action,
+    Costs,
+    CustomSchedule,
+    Schedule,
+    Timeline,
+    build_schedule,
+    simulate,
+)
 
 
 def build(
@@ -24,3 +32,12 @@ def from_text(name: str, p: int, v: int, m: int, *lines: str) -> Schedule:
     """A schedule with one line of actions per rank."""
     programs = tuple(tuple(map(Action.parse, line.split())) for line in lines)
     return Schedule(name, p, v, m, programs)
+
+
+def simulated(name: str, p: int, v: int = 1, m: int = 1, **costs: Any) -> Timeline:
+    """The timeline of a schedule with these ``Costs``."""
+    return simulate(build(name, p, v, m), Costs(**costs))
+
+
+UNIT = {"forward": 1, "backward": 1, "weight": 1}
+"""Costs of the zero-bubble papers."""

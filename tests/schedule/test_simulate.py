@@ -18,7 +18,7 @@ from lightning_ptdp.schedule import (
     peak_in_flight,
     simulate,
 )
-from tests.schedule.builders import build, from_text
+from tests.schedule.builders import UNIT, build, from_text, simulated
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,9 @@ def test_the_bubble_of_the_paper(
     names: tuple[str, ...], sizes: list[tuple[int, int]], chunks: tuple[int, ...]
 ) -> None:
     for name, (p, m), v in itertools.product(names, sizes, chunks):
-        timeline = simulate(build(name, p, v, m))
+        timeline = simulated(name, p, v, m)
         assert timeline.bubble_fraction == Fraction(p - 1, v * m)
         assert timeline.step_time == 3 * (v * m + p - 1)
-
-
-UNIT = Costs(forward=1, backward=1, weight=1)
 
 
 def own_time(timeline: Timeline) -> tuple[float | Fraction, ...]:
@@ -53,21 +50,19 @@ def own_time(timeline: Timeline) -> tuple[float | Fraction, ...]:
 
 def test_own_time_of_1f1b() -> None:
     # Rank r starts r forwards late and ends r backwards early.
-    timeline = simulate(build("1f1b", 4, 1, 8))
+    timeline = simulated("1f1b", 4, 1, 8)
     assert own_time(timeline) == (33, 30, 27, 24)
 
 
 def test_interleaving_helps_with_fewer_microbatches_than_ranks_too() -> None:
     for p in range(3, 7):
         for m in range(2, p):
-            interleaved = simulate(
-                build("interleaved_1f1b", p, 2, m), Costs(forward=Fraction(1, 2), backward=1)
-            )
-            assert interleaved.step_time < simulate(build("1f1b", p, 1, m)).step_time
+            interleaved = simulated("interleaved_1f1b", p, 2, m, forward=Fraction(1, 2), backward=1)
+            assert interleaved.step_time < simulated("1f1b", p, 1, m).step_time
 
 
 def test_no_bubble_without_a_pipeline() -> None:
-    timeline = simulate(build("1f1b", 1, 1, 5))
+    timeline = simulated("1f1b", 1, 1, 5)
     assert timeline.bubble_fraction == 0
     assert timeline.peak_in_flight == (1,)
 
@@ -77,7 +72,7 @@ def test_the_ideal_bubble_is_that_of_the_papers() -> None:
     # (p - 1) / (v m), which the quick start shows
     assert ideal_bubble(build("interleaved_1f1b", 2, 2, 4)) == 1 / 8
     assert ideal_bubble(build("zb_h1", 4, 1, 8)) == 1 / 8  # (p - 1) / 3m
-    assert simulate(build("1f1b", 4, 1, 8)).busy == (24, 24, 24, 24)
+    assert simulated("1f1b", 4, 1, 8).busy == (24, 24, 24, 24)
 
 
 def test_evaluation_bubble() -> None:
@@ -104,27 +99,27 @@ def test_spans_respect_every_dependency_and_the_latency() -> None:
 
 
 def test_one_slow_stage_sets_the_pace() -> None:
-    timeline = simulate(build("1f1b", 2, 1, 50), Costs(forward=[1, 2], backward=[1, 2]))
+    timeline = simulated("1f1b", 2, 1, 50, forward=[1, 2], backward=[1, 2])
     assert timeline.busy == (100, 200)
     assert timeline.step_time == 1 + 200 + 1
 
 
 def test_latency_of_one_microbatch_is_paid_at_every_boundary() -> None:
-    assert simulate(build("1f1b", 4, 1, 1), Costs(latency=5)).step_time == 4 * 3 + 6 * 5
+    assert simulated("1f1b", 4, 1, 1, latency=5).step_time == 4 * 3 + 6 * 5
 
 
 def test_a_send_occupies_its_rank() -> None:
     # One microbatch: four forwards and backwards in turn, and a send after each but the last one of
     # each direction.
-    assert simulate(build("1f1b", 4, 1, 1), Costs(send=5)).step_time == 4 * 3 + 6 * 5
+    assert simulated("1f1b", 4, 1, 1, send=5).step_time == 4 * 3 + 6 * 5
     # The last rank of two sends back 6 gradients between its 6 forwards and backwards.
-    timeline = simulate(build("1f1b", 2, 1, 6), Costs(send=Fraction(1, 2)))
+    timeline = simulated("1f1b", 2, 1, 6, send=Fraction(1, 2))
     assert timeline.busy == (18, 18)
     assert own_time(timeline)[1] == 18 + 5 * Fraction(1, 2)
 
 
 def test_neighbours_on_one_rank_send_nothing() -> None:
-    timeline = simulate(build("zb_v", 2, 2, 1), Costs(forward=1, backward=1, weight=0, latency=100))
+    timeline = simulated("zb_v", 2, 2, 1, forward=1, backward=1, weight=0, latency=100)
     assert timeline.step_time == 4 + 4 + 4 * 100
 
 
@@ -161,7 +156,7 @@ def test_reductions_of_a_rank_wait_for_each_other_and_the_step_for_them() -> Non
 
 
 def test_memory_of_a_whole_backward() -> None:
-    timeline = simulate(build("1f1b", 2, 1, 2))
+    timeline = simulated("1f1b", 2, 1, 2)
     first, second = timeline.memory()
     assert first.points == ((0, 1), (1, 2), (6, 1), (9, 0))
     assert second.points == ((1, 1), (4, 0), (4, 1), (7, 0))
@@ -169,7 +164,7 @@ def test_memory_of_a_whole_backward() -> None:
 
 
 def test_memory_of_a_split_backward() -> None:
-    timeline = simulate(build("zb_h1", 2, 1, 3), UNIT)
+    timeline = simulated("zb_h1", 2, 1, 3, **UNIT)
     order = " ".join(str(span.action) for span in timeline.spans[1])
     assert order == "F1.0 B1.0 F1.1 B1.1 W1.0 F1.2 B1.2 W1.1 W1.2"
     kept = timeline.memory()[1]
@@ -191,7 +186,7 @@ def test_memory_of_a_split_backward() -> None:
 )
 @pytest.mark.parametrize("m", [9, 10])
 def test_the_peak_of_the_memory_curve_is_that_of_the_program(name: str, v: int, m: int) -> None:
-    timeline = simulate(build(name, 4, v, m))
+    timeline = simulated(name, 4, v, m)
     peaks = tuple(map(peak_in_flight, timeline.schedule.programs))
     assert tuple(curve.peak for curve in timeline.memory()) == timeline.peak_in_flight == peaks
     assert all(curve.points[-1][1] == 0 for curve in timeline.memory())
@@ -220,7 +215,7 @@ def test_costs_that_do_not_fit(costs: dict[str, Any], words: str) -> None:
 
 
 def test_text_draws_long_actions_over_several_columns() -> None:
-    drawn = simulate(build("1f1b", 2, 1, 2)).text()
+    drawn = simulated("1f1b", 2, 1, 2).text()
     assert drawn.splitlines() == [
         "rank 0  F0.0 F0.1           B0.0 ====      B0.1 ====",
         "rank 1       F1.0 B1.0 ==== F1.1 B1.1 ====",

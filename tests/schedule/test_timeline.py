@@ -10,16 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_ptdp.schedule import Costs, Schedule, Timeline, simulate
+from lightning_ptdp.schedule import Schedule, Timeline
 from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
-from tests.schedule.builders import build
+from tests.schedule.builders import simulated
 
 BLUE, GREEN, AMBER, PURPLE = range(4)
 IDLE = (237, 237, 237)
 
 
 def timeline(p: int = 4, v: int = 2, m: int = 8, name: str = "auto", **costs: Any) -> Timeline:
-    return simulate(build(name, p, v, m), Costs(**costs))
+    return simulated(name, p, v, m, **costs)
+
+
+def picture(folder: Path, *timelines: Timeline, **options: Any) -> np.ndarray:
+    """The pixels of a drawing."""
+    draw_timelines(timelines, folder / "timeline.png", **options)
+    return pixels(folder / "timeline.png")
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -62,10 +68,9 @@ def rows_of(picture_hw3: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def test_the_picture_has_the_width_and_the_colours(tmp_path: Path) -> None:
-    draw_timelines([timeline()], tmp_path / "timeline.png", width=1600)
-    picture = pixels(tmp_path / "timeline.png")
-    assert picture.shape[1] == 1600
-    for row in rows_of(picture, 4):
+    drawn = picture(tmp_path, timeline(), width=1600)
+    assert drawn.shape[1] == 1600
+    for row in rows_of(drawn, 4):
         # Every rank spends 16 of 57 units in forwards and 32 in backwards; the axis takes about
         # 0.93 of the width.
         blue, green, amber, purple = shares(row)
@@ -75,23 +80,17 @@ def test_the_picture_has_the_width_and_the_colours(tmp_path: Path) -> None:
 
 
 def test_weight_gradients_and_reductions_have_their_own_colours(tmp_path: Path) -> None:
-    drawn = timeline(4, 1, 8, "zb_h1", backward=1, reduce=4)
-    draw_timelines([drawn], tmp_path / "timeline.png")
-    picture = pixels(tmp_path / "timeline.png")
-    blue, green, amber, _ = shares(rows_of(picture, 4)[0])
-    assert (
-        blue == pytest.approx(green, abs=0.02)
-        and green == pytest.approx(amber, abs=0.02)
-        and blue > 0.2
-    )
-    purple = max(shares(row)[PURPLE] for row in picture)
+    drawn = picture(tmp_path, timeline(4, 1, 8, "zb_h1", backward=1, reduce=4))
+    blue, green, amber, _ = shares(rows_of(drawn, 4)[0])
+    assert blue == pytest.approx(green, abs=0.02) and green == pytest.approx(amber, abs=0.02)
+    assert blue > 0.2
+    purple = max(shares(row)[PURPLE] for row in drawn)
     assert purple == pytest.approx(0.93 * 4 / 31, abs=0.02)
 
 
 def test_stacked_timelines_have_one_time_axis(tmp_path: Path) -> None:
     long, short = timeline(2, 1, 8), timeline(2, 1, 4)
-    draw_timelines([long, short], tmp_path / "both.png")
-    rows = rows_of(pixels(tmp_path / "both.png"), 4)
+    rows = rows_of(picture(tmp_path, long, short), 4)
     drawn = [float(np.flatnonzero(is_idle(row) | (row.sum(-1) < 720)).max()) for row in rows]
     left = float(np.flatnonzero(is_idle(rows[1])).min())
     assert drawn[0] == pytest.approx(drawn[1], abs=3)
@@ -99,8 +98,7 @@ def test_stacked_timelines_have_one_time_axis(tmp_path: Path) -> None:
 
 
 def test_a_v_placement_has_the_second_chunk_light(tmp_path: Path) -> None:
-    draw_timelines([timeline(2, 2, 1, "zb_v", backward=1)], tmp_path / "v.png")
-    row = rows_of(pixels(tmp_path / "v.png"), 2)[1]
+    row = rows_of(picture(tmp_path, timeline(2, 2, 1, "zb_v", backward=1)), 2)[1]
     forwards = [tuple(pixel) for pixel in row if shares(pixel[None])[BLUE]]
     # Rank 1 runs stage 1, its first chunk, and then stage 2.
     assert forwards[3][0] < 60 and forwards[-4][0] > 140
@@ -121,9 +119,7 @@ def test_any_size_can_be_drawn(
 
 
 def test_the_memory_curve_takes_its_place(tmp_path: Path) -> None:
-    draw_timelines([timeline()], tmp_path / "without.png")
-    draw_timelines([timeline()], tmp_path / "with.png", memory=True)
-    without, with_ = (pixels(tmp_path / name) for name in ("without.png", "with.png"))
+    without, with_ = (picture(tmp_path, timeline(), memory=memory) for memory in (False, True))
     assert with_.shape[0] > without.shape[0] + 100
 
 

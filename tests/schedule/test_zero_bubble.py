@@ -14,9 +14,7 @@ from lightning_ptdp.schedule import (
     peak_in_flight,
     simulate,
 )
-from tests.schedule.builders import build
-
-UNIT = Costs(forward=1, backward=1, weight=1)
+from tests.schedule.builders import UNIT, build, simulated
 
 
 def idle_in_the_middle(timeline: Timeline) -> list[object]:
@@ -49,8 +47,8 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_in_its_memory() -> None:
     for p in range(2, 7):
         for m in range(1, 3 * p):
             mine, other = (
-                simulate(build("zb_h1", p, 1, m), UNIT),
-                simulate(build("1f1b", p, 1, m), Costs(forward=1, backward=2)),
+                simulated("zb_h1", p, 1, m, **UNIT),
+                simulated("1f1b", p, 1, m, forward=1, backward=2),
             )
             assert mine.peak_in_flight == (min(m, p),) * p
             assert max(other.peak_in_flight) == min(m, p)
@@ -62,7 +60,7 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_in_its_memory() -> None:
 def test_zb_v_never_waits_between_the_first_and_the_last_action() -> None:
     for p in range(2, 7):
         for m in range(2 * p - 1, max(12, 4 * p)):
-            timeline = simulate(build("zb_v", p, 2, m), UNIT)
+            timeline = simulated("zb_v", p, 2, m, **UNIT)
             assert idle_in_the_middle(timeline) == [0] * p
             assert timeline.busy == (6 * m,) * p
             assert timeline.step_time == 6 * m + p - 1
@@ -72,7 +70,7 @@ def test_zb_v_never_waits_between_the_first_and_the_last_action() -> None:
 def test_zb_v_takes_the_least_possible_time_for_any_m_from_p_on() -> None:
     for p in range(2, 7):
         for m in range(1, 3 * p):
-            timeline = simulate(build("zb_v", p, 2, m), UNIT)
+            timeline = simulated("zb_v", p, 2, m, **UNIT)
             # The last rank waits p-1 for its first microbatch; one microbatch alone takes 4p, and a
             # weight gradient follows.
             assert (
@@ -80,7 +78,7 @@ def test_zb_v_takes_the_least_possible_time_for_any_m_from_p_on() -> None:
                 if m >= p
                 else timeline.step_time >= max(6 * m + p - 1, 4 * p + 1)
             )
-            assert timeline.step_time <= simulate(build("dualpipe_v", p, 2, m), UNIT).step_time
+            assert timeline.step_time <= simulated("dualpipe_v", p, 2, m, **UNIT).step_time
             assert max(timeline.peak_in_flight) <= min(2 * m, 2 * p)
 
 
@@ -123,7 +121,7 @@ def test_fewer_microbatches_never_take_longer_or_hold_more() -> None:
         for p in range(2, 7):
             before: Timeline | None = None
             for m in range(1, 3 * p):
-                now = simulate(build(name, p, 1 if name == "zb_h1" else 2, m), UNIT)
+                now = simulated(name, p, 1 if name == "zb_h1" else 2, m, **UNIT)
                 assert before is None or before.step_time < now.step_time
                 assert before is None or max(before.peak_in_flight) <= max(now.peak_in_flight)
                 before = now
@@ -137,7 +135,7 @@ def test_without_a_pipeline_a_microbatch_is_finished_before_the_next() -> None:
             (order,) = function(1, 2, m)
             assert len(order) == 6 * m
             assert peak_in_flight(order) <= 3
-        assert simulate(build("zb_v", 1, 1, m)).peak_in_flight == (1,)
+        assert simulated("zb_v", 1, 1, m).peak_in_flight == (1,)
 
 
 def test_weights_in_gaps_wait_for_a_gap_or_for_room() -> None:
