@@ -7,8 +7,12 @@ import os
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.parity import Parity
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,6 +38,14 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def parity(pool: Pool) -> Parity:
+    # Most tests do without Lightning's import.
+    from tests.parity import Parity
+
+    return Parity(pool)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,157 +1,132 @@
-"""One training run, comparable between layouts: the model, the data and what is recorded."""
+"""Parity: a training in a layout gives the results of the same training in one process.
+
+A ``Training`` is plain data that makes its own module, batches and Trainer. ``fit`` runs it on one
+rank and returns plain data. ``assert_same`` compares two results. The fixture ``parity`` does all
+of it for a training and a place, and trains each case in one process once per session.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.tensor_parallel import ParallelPlan
+from tests.pool import Pool
 
-VOCABULARY, LENGTH = 61, 16
+Place = tuple[int, dict[str, Any]]
+"""A number of processes, and the options of the strategy there."""
+Result = dict[str, Any]
+
+
+def make_trainer(strategy: Any, world_size: int = 1, **options: Any) -> L.Trainer:
+    """Return a Trainer for CPU processes that writes nothing."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(strategy=strategy, accelerator="cpu", devices=world_size, **(quiet | options))
+
+
+def make_loader(data: Any, trainer: L.Trainer, global_batch: int) -> DataLoader:
+    """Return this replica's part of each global batch, in the order of the data.
+
+    Lightning's own sampler shuffles for training.
+    """
+    sampler: DistributedSampler = DistributedSampler(
+        data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False
+    )
+    return DataLoader(data, batch_size=global_batch // sampler.num_replicas, sampler=sampler)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One point of the parity grid."""
+class Training:
+    """One training.
+
+    Attributes:
+        layout: Options of the strategy.
+        steps: Number of batches.
+        global_batch: Samples of a batch, over all replicas.
+        validate_every: Batches between validations; 0 validates after the last batch.
+    """
 
     layout: dict[str, Any] = field(default_factory=dict)
     world_size: int = 1
-    layers: int = 4
-    hidden: int = 16
-    llama: bool = False
-    experts: int | None = None
-    steps: int = 20
-    accumulate: int = 1
-    clip: float | None = 0.05
+    steps: int = 4
     global_batch: int = 8
-    samples: int = 64
-    count_tokens: bool = True
-    precision: str = "32-true"
-    eager: bool = False
-    ignore_padding: bool = True
-    dropout: float = 0.0
-    changing_lengths: bool = False
+    accumulate: int = 1
+    clip: float | None = None
+    precision: Any = "32-true"
     validate_every: int | None = None
+    save: str | None = None
+    resume: str | None = None
 
+    tolerance: ClassVar[float] = 1e-5
+    smallest: ClassVar[float] = 0.0
+    """Norm below which the difference of a weight is absolute."""
+    synced: ClassVar[tuple[str, ...]] = ()
+    """Metrics that are logged over all replicas."""
+    always_clips: ClassVar[bool] = True
+    """Every gradient is larger than the clipping threshold."""
+    options: ClassVar[dict[str, Any]] = {"num_sanity_val_steps": 0}
+    """Further options of the Trainer."""
 
-class PaddedTokens(Dataset):
-    """Sequences of different true lengths: what is ignored differs between samples, microbatches
-    and replicas.
+    def on(self, place: Place) -> Any:
+        """Return the same training in another place."""
+        world_size, layout = place
+        return replace(self, world_size=world_size, layout=self.layout | layout)
 
-    Args:
-        count: Number of samples.
-        ignore_padding: Whether labels behind the true length are ignored.
-        batch: If given, a batch of this many samples is a token shorter than the one before it; the
-            fourth is long again.
-    """
+    def make_module(self) -> L.LightningModule:
+        raise NotImplementedError
 
-    def __init__(
-        self, count: int, *, ignore_padding: bool = True, batch: int | None = None
-    ) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.tokens = torch.randint(0, VOCABULARY, (count, LENGTH + 1), generator=generator)
-        self.lengths = torch.randint(1, LENGTH + 1, (count,), generator=generator)
-        if not ignore_padding:
-            self.lengths.fill_(LENGTH)
-        self.batch = batch
+    def make_data(self) -> Dataset:
+        raise NotImplementedError
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def make_strategy(self) -> PTDPStrategy:
+        return PTDPStrategy(**self.layout)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        labels = self.tokens[index, 1:].clone()
-        labels[self.lengths[index] :] = -100
-        length = LENGTH if self.batch is None else LENGTH - index // self.batch % 3
-        return {"input_ids": self.tokens[index, :-1][:length], "labels": labels[:length]}
+    def make_callbacks(self) -> list[L.Callback]:
+        return []
 
-
-def gpt_config(run: Run) -> GPTConfig:
-    sizes = {
-        "vocabulary_size": VOCABULARY,
-        "sequence_length": LENGTH,
-        "num_layers": run.layers,
-        "hidden_size": run.hidden,
-        "num_heads": 4,
-        "dropout": run.dropout,
-    }
-    if run.llama:
-        return GPTConfig.llama(
-            **sizes,
-            num_kv_heads=2,
-            num_experts=run.experts,
-            init_std=0.02 if run.experts is None else 0.3,
+    def make_trainer(self, *callbacks: L.Callback) -> L.Trainer:
+        validates = self.validate_every is not None
+        return make_trainer(
+            self.make_strategy(),
+            self.world_size,
+            max_steps=self.steps // self.accumulate,
+            accumulate_grad_batches=self.accumulate,
+            gradient_clip_val=self.clip,
+            precision=self.precision,
+            val_check_interval=(self.validate_every or self.steps) if validates else None,
+            check_val_every_n_epoch=None if validates else 1,
+            callbacks=[*callbacks, *self.make_callbacks()],
+            **self.options,
         )
-    return GPTConfig.gpt2(**sizes)
 
+    def make_loaders(self, trainer: L.Trainer) -> list[DataLoader]:
+        """Return the loader of the training and, if the training validates, of the validation."""
+        loader = make_loader(self.make_data(), trainer, self.global_batch)
+        return [loader] if self.validate_every is None else [loader, loader]
 
-class LitTiny(L.LightningModule):
-    """An ordinary module: nothing in its steps knows about ranks."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run, self.model = run, None
-        if run.eager:
-            self.model = GPT(gpt_config(run))
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            self.model = GPT(gpt_config(self.run))
-
-    def configure_parallel(self) -> ParallelPlan:
-        return gpt_plan(gpt_config(self.run))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = F.cross_entropy(
-            self.model(batch["input_ids"]).flatten(0, 1),
-            batch["labels"].flatten(),
-            ignore_index=-100,
-        )
-        self.log("train_loss", loss, prog_bar=True)
-        if self.run.count_tokens:
-            return {"loss": loss, "num_tokens": (batch["labels"] != -100).sum()}
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        decay = [p for p in self.parameters() if p.dim() > 1]
-        rest = [p for p in self.parameters() if p.dim() <= 1]
-        optimizer = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-            lr=5e-3,
-            eps=1e-5,
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / 5)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class LitValidated(LitTiny):
-    """Evaluates too."""
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        loss = F.cross_entropy(
-            self.model(batch["input_ids"]).flatten(0, 1),
-            batch["labels"].flatten(),
-            ignore_index=-100,
-        )
-        self.log("val_loss", loss)
-        return {"num_tokens": (batch["labels"] != -100).sum()}
+    def results(self, trainer: Any, module: Any) -> Result:
+        """Return what else is known after the training."""
+        return {}
 
 
 class Recorder(L.Callback):
-    """Losses of every batch, and norms."""
+    """Losses, gradient norms and metrics of every batch, and the weights at the start."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.logged: list[dict[str, float]] = []
         self.initial: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -159,12 +134,15 @@ class Recorder(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(self._over_replicas(trainer, outputs))
+        self.logged.append(metrics(trainer))
         if trainer.strategy.gradient_norm is not None:
             self.norms.append(float(trainer.strategy.gradient_norm))
 
     def _over_replicas(self, trainer: Any, outputs: Any) -> float:
-        """Mean over the counted tokens of all replicas; without a schedule Lightning's loss is this
-        replica's own."""
+        """Return the mean over the counted tokens of all replicas.
+
+        Without a schedule, Lightning's loss is that of this replica.
+        """
         group = trainer.strategy.mesh.group("replica_sum")
         weight = float(outputs.get("num_tokens", 1.0))
         sums = torch.tensor([float(outputs["loss"]) * weight, weight], dtype=torch.float64)
@@ -173,77 +151,141 @@ class Recorder(L.Callback):
         return float(sums[0] / sums[1])
 
 
-def fit(rank: int, run: Run) -> dict[str, Any]:
-    """Train; returns losses, norms, initial and final weights of the whole model."""
+def metrics(trainer: L.Trainer) -> dict[str, float]:
+    """Return the metrics that callbacks see."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def fit(rank: int, training: Training) -> Result:
+    """Train; return losses, norms and metrics, and the whole model's weights before and after."""
     L.seed_everything(3, verbose=False)
-    recorder = Recorder()
-    module = LitTiny(run) if run.validate_every is None else LitValidated(run)
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(**run.layout),
-        accelerator="cpu",
-        devices=run.world_size,
-        max_steps=run.steps // run.accumulate,
-        accumulate_grad_batches=run.accumulate,
-        gradient_clip_val=run.clip,
-        precision=run.precision,
-        val_check_interval=run.validate_every,
-        check_val_every_n_epoch=None if run.validate_every else 1,
-        callbacks=[recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(
-        module,
-        _loader(run, trainer, run.samples),
-        _loader(run, trainer, 5) if run.validate_every else None,
-    )
+    recorder, module = Recorder(), training.make_module()
+    trainer = training.make_trainer(recorder)
+    trainer.fit(module, *training.make_loaders(trainer), ckpt_path=training.resume)
+    if training.save is not None:
+        trainer.save_checkpoint(training.save)
     return {
         "losses": recorder.losses,
         "norms": recorder.norms,
+        "logged": [*recorder.logged, metrics(trainer)],
+        "replicas": trainer.strategy.layout.num_replicas,
         "initial": recorder.initial,
         "final": trainer.strategy.gather_state_dict(),
-        "ranges": trainer.strategy.parallel.ranges,
-        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        **training.results(trainer, module),
     }
 
 
-def _loader(run: Run, trainer: Any, samples: int) -> DataLoader:
-    """Lightning's injected sampler shuffles for training; this keeps the order, so that batches
-    have the same samples everywhere."""
-    batch = run.global_batch if run.changing_lengths else None
-    data = PaddedTokens(samples, ignore_padding=run.ignore_padding, batch=batch)
-    sampler = torch.utils.data.DistributedSampler(
-        data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False
+def distance(found: Any, expected: Any, start: Any = None) -> float:
+    """Return the relative distance between whole models.
+
+    Single elements with hardly any gradient may go either way. With ``start`` the distance is
+    relative to the distance trained.
+    """
+    left, right, origin = (
+        torch.cat([state[name].double().flatten() for name in expected])
+        for state in (found, expected, start or expected)
     )
-    return DataLoader(
-        data, batch_size=run.global_batch // trainer.strategy.layout.num_replicas, sampler=sampler
+    length = right if start is None else right - origin
+    return float((left - right).norm() / length.norm())
+
+
+def assert_near(found: Any, expected: Any, tolerance: float, what: str) -> None:
+    """Compare numbers relatively."""
+    torch.testing.assert_close(
+        torch.tensor(found, dtype=torch.float64),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=tolerance,
+        atol=0,
+        msg=lambda text: f"{what}: {text}",
     )
 
 
-class Frozen(Run):
-    """A run without layout, hashable for the cache."""
-
-    def __hash__(self) -> int:
-        return hash(tuple(sorted((k, repr(v)) for k, v in vars(self).items())))
+def assert_weights_near(
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    *,
+    tolerance: float = Training.tolerance,
+    smallest: float = 0.0,
+) -> None:
+    """Compare parameters and buffers, each by the norm of its difference."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        got = found[name]
+        assert (got.shape, got.dtype) == (value.shape, value.dtype), name
+        difference = (got.double() - value.double()).norm()
+        length = value.double().norm().clamp(min=smallest)
+        assert difference <= tolerance * length, f"{name} ends {difference / length:.1e} away"
 
 
 def assert_same(
-    found: dict[str, Any],
-    expected: dict[str, Any],
-    tolerance: float = 1e-5,
-    of_weights: float | None = None,
+    found: Result,
+    expected: Result,
+    *,
+    tolerance: float = Training.tolerance,
+    smallest: float = 0.0,
+    synced: Collection[str] = (),
+    but: Collection[str] = (),
 ) -> None:
+    """Compare two results: weights at the start bitwise, all else within the tolerance.
+
+    A replica logs values of its own samples, except those that are ``synced``.
+    """
     assert found["initial"].keys() == expected["initial"].keys()
     for name, value in expected["initial"].items():
         assert torch.equal(found["initial"][name], value), f"{name} starts differently"
-    torch.testing.assert_close(
-        torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=tolerance, atol=0
-    )
-    torch.testing.assert_close(
-        torch.tensor(found["norms"]), torch.tensor(expected["norms"]), rtol=tolerance, atol=0
-    )
-    for name, value in expected["final"].items():
-        difference = (found["final"][name] - value).norm() / value.norm()
-        assert difference < (of_weights or tolerance), f"{name} ends {difference:.1e} away"
+    for key in ("losses", "norms"):
+        assert_near(found[key], expected[key], tolerance, key)
+    for step, (mine, theirs) in enumerate(zip(found["logged"], expected["logged"], strict=True)):
+        for name in (mine.keys() | theirs.keys()) - set(but):
+            if found["replicas"] == 1 or name in synced:
+                assert_near(mine[name], theirs[name], tolerance, f"{name} of batch {step}")
+    assert_weights_near(found["final"], expected["final"], tolerance=tolerance, smallest=smallest)
+
+
+class Parity:
+    """Trainings in places, compared with one process."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._results: dict[str, Result] = {}
+
+    def result(self, training: Training) -> Result:
+        """Return the result of the first rank; each training runs once per session."""
+        key = repr(training)
+        if key not in self._results:
+            self._results[key] = self.ranks(training)[0]
+        return self._results[key]
+
+    def ranks(self, training: Training, fit: Callable[..., Result] = fit) -> list[Result]:
+        """Return the results of all ranks."""
+        return self.pool.run(fit, world_size=training.world_size, args=(training,))
+
+    def check(
+        self,
+        training: Training,
+        place: Place,
+        *,
+        expected: Result | None = None,
+        tolerance: float | None = None,
+        but: Collection[str] = (),
+        fit: Callable[..., Result] = fit,
+    ) -> list[Result]:
+        """Compare every rank of a place with one process, or with ``expected``; return the ranks.
+
+        The options of the place come on top of those that the training has in one process.
+        """
+        expected = expected or self.result(replace(training, save=None))
+        if training.always_clips and training.clip is not None:
+            assert min(expected["norms"]) > training.clip, "the clipping threshold must bite"
+        ranks = self.ranks(training.on(place), fit)
+        for found in ranks:
+            assert_same(
+                found,
+                expected,
+                tolerance=training.tolerance if tolerance is None else tolerance,
+                smallest=training.smallest,
+                synced=training.synced,
+                but=but,
+            )
+        assert len({tuple(found["losses"]) for found in ranks}) == 1, "ranks disagree on the loss"
+        return ranks

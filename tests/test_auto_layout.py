@@ -23,8 +23,8 @@ from lightning_ptdp.strategy.layout_choice import (
     fastest_layouts,
     refuse_given,
 )
-from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
 class Metrics(Logger):

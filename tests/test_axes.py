@@ -7,7 +7,6 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import mock
 
 import pytest
 
@@ -16,9 +15,8 @@ from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.world.axes import AXES, Axis
 from lightning_ptdp.world.layout import ParallelLayout
-from tests import parity
-from tests.parity import assert_same
-from tests.pool import Pool
+from tests.parity import Parity
+from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
@@ -72,9 +70,14 @@ DEGREES = (
 )
 
 
-def _fit(rank: int, kind: type[ParallelLayout], run: parity.Run) -> dict[str, Any]:
-    with mock.patch.object(parity, "PTDPStrategy", with_layout(kind)):
-        return parity.fit(rank, run)
+@dataclass(frozen=True, kw_only=True)
+class AxisRun(Run):
+    """A training under a layout with an axis of its own."""
+
+    kind: type[ParallelLayout]
+
+    def make_strategy(self) -> PTDPStrategy:
+        return with_layout(self.kind)(**self.layout)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +90,11 @@ def _fit(rank: int, kind: type[ParallelLayout], run: parity.Run) -> dict[str, An
     ],
 )
 def test_an_axis_of_ones_own(
-    kind: type[ParallelLayout], world_size: int, options: dict[str, Any], pool: Pool
+    kind: type[ParallelLayout], world_size: int, options: dict[str, Any], parity: Parity
 ) -> None:
-    settings = {"layers": 2, "steps": 4, "accumulate": 2}
-    run = parity.Run(world_size=world_size, layout=options, **settings)
-    (expected,) = pool.run(parity.fit, world_size=1, args=(parity.Run(**settings),))
-    assert min(expected["norms"]) > 0.05, "the clipping threshold must bite"
-    for found in pool.run(_fit, world_size=world_size, args=(kind, run)):
-        assert_same(found, expected)
+    settings: dict[str, Any] = {"layers": 2, "steps": 4, "accumulate": 2}
+    run = AxisRun(kind=kind, **settings)
+    parity.check(run, (world_size, options), expected=parity.result(Run(**settings)))
 
 
 ROOMS = ("tensor_parallel", "context_parallel", "schedule", "pipeline")

@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import pickle
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
@@ -25,10 +26,10 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ColumnParallelLinear
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from tests import parity
 from tests.letters import SP, A, C, M, P, R, S, T, V
-from tests.parity import LitTiny, Run, assert_same, fit, gpt_config
+from tests.parity import Parity, fit
 from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, Run, gpt_config
 
 pytestmark = pytest.mark.thorough
 
@@ -48,14 +49,16 @@ USERS: dict[str, tuple[dict[str, Any], int]] = {
     "p2 zb_h1 full": ({P: 2, M: 4, S: "zb_h1", R: "full"}, 0),
 }
 """The layout, and the graphs that there are at least."""
-SETTINGS: dict[str, Any] = {"layers": 4, "steps": 3, "clip": None}
+RUN = Run(steps=3, clip=None)
 AOT = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
 
 
-@pytest.fixture(scope="module")
-def expected(pool: Pool) -> dict[str, Any]:
-    found: dict[str, Any] = pool.run(fit, world_size=1, args=(Run(**SETTINGS),))[0]
-    return found
+@dataclass(frozen=True, kw_only=True)
+class CompiledRun(Run):
+    """A training of a module whose user compiles it."""
+
+    def make_module(self) -> LitTiny:
+        return LitCompiled(self)
 
 
 class LitCompiled(LitTiny):
@@ -68,16 +71,13 @@ class LitCompiled(LitTiny):
                 block.compile(backend="aot_eager")
 
 
-def fit_counted(rank: int, run: Run, module: type[LitTiny] = LitTiny) -> dict[str, Any]:
+def fit_counted(rank: int, run: Run) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "LitTiny", module)
-        found = fit(rank, run)
     return {
-        **found,
+        **fit(rank, run),
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
     }
@@ -169,21 +169,18 @@ def test_a_graph_waits_for_a_collective_where_it_needs_it(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_same_answer(name: str, expected: dict[str, Any], pool: Pool) -> None:
-    run = Run(world_size=2, layout={**LAYOUTS[name], **AOT}, **SETTINGS)
-    for found in pool.run(fit_counted, world_size=2, args=(run,)):
-        assert_same(found, expected, tolerance=1e-4)
+def test_the_same_answer(name: str, parity: Parity) -> None:
+    place = 2, {**LAYOUTS[name], **AOT}
+    for found in parity.check(RUN, place, tolerance=1e-4, fit=fit_counted):
         assert found["breaks"] == 0
         assert found["graphs"] == 1 or name == "p2 uneven"  # all blocks share it
 
 
 @pytest.mark.parametrize("name", USERS)
-def test_what_the_user_compiles(name: str, expected: dict[str, Any], pool: Pool) -> None:
-    layout, graphs = USERS[name]
-    for found in pool.run(
-        fit_counted, world_size=2, args=(Run(world_size=2, layout=layout, **SETTINGS), LitCompiled)
-    ):
-        assert_same(found, expected, tolerance=1e-4)
+def test_what_the_user_compiles(name: str, parity: Parity) -> None:
+    (layout, graphs), expected = USERS[name], parity.result(RUN)
+    run = CompiledRun(**vars(RUN))
+    for found in parity.check(run, (2, layout), expected=expected, tolerance=1e-4, fit=fit_counted):
         assert found["breaks"] == 0 or graphs == 0
         assert found["graphs"] >= graphs
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.fork_safety import in_child
-from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import in_new_process
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
 def test_its_answer_comes_home() -> None:

@@ -4,6 +4,7 @@ rounding, and close to bf16."""
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.tensor_parallel import Column, ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.world.mesh import Group
 from tests.letters import M, P, T, V
-from tests.parity import Run, assert_same, fit
+from tests.parity import Parity, Place, assert_near, distance
 from tests.pool import Pool
 from tests.tensor_parallel.toy import tensor_group
+from tests.tiny_gpt import Run
 
 SCALINGS = ("tensorwise", "rowwise")
 CPU = torch.device("cpu")
@@ -154,61 +156,40 @@ def test_shards_are_scaled_where_they_are(pool: Pool) -> None:
     pool.run(shards, world_size=2)
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, Place] = {
     "p2 zb_h1 full": (2, {P: 2, "schedule": "zb_h1", "recompute": "full"}),
     "p2v2 offload": (2, {P: 2, V: 2, "recompute": "offload"}),
     "t2sp": (2, {T: 2, "sequence_parallel": True}),
     "t2p2 zb_h1": (4, {T: 2, P: 2, "schedule": "zb_h1"}),
 }
-SETTINGS: dict[str, Any] = {"hidden": 32, "steps": 4, "clip": None}
-
-
-@pytest.fixture(scope="module")
-def one_process(pool: Pool) -> list[dict[str, Any]]:
-    """With float8 and without; each microbatch has its own scales."""
-    layouts = ({M: 4, "fp8": "tensorwise"}, {M: 4})
-    return [
-        pool.run(fit, world_size=1, args=(Run(layout=layout, **SETTINGS),))[0] for layout in layouts
-    ]
+RUN = Run(hidden=32, steps=4, clip=None, layout={M: 4})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name: str, pool: Pool, one_process: list[dict[str, Any]]) -> None:
+def test_layouts(name: str, parity: Parity) -> None:
     """The same numbers; under tensor parallelism, which rounds elsewhere, no further away than full
     precision is."""
     world_size, layout = LAYOUTS[name]
-    run = Run(world_size=world_size, layout={M: 4, "fp8": "tensorwise", **layout}, **SETTINGS)
-    expected, plain = one_process
-    rounding = distance(expected, plain)
+    run = replace(RUN, layout={M: 4, "fp8": "tensorwise"})
+    expected, plain = parity.result(run), parity.result(RUN)
+    start = expected["initial"]
+    rounding = distance(expected["final"], plain["final"], plain["initial"])
     assert rounding > 1e-3, "float8 rounds"
-    for found in pool.run(fit, world_size=world_size, args=(run,)):
-        if T not in layout:
-            assert_same(found, expected)
-            continue
-        assert distance(found, expected) < 1.2 * rounding
-        torch.testing.assert_close(
-            torch.tensor(found["losses"]), torch.tensor(expected["losses"]), rtol=1e-3, atol=0
-        )
-
-
-def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Return the distance of the final weights, relative to the distance trained."""
-    left, right, start = (
-        torch.cat([weights[name].flatten() for name in expected["final"]])
-        for weights in (found["final"], expected["final"], expected["initial"])
-    )
-    return float((left - right).norm() / (right - start).norm())
+    if T not in layout:
+        parity.check(run, (world_size, layout))
+        return
+    for found in parity.ranks(run.on((world_size, layout))):
+        assert distance(found["final"], expected["final"], start) < 1.2 * rounding
+        assert_near(found["losses"], expected["losses"], 1e-3, "losses")
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_as_accurate_as_bf16_over_a_few_steps(scaling: str, pool: Pool) -> None:
-    settings: dict[str, Any] = {"hidden": 32, "steps": 30, "clip": None, "precision": "bf16-mixed"}
-    found, expected = (
-        pool.run(fit, world_size=1, args=(Run(layout=layout, **settings),))[0]["losses"]
-        for layout in ({"fp8": scaling}, {})
-    )
+def test_as_accurate_as_bf16_over_a_few_steps(scaling: str, parity: Parity) -> None:
+    plain = Run(hidden=32, steps=30, clip=None, precision="bf16-mixed")
+    expected = parity.result(plain)["losses"]
     assert expected[-1] < 0.95 * expected[0], "something is learnt"
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.02, atol=0)
+    found = parity.result(replace(plain, layout={"fp8": scaling}))["losses"]
+    assert_near(found, expected, 0.02, "losses")
 
 
 # ---- what cannot be ------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks.machine_limits import check_gpu
 from lightning_ptdp.strategy.out_of_memory import memory_note
 from tests.letters import M, P, T
-from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
 

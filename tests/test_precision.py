@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,12 +13,13 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 from tests.letters import D, M, P, S, V, Z
-from tests.parity import Frozen, Run, fit
+from tests.parity import Parity, Place, assert_near, distance, make_trainer
 from tests.pool import Pool
+from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, Place] = {
     "m4": (1, {M: 4}),
     "d2": (2, {M: 2}),
     "d2 sharded": (2, {Z: True, M: 2}),
@@ -27,49 +28,23 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2p2 sharded": (4, {Z: True, P: 2, M: 2}),
     "d2p2v2 zb_v sharded": (4, {Z: True, P: 2, V: 2, M: 2, S: "zb_v"}),
 }
-SETTINGS: dict[str, Any] = {
-    "steps": 8,
-    "accumulate": 2,
-    "count_tokens": False,
-    "ignore_padding": False,
-}
-
-
-@pytest.fixture(scope="module")
-def reference(pool: Pool) -> Any:
-    @cache
-    def one_process(run: Run) -> dict[str, Any]:
-        return pool.run(fit, world_size=1, args=(run,))[0]
-
-    return lambda **kwargs: one_process(Frozen(**kwargs))
+RUN = Run(steps=8, accumulate=2, count_tokens=False, ignore_padding=False)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parameters_in_half_precision_with_masters(
-    name: str, precision: str, pool: Pool, reference: Any
+    name: str, precision: str, parity: Parity
 ) -> None:
     """Microbatches of the same size as in the reference, so that only the order of float32 sums
     differs."""
-    world_size, layout = LAYOUTS[name]
-    run = Run(world_size=world_size, layout=layout, precision=precision, **SETTINGS)
-    expected = reference(layout={M: 4}, precision=precision, **SETTINGS)
-    exact = reference(**SETTINGS)
-    for found in pool.run(fit, world_size=world_size, args=(run,)):
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-2)
-        assert found["losses"] == pytest.approx(exact["losses"], rel=3e-2)
-        assert _distance(found["final"], expected["final"]) < 4e-3
-        assert _distance(found["final"], exact["final"]) < 2e-2
-
-
-def _distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Between whole models, relatively: single elements with hardly any gradient may go either
-    way."""
-    names = expected.keys()
-    left, right = (
-        torch.cat([state[name].double().flatten() for name in names]) for state in (found, expected)
-    )
-    return float((left - right).norm() / right.norm())
+    run = replace(RUN, layout={M: 4}, precision=precision)
+    expected, exact = parity.result(run), parity.result(RUN)
+    for found in parity.ranks(run.on(LAYOUTS[name])):
+        assert_near(found["losses"], expected["losses"], 1e-2, "losses")
+        assert_near(found["losses"], exact["losses"], 3e-2, "losses")
+        assert distance(found["final"], expected["final"]) < 4e-3
+        assert distance(found["final"], exact["final"]) < 2e-2
 
 
 def _overflow(
@@ -96,10 +71,9 @@ def _overflow(
             seen.append((trainer.precision_plugin.scaler.get_scale(), moved))
 
     mixed = precision == "16-mixed"
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
-        devices=world_size,
+    trainer = make_trainer(
+        PTDPStrategy(**layout),
+        world_size,
         max_steps=3,
         # The precision string becomes bf16-mixed on a CPU; the plugin does not.
         plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))]
@@ -107,10 +81,6 @@ def _overflow(
         else [],
         precision=None if mixed else precision,
         callbacks=[Watch()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, loader())
     return [scale for scale, _ in seen], [moved for _, moved in seen]
@@ -141,17 +111,11 @@ class LitFused(LitNet):
 
 def test_gradients_of_a_fused_optimizer_are_clipped() -> None:
     """Lightning's plugin refuses that in the first step, even in bfloat16, where no scale is."""
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(),
-        accelerator="cpu",
-        devices=1,
+    trainer = make_trainer(
+        PTDPStrategy(),
         max_steps=2,
         precision="bf16-mixed",
         gradient_clip_val=1e-3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(LitFused(), loader())
     assert trainer.global_step == 2

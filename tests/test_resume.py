@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptdp.checkpoint import read_metadata, to_lightning_file
 from lightning_ptdp.strategy import PTDPStrategy
-from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
 

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding, Surroundings
 from lightning_ptdp.strategy import ptdp
 from tests.letters import C, M, P, R, S, T
-from tests.parity import Run, fit
+from tests.parity import fit
 from tests.pool import Pool
+from tests.tiny_gpt import Run
 
 STEPS = 2
 

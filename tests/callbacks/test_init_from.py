@@ -14,8 +14,8 @@ from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, save_checkpoint
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
-from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
 class Weights(L.Callback):

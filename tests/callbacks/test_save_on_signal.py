@@ -19,8 +19,8 @@ from lightning_ptdp.callbacks import SaveOnSignal
 from lightning_ptdp.callbacks.save_on_signal import _signals
 from lightning_ptdp.checkpoint import read_metadata
 from lightning_ptdp.strategy import PTDPStrategy
-from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
 

@@ -30,8 +30,8 @@ from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.checkpoint.layouts import replicated
 from tests.models.fits import quiet_trainer
-from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 LIMIT = timedelta(seconds=30)
 

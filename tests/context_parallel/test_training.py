@@ -3,19 +3,15 @@ and with every other axis."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import pytest
-import torch
 
 from tests.letters import SP, A, C, M, P, R, S, T, V
-from tests.parity import Frozen, Run, assert_same, fit
-from tests.pool import Pool
+from tests.parity import Parity, Place
+from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, Place] = {
     "c2": (2, {C: 2}),
     "c2 heads": (2, {C: 2, A: "all_to_all"}),
     "c4": (4, {C: 4}),
@@ -35,50 +31,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference(pool: Pool) -> Any:
-    @cache
-    def one_process(run: Run) -> dict[str, Any]:
-        return pool.run(fit, world_size=1, args=(run,))[0]
-
-    return lambda **kwargs: one_process(Frozen(**kwargs))
-
-
-def check(pool: Pool, reference: Any, name: str, **settings: Any) -> None:
-    world_size, layout = LAYOUTS[name]
-    ranks = pool.run(
-        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, **settings),)
-    )
-    for found in ranks:
-        assert_same(found, reference(**settings))
-    if layout.get(M, 1) > 1 or P in layout or C in layout:
-        expected = reference(**settings)["logged"]
-        for key in (
-            expected if world_size == layout.get(P, 1) * layout.get(C, 1) * layout.get(T, 1) else ()
-        ):
-            assert found["logged"][key] == pytest.approx(expected[key], rel=1e-5)
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(
-    name: str, pool: Pool, reference: Any
-) -> None:
-    check(pool, reference, name, accumulate=2, steps=6)
+def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(name: str, parity: Parity) -> None:
+    parity.check(Run(accumulate=2, steps=6), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["c2", "d2c2", "p2v2c2"])
-def test_llama_validated_on_the_way(name: str, pool: Pool, reference: Any) -> None:
-    check(pool, reference, name, llama=True, steps=6, validate_every=2)
+def test_llama_validated_on_the_way(name: str, parity: Parity) -> None:
+    parity.check(Run(llama=True, steps=6, validate_every=2), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["c2", "c2m4", "p2c2"])
-def test_a_mean_loss_that_does_not_count_its_tokens(name: str, pool: Pool, reference: Any) -> None:
+def test_a_mean_loss_that_does_not_count_its_tokens(name: str, parity: Parity) -> None:
     """Samples without padding but for one slice, so that a mean of means would show."""
-    check(pool, reference, name, count_tokens=False, ignore_padding=False, steps=6, eager=True)
+    run = Run(count_tokens=False, ignore_padding=False, steps=6, eager=True)
+    parity.check(run, LAYOUTS[name])
 
 
-def test_a_mean_loss_over_uneven_slices(pool: Pool, reference: Any) -> None:
-    check(pool, reference, "c2", count_tokens=False, steps=6)
+def test_a_mean_loss_over_uneven_slices(parity: Parity) -> None:
+    parity.check(Run(count_tokens=False, steps=6), LAYOUTS["c2"])
 
 
 @pytest.mark.parametrize(
@@ -92,12 +63,8 @@ def test_a_mean_loss_over_uneven_slices(pool: Pool, reference: Any) -> None:
     ],
 )
 def test_recomputation_changes_no_bit_with_dropout(
-    recompute: str, attention: str, pool: Pool
+    recompute: str, attention: str, parity: Parity
 ) -> None:
-    layout = {P: 2, C: 2, M: 2, A: attention}
-    settings = {"steps": 3, "dropout": 0.2, "world_size": 4}
-    kept = pool.run(fit, world_size=4, args=(Run(layout=layout, **settings),))[0]
-    found = pool.run(fit, world_size=4, args=(Run(layout={**layout, R: recompute}, **settings),))[0]
-    assert found["losses"] == kept["losses"]
-    for name, value in kept["final"].items():
-        assert torch.equal(found["final"][name], value), name
+    run, layout = Run(steps=3, dropout=0.2), {P: 2, C: 2, M: 2, A: attention}
+    kept = parity.result(run.on((4, layout)))
+    parity.check(run, (4, {**layout, R: recompute}), expected=kept, tolerance=0)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from lightning_ptdp.strategy import PTDPStrategy
-from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
 

@@ -3,14 +3,13 @@ bfloat16 with masters."""
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from tests.parity import Frozen, Run, assert_same, fit
-from tests.pool import Pool
+from tests.parity import Parity, Place, assert_near, distance
+from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
@@ -22,7 +21,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zb_v": {"virtual_pipeline_size": 2},
     "dualpipe_v": {"virtual_pipeline_size": 2},
 }
-MODES: dict[str, tuple[int, dict[str, Any]]] = {
+MODES: dict[str, Place] = {
     "flat": (4, {"num_microbatches": 4}),
     "sharded": (4, {"num_microbatches": 4, "shard_optimizer": True}),
     "two levels": (8, {"num_microbatches": 2, "data_parallel_replicas": 2}),
@@ -31,63 +30,34 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
         {"num_microbatches": 2, "data_parallel_replicas": 2, "shard_optimizer": True},
     ),
 }
-SETTINGS: dict[str, Any] = {"steps": 4, "accumulate": 2, "global_batch": 16}
+RUN = Run(steps=4, accumulate=2, global_batch=16)
 
 
-def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Between whole models, relatively: single elements with hardly any gradient may go either
-    way."""
-    left, right = (
-        torch.cat([state[name].double().flatten() for name in expected])
-        for state in (found, expected)
-    )
-    return float((left - right).norm() / right.norm())
-
-
-@pytest.fixture(scope="module")
-def reference(pool: Pool) -> Any:
-    @cache
-    def one_process(run: Run) -> dict[str, Any]:
-        return pool.run(fit, world_size=1, args=(run,))[0]
-
-    return lambda **kwargs: one_process(Frozen(**kwargs))
-
-
-def run_of(schedule: str, mode: str, **settings: Any) -> Run:
+def place_of(schedule: str, mode: str) -> Place:
     world_size, layout = MODES[mode]
-    layout = {
-        "pipeline_parallel_size": 2,
-        "schedule": schedule,
-        "bucket_mb": 1e-2,
-        **SCHEDULES[schedule],
-        **layout,
-    }
-    return Run(world_size=world_size, layout=layout, **settings)
+    pipeline = {"pipeline_parallel_size": 2, "schedule": schedule, "bucket_mb": 1e-2}
+    return world_size, {**pipeline, **SCHEDULES[schedule], **layout}
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_single_precision(schedule: str, mode: str, pool: Pool, reference: Any) -> None:
-    expected = reference(**SETTINGS)
-    assert min(expected["norms"]) > 0.05, "the clipping threshold must bite"
-    run = run_of(schedule, mode, **SETTINGS)
-    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
-        assert_same(found, expected)
+def test_single_precision(schedule: str, mode: str, parity: Parity) -> None:
+    parity.check(RUN, place_of(schedule, mode))
 
 
 @pytest.mark.parametrize("mode", ["flat", "sharded", "sharded in two levels"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bfloat16_with_masters(schedule: str, mode: str, pool: Pool, reference: Any) -> None:
+def test_bfloat16_with_masters(schedule: str, mode: str, parity: Parity) -> None:
     """Microbatches of the same size as in the reference, so that only the order of float32 sums
     differs."""
-    settings = {
-        **SETTINGS,
-        "count_tokens": False,
-        "ignore_padding": False,
-        "precision": "bf16-true",
-    }
-    run = run_of(schedule, mode, **settings)
-    expected = reference(layout={"num_microbatches": 8}, **settings)
-    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-2)
+    run = replace(
+        RUN,
+        layout={"num_microbatches": 8},
+        count_tokens=False,
+        ignore_padding=False,
+        precision="bf16-true",
+    )
+    expected = parity.result(run)
+    for found in parity.ranks(run.on(place_of(schedule, mode))):
+        assert_near(found["losses"], expected["losses"], 1e-2, "losses")
         assert distance(found["final"], expected["final"]) < 4e-3

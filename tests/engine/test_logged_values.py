@@ -21,8 +21,8 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import make_model
 from tests.letters import C, M, P
-from tests.parity import LitTiny, PaddedTokens, Run
 from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
 

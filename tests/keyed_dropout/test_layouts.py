@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.letters import SP, C, M, P, R, S, T, V
-from tests.parity import Frozen, Run, assert_same, fit
-from tests.pool import Pool
+from tests.parity import Parity, Place
+from tests.pool import WorkerFailure
+from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-KEYED = {"keyed_dropout": True}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+RUN = Run(dropout=0.2, steps=4, layout={"keyed_dropout": True})
+LAYOUTS: dict[str, Place] = {
     "m4": (1, {M: 4}),
     "d2": (2, {}),
     "t2": (2, {T: 2}),
@@ -29,32 +28,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference(pool: Pool) -> Any:
-    @cache
-    def one_process(run: Run) -> dict[str, Any]:
-        return pool.run(fit, world_size=1, args=(run,))[0]
-
-    return lambda **kwargs: one_process(Frozen(**kwargs))
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_same_answer(name: str, pool: Pool, reference: Any) -> None:
-    settings = {"dropout": 0.2, "steps": 4}
-    world_size, layout = LAYOUTS[name]
-    found = pool.run(
-        fit,
-        world_size=world_size,
-        args=(Run(world_size=world_size, layout=layout | KEYED, **settings),),
-    )[0]
-    expected = reference(layout=KEYED, **settings)
-    assert_same(found, expected)
-    assert not torch.allclose(
-        torch.tensor(expected["losses"]), torch.tensor(reference(steps=4)["losses"])
-    ), "dropout must matter"
+def test_same_answer(name: str, parity: Parity) -> None:
+    parity.check(RUN, LAYOUTS[name])
 
 
-def test_attention_weights_of_a_slice_are_refused(pool: Pool) -> None:
-    run = Run(world_size=2, layout={C: 2} | KEYED, dropout=0.2, steps=1)
-    with pytest.raises(AssertionError, match="keyed_dropout=True with attention dropout"):
-        pool.run(fit, world_size=2, args=(run,))
+def test_dropout_matters(parity: Parity) -> None:
+    dropped, kept = parity.result(RUN), parity.result(Run(steps=4))
+    assert dropped["losses"] != pytest.approx(kept["losses"], rel=1e-5)
+
+
+def test_attention_weights_of_a_slice_are_refused(parity: Parity) -> None:
+    with pytest.raises(WorkerFailure, match="keyed_dropout=True with attention dropout"):
+        parity.ranks(replace(RUN, steps=1).on((2, {C: 2})))

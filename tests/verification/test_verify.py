@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_ptdp import PTDPError, PTDPStrategy, verify
 from lightning_ptdp.verification import Report, VerificationError
-from tests.parity import LitValidated, Run
+from tests.tiny_gpt import LitValidated, Run
 from tests.verification import toys
 from tests.verification.toys import Lit, LitAdam, LitClocked, LitCounted, LitNoisy, loader, tokens
 

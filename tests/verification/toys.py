@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanSquaredError
 
 from lightning_ptdp.tensor_parallel import ParallelPlan
-from tests.parity import LitTiny, PaddedTokens, Run
+from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 WIDTH, LENGTH = 8, 4
 
