@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -26,9 +27,10 @@ Result = dict[str, Any]
 
 def make_trainer(strategy: Any, world_size: int = 1, **options: Any) -> L.Trainer:
     """Return a Trainer for CPU processes that writes nothing."""
+    callbacks = options.get("callbacks", ())
     quiet = {
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": any(isinstance(one, Checkpoint) for one in callbacks),
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
@@ -75,7 +77,7 @@ class Training:
     """Metrics that are logged over all replicas."""
     always_clips: ClassVar[bool] = True
     """Every gradient is larger than the clipping threshold."""
-    options: ClassVar[dict[str, Any]] = {"num_sanity_val_steps": 0}
+    trainer_options: ClassVar[dict[str, Any]] = {"num_sanity_val_steps": 0}
     """Further options of the Trainer."""
 
     def on(self, place: Place) -> Any:
@@ -107,7 +109,7 @@ class Training:
             val_check_interval=(self.validate_every or self.steps) if validates else None,
             check_val_every_n_epoch=None if validates else 1,
             callbacks=[*callbacks, *self.make_callbacks()],
-            **self.options,
+            **self.trainer_options,
         )
 
     def make_loaders(self, trainer: L.Trainer) -> list[DataLoader]:

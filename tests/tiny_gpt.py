@@ -35,7 +35,7 @@ class Run(Training):
     dropout: float = 0.0
     changing_lengths: bool = False
 
-    options: ClassVar[dict[str, Any]] = {}
+    trainer_options: ClassVar[dict[str, Any]] = {}
 
     def make_module(self) -> L.LightningModule:
         return LitTiny(self) if self.validate_every is None else LitValidated(self)

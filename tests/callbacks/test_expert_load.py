@@ -28,7 +28,7 @@ from lightning_ptdp.callbacks import ExpertLoad
 from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads, LayerLoad
 from lightning_ptdp.callbacks.expert_load import draw_loads
 from lightning_ptdp.models import GPTConfig, LitGPT
-from tests.expert_parallel.toy import EXPERTS, LENGTH, VOCABULARY, LitMixture, Run, trainer_of
+from tests.expert_parallel.toy import EXPERTS, LENGTH, VOCABULARY, LitMixture, Run
 from tests.huggingface import unseen
 from tests.huggingface.architectures import Samples
 from tests.letters import SP, C, E, M, P, R, S, T, V
@@ -130,7 +130,7 @@ def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     toy = run if isinstance(run, Run) else Run(world_size=run.world_size, layout=run.layout)
     store = MLFlowLogger()
-    trainer = trainer_of(replace(toy, steps=STEPS), ExpertLoad(dirpath=folder))
+    trainer = replace(toy, steps=STEPS).make_trainer(ExpertLoad(dirpath=folder))
     trainer.loggers, trainer.log_every_n_steps = [store], EVERY
     ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     module: Any

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
-from lightning_ptdp import ParallelPlan, PTDPStrategy
+from lightning_ptdp import ParallelPlan
 from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig, LitGPT, gpt_plan
+from tests.parity import Training
 
-VOCABULARY, LENGTH, SAMPLES, BATCH = 29, 8, 48, 8
+VOCABULARY, LENGTH, SAMPLES = 29, 8, 48
 
 EXPERTS = {
     "num_experts": 4,
@@ -27,18 +28,33 @@ EXPERTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One training."""
+class Run(Training):
+    """A training of a GPT with experts in float64."""
 
     model: dict[str, Any] = field(default_factory=dict)
     usual: bool = False
-    layout: dict[str, Any] = field(default_factory=dict)
-    world_size: int = 1
     steps: int = 6
-    accumulate: int = 1
-    clip: float = 0.3
-    save: str | None = None
-    resume: str | None = None
+    clip: float | None = 0.3
+    precision: str = "64-true"
+    validate_every: int | None = 6
+
+    tolerance: ClassVar[float] = 1e-9
+
+    def make_module(self) -> L.LightningModule:
+        if self.usual:
+            return LitUsual(config_of(self))
+        optimizer = AdamWConfig(learning_rate=1e-2, warmup_steps=1, eps=1e-3)
+        return LitGPT(config_of(self), optimizer)
+
+    def make_data(self) -> Dataset:
+        return Labelled(all_labelled=self.usual)
+
+    def make_callbacks(self) -> list[L.Callback]:
+        return [Held()]
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        (held,) = (one.counts for one in trainer.callbacks if isinstance(one, Held))
+        return {"held": held}
 
 
 class Labelled(Dataset):
@@ -106,42 +122,11 @@ class LitUsual(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
-def module_of(run: Run) -> L.LightningModule:
-    if run.usual:
-        return LitUsual(config_of(run))
-    return LitGPT(config_of(run), AdamWConfig(learning_rate=1e-2, warmup_steps=1, eps=1e-3))
-
-
-def trainer_of(run: Run, *callbacks: L.Callback) -> L.Trainer:
-    return L.Trainer(
-        strategy=PTDPStrategy(**run.layout),
-        accelerator="cpu",
-        devices=run.world_size,
-        max_steps=run.steps,
-        logger=False,
-        gradient_clip_val=run.clip,
-        accumulate_grad_batches=run.accumulate,
-        precision="64-true",
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-    )
-
-
-class Recorder(L.Callback):
-    """Logged metrics and gradient norms of every step, and the initial weights.
-
-    It also counts the elements of expert parameters, gradients and optimizer states on this rank.
-    """
+class Held(L.Callback):
+    """Elements of expert parameters, gradients and optimizer states on this rank."""
 
     def __init__(self) -> None:
-        self.logged: list[dict[str, float]] = []
-        self.norms: list[float] = []
-        self.initial: dict[str, Tensor] = {}
-        self.held: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         parameters = [
@@ -153,40 +138,6 @@ class Recorder(L.Callback):
         # a sharded optimizer has none
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         found = {"parameters": parameters, "gradients": gradients, "states": states}
-        self.held = {
+        self.counts = {
             what: sum(tensor.numel() for tensor in tensors) for what, tensors in found.items()
         }
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.initial = trainer.strategy.gather_state_dict()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-        if trainer.strategy.gradient_norm is not None:
-            self.norms.append(float(trainer.strategy.gradient_norm))
-
-
-def fit(rank: int, run: Run) -> dict[str, Any]:
-    """Train; norms, what is logged, and the initial and the final weights of the whole model."""
-    L.seed_everything(3, verbose=False)
-    recorder = Recorder()
-    trainer, module = trainer_of(run, recorder), module_of(run)
-    sampler = DistributedSampler(
-        Labelled(all_labelled=run.usual),
-        **trainer.strategy.distributed_sampler_kwargs,
-        shuffle=False,
-    )
-    loader = DataLoader(
-        sampler.dataset, batch_size=BATCH // run.accumulate // sampler.num_replicas, sampler=sampler
-    )
-    trainer.fit(module, loader, loader, ckpt_path=run.resume)
-    if run.save is not None:
-        trainer.save_checkpoint(run.save)
-    return {
-        "norms": recorder.norms,
-        "logged": recorder.logged,
-        "replicas": sampler.num_replicas,
-        "held": recorder.held,
-        "initial": recorder.initial,
-        "final": trainer.strategy.gather_state_dict(),
-    }

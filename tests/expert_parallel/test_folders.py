@@ -11,10 +11,10 @@ import torch
 
 from lightning_ptdp.checkpoint import TensorReader
 from lightning_ptdp.exchange import open_huggingface, to_huggingface
-from tests.expert_parallel.folders import Run, fit
+from tests.expert_parallel.folders import Run, fit_counted
 from tests.huggingface.architectures import build
 from tests.letters import E, M, P, T
-from tests.pool import Pool
+from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 FOLDER = {"checkpoint_format": "folder"}
 
 
-def test_a_checkpoint_goes_through_layouts_bitwise(pool: Pool, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_through_layouts_bitwise(parity: Parity, tmp_path: Path) -> None:
     """e4 to one process to t2 p2 e2, weights and optimizer; and to a folder, without the folder of
     a model."""
     layouts: list[tuple[int, dict[str, Any]]] = [
@@ -33,11 +33,7 @@ def test_a_checkpoint_goes_through_layouts_bitwise(pool: Pool, tmp_path: Path) -
     ]
     places = [str(tmp_path / f"{number}.ckpt") for number in range(len(layouts))]
     for (world_size, layout), resume, save in zip(layouts, [None, *places], places, strict=False):
-        pool.run(
-            fit,
-            world_size=world_size,
-            args=(Run(world_size=world_size, layout=layout, resume=resume, save=save),),
-        )
+        parity.ranks(Run(resume=resume, save=save).on((world_size, layout)))
     first, *others = [TensorReader(place) for place in places]
     names = set(first.tensors)
     assert any(name.startswith("optimizer") and "experts" in name for name in names), sorted(names)[
@@ -57,14 +53,10 @@ def test_a_checkpoint_goes_through_layouts_bitwise(pool: Pool, tmp_path: Path) -
 
 
 def test_a_folder_that_is_written_by_ranks_with_experts_each_is_that_of_one_process(
-    pool: Pool, tmp_path: Path
+    parity: Parity, tmp_path: Path
 ) -> None:
     for name, world_size, layout in (("one", 1, {}), ("two", 2, {E: 2})):
-        pool.run(
-            fit,
-            world_size=world_size,
-            args=(Run(world_size=world_size, layout=layout, export=str(tmp_path / name)),),
-        )
+        parity.ranks(Run(export=str(tmp_path / name)).on((world_size, layout)))
     one, two = open_huggingface(tmp_path / "one"), open_huggingface(tmp_path / "two")
     assert one.keys() == two.keys()
     for name, value in one.items():
@@ -75,14 +67,15 @@ def test_a_folder_that_is_written_by_ranks_with_experts_each_is_that_of_one_proc
 @pytest.mark.parametrize(
     "name", ["mixtral", "gpt_oss"], ids=["a file's tensor an expert", "all experts in one"]
 )
-def test_a_rank_reads_the_bytes_of_its_experts_alone(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_reads_the_bytes_of_its_experts_alone(
+    name: str, parity: Parity, tmp_path: Path
+) -> None:
     torch.manual_seed(11)
     model = build(name)
     model.save_pretrained(tmp_path)
     expected = model.state_dict()
-    found = pool.run(
-        fit, world_size=2, args=(Run(world_size=2, layout={E: 2}, steps=1, folder=str(tmp_path)),)
-    )
+    run = Run(steps=1, folder=str(tmp_path)).on((2, {E: 2}))
+    found = parity.ranks(run, fit_counted)
     bytes_of = {
         key: sum(
             value.nbytes

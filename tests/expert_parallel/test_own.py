@@ -3,7 +3,6 @@ capacity included."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ from lightning_ptdp import ParallelPlan, PTDPStrategy, Sampling, generate
 from lightning_ptdp.models import GPT, LitGPT
 from lightning_ptdp.models.experts import Capacity, Router
 from tests.expert_parallel import toy
-from tests.expert_parallel.own import Run, config_of, fit, module_of, trainer_of
+from tests.expert_parallel.own import Run, config_of
 from tests.letters import ET, SP, C, E, M, P, T, V, Z
-from tests.pool import Pool
+from tests.parity import Parity, Place, assert_weights_near, fit
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS = {
+LAYOUTS: dict[str, Place] = {
     "e2": (2, {E: 2}),
     "e4 m2": (4, {E: 4, M: 2}),
     "t2 e2": (4, {T: 2, E: 2}),
@@ -39,128 +38,66 @@ LAYOUTS = {
 }
 
 
-Alone = Callable[[Run], dict[str, Any]]
+MODEL = {"shared_experts": 1, "dense_layers": 1}
 
 
-@pytest.fixture(scope="module")
-def alone(pool: Pool) -> Alone:
-    """Return a function that gives the results of a run in one process.
-
-    Each run is trained once, because several layouts are compared with it.
-    """
-    found: dict[str, dict[str, Any]] = {}
-
-    def run_alone(run: Run) -> dict[str, Any]:
-        run = replace(run, world_size=1, layout={}, save=None)
-        if repr(run) not in found:
-            (found[repr(run)],) = pool.run(fit, world_size=1, args=(run,))
-        return found[repr(run)]
-
-    return run_alone
-
-
-def check(pool: Pool, alone: Alone, run: Run) -> None:
-    expected = alone(run)
-    assert min(expected["norms"]) > run.clip, "the clipping threshold must bite"
-    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
-        torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-5, atol=0)
-        # What a replica logs is of its own samples.
-        for mine, theirs in (
-            zip(found["logged"], expected["logged"], strict=True) if found["replicas"] == 1 else ()
-        ):
-            assert mine == pytest.approx(theirs, rel=1e-5)
-        assert found["final"].keys() == expected["final"].keys()
-        for name, value in expected["final"].items():
-            assert torch.equal(found["initial"][name], expected["initial"][name]), (
-                f"{name} starts differently"
-            )
-            torch.testing.assert_close(
-                found["final"][name], value, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
-            )
-
-
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS.values(), ids=LAYOUTS)
-def test_same_weights_as_one_process(
-    world_size: int, layout: dict[str, Any], pool: Pool, alone: Alone
-) -> None:
-    check(
-        pool,
-        alone,
-        Run(world_size=world_size, layout=layout, model={"shared_experts": 1, "dense_layers": 1}),
-    )
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_same_weights_as_one_process(name: str, parity: Parity) -> None:
+    parity.check(Run(model=MODEL), LAYOUTS[name])
 
 
 @pytest.mark.parametrize(
     ("name", "score"),
-    [("e4 m2", "sigmoid"), ("p2 e2 zb_h1 recompute", "sigmoid"), ("t2 sp c2 e2", "softmax")],
+    [("e4", "sigmoid"), ("p2 e2 zb_h1 recompute", "sigmoid"), ("t2 sp c2 e2", "softmax")],
 )
-def test_a_bias_is_moved_as_in_one_process(name: str, score: str, pool: Pool, alone: Alone) -> None:
-    world_size, layout = LAYOUTS[name]
-    accumulate = 2 if name == "e4 m2" else 1
-    layout = {key: value for key, value in layout.items() if accumulate == 1 or key != M}
-    model = {
-        "balance": "bias",
-        "bias_rate": 0.03,
-        "router_score": score,
-        "shared_experts": 1,
-        "dense_layers": 1,
-    }
-    run = Run(world_size=world_size, layout=layout, accumulate=accumulate, model=model)
-    check(pool, alone, run)
-    biases = [value for key, value in alone(run)["final"].items() if key.endswith("bias_nano")]
+def test_a_bias_is_moved_as_in_one_process(name: str, score: str, parity: Parity) -> None:
+    model = {**MODEL, "balance": "bias", "bias_rate": 0.03, "router_score": score}
+    run, place = Run(model=model), {**LAYOUTS, "e4": (4, {E: 4})}[name]
+    if name == "e4":
+        run = replace(run, accumulate=2, steps=12, global_batch=4, validate_every=12)
+    found, *_ = parity.check(run, place)
+    biases = [value for key, value in found["final"].items() if key.endswith("bias_nano")]
     assert len(biases) == 3
     assert all(value.any() for value in biases)
 
 
 @pytest.mark.parametrize(("name", "balance"), [("c2 e2", "loss"), ("p2 v2 e2", "bias")])
-def test_a_module_of_the_kind_that_people_write(
-    name: str, balance: str, pool: Pool, alone: Alone
-) -> None:
-    world_size, layout = LAYOUTS[name]
-    check(
-        pool,
-        alone,
-        Run(world_size=world_size, layout=layout, model={"balance": balance}, usual=True),
-    )
+def test_a_module_of_the_kind_that_people_write(name: str, balance: str, parity: Parity) -> None:
+    parity.check(Run(model={"balance": balance}, usual=True), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["e2", "t2 e2"])
 def test_what_is_more_than_an_expert_takes_is_dropped_as_in_one_process(
-    name: str, pool: Pool, alone: Alone
+    name: str, parity: Parity
 ) -> None:
-    world_size, layout = LAYOUTS[name]
-    run = Run(world_size=world_size, layout=layout, model={"capacity_factor": 1.0})
-    check(pool, alone, run)
-    assert all(0 < step["train_dropped_share"] < 0.5 for step in alone(run)["logged"])
+    run = Run(model={"capacity_factor": 1.0})
+    parity.check(run, LAYOUTS[name])
+    logged = parity.result(run)["logged"]
+    assert all(0 < step["train_dropped_share"] < 0.5 for step in logged)
 
 
-@pytest.mark.parametrize("name", ["e2", "t2 et2", "t2 et2 e2"])
+@pytest.mark.parametrize(
+    "place",
+    [LAYOUTS["e2"], LAYOUTS["t2 et2"], (4, {T: 2, ET: 2, E: 2})],
+    ids=["e2", "t2 et2", "t2 et2 e2"],
+)
 def test_a_rank_holds_its_part_of_experts_of_their_gradients_and_of_the_optimizer(
-    name: str, pool: Pool, alone: Alone
+    place: Place, parity: Parity
 ) -> None:
-    world_size, layout = {**LAYOUTS, "t2 et2 e2": (4, {T: 2, ET: 2, E: 2})}[name]
-    whole = alone(Run(steps=2))["held"]
+    run = Run(steps=2)
+    whole = parity.result(run)["held"]
     assert whole["states"] == 2 * whole["parameters"] == 2 * whole["gradients"]
-    for found in pool.run(
-        fit, world_size=world_size, args=(Run(world_size=world_size, layout=layout, steps=2),)
-    ):
-        assert {what: world_size * number for what, number in found["held"].items()} == whole
+    for found in parity.ranks(run.on(place)):
+        assert {what: place[0] * number for what, number in found["held"].items()} == whole
 
 
 def test_a_checkpoint_of_split_experts_goes_on_in_another_layout(
-    pool: Pool, tmp_path: Path
+    parity: Parity, tmp_path: Path
 ) -> None:
-    folder, layout = str(tmp_path / "split.ckpt"), {T: 2, ET: 2, E: 2}
-    (saved, *_) = pool.run(
-        fit, world_size=4, args=(Run(world_size=4, layout=layout, steps=3, save=folder),)
-    )
-    (split, *_) = pool.run(
-        fit, world_size=4, args=(Run(world_size=4, layout=layout, resume=folder),)
-    )
-    (found,) = pool.run(fit, world_size=1, args=(Run(resume=folder),))
-    for name, value in saved["final"].items():
-        assert torch.equal(found["initial"][name], value), name
-        torch.testing.assert_close(found["final"][name], split["final"][name], rtol=1e-5, atol=1e-7)
+    folder, place = str(tmp_path / "split.ckpt"), (4, {T: 2, ET: 2, E: 2})
+    saved, *_ = parity.ranks(Run(steps=3, save=folder).on(place))
+    found, *_ = parity.check(Run(resume=folder), place)
+    assert_weights_near(found["initial"], saved["final"], tolerance=0)
 
 
 @pytest.mark.parametrize(
@@ -188,30 +125,21 @@ def test_experts_that_cannot_be_split_are_refused_before_launch() -> None:
         match=r"inner width of an expert=9 .* expert_tensor_parallel_size=2. Sizes that work: "
         r"\[1, 3, 9\]",
     ):
-        fit(0, Run(world_size=2, layout=layout, model={"expert_hidden_size": 9}))
+        fit(0, Run(model={"expert_hidden_size": 9}).on((2, layout)))
     plan = ParallelPlan(tensor={"layers.*.experts": "experts"})
     with pytest.raises(
         ValueError,
         match=r"'layers.0.experts': expert_tensor_parallel_size=2 .* Experts does not have",
     ):
-        toy.trainer_of(toy.Run(world_size=2, layout=layout | {"plan": plan})).fit(
-            toy.LitMixture(toy.Run()), []
-        )
+        fit(0, toy.Run().on((2, layout | {"plan": plan})))
 
 
-def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, alone: Alone, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_in_another_layout(parity: Parity, tmp_path: Path) -> None:
     folder, model = str(tmp_path / "four.ckpt"), {"balance": "bias", "bias_rate": 0.03}
-    (saved, *_) = pool.run(
-        fit,
-        world_size=4,
-        args=(Run(world_size=4, layout={E: 4}, steps=3, save=folder, model=model),),
-    )
-    world_size, layout = LAYOUTS["p2 v2 e2"]
-    run = Run(world_size=world_size, layout=layout, resume=folder, model=model)
-    check(pool, alone, run)
-    initial = alone(run)["initial"]
-    assert initial.keys() == saved["final"].keys()
-    assert all(torch.equal(initial[key], value) for key, value in saved["final"].items())
+    saved, *_ = parity.ranks(Run(steps=3, save=folder, model=model).on((4, {E: 4})))
+    found, *_ = parity.check(Run(resume=folder, model=model), LAYOUTS["p2 v2 e2"])
+    initial = found["initial"]
+    assert_weights_near(initial, saved["final"], tolerance=0)
     assert all(value.any() for key, value in initial.items() if key.endswith("bias_nano"))
 
 
@@ -242,7 +170,7 @@ def test_a_capacity_over_ranks_that_see_parts_of_a_sequence_is_refused_before_la
         ValueError,
         match=r"capacity_factor=1.5 does not work with context_parallel_size=2.*Use context_parallel_size=1",
     ):
-        trainer_of(run).fit(module_of(run), [])
+        fit(0, run)
 
 
 def test_experts_take_the_first_of_a_sequence_that_choose_them() -> None:

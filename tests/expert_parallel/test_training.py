@@ -3,35 +3,17 @@ router does."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.expert_parallel.toy import LitMixture, Run, fit, trainer_of
+from tests.expert_parallel.toy import LitMixture, Run
 from tests.letters import E, M, P, V, Z
-from tests.pool import Pool, WorkerFailure
+from tests.parity import Parity, assert_weights_near
+from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
-
-
-def check(pool: Pool, run: Run, expected: dict[str, Any] | None = None) -> None:
-    expected = (
-        expected or pool.run(fit, world_size=1, args=(replace(run, world_size=1, layout={}),))[0]
-    )
-    assert min(expected["norms"]) > run.clip, "the clipping threshold must bite"
-    for found in pool.run(fit, world_size=run.world_size, args=(run,)):
-        torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-5, atol=0)
-        assert found["validation"] == pytest.approx(expected["validation"], rel=1e-5)
-        for name, value in expected["final"].items():
-            assert torch.equal(found["initial"][name], expected["initial"][name]), (
-                f"{name} starts differently"
-            )
-            torch.testing.assert_close(
-                found["final"][name], value, rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}"
-            )
 
 
 @pytest.mark.parametrize("routing", ["own", "one"])
@@ -48,14 +30,15 @@ def check(pool: Pool, run: Run, expected: dict[str, Any] | None = None) -> None:
     ids=["e2", "e4 m2", "d2 e2 zero", "p2 v2 e2", "p2 e2 zb_h1", "e2 recompute"],
 )
 def test_same_weights_as_one_process(
-    world_size: int, layout: dict[str, Any], routing: str, pool: Pool
+    world_size: int, layout: dict[str, Any], routing: str, parity: Parity
 ) -> None:
-    check(pool, Run(world_size=world_size, layout=layout, routing=routing))
+    parity.check(Run(routing=routing), (world_size, layout))
 
 
-def test_a_rank_has_its_part_of_the_experts(pool: Pool) -> None:
-    (whole,) = pool.run(fit, world_size=1, args=(Run(steps=1),))
-    for found in pool.run(fit, world_size=4, args=(Run(world_size=4, layout={E: 4}, steps=1),)):
+def test_a_rank_has_its_part_of_the_experts(parity: Parity) -> None:
+    run = Run(steps=1)
+    whole = parity.result(run)
+    for found in parity.ranks(run.on((4, {E: 4}))):
         assert 4 * found["numbers"] == whole["numbers"]
 
 
@@ -65,19 +48,12 @@ def test_a_rank_has_its_part_of_the_experts(pool: Pool) -> None:
     ids=["e2", "p2 e2", "d2"],
 )
 def test_a_checkpoint_goes_on_in_another_layout(
-    world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path
+    world_size: int, layout: dict[str, Any], parity: Parity, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "four.ckpt")
-    begun = Run(world_size=4, layout={E: 4}, steps=3, save=folder)
-    (saved, *_) = pool.run(fit, world_size=4, args=(begun,))
-    run = Run(world_size=world_size, layout=layout, resume=folder)
-    (expected,) = pool.run(fit, world_size=1, args=(Run(resume=folder),))
-    for found in pool.run(fit, world_size=world_size, args=(run,)):
-        for name, value in saved["final"].items():
-            assert torch.equal(found["initial"][name], value), name
-            torch.testing.assert_close(
-                found["final"][name], expected["final"][name], rtol=1e-5, atol=1e-7
-            )
+    saved, *_ = parity.ranks(Run(steps=3, save=folder).on((4, {E: 4})))
+    for found in parity.check(Run(resume=folder), (world_size, layout)):
+        assert_weights_near(found["initial"], saved["final"], tolerance=0)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +71,14 @@ def test_a_checkpoint_goes_on_in_another_layout(
         ),
     ],
 )
-def test_a_router_that_errs_is_named(routing: str, said: str, pool: Pool) -> None:
+def test_a_router_that_errs_is_named(routing: str, said: str, parity: Parity) -> None:
     with pytest.raises(WorkerFailure, match=said):
-        pool.run(fit, world_size=2, args=(Run(world_size=2, layout={E: 2}, routing=routing),))
+        parity.ranks(Run(routing=routing).on((2, {E: 2})))
 
 
-def test_replicas_that_evaluate_unequally_often_are_refused(pool: Pool) -> None:
+def test_replicas_that_evaluate_unequally_often_are_refused(parity: Parity) -> None:
     with pytest.raises(WorkerFailure, match=r"expert_parallel_size=2 .* same number of batches"):
-        pool.run(fit, world_size=2, args=(Run(world_size=2, layout={E: 2}, uneven=True),))
+        parity.ranks(Run(uneven=True).on((2, {E: 2})))
 
 
 @pytest.mark.parametrize(
@@ -135,4 +111,4 @@ def test_what_cannot_be_shared_out_is_refused_before_launch(
 ) -> None:
     run = Run(world_size=world_size, layout=layout | {"start_method": "fork"}, plan=plan)
     with pytest.raises(ValueError, match=said):
-        trainer_of(run).fit(LitMixture(run), [])
+        run.make_trainer().fit(LitMixture(run), [])

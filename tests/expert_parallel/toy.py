@@ -1,17 +1,18 @@
-"""A mixture that anybody would write, and one training of it."""
+"""A typical user's mixture of experts, and its training."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ptdp import ParallelPlan, PTDPStrategy
+from lightning_ptdp import ParallelPlan
+from tests.parity import Training
 
 VOCABULARY, WIDTH, EXPERTS, LENGTH = 29, 8, 4, 6
 
@@ -62,18 +63,40 @@ class Block(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """One training."""
+class Run(Training):
+    """A training of the mixture in float64."""
 
-    world_size: int = 1
-    layout: dict[str, Any] = field(default_factory=dict)
     routing: str = "own"
     steps: int = 6
-    clip: float = 0.3
-    save: str | None = None
-    resume: str | None = None
+    clip: float | None = 0.3
+    validate_every: int | None = 0
     plan: bool = True
     uneven: bool = False
+
+    tolerance: ClassVar[float] = 1e-9
+    synced: ClassVar[tuple[str, ...]] = ("val_loss",)
+    trainer_options: ClassVar[dict[str, Any]] = {
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+    }
+
+    def make_module(self) -> LitMixture:
+        return LitMixture(self)
+
+    def make_data(self) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randint(VOCABULARY, (48, LENGTH + 1), generator=generator))
+
+    def make_loaders(self, trainer: L.Trainer) -> list[DataLoader]:
+        loaders = super().make_loaders(trainer)
+        if self.uneven:
+            ids = self.make_data().tensors[0][: 4 + 4 * trainer.global_rank]
+            loaders[1] = DataLoader(TensorDataset(ids), batch_size=4)
+        return loaders
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        experts = [one for name, one in module.named_parameters() if "experts" in name]
+        return {"numbers": sum(parameter.numel() for parameter in experts)}
 
 
 class LitMixture(L.LightningModule):
@@ -109,63 +132,3 @@ class LitMixture(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
-
-
-class Recorder(L.Callback):
-    """The norm of every step, and the weights at the start."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-        self.initial: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.initial = trainer.strategy.gather_state_dict()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.norms.append(float(trainer.strategy.gradient_norm))
-
-
-def trainer_of(run: Run, *callbacks: L.Callback) -> L.Trainer:
-    return L.Trainer(
-        strategy=PTDPStrategy(**run.layout),
-        accelerator="cpu",
-        devices=run.world_size,
-        max_steps=run.steps,
-        logger=False,
-        gradient_clip_val=run.clip,
-        callbacks=list(callbacks),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        val_check_interval=run.steps,
-        check_val_every_n_epoch=None,
-        use_distributed_sampler=False,
-    )
-
-
-def fit(rank: int, run: Run) -> dict[str, Any]:
-    """Train; norms, validation loss, and the initial and the final weights of the whole model."""
-    L.seed_everything(3, verbose=False)
-    recorder = Recorder()
-    trainer = trainer_of(run, recorder)
-    ids = torch.randint(VOCABULARY, (48, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    sampler = DistributedSampler(
-        TensorDataset(ids), **trainer.strategy.distributed_sampler_kwargs, shuffle=False
-    )
-    loader = DataLoader(sampler.dataset, batch_size=8 // sampler.num_replicas, sampler=sampler)
-    uneven = DataLoader(TensorDataset(ids[: 4 + 4 * sampler.rank]), batch_size=4)
-    trainer.fit(LitMixture(run), loader, uneven if run.uneven else loader, ckpt_path=run.resume)
-    if run.save is not None:
-        trainer.save_checkpoint(run.save)
-    return {
-        "norms": recorder.norms,
-        "validation": float(trainer.callback_metrics["val_loss"]),
-        "initial": recorder.initial,
-        "final": trainer.strategy.gather_state_dict(),
-        "numbers": sum(
-            parameter.numel()
-            for name, parameter in trainer.lightning_module.named_parameters()
-            if "experts" in name
-        ),
-    }

@@ -12,7 +12,8 @@ import torch
 from lightning_ptdp.exchange import open_huggingface
 from lightning_ptdp.models import AdamWConfig, LitCausalLM
 from tests.huggingface.architectures import build
-from tests.huggingface.runs import LAYOUTS, Run, fit
+from tests.huggingface.runs import LAYOUTS, Run
+from tests.parity import fit
 from tests.pool import Pool
 
 __all__ = ["CIRCLE", "OPTIMIZER", "causal", "differences_around"]
@@ -41,6 +42,12 @@ def causal(run: Run) -> LitCausalLM:
     return LitCausalLM(run.pretrained, optimizer=OPTIMIZER, **dict(run.options))
 
 
+def val_loss(result: dict[str, Any]) -> float:
+    """Return the loss of the last validation."""
+    loss: float = result["logged"][-1]["val_loss"]
+    return loss
+
+
 def differences_around(
     pool: Pool, name: str, folder: Path, *, layout: str = "t2p2v2", tolerance: float = 1e-5
 ) -> list[str]:
@@ -65,7 +72,7 @@ def differences_around(
         first = pool.run(fit, world_size=run.world_size, args=(replace(run, export=out),))[0]
         on = pool.run(fit, world_size=1, args=(replace(begin, pretrained=out),))[0]
         found[who] = (
-            first["losses"] + first["validation"] + on["losses"] + on["validation"],
+            [*first["losses"], val_loss(first), *on["losses"], val_loss(on)],
             on["final"],
         )
     unlike = [

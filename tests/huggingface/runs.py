@@ -1,47 +1,56 @@
-"""One training run of somebody's LightningModule around a model of Hugging Face or torch,
-comparable between layouts."""
+"""A training of a user's LightningModule around a model of Hugging Face or torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 from lightning_ptdp.callbacks import ExportHuggingFace, InitFrom
-from lightning_ptdp.strategy import PTDPStrategy
 from tests.letters import SP, M, P, T, V
-from tests.pool import Pool
+from tests.parity import Place, Training
 
 VOCABULARY, LENGTH, SAMPLES = 61, 12, 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A model in a layout. ``options`` are the model's."""
+class Run(Training):
+    """A training of a model. ``options`` are the model's."""
 
     model: str
     options: tuple[tuple[str, Any], ...] = ()
-    layout: dict[str, Any] = field(default_factory=dict, hash=False)
-    world_size: int = 1
-    steps: int = 4
     global_batch: int = 4
-    eager: bool = False
-    precision: str = "32-true"
     clip: float | None = 0.5
+    validate_every: int | None = 0
+    eager: bool = False
     whole_output: bool = False
-    save: str | None = None
-    resume: str | None = None
     module: Callable[[Run], L.LightningModule] | None = None
     init_from: str | None = None
     pretrained: str | None = None
     export: str | None = None
+
+    smallest: ClassVar[float] = 1e-3
+    synced: ClassVar[tuple[str, ...]] = ("val_loss",)
+    always_clips: ClassVar[bool] = False
+
+    def make_module(self) -> L.LightningModule:
+        return (self.module or LitHuggingFace)(self)
+
+    def make_data(self) -> Dataset:
+        return Samples(self.model)
+
+    def make_callbacks(self) -> list[L.Callback]:
+        return [
+            *([InitFrom(self.init_from)] if self.init_from else []),
+            *([ExportHuggingFace(self.export, shard_bytes=20_000)] if self.export else []),
+        ]
 
 
 def make_model(name: str, *, lora: Any = None, **options: Any) -> nn.Module:
@@ -273,72 +282,7 @@ class LitHuggingFace(L.LightningModule):
         return torch.optim.AdamW(trained, lr=5e-3, eps=1e-3, weight_decay=0.01)
 
 
-class Recorder(L.Callback):
-    """Losses and norms of every batch, the weights at the start."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.initial: dict[str, Tensor] = {}
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.initial = trainer.strategy.gather_state_dict()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        count = float(outputs.get("num_tokens", 1))
-        total = torch.tensor([float(outputs["loss"]) * count, count], dtype=torch.float64)
-        group = trainer.strategy.mesh.group("replica_sum")
-        if group.size > 1:
-            torch.distributed.all_reduce(total, group=group.handle)
-        self.losses.append(float(total[0] / total[1]))
-        if trainer.strategy.gradient_norm is not None:
-            self.norms.append(float(trainer.strategy.gradient_norm))
-
-
-def fit(rank: int, run: Run) -> dict[str, Any]:
-    """Train; returns losses, norms, initial and final weights of the whole model."""
-    L.seed_everything(3, verbose=False)
-    recorder, module = Recorder(), (run.module or LitHuggingFace)(run)
-    strategy = PTDPStrategy(**run.layout)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=run.world_size,
-        max_steps=run.steps,
-        gradient_clip_val=run.clip,
-        precision=run.precision,
-        callbacks=[
-            recorder,
-            *([InitFrom(run.init_from)] if run.init_from else []),
-            *([ExportHuggingFace(run.export, shard_bytes=20_000)] if run.export else []),
-        ],
-        logger=False,
-        enable_checkpointing=False,
-        num_sanity_val_steps=0,
-        val_check_interval=run.steps,
-        check_val_every_n_epoch=None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    sampler = DistributedSampler(
-        Samples(run.model), **strategy.distributed_sampler_kwargs, shuffle=False
-    )
-    loader = DataLoader(
-        sampler.dataset, batch_size=run.global_batch // sampler.num_replicas, sampler=sampler
-    )
-    trainer.fit(module, loader, loader, ckpt_path=run.resume)
-    if run.save is not None:
-        trainer.save_checkpoint(run.save)
-    return {
-        "validation": [float(trainer.callback_metrics["val_loss"])],
-        "losses": recorder.losses,
-        "norms": recorder.norms,
-        "initial": recorder.initial,
-        "final": strategy.gather_state_dict(),
-    }
-
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, Place] = {
     "one": (1, {}),
     "t2": (2, {T: 2}),
     "t2sp": (2, {T: 2, SP: True}),
@@ -360,28 +304,3 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "c2": (2, {"context_parallel_size": 2}),
     "d2t2p2": (8, {T: 2, P: 2, M: 2}),
 }
-
-
-def check(pool: Pool, reference: Any, run: Run, layout: str, *, tolerance: float = 1e-5) -> None:
-    world_size, degrees = LAYOUTS[layout]
-    expected = reference(run)
-    found = pool.run(
-        fit,
-        world_size=world_size,
-        args=(replace(run, layout=run.layout | degrees, world_size=world_size),),
-    )
-    assert found[0]["initial"].keys() == expected["initial"].keys()
-    for name, value in expected["initial"].items():
-        assert torch.equal(found[0]["initial"][name], value), f"{name} starts differently"
-    assert len({tuple(rank["losses"]) for rank in found}) == 1, "ranks disagree about the loss"
-    for key in ("losses", "norms", "validation"):
-        torch.testing.assert_close(
-            torch.tensor(found[0][key]),
-            torch.tensor(expected[key]),
-            rtol=tolerance,
-            atol=0,
-            msg=lambda m, k=key: f"{k}: {m}",
-        )
-    for name, value in expected["final"].items():
-        difference = (found[0]["final"][name] - value).norm() / value.norm().clamp(min=1e-3)
-        assert difference < tolerance, f"{name} ends {difference:.1e} away"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
@@ -16,8 +17,8 @@ from lightning_ptdp.data import ChatDataModule
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitCausalLM, LitGPT, make_tiny
 from lightning_ptdp.strategy.checks import check_packing
 from lightning_ptdp.strategy.checks.data import why_not_packed
-from tests.huggingface.runs import LAYOUTS, Recorder, make_model
-from tests.pool import Pool
+from tests.huggingface.runs import LAYOUTS, make_model
+from tests.parity import Parity, Training, assert_near
 
 pytestmark = pytest.mark.thorough
 
@@ -61,60 +62,33 @@ def data(root: Path, **options: Any) -> ChatDataModule:
     )
 
 
-def fit(
-    rank: int,
-    root: Path,
-    packing: bool,
-    layout: dict[str, Any],
-    world_size: int,
-    resume: str | None = None,
-    save: str | None = None,
-) -> dict[str, Any]:
-    """Train three steps, from ``resume`` on where it is given; write a checkpoint into ``save``
-    after every step."""
-    L.seed_everything(3, verbose=False)
-    recorder, steps = Recorder(), 3
-    saving = (
-        [ModelCheckpoint(save, "{step}", every_n_train_steps=1, save_top_k=-1)]
-        if save is not None
-        else []
-    )
-    strategy = PTDPStrategy(**layout)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=steps,
-        gradient_clip_val=0.5,
-        callbacks=[recorder, *saving],
-        logger=False,
-        enable_checkpointing=bool(saving),
-        num_sanity_val_steps=0,
-        val_check_interval=steps,
-        check_val_every_n_epoch=None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = LitCausalLM(str(root / "llama"), optimizer=AdamWConfig(learning_rate=5e-3, eps=1e-3))
-    trainer.fit(
-        module,
-        data(root, packing=packing, num_microbatches=2, global_batch_size=8),
-        ckpt_path=resume,
-    )
-    return {
-        "losses": recorder.losses,
-        "norms": recorder.norms,
-        "validation": [float(trainer.callback_metrics["val_loss"])],
-        "final": strategy.gather_state_dict(),
-    }
+@dataclass(frozen=True, kw_only=True)
+class Chats(Training):
+    """Three steps of training; ``saved_in`` is a folder for a checkpoint of every step."""
 
+    root: Path
+    packing: bool
+    saved_in: str | None = None
+    layout: dict[str, Any] = field(default_factory=lambda: {"num_microbatches": 2})
+    steps: int = 3
+    clip: float | None = 0.5
+    validate_every: int | None = 0
 
-@pytest.fixture(scope="module")
-def alone(pool: Pool, folder: Path) -> dict[bool, Any]:
-    return {
-        packing: pool.run(fit, world_size=1, args=(folder, packing, {"num_microbatches": 2}, 1))[0]
-        for packing in (False, True)
-    }
+    smallest: ClassVar[float] = 1e-3
+    synced: ClassVar[tuple[str, ...]] = ("val_loss",)
+    always_clips: ClassVar[bool] = False
+
+    def make_module(self) -> L.LightningModule:
+        optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3)
+        return LitCausalLM(str(self.root / "llama"), optimizer=optimizer)
+
+    def make_loaders(self, trainer: L.Trainer) -> list[Any]:
+        return [data(self.root, packing=self.packing, num_microbatches=2, global_batch_size=8)]
+
+    def make_callbacks(self) -> list[L.Callback]:
+        if self.saved_in is None:
+            return []
+        return [ModelCheckpoint(self.saved_in, "{step}", every_n_train_steps=1, save_top_k=-1)]
 
 
 @pytest.mark.parametrize(
@@ -122,42 +96,23 @@ def alone(pool: Pool, folder: Path) -> dict[bool, Any]:
     [(False, "t2p2"), (True, "t2p2"), (True, "p2v2"), (True, "d2"), (True, "c2"), (True, "u2")],
 )
 def test_every_layout_trains_alike(
-    packing: bool, layout: str, pool: Pool, folder: Path, alone: dict[bool, Any]
+    packing: bool, layout: str, parity: Parity, folder: Path
 ) -> None:
-    c2 = {"context_parallel_size": 2}
-    world_size, degrees = {
-        **LAYOUTS,
-        "u2": (2, {**c2, "context_parallel_attention": "all_to_all"}),
-    }[layout]
-    found = pool.run(
-        fit,
-        world_size=world_size,
-        args=(folder, packing, {"num_microbatches": 2, **degrees}, world_size),
-    )[0]
-    expected = alone[packing]
-    for key in ("losses", "norms", "validation"):
-        torch.testing.assert_close(
-            torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0
-        )
-    for name, value in expected["final"].items():
-        difference = (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3)
-        assert difference < 1e-5, f"{name} ends {difference:.1e} away"
+    all_to_all = {"context_parallel_size": 2, "context_parallel_attention": "all_to_all"}
+    place = (2, all_to_all) if layout == "u2" else LAYOUTS[layout]
+    parity.check(Chats(root=folder, packing=packing), place)
 
 
 def test_resumed_with_other_replicas_in_the_middle_of_an_epoch(
-    pool: Pool, folder: Path, alone: dict[bool, Any], tmp_path: Path
+    parity: Parity, folder: Path, tmp_path: Path
 ) -> None:
-    layout = {"num_microbatches": 2}
-    pool.run(fit, world_size=2, args=(folder, True, layout, 2, None, str(tmp_path)))
-    resumed = pool.run(
-        fit, world_size=1, args=(folder, True, layout, 1, str(tmp_path / "step=1.ckpt"))
-    )[0]
+    run = Chats(root=folder, packing=True)
+    parity.ranks(replace(run, saved_in=str(tmp_path)).on((2, {})))
+    resumed = parity.result(replace(run, resume=str(tmp_path / "step=1.ckpt")))
     assert len(data(folder, packing=True)._stream("train")) > 8, (
         "the place is in the middle of an epoch"
     )
-    torch.testing.assert_close(
-        torch.tensor(resumed["losses"]), torch.tensor(alone[True]["losses"][1:]), rtol=1e-5, atol=0
-    )
+    assert_near(resumed["losses"], parity.result(run)["losses"][1:], 1e-5, "losses")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox", "phi3"])

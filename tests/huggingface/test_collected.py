@@ -5,8 +5,6 @@ Hidden states, attention weights and router logits are complete under pipeline p
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -20,9 +18,10 @@ from lightning_ptdp.shims.transformers import (
     install_capture,
     is_capture,
 )
-from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit, make_model
+from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, make_model
 from tests.letters import M, P, T, V
-from tests.pool import Pool, WorkerFailure
+from tests.parity import Parity
+from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
 
@@ -96,17 +95,6 @@ class Routers(HiddenStates):
         self.log("val_loss", output.loss - output.aux_loss, sync_dist=True)
 
 
-@pytest.fixture(scope="module")
-def reference(pool: Pool) -> Any:
-    """One process with as many microbatches: a router's loss is not a mean over samples."""
-
-    @cache
-    def one_process(run: Run) -> dict[str, Any]:
-        return pool.run(fit, world_size=1, args=(replace(run, layout={M: 2}),))[0]
-
-    return one_process
-
-
 @pytest.mark.parametrize(
     ("module", "options", "layout"),
     [
@@ -122,20 +110,11 @@ def reference(pool: Pool) -> Any:
     ],
 )
 def test_what_is_captured_is_as_in_one_process(
-    module: type[LitHuggingFace], options: Any, layout: dict[str, Any], pool: Pool, reference: Any
+    module: type[LitHuggingFace], options: Any, layout: dict[str, Any], parity: Parity
 ) -> None:
-    run = Run(model="llama", options=options, module=module, steps=3)
-    expected = reference(run)
-    size = layout[P] * layout.get(T, 1)
-    found = pool.run(
-        fit, world_size=size, args=(replace(run, layout={**layout, M: 2}, world_size=size),)
-    )[0]
-    for key in ("losses", "norms", "validation"):
-        torch.testing.assert_close(
-            torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0
-        )
-    for name, value in expected["final"].items():
-        assert (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3) < 1e-5, name
+    """One process has as many microbatches: a router's loss is not a mean over samples."""
+    run = Run(model="llama", options=options, module=module, steps=3, layout={M: 2})
+    parity.check(run, (layout[P] * layout.get(T, 1), layout))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +133,7 @@ def test_what_is_captured_is_as_in_one_process(
     ],
 )
 def test_parts_of_what_is_captured_are_refused(
-    module: type[LitHuggingFace], layout: dict[str, Any], words: str, pool: Pool
+    module: type[LitHuggingFace], layout: dict[str, Any], words: str, parity: Parity
 ) -> None:
     run = Run(
         model="llama",
@@ -164,7 +143,7 @@ def test_parts_of_what_is_captured_are_refused(
         world_size=2,
     )
     with pytest.raises(WorkerFailure, match=words):
-        pool.run(fit, world_size=2, args=(run,))
+        parity.ranks(run)
 
 
 def test_the_names_of_transformers_that_are_used() -> None:

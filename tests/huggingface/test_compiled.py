@@ -3,15 +3,13 @@ evaluation, whatever the layout."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.huggingface.runs import Run, fit
+from tests.huggingface.runs import Run
 from tests.letters import SP, T
-from tests.parity import assert_same
-from tests.pool import Pool
+from tests.parity import Parity, fit
 
 pytestmark = pytest.mark.thorough
 
@@ -36,9 +34,8 @@ def _fit(rank: int, run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout", [{T: 2}, {T: 2, SP: True}, {"context_parallel_size": 2}], ids=["t2", "t2sp", "c2"]
 )
-def test_a_layer_is_one_graph(layout: dict[str, Any], pool: Pool, reference: Any) -> None:
-    run = replace(LLAMA, world_size=2, layout={**layout, **COMPILED})
-    for found in pool.run(_fit, world_size=2, args=(run,)):
-        assert_same(found, reference(LLAMA), tolerance=1e-4)
+def test_a_layer_is_one_graph(layout: dict[str, Any], parity: Parity) -> None:
+    place = 2, {**layout, **COMPILED}
+    for found in parity.check(LLAMA, place, tolerance=1e-4, fit=_fit):
         assert found["breaks"] == {}
         assert found["graphs"] == 2

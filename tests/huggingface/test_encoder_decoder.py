@@ -10,8 +10,8 @@ import pytest
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy.checks import check_model
-from tests.huggingface.runs import LitHuggingFace, Run, check
-from tests.pool import Pool
+from tests.huggingface.runs import LAYOUTS, LitHuggingFace, Run
+from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -20,13 +20,13 @@ pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("layout", ["p2", "p2v2", "p4", "t2", "t2p2", "t4"])
 @pytest.mark.parametrize("model", ["t5", "bart"])
-def test_same_answer_as_one_process(model: str, layout: str, pool: Pool, reference: Any) -> None:
-    check(pool, reference, Run(model=model), layout)
+def test_same_answer_as_one_process(model: str, layout: str, parity: Parity) -> None:
+    parity.check(Run(model=model), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", ["p2v2", "p4", "t2p2"])
-def test_transformer_of_torch(layout: str, pool: Pool, reference: Any) -> None:
-    check(pool, reference, Run(model="transformer"), layout)
+def test_transformer_of_torch(layout: str, parity: Parity) -> None:
+    parity.check(Run(model="transformer"), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_transformer_of_torch(layout: str, pool: Pool, reference: Any) -> None:
     ],
 )
 def test_other_ways_to_build_return_recompute_and_cut(
-    run: Run, layout: str, pool: Pool, reference: Any
+    run: Run, layout: str, parity: Parity
 ) -> None:
-    check(pool, reference, run, layout)
+    parity.check(run, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(

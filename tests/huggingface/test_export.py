@@ -32,8 +32,9 @@ from lightning_ptdp.parameters.placement import Piece, Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.architectures import build
-from tests.huggingface.runs import LitHuggingFace, Run, Samples, fit, make_model
+from tests.huggingface.runs import LitHuggingFace, Run, Samples, make_model
 from tests.letters import C, M, P, T, V
+from tests.parity import Parity
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -57,7 +58,7 @@ def test_an_export_is_the_checkpoint(
     layout: dict[str, Any],
     world_size: int,
     precision: str,
-    pool: Pool,
+    parity: Parity,
     tmp_path: Path,
 ) -> None:
     out, saved = tmp_path / "out", tmp_path / "saved" / "last.ckpt"
@@ -71,7 +72,7 @@ def test_an_export_is_the_checkpoint(
         export=str(out),
         save=str(saved),
     )
-    pool.run(fit, world_size=world_size, args=(run,))
+    parity.ranks(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "saved"]
     whole, aliases = read_full(saved), read_metadata(saved).aliases
     written = {f"model.{name}": value for name, value in open_huggingface(out).items()}
@@ -212,7 +213,7 @@ def test_beside_every_checkpoint_and_at_the_end(pool: Pool, tmp_path: Path) -> N
     [("llama", {T: 2, P: 2, M: 2}, 4), ("gpt2", {T: 2, "sequence_parallel": True}, 2)],
 )
 def test_adapters_are_merged(
-    model: str, layout: dict[str, Any], world_size: int, pool: Pool, tmp_path: Path
+    model: str, layout: dict[str, Any], world_size: int, parity: Parity, tmp_path: Path
 ) -> None:
     options = (
         {"modules_to_save": ["lm_head"]}
@@ -227,8 +228,7 @@ def test_adapters_are_merged(
         export=str(tmp_path / "out"),
     )
     final = {
-        name.removeprefix("model."): value
-        for name, value in pool.run(fit, world_size=world_size, args=(run,))[0]["final"].items()
+        name.removeprefix("model."): value for name, value in parity.ranks(run)[0]["final"].items()
     }
     trained = make_model(model, **dict(run.options))
     trained.load_state_dict(final)

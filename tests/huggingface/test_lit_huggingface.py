@@ -23,9 +23,9 @@ from lightning_ptdp.parameters.materialize import Materializer, make_room
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy.checks import open_initial_weights
 from tests.huggingface.circle import OPTIMIZER, causal
-from tests.huggingface.runs import LAYOUTS, Run, Samples, check, fit, make_model
+from tests.huggingface.runs import LAYOUTS, Run, Samples, make_model
 from tests.models.fits import quiet_trainer
-from tests.pool import Pool
+from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -74,15 +74,13 @@ def masked(run: Run) -> LitMaskedLM:
         ("bert", "t2"),
     ],
 )
-def test_the_same_in_every_layout(
-    name: str, layout: str, pool: Pool, reference: Any, folders: Path
-) -> None:
+def test_the_same_in_every_layout(name: str, layout: str, parity: Parity, folders: Path) -> None:
     kind, data = (masked, "bert") if name == "bert" else (causal, "labelled")
-    check(pool, reference, Run(model=data, module=kind, pretrained=str(folders / name)), layout)
+    parity.check(Run(model=data, module=kind, pretrained=str(folders / name)), LAYOUTS[layout])
 
 
 def test_initial_values_are_drawn_where_no_weights_are_wanted(
-    pool: Pool, reference: Any, folders: Path
+    parity: Parity, folders: Path
 ) -> None:
     run = Run(
         model="labelled",
@@ -91,12 +89,12 @@ def test_initial_values_are_drawn_where_no_weights_are_wanted(
         options=(("pretrained", False),),
         steps=2,
     )
-    check(pool, reference, run, "p2v2")
-    begun = reference(
+    parity.check(run, LAYOUTS["p2v2"])
+    begun = parity.result(
         Run(model="labelled", module=causal, pretrained=str(folders / "llama"), steps=2)
     )["initial"]
     name = "model.model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(reference(run)["initial"][name], begun[name])
+    assert not torch.equal(parity.result(run)["initial"][name], begun[name])
 
 
 def test_alone_it_is_the_model_under_lightning(folders: Path, tmp_path: Path) -> None:
@@ -131,14 +129,14 @@ def test_alone_it_is_the_model_under_lightning(folders: Path, tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 def test_a_mixture_has_its_own_balancing_loss_where_it_is_asked_for(
-    pool: Pool, reference: Any, tmp_path: Path
+    parity: Parity, tmp_path: Path
 ) -> None:
     from tests.huggingface.architectures import build
 
     asked = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).float()
     asked.save_pretrained(tmp_path)
     run = Run(model="labelled", module=causal, pretrained=str(tmp_path), steps=2)
-    check(pool, reference, run, "p2m1")
+    parity.check(run, LAYOUTS["p2m1"])
     lit = causal(run)
     lit.configure_model()
     batch = {key: value[None] for key, value in Samples("labelled")[3].items()}
@@ -160,13 +158,13 @@ def test_a_mixture_has_its_own_balancing_loss_where_it_is_asked_for(
     ],
 )
 def test_logits_that_the_model_scales_or_caps(
-    model: str, options: dict[str, Any], layout: str, pool: Pool, reference: Any, tmp_path: Path
+    model: str, options: dict[str, Any], layout: str, parity: Parity, tmp_path: Path
 ) -> None:
     from tests.huggingface.architectures import build
 
     build(model, **options).float().save_pretrained(tmp_path)
     run = Run(model="labelled", module=causal, pretrained=str(tmp_path), steps=2)
-    check(pool, reference, run, layout)
+    parity.check(run, LAYOUTS[layout])
     lit = causal(run)
     lit.configure_model()
     batch = {key: value[None] for key, value in Samples("labelled")[3].items()}
@@ -359,21 +357,13 @@ def test_no_initial_values_are_drawn_and_no_weights_are_mapped(
 
 
 def test_resuming_goes_on_from_the_checkpoint_and_not_from_the_folder(
-    pool: Pool, folders: Path, tmp_path: Path
+    parity: Parity, folders: Path, tmp_path: Path
 ) -> None:
     def resumed(name: str) -> list[float]:
-        world_size, layout = LAYOUTS[name]
-        run = Run(
-            model="labelled",
-            module=causal,
-            pretrained=str(folders / "tied"),
-            layout=layout,
-            world_size=world_size,
-            steps=2,
-        )
-        pool.run(fit, world_size=world_size, args=(replace(run, save=str(tmp_path / name)),))
-        again = replace(run, steps=4, resume=str(tmp_path / name))
-        found: list[float] = pool.run(fit, world_size=world_size, args=(again,))[0]["losses"]
+        begun = Run(model="labelled", module=causal, pretrained=str(folders / "tied"), steps=2)
+        run, saved = begun.on(LAYOUTS[name]), str(tmp_path / name)
+        parity.ranks(replace(run, save=saved))
+        found: list[float] = parity.ranks(replace(run, steps=4, resume=saved))[0]["losses"]
         return found
 
     alone = resumed("one")

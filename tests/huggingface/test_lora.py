@@ -20,8 +20,9 @@ from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import AdamWConfig, LitCausalLM, LoraOptions
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model
-from tests.huggingface.runs import SAMPLES, LitHuggingFace, Run, Samples, check, fit, make_model
+from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, Samples, make_model
 from tests.models.fits import quiet_trainer
+from tests.parity import Parity, assert_near
 from tests.pool import Pool, WorkerFailure
 
 pytestmark = pytest.mark.thorough
@@ -36,18 +37,14 @@ def adapted(model: str = "llama", layout: dict[str, Any] | None = None, **option
 
 
 @pytest.mark.parametrize("layout", ["t2", "t2sp", "p2v2", "t2p2", "d2 sharded", "c2"])
-def test_layouts(layout: str, pool: Pool, reference: Any) -> None:
-    check(pool, reference, adapted(target_modules=r".*(_proj|lm_head|embed_tokens)"), layout)
+def test_layouts(layout: str, parity: Parity) -> None:
+    parity.check(adapted(target_modules=r".*(_proj|lm_head|embed_tokens)"), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", ["t2", "t2sp"])
-def test_adapters_drop_the_same(layout: str, pool: Pool, reference: Any) -> None:
-    check(
-        pool,
-        reference,
-        adapted("gpt2", {"keyed_dropout": True}, lora_dropout=0.1, init_lora_weights="gaussian"),
-        layout,
-    )
+def test_adapters_drop_the_same(layout: str, parity: Parity) -> None:
+    run = adapted("gpt2", {"keyed_dropout": True}, lora_dropout=0.1, init_lora_weights="gaussian")
+    parity.check(run, LAYOUTS[layout])
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +65,13 @@ def causal(run: Run) -> LitCausalLM:
 
 
 def test_adapters_alone_are_saved_and_resumed_in_another_layout(
-    pool: Pool, reference: Any, folder: Path, tmp_path: Path
+    parity: Parity, folder: Path, tmp_path: Path
 ) -> None:
     run = Run(model="labelled", module=causal, pretrained=str(folder), global_batch=SAMPLES)
-    expected = reference(run)
+    expected = parity.result(run)
     saved = str(tmp_path / "saved")
-    half = replace(run, steps=2, save=saved, layout={"tensor_parallel_size": 2}, world_size=2)
-    assert pool.run(fit, world_size=2, args=(half,))[0]["losses"] == pytest.approx(
-        expected["losses"][:2], rel=1e-5
-    )
+    half = replace(run, steps=2, save=saved).on(LAYOUTS["t2"])
+    assert_near(parity.ranks(half)[0]["losses"], expected["losses"][:2], 1e-5, "losses")
     weights = {name: value for name, value in read_full(saved).items() if name.startswith("model.")}
     trained = {
         name for name in expected["final"] if ".lora_" in name or ".modules_to_save." in name
@@ -97,11 +92,8 @@ def test_adapters_alone_are_saved_and_resumed_in_another_layout(
     assert (
         sum(value.numel() for value in weights.values()) == model.get_nb_trainable_parameters()[0]
     )
-    layout = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 2}
-    rest = pool.run(
-        fit, world_size=2, args=(replace(run, resume=saved, layout=layout, world_size=2),)
-    )[0]
-    assert rest["losses"] == pytest.approx(expected["losses"][2:], rel=1e-5)
+    rest = parity.ranks(replace(run, resume=saved).on(LAYOUTS["p2v2"]))[0]
+    assert_near(rest["losses"], expected["losses"][2:], 1e-5, "losses")
     for name, value in expected["final"].items():
         torch.testing.assert_close(rest["final"][name], value, rtol=1e-5, atol=1e-6)
     with open(next(folder.glob("*.safetensors")), "r+b") as stream:
@@ -111,11 +103,11 @@ def test_adapters_alone_are_saved_and_resumed_in_another_layout(
         WorkerFailure,
         match="does not have the weights with which the checkpoint's adapters were trained",
     ):
-        pool.run(fit, world_size=1, args=(replace(run, resume=saved),))
+        parity.ranks(replace(run, resume=saved))
 
 
 def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parity: Parity, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import peft
     import transformers
@@ -135,8 +127,9 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
         save=saved,
         options=more,
         layout={"tensor_parallel_size": 2},
+        world_size=2,
     )
-    final = pool.run(fit, world_size=2, args=(replace(run, world_size=2),))[0]["final"]
+    final = parity.ranks(run)[0]["final"]
     lit = causal(run)
     lit.configure_model()
     lit.load_state_dict({name: value for name, value in final.items() if name.startswith("model.")})
@@ -161,16 +154,14 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
 
 
 @pytest.mark.parametrize("layout", ["p2", "d2"])
-def test_magnitudes_begin_as_the_weights_are(
-    layout: str, pool: Pool, reference: Any, tmp_path: Path
-) -> None:
+def test_magnitudes_begin_as_the_weights_are(layout: str, parity: Parity, tmp_path: Path) -> None:
     torch.manual_seed(7)
     base = make_model("llama")
     base.save_pretrained(tmp_path)
     options = (("use_dora", True), ("target_modules", ("q_proj", "down_proj")))
     run = Run(model="labelled", module=causal, pretrained=str(tmp_path), options=options)
-    check(pool, reference, run, layout)
-    begun = reference(run)["initial"]
+    parity.check(run, LAYOUTS[layout])
+    begun = parity.result(run)["initial"]
     for name in ("self_attn.q_proj", "mlp.down_proj"):
         found = begun[f"model.model.layers.1.{name}.lora_magnitude_vector.default.weight"]
         torch.testing.assert_close(
@@ -212,8 +203,8 @@ def test_what_cannot_be_split_is_refused_before_launch(module: Any, said: str) -
         check_model(module(), strategy.config, strategy.config.layout(2))
 
 
-def test_another_tuner_of_peft_trains_in_a_pipeline(pool: Pool, reference: Any) -> None:
-    check(pool, reference, Run(model="llama", module=Tuned, layout={"meta_init": False}), "p2")
+def test_another_tuner_of_peft_trains_in_a_pipeline(parity: Parity) -> None:
+    parity.check(Run(model="llama", module=Tuned, layout={"meta_init": False}), LAYOUTS["p2"])
 
 
 @pytest.mark.parametrize(

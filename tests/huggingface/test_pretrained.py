@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.strategy import PTDPStrategy
-from tests.huggingface.runs import LitHuggingFace, Run, fit, make_model
+from tests.huggingface.runs import LitHuggingFace, Run, make_model
 from tests.letters import M, P, T, V
-from tests.pool import Pool, WorkerFailure
+from tests.parity import Parity
+from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
 
@@ -34,8 +35,8 @@ def pretrained(
     return made.state_dict()
 
 
-def check_start(pool: Pool, run: Run, expected: dict[str, Tensor], *, but: str = "-") -> None:
-    initial = pool.run(fit, world_size=run.world_size, args=(run,))[0]["initial"]
+def check_start(parity: Parity, run: Run, expected: dict[str, Tensor], *, but: str = "-") -> None:
+    initial = parity.ranks(run)[0]["initial"]
     assert {name.removeprefix("model.") for name in initial} >= expected.keys()
     for name, value in expected.items():
         assert torch.equal(initial[f"model.{name}"], value) == (name != but), name
@@ -51,7 +52,12 @@ def check_start(pool: Pool, run: Run, expected: dict[str, Tensor], *, but: str =
     ],
 )
 def test_each_rank_reads_its_part_of_the_folder(
-    model: str, options: Any, layout: dict[str, Any], world_size: int, pool: Pool, tmp_path: Path
+    model: str,
+    options: Any,
+    layout: dict[str, Any],
+    world_size: int,
+    parity: Parity,
+    tmp_path: Path,
 ) -> None:
     expected = pretrained(tmp_path, model, options)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -63,10 +69,10 @@ def test_each_rank_reads_its_part_of_the_folder(
         steps=1,
         init_from=str(tmp_path),
     )
-    check_start(pool, run, expected)
+    check_start(parity, run, expected)
 
 
-def test_a_folder_of_the_model_without_its_head(pool: Pool, tmp_path: Path) -> None:
+def test_a_folder_of_the_model_without_its_head(parity: Parity, tmp_path: Path) -> None:
     expected = pretrained(tmp_path, "llama", TIED, base=True)
     run = Run(
         model="llama",
@@ -76,23 +82,23 @@ def test_a_folder_of_the_model_without_its_head(pool: Pool, tmp_path: Path) -> N
         steps=1,
         init_from=str(tmp_path),
     )
-    check_start(pool, run, expected)
+    check_start(parity, run, expected)
 
 
-def test_another_size_is_named(pool: Pool, tmp_path: Path) -> None:
+def test_another_size_is_named(parity: Parity, tmp_path: Path) -> None:
     pretrained(tmp_path, "llama", (("num_hidden_layers", 6),))
     run = Run(model="llama", layout={P: 2, M: 2}, world_size=2, steps=1, init_from=str(tmp_path))
     with pytest.raises(
         WorkerFailure, match=r"model.model.layers.4.* in the checkpoint but not in the model"
     ):
-        pool.run(fit, world_size=2, args=(run,))
+        parity.ranks(run)
 
 
-def test_every_rank_may_load_the_whole_model(pool: Pool, tmp_path: Path) -> None:
+def test_every_rank_may_load_the_whole_model(parity: Parity, tmp_path: Path) -> None:
     expected = pretrained(tmp_path, "llama", ())
     layout = {P: 2, M: 2, "meta_init": False}
     check_start(
-        pool,
+        parity,
         Run(model="llama", layout=layout, world_size=2, steps=1, pretrained=str(tmp_path)),
         expected,
     )

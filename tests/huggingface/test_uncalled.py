@@ -3,16 +3,14 @@ positions, wav2vec2's convolution."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, fit
+from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run
 from tests.letters import M, P, V
-from tests.pool import Pool
+from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -79,16 +77,7 @@ class Wav2Vec2(LitHuggingFace):
 @pytest.mark.parametrize("layout", [{P: 2}, {P: 2, V: 2}])
 @pytest.mark.parametrize("module", [Deberta, Wav2Vec2])
 def test_it_trains_as_in_one_process(
-    module: type[LitHuggingFace], layout: dict[str, Any], pool: Pool
+    module: type[LitHuggingFace], layout: dict[str, Any], parity: Parity
 ) -> None:
-    run = Run(model="", module=module, steps=3)
-    expected = pool.run(fit, world_size=1, args=(replace(run, layout={M: 2}),))[0]
-    found = pool.run(
-        fit, world_size=2, args=(replace(run, layout={**layout, M: 2}, world_size=2),)
-    )[0]
-    for key in ("losses", "norms", "validation"):
-        torch.testing.assert_close(
-            torch.tensor(found[key]), torch.tensor(expected[key]), rtol=1e-5, atol=0
-        )
-    for name, value in expected["final"].items():
-        assert (found["final"][name] - value).norm() / value.norm().clamp(min=1e-3) < 1e-5, name
+    run = Run(model="", module=module, steps=3, layout={M: 2})
+    parity.check(run, (2, layout))

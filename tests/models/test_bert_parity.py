@@ -3,25 +3,21 @@ of one process."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
-from lightning_ptdp.strategy import PTDPStrategy
 from tests.letters import SP, C, M, P, T, V
-from tests.models.fits import quiet_trainer
-from tests.parity import Recorder
-from tests.pool import Pool
+from tests.parity import Parity, Place, Training, make_loader
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, Place] = {
     "d2": (2, {}),
     "t2": (2, {T: 2}),
     "t2sp": (2, {T: 2, SP: True}),
@@ -93,49 +89,42 @@ class LitPlain(LitBert):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def fit(
-    rank: int, order: str, world_size: int, layout: dict[str, Any], plain: bool
-) -> dict[str, Any]:
-    """Train, then evaluate; returns what can be compared."""
-    pl.seed_everything(3, verbose=False)
-    recorder = Recorder()
-    optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-4, warmup_steps=2)
-    module = (LitPlain if plain else LitBert)(CONFIGS[order], optimizer)
-    replicas = world_size // (layout.get(T, 1) * layout.get(P, 1) * layout.get(C, 1))
-    trainer = quiet_trainer(
-        strategy=PTDPStrategy(**layout),
-        devices=world_size,
-        max_steps=1 if plain else 10,
-        gradient_clip_val=None if plain else 0.5,
-        num_sanity_val_steps=0,
-        callbacks=[recorder],
-    )
-    loaders = []
-    for samples in (48, 5 * replicas if plain else 20):
-        data = Pairs(samples)
-        sampler = DistributedSampler(
-            data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False
-        )
-        loaders.append(DataLoader(data, batch_size=BATCH // replicas, sampler=sampler))
-    trainer.fit(module, loaders[0])
-    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    (evaluated,) = trainer.validate(module, loaders[1], verbose=False)
-    return {
-        "losses": recorder.losses,
-        "initial": recorder.initial,
-        "final": trainer.strategy.gather_state_dict(),
-        "logged": logged,
-        "evaluated": evaluated,
-    }
+@dataclass(frozen=True, kw_only=True)
+class Run(Training):
+    """A training, followed by an evaluation."""
+
+    order: str = "post"
+    steps: int = 10
+    global_batch: int = BATCH
+    clip: float | None = 0.5
+
+    always_clips: ClassVar[bool] = False
+
+    def make_module(self) -> LitBert:
+        optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-4, warmup_steps=2)
+        return LitBert(CONFIGS[self.order], optimizer)
+
+    def make_data(self) -> Pairs:
+        return Pairs(48)
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        loader = make_loader(Pairs(20), trainer, self.global_batch)
+        (evaluated,) = trainer.validate(module, loader, verbose=False)
+        return {"evaluated": evaluated}
 
 
-@pytest.fixture(scope="module")
-def one_process(pool: Pool) -> Any:
-    @cache
-    def run(order: str, plain: bool) -> dict[str, Any]:
-        return pool.run(fit, world_size=1, args=(order, 1, {}, plain))[0]
+@dataclass(frozen=True, kw_only=True)
+class Step(Run):
+    """One step of plain gradient descent."""
 
-    return run
+    steps: int = 1
+    clip: float | None = None
+
+    def make_module(self) -> LitBert:
+        return LitPlain(CONFIGS[self.order], AdamWConfig())
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        return {}
 
 
 @pytest.mark.parametrize(
@@ -145,22 +134,13 @@ def one_process(pool: Pool) -> Any:
         *((name, "pre") for name in ("t2sp", "p2v2", "d2t2p2")),
     ],
 )
-def test_training_and_metrics_equal_one_process(
-    name: str, order: str, pool: Pool, one_process: Any
-) -> None:
-    world_size, layout = LAYOUTS[name]
-    expected = one_process(order, False)
-    ranks = pool.run(fit, world_size=world_size, args=(order, world_size, layout, False))
+def test_training_and_metrics_equal_one_process(name: str, order: str, parity: Parity) -> None:
+    run = Run(order=order)
+    expected = parity.result(run)
+    ranks = parity.check(run, LAYOUTS[name])
     for found in ranks:
-        for key, value in expected["initial"].items():
-            assert torch.equal(found["initial"][key], value), f"{key} starts differently"
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        for key, value in expected["final"].items():
-            assert (found["final"][key] - value).norm() < 1e-5 * value.norm(), key
         assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
-    assert ranks[0]["logged"].keys() == {"train_loss", "train_masked_loss", "train_order_loss"}
-    if layout.get(P, 1) == world_size:  # else what is logged is of one replica, or one slice
-        assert ranks[0]["logged"] == pytest.approx(expected["logged"], rel=1e-5)
+    assert ranks[0]["logged"][-1].keys() == {"train_loss", "train_masked_loss", "train_order_loss"}
 
 
 @pytest.mark.parametrize(
@@ -174,12 +154,9 @@ def test_training_and_metrics_equal_one_process(
         ("d2t2p2", "post"),
     ],
 )
-def test_every_gradient_equals_one_process(
-    name: str, order: str, pool: Pool, one_process: Any
-) -> None:
-    world_size, layout = LAYOUTS[name]
-    expected = one_process(order, True)
-    (found, *_) = pool.run(fit, world_size=world_size, args=(order, world_size, layout, True))
+def test_every_gradient_equals_one_process(name: str, order: str, parity: Parity) -> None:
+    run = Step(order=order)
+    expected, found = parity.result(run), parity.ranks(run.on(LAYOUTS[name]))[0]
     for key, start in expected["initial"].items():
         gradient = start - expected["final"][key]
         assert gradient.any(), f"{key} gets no gradient"
