@@ -71,6 +71,8 @@ class Training:
     resume: str | None = None
 
     tolerance: ClassVar[float] = 1e-5
+    weight_tolerance: ClassVar[float | None] = None
+    """Tolerance of weights, if it is another one: losses and norms may be rounded to float32."""
     smallest: ClassVar[float] = 0.0
     """Norm below which the difference of a weight is absolute."""
     synced: ClassVar[tuple[str, ...]] = ()
@@ -224,6 +226,7 @@ def assert_same(
     expected: Result,
     *,
     tolerance: float = Training.tolerance,
+    weight_tolerance: float | None = None,
     smallest: float = 0.0,
     synced: Collection[str] = (),
     but: Collection[str] = (),
@@ -241,7 +244,12 @@ def assert_same(
         for name in (mine.keys() | theirs.keys()) - set(but):
             if found["replicas"] == 1 or name in synced:
                 assert_near(mine[name], theirs[name], tolerance, f"{name} of batch {step}")
-    assert_weights_near(found["final"], expected["final"], tolerance=tolerance, smallest=smallest)
+    assert_weights_near(
+        found["final"],
+        expected["final"],
+        tolerance=tolerance if weight_tolerance is None else weight_tolerance,
+        smallest=smallest,
+    )
 
 
 class Parity:
@@ -285,6 +293,7 @@ class Parity:
                 found,
                 expected,
                 tolerance=training.tolerance if tolerance is None else tolerance,
+                weight_tolerance=training.weight_tolerance,
                 smallest=training.smallest,
                 synced=training.synced,
                 but=but,

@@ -21,7 +21,6 @@ PLAN = ParallelPlan(
 )
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2, "plan": PLAN}
 T2 = {"tensor_parallel_size": 2, "plan": PLAN}
-ONE = Place(reference="auto")
 LAYOUTS = {
     "p2": Place(world_size=2, layout=P2),
     "p2v2": Place(world_size=2, layout={**P2, "virtual_pipeline_size": 2}),

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_ptdp.checkpoint import read_full
 from tests.conformance.toys import (
-    DDP,
     P2,
+    Conformance,
     LitNet,
     Place,
     assert_weights,
@@ -69,16 +69,15 @@ def fit(rank: int, place: Place, accumulate: int = 1, folder: str = "") -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_as_under_ddp(accumulate: int, pool: Pool) -> None:
-    found = pool.run(fit, world_size=2, args=(Place(world_size=2), accumulate))
-    expected = pool.run(fit, world_size=2, args=(DDP, accumulate))
-    for ours, reference in zip(found, expected, strict=True):
+def test_as_under_ddp(accumulate: int, conformance: Conformance) -> None:
+    pairs = conformance.pairs(fit, "d2", accumulate)
+    for ours, reference in pairs:
         for mine, true in zip(ours["buffers"], reference["buffers"], strict=True):
             assert_weights(mine, true)
         assert ours["val"] == pytest.approx(reference["val"])
     # gather_state_dict gives rank 0's to all.
-    for ours in found:
-        assert_weights(ours["final"], expected[0]["final"])
+    for ours, _ in pairs:
+        assert_weights(ours["final"], pairs[0][1]["final"])
 
 
 @pytest.mark.parametrize("broadcast", [True, False])

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from lightning_ptdp.checkpoint import CheckpointError, read_full
 from tests.conformance.toys import (
+    DDP,
+    ONE,
     P2,
     PLACES,
+    Conformance,
     LitNet,
     Losses,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     weights,
@@ -35,15 +37,15 @@ pytestmark = pytest.mark.thorough
 
 WHOLE = {
     "one": PLACES["one"],
-    "m4": (Place(layout={"num_microbatches": 4}), Place(reference="auto")),
+    "m4": (Place(layout={"num_microbatches": 4}), ONE),
     "d2": PLACES["d2"],
     "d2 in the background": (
         Place(world_size=2, layout={"async_save": True}),
-        Place(world_size=2, reference="ddp"),
+        DDP,
     ),
     "d2 sharded": (
         Place(world_size=2, layout={"shard_optimizer": True, "overlap_parameter_gather": True}),
-        Place(world_size=2, reference="ddp"),
+        DDP,
     ),
 }
 
@@ -72,9 +74,9 @@ def ema() -> Any:
     return EMAWeightAveraging(decay=0.7)
 
 
-def average(rank: int, place: Place, folder: str, callback: Any, path: str) -> Any:
+def average(rank: int, place: Place, callback: Any, path: str) -> Any:
     """Three epochs, and the last two of them again from the checkpoint after the first."""
-    here, found = Path(path, folder), []
+    here, found = Path(path, place.folder), []
     for name, resume in (("whole", None), ("resumed", here / "whole" / "0.ckpt")):
         L.seed_everything(1, verbose=False)
         losses = Losses()
@@ -102,18 +104,9 @@ def average(rank: int, place: Place, folder: str, callback: Any, path: str) -> A
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("callback", [ema, WeightAveraging, swa])
 def test_averaged_weights_are_stored_and_averaging_goes_on(
-    name: str, callback: Any, pool: Pool, tmp_path: Path
+    name: str, callback: Any, conformance: Conformance, tmp_path: Path
 ) -> None:
-    ours, reference = WHOLE[name]
-    found = pool.run(
-        average, world_size=ours.world_size, args=(ours, "ours", callback, str(tmp_path))
-    )
-    expected = pool.run(
-        average,
-        world_size=reference.world_size,
-        args=(reference, "reference", callback, str(tmp_path)),
-    )
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in conformance.pairs(average, WHOLE[name], callback, str(tmp_path)):
         for (losses, val_loss, final, files), (
             other_losses,
             other_val,
@@ -157,9 +150,9 @@ class LitHooked(LitNet):
         checkpoint["state_dict"] = state
 
 
-def hooked(rank: int, place: Place, folder: str, path: str, module: Any) -> Any:
+def hooked(rank: int, place: Place, path: str, module: Any) -> Any:
     L.seed_everything(1, verbose=False)
-    file = Path(path, folder, "hooked.ckpt")
+    file = Path(path, place.folder, "hooked.ckpt")
     first = make_trainer(place, max_epochs=1)
     first.fit(module(), loader())
     first.save_checkpoint(file)
@@ -170,18 +163,11 @@ def hooked(rank: int, place: Place, folder: str, path: str, module: Any) -> Any:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_hooks_make_of_the_state_dict_is_saved_and_loaded(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
-    ours, reference = WHOLE[name]
-    found = pool.run(
-        hooked, world_size=ours.world_size, args=(ours, "ours", str(tmp_path), LitHooked)
-    )
-    expected = pool.run(
-        hooked,
-        world_size=reference.world_size,
-        args=(reference, "reference", str(tmp_path), LitHooked),
-    )
-    for (file, final), (other_file, other_final) in zip(found, expected, strict=True):
+    for (file, final), (other_file, other_final) in conformance.pairs(
+        hooked, WHOLE[name], str(tmp_path), LitHooked
+    ):
         assert_weights(file, other_file)
         assert_weights(final, other_final)
 
@@ -197,8 +183,8 @@ class LitRankZero(LitNet):
             checkpoint["state_dict"]["other"] = torch.zeros(1)
 
 
-def test_what_rank_zeros_hooks_made_is_saved(pool: Pool, tmp_path: Path) -> None:
-    for (file, _), (other_file, _) in both(pool, hooked, "d2", str(tmp_path), LitRankZero):
+def test_what_rank_zeros_hooks_made_is_saved(conformance: Conformance, tmp_path: Path) -> None:
+    for (file, _), (other_file, _) in conformance.pairs(hooked, "d2", str(tmp_path), LitRankZero):
         assert_weights(file, other_file)
         assert not file["net.0.bias"].any()
         assert file["net.2.bias"].any()
@@ -215,8 +201,10 @@ class LitLoads(LitNet):
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_hooks_change_what_is_loaded_in_every_layout(name: str, pool: Pool, tmp_path: Path) -> None:
-    for (_, found), (_, expected) in both(pool, hooked, name, str(tmp_path), LitLoads):
+def test_hooks_change_what_is_loaded_in_every_layout(
+    name: str, conformance: Conformance, tmp_path: Path
+) -> None:
+    for (_, found), (_, expected) in conformance.pairs(hooked, name, str(tmp_path), LitLoads):
         assert_weights(found, expected)
 
 
@@ -251,9 +239,9 @@ def test_where_no_rank_holds_the_model_a_change_is_an_error_that_names_the_entry
     assert not (tmp_path / "never.ckpt").exists()
 
 
-def late(rank: int, place: Place, folder: str, path: str, module: Any) -> Any:
+def late(rank: int, place: Place, path: str, module: Any) -> Any:
     L.seed_everything(1, verbose=False)
-    file = Path(path, folder, "late.ckpt")
+    file = Path(path, place.folder, "late.ckpt")
     first = make_trainer(place, max_epochs=1)
     first.fit(LitNet(), loader())
     first.save_checkpoint(file)
@@ -269,7 +257,7 @@ class LitLateLoads(LitLate, LitLoads):
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
 @pytest.mark.parametrize("module", [LitLate, LitLateLoads])
 def test_a_module_built_late_takes_the_checkpoints_values(
-    name: str, module: Any, pool: Pool, tmp_path: Path
+    name: str, module: Any, conformance: Conformance, tmp_path: Path
 ) -> None:
-    for found, expected in both(pool, late, name, str(tmp_path), module):
+    for found, expected in conformance.pairs(late, name, str(tmp_path), module):
         assert_weights(found, expected)

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.conformance.toys import (
     ONE,
     P2,
+    Conformance,
     LitNet,
     Losses,
     Place,
@@ -23,7 +24,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -87,9 +87,11 @@ def run(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> An
 
 @pytest.mark.parametrize("place", [M4, D2, D2M4], ids=["m4", "d2", "d2m4"])
 @pytest.mark.parametrize("optimizer", ["plain", "searching", "weighted", "ascends"])
-def test_every_evaluation_is_that_of_one_device(optimizer: str, place: Place, pool: Pool) -> None:
-    ((expected, losses),) = pool.run(run, world_size=1, args=(ONE, optimizer, {}))
-    found = pool.run(run, world_size=place.world_size, args=(place, optimizer, {}))
+def test_every_evaluation_is_that_of_one_device(
+    optimizer: str, place: Place, conformance: Conformance
+) -> None:
+    ((expected, losses),) = conformance.expected(run, ONE, optimizer, {})
+    found = conformance.ranks(run, place, optimizer, {})
     for weights_of_rank, _ in found:
         assert_weights(weights_of_rank, expected, tolerance=1e-7)
     assert losses[-1] < losses[0]
@@ -120,9 +122,11 @@ def stop_and_go_on(rank: int, place: Place, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("place", [ONE, M4, D2], ids=["one", "m4", "d2"])
-def test_its_history_goes_on_with_a_checkpoint(place: Place, pool: Pool, tmp_path: Path) -> None:
-    ((expected, _),) = pool.run(run, world_size=1, args=(ONE, "plain", {}))
-    for found in pool.run(stop_and_go_on, world_size=place.world_size, args=(place, str(tmp_path))):
+def test_its_history_goes_on_with_a_checkpoint(
+    place: Place, conformance: Conformance, tmp_path: Path
+) -> None:
+    ((expected, _),) = conformance.expected(run, ONE, "plain", {})
+    for found in conformance.ranks(stop_and_go_on, place, str(tmp_path)):
         assert_weights(found, expected, tolerance=1e-7)
 
 
@@ -143,9 +147,9 @@ def refuse(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) ->
     ids=["p2", "sharded", "bfloat16"],
 )
 def test_where_a_rank_has_not_all_it_is_refused(
-    optimizer: str, place: Place, settings: Any, words: list[str], pool: Pool
+    optimizer: str, place: Place, settings: Any, words: list[str], conformance: Conformance
 ) -> None:
-    for message in pool.run(refuse, world_size=place.world_size, args=(place, optimizer, settings)):
+    for message in conformance.ranks(refuse, place, optimizer, settings):
         assert ("LBFGS" if optimizer == "plain" else "Ascends") in message
         for word in words:
             assert word in message

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from tests.conformance.toys import (
     P2,
+    Conformance,
     LitNet,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 
 class LitSilent(LitNet):
@@ -33,14 +32,14 @@ class LitSilent(LitNet):
         assert torch.compiler.is_compiling() is self.given_compiled
 
 
-def fit(rank: int, place: Place, whose: str) -> tuple[Any, int]:
+def fit(rank: int, place: Place) -> tuple[Any, int]:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
     L.seed_everything(1, verbose=False)
     module = LitSilent()
-    module.given_compiled = whose == "ours"
+    module.given_compiled = place.folder == "ours"
     given = torch.compile(module, backend="aot_eager") if module.given_compiled else module
     trainer = make_trainer(place, max_epochs=1)
     trainer.fit(given, loader())
@@ -49,8 +48,8 @@ def fit(rank: int, place: Place, whose: str) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("name", ["one", "one m2", "d2"])
-def test_a_compiled_module_trains_as_the_module_does(name: str, pool: Pool) -> None:
-    for (found, graphs), (expected, _) in both(pool, fit, name):
+def test_a_compiled_module_trains_as_the_module_does(name: str, conformance: Conformance) -> None:
+    for (found, graphs), (expected, _) in conformance.pairs(fit, name):
         assert_weights(found, expected)
         assert graphs == 1
 

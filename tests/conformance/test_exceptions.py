@@ -19,10 +19,10 @@ from torch import Tensor
 from lightning_ptdp.strategy import stopping
 from tests.conformance.toys import (
     P2,
+    Conformance,
     LitNet,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     weights,
@@ -97,8 +97,8 @@ def test_a_rank_that_holds_everything_saves_on_an_exception_of_another(
     assert torch.load(tmp_path / "on_exception.ckpt")["global_step"] > 0
 
 
-def interrupted_and_resumed(rank: int, place: Place, folder: str, path: str) -> Any:
-    here = str(Path(path, folder))
+def interrupted_and_resumed(rank: int, place: Place, path: str) -> Any:
+    here = str(Path(path, place.folder))
     outcome = interrupted(rank, place, tuple(range(place.world_size)), here)
     L.seed_everything(2, verbose=False)
     trainer = make_trainer(place)
@@ -108,10 +108,10 @@ def interrupted_and_resumed(rank: int, place: Place, folder: str, path: str) -> 
 
 @pytest.mark.parametrize("name", ["p2", "d2"])
 def test_an_exception_of_all_ranks_is_saved_and_resumed(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
-    for (outcome, files, found), (_, expected_files, expected) in both(
-        pool, interrupted_and_resumed, name, str(tmp_path)
+    for (outcome, files, found), (_, expected_files, expected) in conformance.pairs(
+        interrupted_and_resumed, name, str(tmp_path)
     ):
         assert outcome == ("ZeroDivisionError: the user's own mistake", [])
         assert set(expected_files) == {"on_exception.ckpt", "model.ckpt"}

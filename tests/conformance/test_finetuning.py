@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from tests.conformance.toys import (
     PLACES,
+    Conformance,
     LitBackbone,
     LitNet,
     Losses,
@@ -21,11 +22,8 @@ from tests.conformance.toys import (
     samples,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
-
-ONE = Place(reference="auto")
 
 
 def own(rank: int, place: Place) -> DataLoader:
@@ -65,12 +63,10 @@ def in_turns(rank: int, place: Place, clip: float | None, accumulate: int) -> An
 @pytest.mark.parametrize(("clip", "accumulate"), [(0.05, 1), (None, 2)])
 @pytest.mark.parametrize("name", ["m3", "d2", "d2 m2", "p2"])
 def test_layers_that_are_frozen_in_turn(
-    name: str, clip: float | None, accumulate: int, pool: Pool
+    name: str, clip: float | None, accumulate: int, conformance: Conformance
 ) -> None:
-    place = PLACES[name][0]
-    ((losses, expected),) = pool.run(in_turns, world_size=1, args=(ONE, clip, accumulate))
-    for other, found in pool.run(
-        in_turns, world_size=place.world_size, args=(place, clip, accumulate)
+    for (other, found), (losses, expected) in conformance.pairs(
+        in_turns, PLACES[name][0], clip, accumulate
     ):
         if not name.startswith("d2"):
             assert other == pytest.approx(losses, rel=1e-5)
@@ -78,7 +74,7 @@ def test_layers_that_are_frozen_in_turn(
 
 
 def unfreeze(rank: int, place: Place, path: str) -> Any:
-    file = Path(path, "half.ckpt")
+    file = Path(path, place.folder, "half.ckpt")
     L.seed_everything(1, verbose=False)
     first = make_trainer(
         place,
@@ -100,12 +96,11 @@ def unfreeze(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["m3", "d2", "d2 m2"])
-def test_a_backbone_that_is_unfrozen_trains(name: str, pool: Pool, tmp_path: Path) -> None:
-    place = PLACES[name][0]
-    (tmp_path / "one").mkdir()
-    ((groups, expected),) = pool.run(unfreeze, world_size=1, args=(ONE, str(tmp_path / "one")))
-    for sizes, found in pool.run(
-        unfreeze, world_size=place.world_size, args=(place, str(tmp_path))
+def test_a_backbone_that_is_unfrozen_trains(
+    name: str, conformance: Conformance, tmp_path: Path
+) -> None:
+    for (sizes, found), (groups, expected) in conformance.pairs(
+        unfreeze, PLACES[name][0], str(tmp_path)
     ):
         assert sizes == groups
         assert len(sizes) == 2

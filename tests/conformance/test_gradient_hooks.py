@@ -8,8 +8,16 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.utilities import grad_norm
 
-from tests.conformance.toys import P2, LitNet, Place, assert_weights, loader, make_trainer, weights
-from tests.pool import Pool
+from tests.conformance.toys import (
+    P2,
+    Conformance,
+    LitNet,
+    Place,
+    assert_weights,
+    loader,
+    make_trainer,
+    weights,
+)
 
 SHARDED = {**P2, "num_microbatches": 1, "shard_optimizer": True}
 PLACES = {"p2": Place(world_size=2, layout=P2), "d2p2 sharded": Place(world_size=4, layout=SHARDED)}
@@ -47,8 +55,7 @@ def clip(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_norms_and_clipping_in_hooks(name: str, pool: Pool) -> None:
-    expected_norm, expected = pool.run(clip, world_size=1, args=(Place(reference="auto"),))[0]
-    for norm, found in pool.run(clip, world_size=PLACES[name].world_size, args=(PLACES[name],)):
+def test_norms_and_clipping_in_hooks(name: str, conformance: Conformance) -> None:
+    for (norm, found), (expected_norm, expected) in conformance.pairs(clip, PLACES[name]):
         assert norm == pytest.approx(expected_norm, rel=1e-5)
         assert_weights(found, expected)

@@ -12,9 +12,8 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.conformance.blocks import LAYOUTS, ONE, LitBlocks, batches
-from tests.conformance.toys import Place, assert_weights, make_trainer, weights
-from tests.pool import Pool
+from tests.conformance.blocks import LAYOUTS, LitBlocks, batches
+from tests.conformance.toys import Conformance, Place, assert_weights, make_trainer, weights
 
 pytestmark = pytest.mark.thorough
 
@@ -87,10 +86,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_hooks_change_the_whole_gradient(layout: str, kind: type[LitHook], pool: Pool) -> None:
-    place = LAYOUTS[layout]
-    ((norms, expected),) = pool.run(train, world_size=1, args=(ONE, kind))
-    for found_norms, found in pool.run(train, world_size=place.world_size, args=(place, kind)):
+def test_hooks_change_the_whole_gradient(
+    layout: str, kind: type[LitHook], conformance: Conformance
+) -> None:
+    for (found_norms, found), (norms, expected) in conformance.pairs(train, LAYOUTS[layout], kind):
         assert found_norms == pytest.approx(norms, rel=1e-4)
         assert_weights(found, expected)
 
@@ -127,9 +126,10 @@ def refused(rank: int, place: Place, kind: type[LitHook]) -> str:
 @pytest.mark.parametrize(
     ("layout", "kind"), [("p2", LitLogsNorms), ("t2", LitAdds), ("d2 sharded", LitLooksForNaN)]
 )
-def test_numbers_of_a_part_are_refused(layout: str, kind: type[LitHook], pool: Pool) -> None:
-    place = LAYOUTS[layout]
-    for message in pool.run(refused, world_size=place.world_size, args=(place, kind)):
+def test_numbers_of_a_part_are_refused(
+    layout: str, kind: type[LitHook], conformance: Conformance
+) -> None:
+    for message in conformance.ranks(refused, LAYOUTS[layout], kind):
         assert message.startswith(
             "PartialModelError: a hook computes a number from the gradient of '"
         )

@@ -12,8 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
-from tests.conformance.toys import LitNet, Place, both, loader, make_trainer
-from tests.pool import Pool
+from tests.conformance.toys import Conformance, LitNet, Place, loader, make_trainer
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -67,14 +66,14 @@ MODULE_HOOKS = [
 ]
 
 
-def record(rank: int, place: Place, folder: str, path: str) -> dict[str, list[str]]:
+def record(rank: int, place: Place, path: str) -> dict[str, list[str]]:
     """The hooks of fit, validate, test and predict."""
     L.seed_everything(1, verbose=False)
     events: list[str] = []
     module = _recording(LitNet, MODULE_HOOKS, "module")()
     callback = _recording(L.Callback, CALLBACK_HOOKS, "callback")()
     module.__dict__["events"] = callback.events = events
-    checkpoint = ModelCheckpoint(dirpath=Path(path, folder), every_n_train_steps=2)
+    checkpoint = ModelCheckpoint(dirpath=Path(path, place.folder), every_n_train_steps=2)
     trainer = make_trainer(
         place,
         callbacks=[callback, checkpoint],
@@ -96,19 +95,21 @@ def record(rank: int, place: Place, folder: str, path: str) -> dict[str, list[st
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_hooks_fire_in_lightnings_order(name: str, pool: Pool, tmp_path: Path) -> None:
-    for found, expected in both(pool, record, name, str(tmp_path)):
+def test_hooks_fire_in_lightnings_order(
+    name: str, conformance: Conformance, tmp_path: Path
+) -> None:
+    for found, expected in conformance.pairs(record, name, str(tmp_path)):
         for stage, events in expected.items():
             assert len(events) > 20, "the reference recorded nothing"
             # The step itself runs once a microbatch.
             assert _once(found[stage]) == events, stage
 
 
-def record_resumed(rank: int, place: Place, folder: str, path: str) -> dict[str, list[str]]:
+def record_resumed(rank: int, place: Place, path: str) -> dict[str, list[str]]:
     """The hooks of a fit and an evaluation that begin from a checkpoint."""
     L.seed_everything(1, verbose=False)
     events: list[str] = []
-    file = Path(path, folder, "first.ckpt")
+    file = Path(path, place.folder, "first.ckpt")
     first = make_trainer(place, max_epochs=1)
     first.fit(LitNet(), loader())
     first.save_checkpoint(file)
@@ -131,9 +132,9 @@ def record_resumed(rank: int, place: Place, folder: str, path: str) -> dict[str,
 
 @pytest.mark.parametrize("name", ["one", "d2"])
 def test_hooks_of_a_resumed_run_fire_in_lightnings_order(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
-    for found, expected in both(pool, record_resumed, name, str(tmp_path)):
+    for found, expected in conformance.pairs(record_resumed, name, str(tmp_path)):
         for stage, events in expected.items():
             assert "callback.on_load_checkpoint" in events, "the reference recorded nothing"
             assert _once(found[stage]) == events, stage

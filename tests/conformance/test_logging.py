@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef
 
 from lightning_ptdp.loggers import MLFlowLogger
-from tests.conformance.toys import LitNet, Place, both, loader, make_trainer, metrics
+from tests.conformance.toys import Conformance, LitNet, Place, loader, make_trainer, metrics
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -101,7 +101,7 @@ class SeenMetrics(L.Callback):
         self.seen.append(metrics(trainer))
 
 
-def log_everything(rank: int, place: Place, folder: str) -> list[dict[str, dict[str, float]]]:
+def log_everything(rank: int, place: Place) -> list[dict[str, dict[str, float]]]:
     L.seed_everything(1, verbose=False)
     seen = SeenMetrics()
     # 29 samples: the last batch holds fewer than the others, and its microbatches are uneven.
@@ -121,8 +121,8 @@ def assert_same_metrics(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "m3", "d2", "p2"])
-def test_every_kind_of_log_call(name: str, pool: Pool) -> None:
-    for found, expected in both(pool, log_everything, name):
+def test_every_kind_of_log_call(name: str, conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(log_everything, name):
         assert {
             "both_step",
             "both_epoch",
@@ -149,9 +149,9 @@ class Counted(LitNet):
     flops_per_batch = 1000
 
 
-def monitor(rank: int, place: Place, folder: str) -> dict[str, float]:
+def monitor(rank: int, place: Place) -> dict[str, float]:
     callback = Monitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
-    trainer = make_trainer(place, callbacks=[callback], logger=CSVLogger(folder))
+    trainer = make_trainer(place, callbacks=[callback], logger=CSVLogger(place.folder))
     trainer.fit(Counted(), loader())
     logged = metrics(trainer)["logged_metrics"]
     return {
@@ -162,8 +162,8 @@ def monitor(rank: int, place: Place, folder: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_lightnings_monitor_counts_replicas(name: str, pool: Pool) -> None:
-    found, expected = both(pool, monitor, name)[0]
+def test_lightnings_monitor_counts_replicas(name: str, conformance: Conformance) -> None:
+    found, expected = conformance.pairs(monitor, name)[0]
     assert found.keys() == expected.keys() > {"device/samples_per_sec", "device/mfu"}
     if name == "d2":
         assert found["samples_per_sec"] == pytest.approx(2 * found["device/samples_per_sec"])
@@ -180,7 +180,7 @@ class CountsValidation(L.Callback):
         self.at.append((trainer.global_step, trainer.sanity_checking))
 
 
-def validate_often(rank: int, place: Place, folder: str, settings: dict[str, Any]) -> Any:
+def validate_often(rank: int, place: Place, settings: dict[str, Any]) -> Any:
     L.seed_everything(1, verbose=False)
     count = CountsValidation()
     trainer = make_trainer(place, callbacks=[count], **settings)
@@ -199,15 +199,17 @@ def validate_often(rank: int, place: Place, folder: str, settings: dict[str, Any
     ids=["twice an epoch", "every second epoch", "every third batch"],
 )
 def test_validation_runs_when_asked_with_several_loaders(
-    name: str, settings: dict[str, Any], pool: Pool
+    name: str, settings: dict[str, Any], conformance: Conformance
 ) -> None:
-    for (found_at, found), (expected_at, expected) in both(pool, validate_often, name, settings):
+    for (found_at, found), (expected_at, expected) in conformance.pairs(
+        validate_often, name, settings
+    ):
         assert found_at == expected_at
         assert "val_loss/dataloader_idx_1" in expected[0]["callback_metrics"]
         assert_same_metrics(found, expected)
 
 
-def log_to(rank: int, place: Place, folder: str, path: str) -> Any:
+def log_to(rank: int, place: Place, path: str) -> Any:
     L.seed_everything(1, verbose=False)
     loggers = [
         CSVLogger(path, name="csv", flush_logs_every_n_steps=1),
@@ -224,7 +226,7 @@ def test_loggers_write_once_and_the_same_values(pool: Pool, tmp_path: Path) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     place = Place(world_size=2, layout={"pipeline_parallel_size": 2, "num_microbatches": 2})
-    run_id = pool.run(log_to, world_size=2, args=(place, "", str(tmp_path)))[0]
+    run_id = pool.run(log_to, world_size=2, args=(place, str(tmp_path)))[0]
     (table,) = tmp_path.glob("csv/*/metrics.csv")
     with table.open() as stream:
         rows = [row for row in csv.DictReader(stream) if row["train_loss"]]

@@ -15,6 +15,7 @@ from lightning_ptdp.data_parallel import ManualOptimizationError
 from tests.conformance.toys import (
     FEATURES,
     ONE,
+    Conformance,
     LitNet,
     Place,
     assert_weights,
@@ -153,26 +154,22 @@ def fit_replicas(rank: int, place: Place, module: Any, path: str, saves: bool) -
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_replicas_train_like_one_process(world_size: int, pool: Pool, tmp_path: Any) -> None:
+def test_replicas_train_like_one_process(
+    world_size: int, conformance: Conformance, tmp_path: Any
+) -> None:
     args = (LitGAN, str(tmp_path / "a.ckpt"), True)
-    expected, _ = pool.run(fit_replicas, world_size=1, args=(ONE, *args))[0]
-    found = pool.run(
-        fit_replicas, world_size=world_size, args=(Place(world_size=world_size), *args)
-    )
+    ((expected, _),) = conformance.expected(fit_replicas, ONE, *args)
+    found = conformance.ranks(fit_replicas, Place(world_size=world_size), *args)
     for one, _ in found:
         assert_weights(one, expected)
         assert_weights(one, found[0][0], tolerance=0)
     assert len(torch.load(tmp_path / "a.ckpt")["optimizer_states"]) == 2
 
 
-def test_parts_that_some_replicas_use_and_accumulation_are_ddps(pool: Pool, tmp_path: Any) -> None:
-    args = (LitRouted, "", False)
-    reference = Place(world_size=2, reference="ddp_find_unused_parameters_true")
-    expected = pool.run(fit_replicas, world_size=2, args=(reference, *args))
-    for (one, logged), (other, wanted) in zip(
-        pool.run(fit_replicas, world_size=2, args=(Place(world_size=2), *args)),
-        expected,
-        strict=True,
+def test_parts_that_some_replicas_use_and_accumulation_are_ddps(conformance: Conformance) -> None:
+    places = Place(world_size=2), Place(world_size=2, reference="ddp_find_unused_parameters_true")
+    for (one, logged), (other, wanted) in conformance.pairs(
+        fit_replicas, places, LitRouted, "", False
     ):
         assert_weights(one, other)
         assert logged == pytest.approx(wanted, rel=1e-5)

@@ -8,8 +8,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelSummary
 
-from tests.conformance.toys import LitNet, Place, both, loader, make_trainer
-from tests.pool import Pool
+from tests.conformance.toys import Conformance, LitNet, Place, loader, make_trainer
 
 
 class Told(ModelSummary):
@@ -25,7 +24,7 @@ class Told(ModelSummary):
         )
 
 
-def _fit(rank: int, place: Place, name: str, folder: str) -> Any:
+def _fit(rank: int, place: Place, folder: str) -> Any:
     told = Told(max_depth=2)
     trainer = make_trainer(
         place, max_steps=1, callbacks=[told], enable_model_summary=True, default_root_dir=folder
@@ -34,7 +33,7 @@ def _fit(rank: int, place: Place, name: str, folder: str) -> Any:
     return told.told
 
 
-def test_the_summary_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
-    for found, single in both(pool, _fit, "p2", str(tmp_path)):
+def test_the_summary_is_that_of_one_process(conformance: Conformance, tmp_path: Path) -> None:
+    for found, single in conformance.pairs(_fit, "p2", str(tmp_path)):
         assert found == single
         assert "Linear" in found[0] and not re.search("Absent|Earlier|Later|Stub", found[0])

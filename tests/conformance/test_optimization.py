@@ -18,11 +18,11 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_ptdp.checkpoint.save_agreement import own_rank
 from tests.conformance.toys import (
     PLACES,
+    Conformance,
     LitNet,
     Losses,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     weights,
@@ -71,7 +71,6 @@ class LitGroups(LitNet):
 def run(
     rank: int,
     place: Place,
-    folder: str,
     module: Any,
     settings: dict[str, Any],
     callbacks: list[Any],
@@ -112,8 +111,8 @@ class EachEpoch(LitGroups):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("module", [Plateau, EachStep, EachEpoch])
-def test_parameter_groups_and_schedulers(name: str, module: Any, pool: Pool) -> None:
-    for found, expected in both(pool, run, name, module, {}, []):
+def test_parameter_groups_and_schedulers(name: str, module: Any, conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(run, name, module, {}, []):
         assert expected["rates"][0] < 0.1, "the scheduler did nothing"
         assert_same(found, expected)
 
@@ -129,9 +128,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_accumulation_and_clipping(name: str, settings: str, pool: Pool) -> None:
+def test_accumulation_and_clipping(name: str, settings: str, conformance: Conformance) -> None:
     options, callbacks = SETTINGS[settings]
-    for found, expected in both(pool, run, name, EachStep, options, callbacks):
+    for found, expected in conformance.pairs(run, name, EachStep, options, callbacks):
         assert_same(found, expected)
 
 
@@ -141,8 +140,10 @@ class OnlyMatrices(LitNet):
 
 
 @pytest.mark.parametrize("name", [*ALL, "d2 m2 sharded"])
-def test_clipping_counts_what_the_optimizer_steps_on(name: str, pool: Pool) -> None:
-    for found, expected in both(pool, run, name, OnlyMatrices, {"gradient_clip_val": 0.05}, []):
+def test_clipping_counts_what_the_optimizer_steps_on(name: str, conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(
+        run, name, OnlyMatrices, {"gradient_clip_val": 0.05}, []
+    ):
         assert_same(found, expected)
 
 
@@ -151,24 +152,26 @@ def test_clipping_counts_what_the_optimizer_steps_on(name: str, pool: Pool) -> N
     ("precision", "tolerance"),
     [("32-true", 1e-5), ("64-true", 1e-10), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2)],
 )
-def test_precision_strings(name: str, precision: str, tolerance: float, pool: Pool) -> None:
-    for found, expected in both(pool, run, name, EachStep, {"precision": precision}, []):
+def test_precision_strings(
+    name: str, precision: str, tolerance: float, conformance: Conformance
+) -> None:
+    for found, expected in conformance.pairs(run, name, EachStep, {"precision": precision}, []):
         for weight, value in expected["weights"].items():
             assert found["weights"][weight].dtype == value.dtype
         assert_same(found, expected, tolerance)
 
 
-def monitor_rates(rank: int, place: Place, folder: str, path: str) -> Any:
+def monitor_rates(rank: int, place: Place, path: str) -> Any:
     L.seed_everything(1, verbose=False)
     monitor = LearningRateMonitor(logging_interval="step")
-    trainer = make_trainer(place, callbacks=[monitor], logger=CSVLogger(path, name=folder))
+    trainer = make_trainer(place, callbacks=[monitor], logger=CSVLogger(path, name=place.folder))
     trainer.fit(EachStep(), loader())
     return monitor.lrs
 
 
 @pytest.mark.parametrize("name", ["p2"])
-def test_learning_rate_monitor(name: str, pool: Pool, tmp_path: Any) -> None:
-    for found, expected in both(pool, monitor_rates, name, str(tmp_path)):
+def test_learning_rate_monitor(name: str, conformance: Conformance, tmp_path: Any) -> None:
+    for found, expected in conformance.pairs(monitor_rates, name, str(tmp_path)):
         assert found == expected
         assert len(found) == 2, "one curve a parameter group"
 

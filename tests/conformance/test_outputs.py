@@ -17,10 +17,10 @@ from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.stage import StageError
 from tests.conformance.toys import (
     P2,
+    Conformance,
     LitNet,
     Place,
     assert_weights,
-    both,
     layers,
     loader,
     make_trainer,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.thorough
 PIPELINE = Place(world_size=2, layout=P2)
 
 
-def all_stages_of_a_trainer(rank: int, place: Place, folder: str) -> Any:
+def all_stages_of_a_trainer(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, max_epochs=1)
     module = LitNet()
@@ -50,13 +50,13 @@ def all_stages_of_a_trainer(rank: int, place: Place, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_fit_validate_test_predict_and_fit_again(name: str, pool: Pool) -> None:
+def test_fit_validate_test_predict_and_fit_again(name: str, conformance: Conformance) -> None:
     for (results, predictions, found, step), (
         other,
         expected_predictions,
         expected,
         expected_step,
-    ) in both(pool, all_stages_of_a_trainer, name):
+    ) in conformance.pairs(all_stages_of_a_trainer, name):
         assert step == expected_step
         for mine, theirs in zip(results, other, strict=True):
             assert mine[0] == pytest.approx(theirs[0], rel=1e-5)
@@ -99,9 +99,9 @@ class LitPredictsMore(LitNet):
         return {"prediction": prediction, "pair": (prediction * 2, y), "mean": prediction.mean()}
 
 
-def predict(rank: int, place: Place, folder: str, path: str) -> Any:
+def predict(rank: int, place: Place, path: str) -> Any:
     L.seed_everything(1, verbose=False)
-    here = Path(path, folder)
+    here = Path(path, place.folder)
     here.mkdir(exist_ok=True)
     writer = Writer(str(here))
     trainer = make_trainer(place, callbacks=[writer])
@@ -111,8 +111,10 @@ def predict(rank: int, place: Place, folder: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2"])
-def test_predictions_are_complete_and_in_order(name: str, pool: Pool, tmp_path: Path) -> None:
-    for found, expected in both(pool, predict, name, str(tmp_path)):
+def test_predictions_are_complete_and_in_order(
+    name: str, conformance: Conformance, tmp_path: Path
+) -> None:
+    for found, expected in conformance.pairs(predict, name, str(tmp_path)):
         assert found["indices"] == expected["indices"]
         for batches in ("returned", "files", "epoch"):
             for mine, theirs in zip(found[batches], expected["returned"], strict=True):
@@ -152,7 +154,7 @@ class LitReturnsMore(LitNet):
         self.seen.append(outputs)
 
 
-def outputs_of_batches(rank: int, place: Place, folder: str) -> Any:
+def outputs_of_batches(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
     module = LitReturnsMore()
     make_trainer(place, max_epochs=1).fit(
@@ -162,8 +164,8 @@ def outputs_of_batches(rank: int, place: Place, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["m3", "d2", "p2"])
-def test_hooks_get_the_outputs_of_the_batch(name: str, pool: Pool) -> None:
-    for found, expected in both(pool, outputs_of_batches, name):
+def test_hooks_get_the_outputs_of_the_batch(name: str, conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(outputs_of_batches, name):
         for mine, theirs in zip(found, expected, strict=True):
             words = ("names", "part")
             assert [mine.get(key) for key in words] == [theirs.get(key) for key in words]
@@ -182,7 +184,7 @@ class LitTwoCalls(LitNet):
         return nn.functional.mse_loss(self.net(x), y) + self.net(-x).square().mean()
 
 
-def two_calls(rank: int, place: Place, folder: str) -> str:
+def two_calls(rank: int, place: Place) -> str:
     L.seed_everything(1, verbose=False)
     try:
         make_trainer(place, max_steps=1).fit(LitTwoCalls(), loader())
@@ -195,7 +197,7 @@ def test_two_forward_calls_in_one_step_are_refused(pool: Pool) -> None:
     # The other rank waits for a message that does not come; the workers of a pool do not end, so it
     # waits its limit out.
     messages = pool.run(
-        two_calls, world_size=2, args=(Place(world_size=2, layout={**P2, "timeout_s": 6}), "")
+        two_calls, world_size=2, args=(Place(world_size=2, layout={**P2, "timeout_s": 6}),)
     )
     assert messages[0].startswith("PeerError")
     assert messages[1].startswith("StageError")
@@ -234,7 +236,7 @@ def test_configure_model_is_called_again_and_keeps_the_weights(pool: Pool) -> No
         assert_weights(after, before, tolerance=0)
 
 
-def load_before_fit(rank: int, place: Place, folder: str) -> Any:
+def load_before_fit(rank: int, place: Place) -> Any:
     L.seed_everything(1 + rank, verbose=False)
     module = LitNet()
     generator = torch.Generator().manual_seed(11)
@@ -246,8 +248,8 @@ def load_before_fit(rank: int, place: Place, folder: str) -> Any:
     return weights(trainer)
 
 
-def test_weights_loaded_before_fit_are_trained_on(pool: Pool) -> None:
-    for found, expected in both(pool, load_before_fit, "p2"):
+def test_weights_loaded_before_fit_are_trained_on(conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(load_before_fit, "p2"):
         assert_weights(found, expected)
 
 
@@ -326,7 +328,7 @@ class LitTied(LitNet):
         )
 
 
-def train_tied(rank: int, place: Place, folder: str) -> Any:
+def train_tied(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, gradient_clip_val=0.1)
     trainer.fit(LitTied(), loader(), loader())
@@ -334,8 +336,8 @@ def train_tied(rank: int, place: Place, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2"])
-def test_tied_embeddings(name: str, pool: Pool) -> None:
-    for (found, val_loss), (expected, expected_loss) in both(pool, train_tied, name):
+def test_tied_embeddings(name: str, conformance: Conformance) -> None:
+    for (found, val_loss), (expected, expected_loss) in conformance.pairs(train_tied, name):
         assert torch.equal(found["words.weight"], found["head.weight"])
         assert_weights(found, expected)
         assert val_loss == pytest.approx(expected_loss, rel=1e-5)

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.conformance.blocks import LAYOUTS, ONE, LitBlocks, batches, run_refused
-from tests.conformance.toys import Losses, Place, assert_weights, make_trainer, weights
-from tests.pool import Pool
+from tests.conformance.blocks import LAYOUTS, LitBlocks, batches, run_refused
+from tests.conformance.toys import Conformance, Losses, Place, assert_weights, make_trainer, weights
 
 pytestmark = pytest.mark.thorough
 
@@ -135,11 +134,11 @@ CASES = [
 ]
 
 
-def train(rank: int, place: Place, kind: type[LitBlocks], clip: float | None) -> Any:
+def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(
-        place, callbacks=[losses], use_distributed_sampler=False, gradient_clip_val=clip
+        place, callbacks=[losses], use_distributed_sampler=False, gradient_clip_val=0.2
     )
     trainer.fit(kind(), batches(place, rank))
     options = [
@@ -150,11 +149,11 @@ def train(rank: int, place: Place, kind: type[LitBlocks], clip: float | None) ->
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_groups_train_as_in_one_process(layout: str, kind: type[LitBlocks], pool: Pool) -> None:
-    place = LAYOUTS[layout]
-    ((losses, expected, options),) = pool.run(train, world_size=1, args=(ONE, kind, 0.2))
-    for found_losses, found, found_options in pool.run(
-        train, world_size=place.world_size, args=(place, kind, 0.2)
+def test_groups_train_as_in_one_process(
+    layout: str, kind: type[LitBlocks], conformance: Conformance
+) -> None:
+    for (found_losses, found, found_options), (losses, expected, options) in conformance.pairs(
+        train, LAYOUTS[layout], kind
     ):
         assert found_options == options
         assert_weights(found, expected)
@@ -164,7 +163,7 @@ def test_groups_train_as_in_one_process(layout: str, kind: type[LitBlocks], pool
 
 def save_and_resume(rank: int, place: Place, kind: type[LitBlocks], path: str, load: bool) -> Any:
     L.seed_everything(1, verbose=False)
-    file = Path(path, "half.ckpt")
+    file = Path(path, place.folder, "half.ckpt")
     trainer = make_trainer(place, max_epochs=3 if load else 1, use_distributed_sampler=False)
     trainer.fit(kind(), batches(place, rank), ckpt_path=file if load else None)
     if not load:
@@ -181,19 +180,12 @@ def save_and_resume(rank: int, place: Place, kind: type[LitBlocks], path: str, l
     ],
 )
 def test_groups_are_resumed_in_another_layout(
-    first: str, second: str, kind: Any, pool: Pool, tmp_path: Path
+    first: str, second: str, kind: Any, conformance: Conformance, tmp_path: Path
 ) -> None:
-    (tmp_path / "one").mkdir()
-    places, results = {False: LAYOUTS[first], True: LAYOUTS[second]}, []
-    for load in (False, True):
-        ((expected, rates),) = pool.run(
-            save_and_resume, world_size=1, args=(ONE, kind, str(tmp_path / "one"), load)
-        )
-        place = places[load]
-        results = pool.run(
-            save_and_resume, world_size=place.world_size, args=(place, kind, str(tmp_path), load)
-        )
-    for found, found_rates in results:
+    conformance.pairs(save_and_resume, LAYOUTS[first], kind, str(tmp_path), False)
+    for (found, found_rates), (expected, rates) in conformance.pairs(
+        save_and_resume, LAYOUTS[second], kind, str(tmp_path), True
+    ):
         assert found_rates == pytest.approx(rates)
         assert_weights(found, expected)
 
@@ -277,8 +269,7 @@ class LitClipping(LitBlocks):
     ],
 )
 def test_groups_and_optimizers_that_would_train_otherwise_are_refused(
-    kind: type[LitBlocks], layout: str, words: str, pool: Pool
+    kind: type[LitBlocks], layout: str, words: str, conformance: Conformance
 ) -> None:
-    place = LAYOUTS[layout]
-    for message in pool.run(run_refused, world_size=place.world_size, args=(place, kind)):
+    for message in conformance.ranks(run_refused, LAYOUTS[layout], kind):
         assert message.startswith(words)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_ptdp.tensor_parallel import ParallelPlan
-from tests.conformance.blocks import LAYOUTS, ONE, P2, PLAN, LitBlocks, batches, run_refused
-from tests.conformance.toys import Place, assert_weights, make_trainer, weights
+from tests.conformance.blocks import LAYOUTS, P2, PLAN, LitBlocks, batches, run_refused
+from tests.conformance.toys import ONE, Conformance, Place, assert_weights, make_trainer, weights
 from tests.pool import Pool, WorkerFailure
 
 pytestmark = pytest.mark.thorough
@@ -74,10 +74,6 @@ class LitRemedy(LitBlocks):
             parameter.grad.add_(parameter.detach(), alpha=2e-3)
 
 
-class LitPlainPenalty(LitPenalty):
-    """In one process."""
-
-
 def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
@@ -86,11 +82,11 @@ def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["t2p2", "d2p2 sharded"])
-def test_the_recommended_penalty_trains_as_one_process_with_a_loop(layout: str, pool: Pool) -> None:
-    (expected,) = pool.run(train, world_size=1, args=(ONE, LitPlainPenalty))
-    for found in pool.run(
-        train, world_size=LAYOUTS[layout].world_size, args=(LAYOUTS[layout], LitRemedy)
-    ):
+def test_the_recommended_penalty_trains_as_one_process_with_a_loop(
+    layout: str, conformance: Conformance
+) -> None:
+    (expected,) = conformance.expected(train, ONE, LitPenalty)
+    for found in conformance.ranks(train, LAYOUTS[layout], LitRemedy):
         assert_weights(found, expected)
 
 
@@ -143,9 +139,10 @@ class LitHookedNorm(LitHooked):
 
 
 @pytest.mark.parametrize(("layout", "kind"), [("p2", LitHookedBlock), ("t2", LitHookedNorm)])
-def test_gradient_hooks_of_whole_parameters_are_called(layout: str, kind: Any, pool: Pool) -> None:
-    (expected,) = pool.run(train, world_size=1, args=(ONE, kind))
-    for found in pool.run(train, world_size=2, args=(LAYOUTS[layout], kind)):
+def test_gradient_hooks_of_whole_parameters_are_called(
+    layout: str, kind: Any, conformance: Conformance
+) -> None:
+    for found, expected in conformance.pairs(train, LAYOUTS[layout], kind):
         assert_weights(found, expected)
 
 

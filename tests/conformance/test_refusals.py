@@ -29,11 +29,11 @@ from lightning_ptdp import ParallelPlan
 from lightning_ptdp.base.requirements import RequirementError
 from tests.conformance.toys import (
     P2,
+    Conformance,
     LitNet,
     Losses,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     weights,
@@ -236,7 +236,7 @@ class LitManual(LitNet):
         raise AssertionError("nothing trains")
 
 
-def evaluate(rank: int, place: Place, folder: str) -> Any:
+def evaluate(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place)
     found = trainer.validate(LitManual(), loader(), verbose=False)
@@ -244,8 +244,8 @@ def evaluate(rank: int, place: Place, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one m2", "d2", "p2"])
-def test_what_cannot_be_trained_so_is_evaluated(name: str, pool: Pool) -> None:
-    for found, expected in both(pool, evaluate, name):
+def test_what_cannot_be_trained_so_is_evaluated(name: str, conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(evaluate, name):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -354,7 +354,7 @@ def test_a_module_built_in_configure_model_is_checked_without_the_meta_device(mo
         make_trainer(Place(world_size=2, layout=layout)).fit(module(5), loader())
 
 
-def average(rank: int, place: Place, folder: str, callback: Any) -> Any:
+def average(rank: int, place: Place, callback: Any) -> Any:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, callbacks=[callback()], max_epochs=3)
     module = LitTunable()
@@ -368,8 +368,8 @@ def swa() -> Any:
 
 @pytest.mark.parametrize("name", ["one", "d2"])
 @pytest.mark.parametrize("callback", [EMAWeightAveraging, swa])
-def test_weight_averaging_without_a_cut(name: str, callback: Any, pool: Pool) -> None:
-    for found, expected in both(pool, average, name, callback):
+def test_weight_averaging_without_a_cut(name: str, callback: Any, conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(average, name, callback):
         assert_weights(found, expected)
 
 
@@ -378,13 +378,13 @@ def prune() -> Any:
 
 
 @pytest.mark.parametrize("name", ["one m2", "d2"])
-def test_pruning_without_a_cut(name: str, pool: Pool) -> None:
-    for found, expected in both(pool, average, name, prune):
+def test_pruning_without_a_cut(name: str, conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(average, name, prune):
         assert any(bool((value == 0).any()) for value in expected.values())
         assert_weights(found, expected)
 
 
-def find_rate(rank: int, place: Place, folder: str) -> Any:
+def find_rate(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
     module = LitTunable()
     found = Tuner(make_trainer(place)).lr_find(module, loader(), num_training=20, min_lr=1e-4)
@@ -392,24 +392,24 @@ def find_rate(rank: int, place: Place, folder: str) -> Any:
 
 
 def test_learning_rate_finder_without_a_cut(
-    pool: Pool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    conformance: Conformance, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for (rate, losses), (other_rate, other_losses) in both(pool, find_rate, "one"):
+    for (rate, losses), (other_rate, other_losses) in conformance.pairs(find_rate, "one"):
         assert rate == pytest.approx(other_rate)
         assert losses == pytest.approx(other_losses, rel=1e-5)
 
 
-def profile(rank: int, place: Place, folder: str, path: str) -> Any:
+def profile(rank: int, place: Place, path: str) -> Any:
     L.seed_everything(1, verbose=False)
-    profiler = SimpleProfiler(dirpath=path, filename=f"profile{rank}{folder}")
+    profiler = SimpleProfiler(dirpath=path, filename=f"profile{rank}{place.folder}")
     trainer = make_trainer(place, profiler=profiler)
     trainer.fit(LitNet(), loader())
     return sorted(profiler.recorded_durations), weights(trainer)
 
 
-def test_profiler(pool: Pool, tmp_path: Any) -> None:
-    for (actions, found), (_, expected) in both(pool, profile, "p2", str(tmp_path)):
+def test_profiler(conformance: Conformance, tmp_path: Any) -> None:
+    for (actions, found), (_, expected) in conformance.pairs(profile, "p2", str(tmp_path)):
         assert any("training_step" in action for action in actions)
         assert_weights(found, expected)
 

@@ -16,12 +16,12 @@ from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.checkpoint import CheckpointError
 from tests.conformance.toys import (
     PLACES,
+    Conformance,
     LitBackbone,
     LitNet,
     Losses,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     weights,
@@ -44,8 +44,8 @@ class Groups(L.Callback):
         )
 
 
-def unfreeze(rank: int, place: Place, folder: str, path: str, stop: int) -> Any:
-    file = Path(path, folder, f"{stop}.ckpt")
+def unfreeze(rank: int, place: Place, path: str, stop: int) -> Any:
+    file = Path(path, place.folder, f"{stop}.ckpt")
     L.seed_everything(1, verbose=False)
     first = make_trainer(
         place, max_epochs=stop, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=2)]
@@ -61,10 +61,10 @@ def unfreeze(rank: int, place: Place, folder: str, path: str, stop: int) -> Any:
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_backbone_is_unfrozen_at_its_epoch_after_a_resume(
-    stop: int, pool: Pool, tmp_path: Path
+    stop: int, conformance: Conformance, tmp_path: Path
 ) -> None:
-    for (groups, losses, found), (other_groups, other_losses, expected) in both(
-        pool, unfreeze, "one", str(tmp_path), stop
+    for (groups, losses, found), (other_groups, other_losses, expected) in conformance.pairs(
+        unfreeze, "one", str(tmp_path), stop
     ):
         assert len(other_groups[-1]) == 2, "the reference unfroze nothing"
         assert [[size for _, size in step] for step in groups] == [
@@ -91,8 +91,8 @@ class BatchTimer(Timer):
         super().on_train_batch_end(*args, **kwargs)
 
 
-def out_of_time(rank: int, place: Place, folder: str, path: str, minutes: int) -> Any:
-    file = Path(path, folder, "timed.ckpt")
+def out_of_time(rank: int, place: Place, path: str, minutes: int) -> Any:
+    file = Path(path, place.folder, "timed.ckpt")
     L.seed_everything(1, verbose=False)
     first = make_trainer(place, max_epochs=9, callbacks=[BatchTimer(3)])
     first.fit(LitNet(), loader())
@@ -106,21 +106,21 @@ def out_of_time(rank: int, place: Place, folder: str, path: str, minutes: int) -
 @pytest.mark.parametrize("minutes", [3, 5])
 @pytest.mark.parametrize("name", ["one", "d2"])
 def test_a_timer_stops_a_resumed_run_at_the_same_batch(
-    name: str, minutes: int, pool: Pool, tmp_path: Path
+    name: str, minutes: int, conformance: Conformance, tmp_path: Path
 ) -> None:
-    for found, expected in both(pool, out_of_time, name, str(tmp_path), minutes):
+    for found, expected in conformance.pairs(out_of_time, name, str(tmp_path), minutes):
         assert found == expected
         assert found[0] >= 2
 
 
-def urls_and_nothing(rank: int, place: Place, folder: str, path: str) -> Any:
-    here = Path(path, folder)
+def urls_and_nothing(rank: int, place: Place, path: str) -> Any:
+    here = Path(path, place.folder)
     L.seed_everything(1, verbose=False)
     first = make_trainer(place, max_epochs=1)
     first.fit(LitNet(), loader())
     first.save_checkpoint(
         (here / "named by a url.ckpt").as_posix()
-        if folder == "reference"
+        if place.folder == "reference"
         else f"file://{here}/named by a url.ckpt"
     )
     second = make_trainer(place, max_epochs=2)
@@ -130,7 +130,7 @@ def urls_and_nothing(rank: int, place: Place, folder: str, path: str) -> Any:
     )
     with pytest.raises(FileNotFoundError, match=r"missing\.ckpt"):
         second.fit(LitNet(), loader(), ckpt_path=here / "missing.ckpt")
-    if folder == "ours":
+    if place.folder == "ours":
         why = (
             "is not on a file system"
             if place.layout
@@ -142,9 +142,11 @@ def urls_and_nothing(rank: int, place: Place, folder: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "p2"])
-def test_file_urls_and_missing_checkpoints(name: str, pool: Pool, tmp_path: Path) -> None:
-    for (step, val_loss), (expected_step, expected_loss) in both(
-        pool, urls_and_nothing, name, str(tmp_path)
+def test_file_urls_and_missing_checkpoints(
+    name: str, conformance: Conformance, tmp_path: Path
+) -> None:
+    for (step, val_loss), (expected_step, expected_loss) in conformance.pairs(
+        urls_and_nothing, name, str(tmp_path)
     ):
         assert step == expected_step
         assert val_loss == pytest.approx(expected_loss, rel=1e-5)
@@ -174,10 +176,10 @@ class LitCounting(LitNet):
         self.net[2] = Counting(16, 16)
 
 
-def count(rank: int, place: Place, folder: str, path: str, first: bool = False) -> Any:
+def count(rank: int, place: Place, path: str, first: bool = False) -> Any:
     """Counts after one epoch, and after what follows it: two more, or with ``first`` one that
     begins with the weights."""
-    file = Path(path, folder, "counted.ckpt")
+    file = Path(path, place.folder, "counted.ckpt")
     L.seed_everything(1, verbose=False)
     counts = []
     for epochs, resume in ((1, None), (1, None) if first else (3, file)):
@@ -190,9 +192,9 @@ def count(rank: int, place: Place, folder: str, path: str, first: bool = False) 
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_extra_state_goes_on(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_extra_state_goes_on(name: str, conformance: Conformance, tmp_path: Path) -> None:
     # a stage counts its microbatches
-    counted = [found for found, _ in both(pool, count, name, str(tmp_path)) if any(found)]
+    counted = [found for found, _ in conformance.pairs(count, name, str(tmp_path)) if any(found)]
     assert counted
     for before, after in counted:
         assert after == 3 * before > 0
@@ -204,6 +206,6 @@ def test_training_begins_with_the_extra_state_of_weights(
 ) -> None:
     place, _ = PLACES[name]
     for before, after in pool.run(
-        count, world_size=place.world_size, args=(place, "ours", str(tmp_path), True)
+        count, world_size=place.world_size, args=(place, str(tmp_path), True)
     ):
         assert after == 2 * before

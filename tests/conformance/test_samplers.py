@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance.toys import (
     P2,
+    Conformance,
     LitNet,
     Losses,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     samples,
@@ -52,7 +52,7 @@ def read(rank: int, place: Place, shuffle: bool) -> list[list[list[float]]]:
     return seen.epochs
 
 
-def read_twice(rank: int, place: Place, _: str) -> list[Any]:
+def read_twice(rank: int, place: Place) -> list[Any]:
     L.seed_everything(1, verbose=False)
     seen = SeenSamples()
     for _ in range(2):
@@ -64,9 +64,9 @@ def read_twice(rank: int, place: Place, _: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["one", "one m2", "d2"])
 def test_a_second_training_goes_on_with_random_numbers_where_lightning_does(
-    name: str, pool: Pool
+    name: str, conformance: Conformance
 ) -> None:
-    for found, expected in both(pool, read_twice, name):
+    for found, expected in conformance.pairs(read_twice, name):
         assert found == expected
 
 
@@ -123,7 +123,7 @@ LOADERS = {
 }
 
 
-def train(rank: int, place: Place, folder: str, data: str) -> Any:
+def train(rank: int, place: Place, data: str) -> Any:
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(place, callbacks=[losses])
@@ -137,10 +137,13 @@ def train(rank: int, place: Place, folder: str, data: str) -> Any:
 
 
 @pytest.mark.parametrize("data", LOADERS)
-def test_uneven_batches_and_streams(data: str, pool: Pool) -> None:
-    for (losses, found, step, val_loss), (other_losses, expected, other_step, other_val) in both(
-        pool, train, "p2", data
-    ):
+def test_uneven_batches_and_streams(data: str, conformance: Conformance) -> None:
+    for (losses, found, step, val_loss), (
+        other_losses,
+        expected,
+        other_step,
+        other_val,
+    ) in conformance.pairs(train, "p2", data):
         assert step == other_step
         assert losses == pytest.approx(other_losses, rel=1e-5)
         assert val_loss == pytest.approx(other_val, rel=1e-5)

@@ -9,16 +9,15 @@ import pytest
 from torch import Tensor
 
 from tests.conformance.toys import (
+    Conformance,
     LitNet,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     metrics,
     weights,
 )
-from tests.pool import Pool
 
 
 class LitSkips(LitNet):
@@ -29,7 +28,7 @@ class LitSkips(LitNet):
         return None if batch_idx % 3 == 2 or batch_idx == 1 else loss
 
 
-def skip(rank: int, place: Place, folder: str, accumulate: int) -> Any:
+def skip(rank: int, place: Place, accumulate: int) -> Any:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, accumulate_grad_batches=accumulate, gradient_clip_val=0.5)
     trainer.fit(LitSkips(), loader(56))
@@ -37,8 +36,8 @@ def skip(rank: int, place: Place, folder: str, accumulate: int) -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_batch_is_skipped_with_none(accumulate: int, pool: Pool) -> None:
-    for (found, logged), (expected, there) in both(pool, skip, "m3", accumulate):
+def test_a_batch_is_skipped_with_none(accumulate: int, conformance: Conformance) -> None:
+    for (found, logged), (expected, there) in conformance.pairs(skip, "m3", accumulate):
         assert_weights(found, expected)
         assert logged["callback_metrics"] == pytest.approx(there["callback_metrics"], rel=1e-5)
 

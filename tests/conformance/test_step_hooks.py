@@ -13,18 +13,16 @@ from torch import Tensor
 
 from lightning_ptdp import ParallelPlan
 from tests.conformance.toys import (
-    ONE,
     PLACES,
+    Conformance,
     LitNet,
     Losses,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -99,7 +97,7 @@ class LitDrops(LitPlain):
 
 
 def run(
-    rank: int, place: Place, folder: str, module: type[LitPlain], settings: dict[str, Any]
+    rank: int, place: Place, module: type[LitPlain], settings: dict[str, Any]
 ) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     losses, lit = Losses(), module()
@@ -111,9 +109,9 @@ def run(
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("module", [LitEverySecond, LitKeeps, LitTells, LitZeroes, LitPartly])
 def test_gradients_are_cleared_when_lightning_says_so(
-    module: type[LitPlain], name: str, pool: Pool
+    module: type[LitPlain], name: str, conformance: Conformance
 ) -> None:
-    for found, expected in both(pool, run, name, module, {"gradient_clip_val": 0.3}):
+    for found, expected in conformance.pairs(run, name, module, {"gradient_clip_val": 0.3}):
         assert_weights(found["weights"], expected["weights"])
         if name in ("one", "d2", "one m2", "d2 m2"):
             assert found["seen"] == pytest.approx(expected["seen"], rel=1e-4)
@@ -122,22 +120,18 @@ def test_gradients_are_cleared_when_lightning_says_so(
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("module", [LitKeeps, LitPartly])
 def test_accumulation_in_windows_that_are_not_cleared(
-    module: type[LitPlain], name: str, pool: Pool
+    module: type[LitPlain], name: str, conformance: Conformance
 ) -> None:
-    for found, expected in both(
-        pool, run, name, module, {"accumulate_grad_batches": 2, "max_epochs": 3}
+    for found, expected in conformance.pairs(
+        run, name, module, {"accumulate_grad_batches": 2, "max_epochs": 3}
     ):
         assert_weights(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("name", ["one m2", "d2", "p2"])
-def test_gradients_dropped_in_a_window(name: str, pool: Pool) -> None:
-    for found, expected in both(pool, run, name, LitDrops, {"accumulate_grad_batches": 2}):
+def test_gradients_dropped_in_a_window(name: str, conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(run, name, LitDrops, {"accumulate_grad_batches": 2}):
         assert_weights(found["weights"], expected["weights"])
-
-
-def run_in_half(rank: int, place: Place, module: type[LitPlain], precision: str) -> dict[str, Any]:
-    return run(rank, place, "", module, {"precision": precision, "accumulate_grad_batches": 1})
 
 
 @pytest.mark.parametrize("name", ["p2", "one m2", "d2 m2 sharded"])
@@ -146,16 +140,14 @@ def run_in_half(rank: int, place: Place, module: type[LitPlain], precision: str)
     [(LitEverySecond, "16-true"), (LitKeeps, "bf16-true"), (LitZeroes, "16-true")],
 )
 def test_copies_in_full_precision(
-    module: type[LitPlain], precision: str, name: str, pool: Pool
+    module: type[LitPlain], precision: str, name: str, conformance: Conformance
 ) -> None:
     place, reference = PLACES[name]
     # Lightning's own has no copies and no loss scale
     whole = Place(world_size=reference.world_size)
-    expected = pool.run(run_in_half, world_size=whole.world_size, args=(whole, module, precision))
-    for rank, found in enumerate(
-        pool.run(run_in_half, world_size=place.world_size, args=(place, module, precision))
-    ):
-        assert_weights(found["weights"], expected[rank % len(expected)]["weights"], tolerance=2e-2)
+    settings = {"precision": precision, "accumulate_grad_batches": 1}
+    for found, expected in conformance.pairs(run, (place, whole), module, settings):
+        assert_weights(found["weights"], expected["weights"], tolerance=2e-2)
 
 
 class LitBackward(LitNet):
@@ -177,8 +169,7 @@ def run_backward(rank: int, place: Place) -> dict[str, Tensor]:
     return weights(trainer)
 
 
-def test_an_overridden_backward_runs_under_tensor_parallelism(pool: Pool) -> None:
-    (expected,) = pool.run(run_backward, world_size=1, args=(ONE,))
+def test_an_overridden_backward_runs_under_tensor_parallelism(conformance: Conformance) -> None:
     place = Place(world_size=2, layout={"tensor_parallel_size": 2})
-    for found in pool.run(run_backward, world_size=2, args=(place,)):
+    for found, expected in conformance.pairs(run_backward, place):
         assert_weights(found, expected)

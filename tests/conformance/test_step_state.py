@@ -21,8 +21,7 @@ from torchmetrics import (
     PearsonCorrCoef,
 )
 
-from tests.conformance.toys import LitNet, Place, loader, make_trainer
-from tests.pool import Pool
+from tests.conformance.toys import DDP, ONE, Conformance, LitNet, Place, loader, make_trainer
 
 pytestmark = pytest.mark.thorough
 
@@ -151,15 +150,11 @@ def collect(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_a_step_collects_is_on_every_rank(name: str, pool: Pool) -> None:
+def test_what_a_step_collects_is_on_every_rank(name: str, conformance: Conformance) -> None:
+    expected, _ = conformance.expected(collect, DDP if name.startswith("d2") else ONE)[0]
     world_size, layout = LAYOUTS[name]
-    reference = (
-        Place(world_size=2, reference="ddp") if name.startswith("d2") else Place(reference="auto")
-    )
-    expected, _ = pool.run(collect, world_size=reference.world_size, args=(reference,))[0]
-    for found, left in pool.run(
-        collect, world_size=world_size, args=(Place(world_size=world_size, layout=layout),)
-    ):
+    place = Place(world_size=world_size, layout=layout)
+    for found, left in conformance.ranks(collect, place):
         assert left == 0
         for epoch, there in zip(found, expected, strict=True):
             assert epoch.keys() == there.keys()

@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_ptdp.checkpoint import CheckpointError
 from tests.conformance.toys import (
+    Conformance,
     LitNet,
     Losses,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     weights,
@@ -55,10 +55,10 @@ class LitScheduled(LitNet):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def interrupted(rank: int, place: Place, folder: str, path: str) -> Any:
+def interrupted(rank: int, place: Place, path: str) -> Any:
     """Stop by max_steps inside the second epoch, resume from the file in a new Trainer, and go
     on."""
-    here = Path(path, folder)
+    here = Path(path, place.folder)
     L.seed_everything(1, verbose=False)
     first = make_trainer(place, max_steps=6, max_epochs=None, callbacks=[Counter()])
     first.fit(LitScheduled(), loader())
@@ -83,9 +83,9 @@ def interrupted(rank: int, place: Place, folder: str, path: str) -> Any:
 
 @pytest.mark.parametrize("name", ALL)
 def test_resume_in_the_middle_of_an_epoch_with_callback_and_scheduler_state(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
-    for found, expected in both(pool, interrupted, name, str(tmp_path)):
+    for found, expected in conformance.pairs(interrupted, name, str(tmp_path)):
         assert found["where"] == expected["where"]
         assert found["where"][0] == found["where"][2] == 11
         assert found["schedule"] == expected["schedule"]
@@ -93,7 +93,7 @@ def test_resume_in_the_middle_of_an_epoch_with_callback_and_scheduler_state(
         assert_weights(found["weights"], expected["weights"])
 
 
-def train_until_stopped(rank: int, place: Place, folder: str) -> Any:
+def train_until_stopped(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
     stops = [
         EarlyStopping("val_loss", patience=2, min_delta=0.05),
@@ -108,8 +108,10 @@ def train_until_stopped(rank: int, place: Place, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_several_early_stopping_callbacks_stop_all_ranks_together(name: str, pool: Pool) -> None:
-    for (step, states), (expected_step, expected) in both(pool, train_until_stopped, name):
+def test_several_early_stopping_callbacks_stop_all_ranks_together(
+    name: str, conformance: Conformance
+) -> None:
+    for (step, states), (expected_step, expected) in conformance.pairs(train_until_stopped, name):
         assert step == expected_step
         assert any(stopped for stopped, _, _ in expected), "the reference was never stopped"
         for state, other in zip(states, expected, strict=True):
@@ -117,8 +119,8 @@ def test_several_early_stopping_callbacks_stop_all_ranks_together(name: str, poo
             assert state[2] == pytest.approx(other[2], rel=1e-5)
 
 
-def stop_and_resume(rank: int, place: Place, folder: str, path: str) -> Any:
-    here = Path(path, folder)
+def stop_and_resume(rank: int, place: Place, path: str) -> Any:
+    here = Path(path, place.folder)
     states = []
     for epochs, resume in ((3, None), (20, "last.ckpt")):
         L.seed_everything(1, verbose=False)
@@ -136,8 +138,8 @@ def stop_and_resume(rank: int, place: Place, folder: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_early_stopping_state_resumes(name: str, pool: Pool, tmp_path: Path) -> None:
-    for found, expected in both(pool, stop_and_resume, name, str(tmp_path)):
+def test_early_stopping_state_resumes(name: str, conformance: Conformance, tmp_path: Path) -> None:
+    for found, expected in conformance.pairs(stop_and_resume, name, str(tmp_path)):
         assert found == expected
         assert [wait for wait, _, _ in found] == [2, 5]
 
@@ -151,8 +153,8 @@ class LitRenames(LitScheduled):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-def loads_by_itself(rank: int, place: Place, folder: str, path: str) -> Any:
-    here = Path(path, folder, "model.ckpt")
+def loads_by_itself(rank: int, place: Place, path: str) -> Any:
+    here = Path(path, place.folder, "model.ckpt")
     L.seed_everything(1, verbose=False)
     first = make_trainer(place, max_steps=2)
     first.fit(LitRenames(), loader())
@@ -169,9 +171,9 @@ def loads_by_itself(rank: int, place: Place, folder: str, path: str) -> Any:
 
 @pytest.mark.parametrize("name", ["one", "d2"])
 def test_a_load_state_dict_of_the_modules_own_is_called(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
-    for found, expected in both(pool, loads_by_itself, name, str(tmp_path)):
+    for found, expected in conformance.pairs(loads_by_itself, name, str(tmp_path)):
         assert_weights(found, expected)
 
 
@@ -179,7 +181,7 @@ def test_a_load_state_dict_of_the_modules_own_is_refused_where_no_rank_has_the_m
     pool: Pool, tmp_path: Path
 ) -> None:
     place = Place(world_size=2, layout={"pipeline_parallel_size": 2})
-    for found in pool.run(loads_by_itself, world_size=2, args=(place, "ours", str(tmp_path))):
+    for found in pool.run(loads_by_itself, world_size=2, args=(place, str(tmp_path))):
         assert "LitRenames.load_state_dict is overridden" in found
         assert "on_load_checkpoint" in found
 
@@ -200,9 +202,9 @@ CHECKPOINTS = {
 }
 
 
-def write_checkpoints(rank: int, place: Place, folder: str, path: str) -> Any:
+def write_checkpoints(rank: int, place: Place, path: str) -> Any:
     L.seed_everything(1, verbose=False)
-    here = Path(path, folder)
+    here = Path(path, place.folder)
     savers = {
         name: ModelCheckpoint(dirpath=here / name, **options)
         for name, options in CHECKPOINTS.items()
@@ -224,11 +226,13 @@ def write_checkpoints(rank: int, place: Place, folder: str, path: str) -> Any:
 
 @pytest.mark.parametrize("name", ALL)
 def test_model_checkpoint_writes_what_lightning_writes(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
-    for (files, best, scores), (expected_files, expected_best, expected_scores) in both(
-        pool, write_checkpoints, name, str(tmp_path)
-    ):
+    for (files, best, scores), (
+        expected_files,
+        expected_best,
+        expected_scores,
+    ) in conformance.pairs(write_checkpoints, name, str(tmp_path)):
         assert len(expected_files) >= 20
         # ours, beside what Lightning writes
         links = [name for name in files if name.endswith("/latest")]

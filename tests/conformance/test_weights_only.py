@@ -15,11 +15,11 @@ from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.checkpoint import CheckpointError
 from tests.conformance.toys import (
     P2,
+    Conformance,
     LitNet,
     Losses,
     Place,
     assert_weights,
-    both,
     loader,
     make_trainer,
     weights,
@@ -75,8 +75,8 @@ class Teacher(L.Callback):
         return float(torch.cat([state[name].flatten() for name in sorted(state)]).mean())
 
 
-def resume_beside(rank: int, place: Place, folder: str, path: str) -> Any:
-    here = Path(path, folder)
+def resume_beside(rank: int, place: Place, path: str) -> Any:
+    here = Path(path, place.folder)
     for name, seed, epochs in (("teacher", 3, 2), ("student", 4, 1)):
         L.seed_everything(seed, verbose=False)
         trainer = make_trainer(place, max_epochs=epochs)
@@ -90,10 +90,10 @@ def resume_beside(rank: int, place: Place, folder: str, path: str) -> Any:
 
 @pytest.mark.parametrize("name", ["one", "p2"])
 def test_a_checkpoint_that_a_callback_loads_is_not_the_one_that_is_resumed(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
-    for (read, losses, found), (other_read, other_losses, expected) in both(
-        pool, resume_beside, name, str(tmp_path)
+    for (read, losses, found), (other_read, other_losses, expected) in conformance.pairs(
+        resume_beside, name, str(tmp_path)
     ):
         assert read == pytest.approx(other_read, rel=1e-4)
         assert losses == pytest.approx(other_losses, rel=1e-5)

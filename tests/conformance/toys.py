@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptdp.strategy import PTDPStrategy
+from tests import parity
 from tests.pool import Pool
 
 FEATURES = 8
@@ -32,6 +33,11 @@ class Place:
     @property
     def strategy(self) -> Any:
         return PTDPStrategy(**self.layout) if self.reference is None else self.reference
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder in which the two of a pair write apart from each other."""
+        return "ours" if self.reference is None else "reference"
 
 
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
@@ -51,17 +57,39 @@ PLACES = {
 }
 
 
-def both(pool: Pool, function: Callable[..., Any], name: str, *args: Any) -> list[tuple[Any, Any]]:
-    """For every rank of the place: what it returned and what it should have; ``function(rank,
-    place, folder, *args)``."""
-    ours, reference = PLACES[name]
-    found = pool.run(function, world_size=ours.world_size, args=(ours, "ours", *args))
-    expected = pool.run(
-        function, world_size=reference.world_size, args=(reference, "reference", *args)
-    )
-    if len(expected) < len(found):
-        expected = expected * len(found)
-    return list(zip(found, expected, strict=True))
+class Conformance:
+    """Runs of a function under this strategy, each paired with one under Lightning's own."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self._expected: dict[str, list[Any]] = {}
+
+    def ranks(self, function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
+        """Return ``function(rank, place, *args)`` of all ranks."""
+        return self.pool.run(function, world_size=place.world_size, args=(place, *args))
+
+    def expected(self, function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
+        """Return the results of all ranks; each call runs once per session."""
+        key = repr((function.__module__, function.__qualname__, place, args))
+        if key not in self._expected:
+            self._expected[key] = self.ranks(function, place, *args)
+        return self._expected[key]
+
+    def pairs(
+        self,
+        function: Callable[..., Any],
+        place: str | Place | tuple[Place, Place],
+        *args: Any,
+    ) -> list[tuple[Any, Any]]:
+        """Return the result of every rank and the expected one; a place alone is as one process."""
+        if isinstance(place, str):
+            place = PLACES[place]
+        ours, reference = (place, ONE) if isinstance(place, Place) else place
+        found = self.ranks(function, ours, *args)
+        expected = self.expected(function, reference, *args)
+        if len(expected) < len(found):
+            expected = expected * len(found)
+        return list(zip(found, expected, strict=True))
 
 
 def samples(count: int = 32) -> TensorDataset:
@@ -129,18 +157,9 @@ class Losses(L.Callback):
 
 
 def make_trainer(place: Place, **kwargs: Any) -> L.Trainer:
-    """A quiet Trainer of two epochs."""
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 2,
-        "log_every_n_steps": 1,
-    }
-    return L.Trainer(
-        strategy=place.strategy, accelerator="cpu", devices=place.world_size, **(quiet | kwargs)
-    )
+    """Return a quiet Trainer of two epochs."""
+    usual = {"max_epochs": 2, "log_every_n_steps": 1}
+    return parity.make_trainer(place.strategy, place.world_size, **(usual | kwargs))
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:

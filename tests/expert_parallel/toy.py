@@ -73,7 +73,7 @@ class Run(Training):
     plan: bool = True
     uneven: bool = False
 
-    tolerance: ClassVar[float] = 1e-9
+    weight_tolerance: ClassVar[float] = 5e-9
     synced: ClassVar[tuple[str, ...]] = ("val_loss",)
     trainer_options: ClassVar[dict[str, Any]] = {
         "num_sanity_val_steps": 0,
