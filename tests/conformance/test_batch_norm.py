@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conformance.toys import P2, LitNet, Place, loader, make_trainer
+from tests.conformance.toys import P2, Conformance, LitNet, Place, loader, make_trainer
 from tests.pool import Pool
 
 
@@ -38,10 +38,10 @@ def evaluate(rank: int, place: Place, sync: bool) -> Any:
     ids=["d2", "d2p2"],
 )
 def test_layers_are_synchronized_over_the_replicas(
-    place: Place, members: list[list[int]], pool: Pool
+    place: Place, members: list[list[int]], conformance: Conformance
 ) -> None:
-    expected = pool.run(evaluate, world_size=place.world_size, args=(place, False))
-    found = pool.run(evaluate, world_size=place.world_size, args=(place, True))
+    expected = conformance.ranks(evaluate, place, False)
+    found = conformance.ranks(evaluate, place, True)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected])
     assert sorted(group for _, groups in found for group in groups) == sorted(members * 2)
 

@@ -115,9 +115,9 @@ def test_a_checkpoint_has_those_of_rank_zero(
         torch.testing.assert_close(found[size - 1]["final"][name], first[name])
 
 
-def test_each_replica_may_keep_its_own(pool: Pool) -> None:
+def test_each_replica_may_keep_its_own(conformance: Conformance) -> None:
     with_broadcast, without = (
-        pool.run(fit, world_size=2, args=(Place(world_size=2, layout={"broadcast_buffers": flag}),))
+        conformance.ranks(fit, Place(world_size=2, layout={"broadcast_buffers": flag}))
         for flag in (True, False)
     )
     own = [rank["buffers"][-1]["mean"] for rank in without]

@@ -31,7 +31,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -228,11 +227,9 @@ def change_a_part(rank: int, place: Place, path: str) -> str:
 
 
 def test_where_no_rank_holds_the_model_a_change_is_an_error_that_names_the_entry(
-    pool: Pool, tmp_path: Path
+    conformance: Conformance, tmp_path: Path
 ) -> None:
-    for message in pool.run(
-        change_a_part, world_size=2, args=(Place(world_size=2, layout=P2), str(tmp_path))
-    ):
+    for message in conformance.ranks(change_a_part, Place(world_size=2, layout=P2), str(tmp_path)):
         assert 'checkpoint["state_dict"]' in message
         assert "'extra' was added" in message
         assert "pipeline_parallel_size=1" in message

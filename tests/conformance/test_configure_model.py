@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer
-from tests.pool import Pool
+from tests.conformance.toys import FEATURES, P2, Conformance, LitNet, Place, loader, make_trainer
 
 
 class LitStatistics(LitNet):
@@ -86,8 +85,10 @@ def _fit_late(rank: int, place: Place, trains: bool) -> str:
     [(Place(), True), (Place(world_size=2, layout=P2), False)],
     ids=["one", "p2"],
 )
-def test_a_parameter_that_was_not_laid_out_is_named(place: Place, trains: bool, pool: Pool) -> None:
-    for told in pool.run(_fit_late, world_size=place.world_size, args=(place, trains)):
+def test_a_parameter_that_was_not_laid_out_is_named(
+    place: Place, trains: bool, conformance: Conformance
+) -> None:
+    for told in conformance.ranks(_fit_late, place, trains):
         assert told.startswith(
             "teacher.weight, teacher.bias: created or replaced after the model was distributed"
         )

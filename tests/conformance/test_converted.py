@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_ptdp import ParallelPlan
 from tests.conformance.toys import (
-    ONE,
     PLACES,
+    Conformance,
     LitNet,
     Losses,
     Place,
@@ -24,7 +24,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -102,16 +101,21 @@ def run(rank: int, place: Place, kind: type[nn.Linear]) -> Any:
     return weights(trainer)
 
 
-@pytest.mark.parametrize("name", ["d2", "d2 sharded", "p2", "one m2", "t2"])
-@pytest.mark.parametrize("kind", [Scaled, Fresh])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(
+            (kind, name)
+            for kind in (Scaled, Fresh)
+            for name in ("d2", "d2 sharded", "p2", "one m2")
+        ),
+        (Fresh, "t2"),
+    ],
+)
 def test_replaced_parameters_train_as_on_one_device(
-    kind: type[nn.Linear], name: str, pool: Pool
+    kind: type[nn.Linear], name: str, conformance: Conformance
 ) -> None:
-    ours, reference = (T2, ONE) if name == "t2" else PLACES[name]
-    if kind is Scaled and name == "t2":
-        return
-    expected = pool.run(run, world_size=reference.world_size, args=(reference, kind))[0]
-    for found in pool.run(run, world_size=ours.world_size, args=(ours, kind)):
+    for found, expected in conformance.pairs(run, T2 if name == "t2" else name, kind):
         assert any(key.endswith("scale") for key in found) is (kind is Scaled)
         assert_weights(found, expected)
 
@@ -142,12 +146,9 @@ def grow(rank: int, place: Place) -> str:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2", "one m2"])
-def test_a_parameter_that_was_made_too_late_is_named(name: str, pool: Pool) -> None:
+def test_a_parameter_that_was_made_too_late_is_named(name: str, conformance: Conformance) -> None:
     place, _ = PLACES[name]
-    assert all(
-        "__init__ or configure_model" in text
-        for text in pool.run(grow, world_size=place.world_size, args=(place,))
-    )
+    assert all("__init__ or configure_model" in text for text in conformance.ranks(grow, place))
 
 
 class LitLate(LitSplit):
@@ -170,24 +171,26 @@ def run_late(
 
 
 @pytest.mark.parametrize("place", [PLACES["p2"][0], T2], ids=["p2", "t2"])
-def test_a_module_on_the_meta_device_is_converted_too(place: Place, pool: Pool) -> None:
-    (expected,) = pool.run(run_late, world_size=1, args=(Place(), None))
-    for found in pool.run(run_late, world_size=place.world_size, args=(place, Converts)):
+def test_a_module_on_the_meta_device_is_converted_too(
+    place: Place, conformance: Conformance
+) -> None:
+    (expected,) = conformance.expected(run_late, Place(), None)
+    for found in conformance.ranks(run_late, place, Converts):
         assert_weights(found, expected)
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "one m2"])
-def test_who_copies_values_is_given_a_module_that_has_them(name: str, pool: Pool) -> None:
+def test_who_copies_values_is_given_a_module_that_has_them(
+    name: str, conformance: Conformance
+) -> None:
     place, _ = PLACES[name]
-    expected = pool.run(run_late, world_size=place.world_size, args=(place, None))[0]
-    for found in pool.run(run_late, world_size=place.world_size, args=(place, Copies)):
+    expected = conformance.expected(run_late, place, None)[0]
+    for found in conformance.ranks(run_late, place, Copies):
         assert_weights(found, expected)
 
 
-def test_a_module_with_values_is_converted_on_every_stage(pool: Pool) -> None:
-    place, reference = PLACES["p2"]
-    (expected,) = pool.run(run_late, world_size=1, args=(reference, Copies, LitSplit))
-    for found in pool.run(run_late, world_size=2, args=(place, Copies, LitSplit)):
+def test_a_module_with_values_is_converted_on_every_stage(conformance: Conformance) -> None:
+    for found, expected in conformance.pairs(run_late, "p2", Copies, LitSplit):
         assert_weights(found, expected)
 
 

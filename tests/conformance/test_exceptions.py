@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_ptdp.strategy import stopping
 from tests.conformance.toys import (
+    DDP,
     P2,
     Conformance,
     LitNet,
@@ -69,9 +70,9 @@ def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> A
 
 @pytest.mark.parametrize(("place", "rank"), [(PLACES["p2"], 0), (PLACES["p2"], 1), (SHARDED, 1)])
 def test_what_is_saved_on_an_exception_of_one_rank_is_skipped_with_a_sentence(
-    place: Place, rank: int, pool: Pool, tmp_path: Path
+    place: Place, rank: int, conformance: Conformance, tmp_path: Path
 ) -> None:
-    outcomes = pool.run(interrupted, world_size=2, args=(place, (rank,), str(tmp_path)))
+    outcomes = conformance.ranks(interrupted, place, (rank,), str(tmp_path))
     error, said = outcomes[rank]
     assert error == "ZeroDivisionError: the user's own mistake"
     assert (
@@ -90,9 +91,9 @@ def test_what_is_saved_on_an_exception_of_one_rank_is_skipped_with_a_sentence(
 
 
 def test_a_rank_that_holds_everything_saves_on_an_exception_of_another(
-    pool: Pool, tmp_path: Path
+    conformance: Conformance, tmp_path: Path
 ) -> None:
-    outcomes = pool.run(interrupted, world_size=2, args=(PLACES["d2"], (1,), str(tmp_path)))
+    outcomes = conformance.ranks(interrupted, PLACES["d2"], (1,), str(tmp_path))
     assert outcomes[0][0].startswith("PeerError: The cause is on rank 1") and not outcomes[0][1]
     assert torch.load(tmp_path / "on_exception.ckpt")["global_step"] > 0
 
@@ -212,9 +213,9 @@ def communicates(rank: int, place: Place, hook: str, name: str) -> str:
     ],
 )
 def test_a_collective_in_a_step_of_a_pipeline_is_named_at_once(
-    hook: str, name: str, pool: Pool
+    hook: str, name: str, conformance: Conformance
 ) -> None:
-    first, last = pool.run(communicates, world_size=2, args=(PLACES["p2"], hook, name))
+    first, last = conformance.ranks(communicates, PLACES["p2"], hook, name)
     assert last.startswith(
         f"MisconfigurationException: {name} in {hook} would wait forever: with pipeline_parallel_size=2 "
         "only the last stage"
@@ -223,10 +224,10 @@ def test_a_collective_in_a_step_of_a_pipeline_is_named_at_once(
     assert f"The cause is on rank 1: MisconfigurationException: {name} in {hook}" in first
 
 
-def test_collectives_in_a_step_of_replicas_are_entered_by_all(pool: Pool) -> None:
+def test_collectives_in_a_step_of_replicas_are_entered_by_all(conformance: Conformance) -> None:
     place = Place(world_size=2, layout={"num_microbatches": 2})
     for name in ("all_gather", "barrier"):
-        assert pool.run(communicates, world_size=2, args=(place, "training_step", name)) == ["", ""]
+        assert conformance.ranks(communicates, place, "training_step", name) == ["", ""]
 
 
 class Gathers(LitNet):
@@ -246,10 +247,10 @@ def gathers(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["p2", "d2", "p2d2"])
-def test_all_gather_in_hooks_has_every_replica_once(name: str, pool: Pool) -> None:
+def test_all_gather_in_hooks_has_every_replica_once(name: str, conformance: Conformance) -> None:
     place = PLACES[name]
-    expected = pool.run(gathers, world_size=2, args=(Place(world_size=2, reference="ddp"),))[0]
-    for rank, found in enumerate(pool.run(gathers, world_size=place.world_size, args=(place,))):
+    expected = conformance.expected(gathers, DDP)[0]
+    for rank, found in enumerate(conformance.ranks(gathers, place)):
         replicas = 1 if name == "p2" else 2
         assert found["loss"].shape == (replicas,)
         assert found["pair"].shape == (replicas, 2)

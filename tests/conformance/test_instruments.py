@@ -12,8 +12,18 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.distributed import ReduceOp
 
-from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer, metrics
-from tests.pool import Pool
+from tests.conformance.toys import (
+    DDP,
+    FEATURES,
+    ONE,
+    P2,
+    Conformance,
+    LitNet,
+    Place,
+    loader,
+    make_trainer,
+    metrics,
+)
 
 pytestmark = pytest.mark.thorough
 
@@ -51,11 +61,10 @@ def log_on_rank_zero(rank: int, place: Place) -> Any:
 @pytest.mark.parametrize(
     "place", [Place(world_size=2, layout=P2), D2, D2M2, P2D2], ids=["p2", "d2", "d2 m2", "d2 p2"]
 )
-def test_a_value_of_rank_zero_only_is_logged(place: Place, pool: Pool) -> None:
+def test_a_value_of_rank_zero_only_is_logged(place: Place, conformance: Conformance) -> None:
     replicas = place.world_size // place.layout.get("pipeline_parallel_size", 1)
-    reference = Place(world_size=replicas, reference="ddp" if replicas > 1 else "auto")
-    found = pool.run(log_on_rank_zero, world_size=place.world_size, args=(place,))
-    expected = pool.run(log_on_rank_zero, world_size=reference.world_size, args=(reference,))
+    found = conformance.ranks(log_on_rank_zero, place)
+    expected = conformance.expected(log_on_rank_zero, DDP if replicas > 1 else ONE)
     assert expected[0][0].keys() == {"zero", "rank", "val"}
     assert found[0][0] == pytest.approx(expected[0][0], rel=1e-5)
     assert [rank for _, rank in found] == list(range(place.world_size))
@@ -87,8 +96,8 @@ def reduce(rank: int, place: Place) -> Any:
     return reduces.found
 
 
-def test_a_sum_adds_one_value_of_each_replica(pool: Pool) -> None:
-    found = pool.run(reduce, world_size=4, args=(P2D2,))
+def test_a_sum_adds_one_value_of_each_replica(conformance: Conformance) -> None:
+    found = conformance.ranks(reduce, P2D2)
     for result in found:
         assert result["sum"] == result[str(ReduceOp.SUM)] == (3.0, 3.0)
         assert result["mean"] == (1.5, 1.5) and result["max"] == (2.0, 2.0)
@@ -98,8 +107,8 @@ def test_a_sum_adds_one_value_of_each_replica(pool: Pool) -> None:
     assert [result["own"] for result in found] == [(3,), (3,), (7,), (7,)]
 
 
-def test_a_sum_over_one_replica_is_its_value(pool: Pool) -> None:
-    first, second = pool.run(reduce, world_size=2, args=(Place(world_size=2, layout=P2),))
+def test_a_sum_over_one_replica_is_its_value(conformance: Conformance) -> None:
+    first, second = conformance.ranks(reduce, Place(world_size=2, layout=P2))
     assert first["sum"] == second["sum"] == (1.0, 1.0)
     assert (first["own"], second["own"]) == ((1,), (2,))
 
@@ -128,9 +137,9 @@ def profile(rank: int, place: Place, folder: str) -> Any:
     "place", [Place(), D2, Place(world_size=2, layout=P2)], ids=["one", "d2", "p2"]
 )
 def test_the_profiler_sees_the_modules_of_its_rank(
-    place: Place, pool: Pool, tmp_path: Path
+    place: Place, conformance: Conformance, tmp_path: Path
 ) -> None:
-    tables = pool.run(profile, world_size=place.world_size, args=(place, str(tmp_path)))
+    tables = conformance.ranks(profile, place, str(tmp_path))
     assert all(len(table) == 1 for table in tables)
     seen = [{index for index in range(7) if f"net.{index} " in table} for (table,) in tables]
     whole = set(range(7))
@@ -163,16 +172,16 @@ def log_graph(rank: int, place: Place, folder: str) -> str:
 
 @pytest.mark.parametrize("place", [Place(), D2], ids=["one", "d2"])
 def test_a_graph_is_logged_where_the_model_is_whole(
-    place: Place, pool: Pool, tmp_path: Path
+    place: Place, conformance: Conformance, tmp_path: Path
 ) -> None:
-    assert not any(pool.run(log_graph, world_size=place.world_size, args=(place, str(tmp_path))))
+    assert not any(conformance.ranks(log_graph, place, str(tmp_path)))
     assert any(b"Linear[6]" in path.read_bytes() for path in tmp_path.rglob("events*"))
 
 
-def test_a_graph_of_a_cut_model_is_refused_before_launch(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(
-        log_graph, world_size=2, args=(Place(world_size=2, layout=P2), str(tmp_path))
-    ):
+def test_a_graph_of_a_cut_model_is_refused_before_launch(
+    conformance: Conformance, tmp_path: Path
+) -> None:
+    for told in conformance.ranks(log_graph, Place(world_size=2, layout=P2), str(tmp_path)):
         assert told.startswith("MisconfigurationException: log_graph=True") and told.endswith(
             "True"
         )

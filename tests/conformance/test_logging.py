@@ -16,7 +16,6 @@ from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef
 
 from lightning_ptdp.loggers import MLFlowLogger
 from tests.conformance.toys import Conformance, LitNet, Place, loader, make_trainer, metrics
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -221,12 +220,12 @@ def log_to(rank: int, place: Place, path: str) -> Any:
     return loggers[2].run_id
 
 
-def test_loggers_write_once_and_the_same_values(pool: Pool, tmp_path: Path) -> None:
+def test_loggers_write_once_and_the_same_values(conformance: Conformance, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     place = Place(world_size=2, layout={"pipeline_parallel_size": 2, "num_microbatches": 2})
-    run_id = pool.run(log_to, world_size=2, args=(place, str(tmp_path)))[0]
+    run_id = conformance.ranks(log_to, place, str(tmp_path))[0]
     (table,) = tmp_path.glob("csv/*/metrics.csv")
     with table.open() as stream:
         rows = [row for row in csv.DictReader(stream) if row["train_loss"]]

@@ -22,6 +22,7 @@ from lightning_ptdp.strategy import PTDPStrategy, strategy_class
 from tests.conformance.toys import (
     FEATURES,
     P2,
+    Conformance,
     LitNet,
     Losses,
     Place,
@@ -118,8 +119,8 @@ def copy_around_fit(rank: int, place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", [Place(), Place(world_size=2, layout=P2)], ids=["one", "p2"])
-def test_a_trainer_is_copied_and_pickled(place: Place, pool: Pool) -> None:
-    pool.run(copy_around_fit, world_size=place.world_size, args=(place,))
+def test_a_trainer_is_copied_and_pickled(place: Place, conformance: Conformance) -> None:
+    conformance.ranks(copy_around_fit, place)
 
 
 class LitFails(LitNet):

@@ -193,12 +193,10 @@ def two_calls(rank: int, place: Place) -> str:
     return "no error"
 
 
-def test_two_forward_calls_in_one_step_are_refused(pool: Pool) -> None:
+def test_two_forward_calls_in_one_step_are_refused(pool: Pool, conformance: Conformance) -> None:
     # The other rank waits for a message that does not come; the workers of a pool do not end, so it
     # waits its limit out.
-    messages = pool.run(
-        two_calls, world_size=2, args=(Place(world_size=2, layout={**P2, "timeout_s": 6}),)
-    )
+    messages = conformance.ranks(two_calls, Place(world_size=2, layout={**P2, "timeout_s": 6}))
     assert messages[0].startswith("PeerError")
     assert messages[1].startswith("StageError")
     assert "calls the repeated blocks more than once" in messages[1]
@@ -228,10 +226,8 @@ def configure_twice(rank: int, place: Place) -> Any:
     return module.configured, module.built, before, weights(trainer)
 
 
-def test_configure_model_is_called_again_and_keeps_the_weights(pool: Pool) -> None:
-    for configured, built, before, after in pool.run(
-        configure_twice, world_size=2, args=(PIPELINE,)
-    ):
+def test_configure_model_is_called_again_and_keeps_the_weights(conformance: Conformance) -> None:
+    for configured, built, before, after in conformance.ranks(configure_twice, PIPELINE):
         assert (configured, built) == (2, 1)
         assert_weights(after, before, tolerance=0)
 
@@ -275,10 +271,10 @@ def save_around_fit(rank: int, place: Place, path: str) -> Any:
 
 
 def test_checkpoints_saved_after_fit_load_elsewhere_and_on_one_device(
-    pool: Pool, tmp_path: Path
+    conformance: Conformance, tmp_path: Path
 ) -> None:
-    for initial, trained, val_loss, loaded_val_loss, loaded in pool.run(
-        save_around_fit, world_size=2, args=(PIPELINE, str(tmp_path))
+    for initial, trained, val_loss, loaded_val_loss, loaded in conformance.ranks(
+        save_around_fit, PIPELINE, str(tmp_path)
     ):
         assert not torch.equal(initial["net.0.weight"], trained["net.0.weight"])
         assert loaded_val_loss == pytest.approx(val_loss, rel=1e-6)
@@ -305,8 +301,8 @@ def save_before_fit(rank: int, place: Place, path: str) -> Any:
     return initial, weights(other)
 
 
-def test_checkpoint_saved_before_fit(pool: Pool, tmp_path: Path) -> None:
-    for initial, loaded in pool.run(save_before_fit, world_size=2, args=(PIPELINE, str(tmp_path))):
+def test_checkpoint_saved_before_fit(conformance: Conformance, tmp_path: Path) -> None:
+    for initial, loaded in conformance.ranks(save_before_fit, PIPELINE, str(tmp_path)):
         assert_weights(loaded, initial, tolerance=0)
 
 

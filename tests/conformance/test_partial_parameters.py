@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.blocks import LAYOUTS, P2, PLAN, LitBlocks, batches, run_refused
 from tests.conformance.toys import ONE, Conformance, Place, assert_weights, make_trainer, weights
-from tests.pool import Pool, WorkerFailure
+from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
 
@@ -52,12 +52,12 @@ def run(rank: int, place: Place, kind: type[LitBlocks]) -> None:
     ],
 )
 def test_loops_over_parameters_in_a_step_are_refused(
-    kind: Any, layout: str, call: str, pool: Pool
+    kind: Any, layout: str, call: str, conformance: Conformance
 ) -> None:
     place = LAYOUTS[layout]
     # under a pipeline the stages before the last one leave the step before the loop
     with pytest.raises(WorkerFailure) as error:
-        pool.run(run, world_size=place.world_size, args=(place, kind))
+        conformance.ranks(run, place, kind)
     assert f"PartialModelError: {call}, but this rank has only a part of them" in str(error.value)
 
 
@@ -104,9 +104,11 @@ EVERYWHERE = ParallelPlan(
 )
 
 
-def test_an_average_that_each_stage_forms_of_its_own_weights_is_refused(pool: Pool) -> None:
+def test_an_average_that_each_stage_forms_of_its_own_weights_is_refused(
+    conformance: Conformance,
+) -> None:
     place = Place(world_size=2, layout={**P2, "plan": EVERYWHERE})
-    for message in pool.run(run_refused, world_size=2, args=(place, LitAveraged)):
+    for message in conformance.ranks(run_refused, place, LitAveraged):
         assert message.startswith("KeptModuleError: 'average.module.")
 
 

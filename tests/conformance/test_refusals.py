@@ -283,8 +283,10 @@ def step_on_others(rank: int, place: Place, kind: Any) -> str:
     ],
     ids=["p2", "t2", "d2", "m2"],
 )
-def test_an_optimizer_of_other_parameters_is_refused(kind: Any, place: Place, pool: Pool) -> None:
-    found = pool.run(step_on_others, world_size=place.world_size, args=(place, kind))
+def test_an_optimizer_of_other_parameters_is_refused(
+    kind: Any, place: Place, conformance: Conformance
+) -> None:
+    found = conformance.ranks(step_on_others, place, kind)
     assert any("Create the optimizer in configure_optimizers" in text for text in found)
 
 
@@ -294,12 +296,9 @@ def test_an_optimizer_of_other_parameters_is_refused(kind: Any, place: Place, po
     ids=["one", "m2", "d2"],
 )
 def test_an_optimizer_that_was_made_before_trains_where_the_model_is_whole(
-    place: Place, pool: Pool
+    place: Place, conformance: Conformance
 ) -> None:
-    assert (
-        pool.run(step_on_others, world_size=place.world_size, args=(place, LitMadeBefore))
-        == [""] * place.world_size
-    )
+    assert conformance.ranks(step_on_others, place, LitMadeBefore) == [""] * place.world_size
 
 
 class LitNormalized(LitNet):

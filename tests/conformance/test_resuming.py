@@ -26,7 +26,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -202,10 +201,8 @@ def test_extra_state_goes_on(name: str, conformance: Conformance, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["one", "p2"])
 def test_training_begins_with_the_extra_state_of_weights(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     place, _ = PLACES[name]
-    for before, after in pool.run(
-        count, world_size=place.world_size, args=(place, str(tmp_path), True)
-    ):
+    for before, after in conformance.ranks(count, place, str(tmp_path), True):
         assert after == 2 * before

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp.engine import BatchMismatchError
 from lightning_ptdp.engine.rank_agreement import batch_sums
-from tests.conformance.toys import P2, LitNet, Place, make_trainer, samples
-from tests.pool import Pool
+from tests.conformance.toys import P2, Conformance, LitNet, Place, make_trainer, samples
 
 pytestmark = pytest.mark.thorough
 
@@ -55,8 +54,8 @@ def augment(rank: int, place: Place) -> Any:
     return seen.batches
 
 
-def test_samples_are_augmented_alike_in_a_replica_only(pool: Pool) -> None:
-    found = pool.run(augment, world_size=4, args=(Place(world_size=4, layout=P2),))
+def test_samples_are_augmented_alike_in_a_replica_only(conformance: Conformance) -> None:
+    found = conformance.ranks(augment, Place(world_size=4, layout=P2))
     assert found[0] == found[2]
     assert found[1] == found[3]
     assert found[0] != found[1]
@@ -70,8 +69,8 @@ def worker_ranks(rank: int, place: Place) -> int:
     return trainer.train_dataloader.worker_init_fn.keywords["rank"]
 
 
-def test_workers_are_seeded_by_the_replica(pool: Pool) -> None:
-    assert pool.run(worker_ranks, world_size=4, args=(Place(world_size=4, layout=P2),)) == [
+def test_workers_are_seeded_by_the_replica(conformance: Conformance) -> None:
+    assert conformance.ranks(worker_ranks, Place(world_size=4, layout=P2)) == [
         0,
         1,
         0,
@@ -106,15 +105,15 @@ def drift(rank: int, place: Place, drifting: int, validates: bool) -> tuple[str,
 @pytest.mark.parametrize("validates", [False, True], ids=["training", "validation"])
 @pytest.mark.parametrize("layout", [P2, {**P2, "virtual_pipeline_size": 2}], ids=["p2", "p2v2"])
 def test_ranks_that_drift_apart_are_found_at_that_step(
-    layout: dict[str, Any], validates: bool, pool: Pool
+    layout: dict[str, Any], validates: bool, conformance: Conformance
 ) -> None:
-    found = pool.run(drift, world_size=2, args=(Place(world_size=2, layout=layout), 1, validates))
+    found = conformance.ranks(drift, Place(world_size=2, layout=layout), 1, validates)
     assert all("replica 0 read different batches" in text for text, _ in found)
     assert [count for _, count in found] == [0 if validates else 3] * 2
 
 
-def test_all_replicas_are_told(pool: Pool) -> None:
-    found = pool.run(drift, world_size=4, args=(Place(world_size=4, layout=P2), 3, False))
+def test_all_replicas_are_told(conformance: Conformance) -> None:
+    found = conformance.ranks(drift, Place(world_size=4, layout=P2), 3, False)
     assert all("replica 1 read different batches" in text for text, _ in found)
 
 

@@ -22,7 +22,6 @@ from tests.conformance.toys import (
     samples,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -78,10 +77,12 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_replicas_share_out_the_samples_and_ranks_of_a_replica_agree(name: str, pool: Pool) -> None:
+def test_replicas_share_out_the_samples_and_ranks_of_a_replica_agree(
+    name: str, conformance: Conformance
+) -> None:
     place = LAYOUTS[name]
     layout = place.strategy.config.layout(place.world_size)
-    ranks = pool.run(read, world_size=place.world_size, args=(place, True))
+    ranks = conformance.ranks(read, place, True)
     for replica in layout.groups("model"):
         assert all(ranks[rank] == ranks[replica[0]] for rank in replica), (
             "ranks of one replica read different orders"
@@ -94,9 +95,9 @@ def test_replicas_share_out_the_samples_and_ranks_of_a_replica_agree(name: str, 
     assert ranks[0][0] != ranks[0][1], "the second epoch has the order of the first"
 
 
-def test_every_layout_has_the_order_of_the_replicas(pool: Pool) -> None:
-    pipeline = pool.run(read, world_size=2, args=(LAYOUTS["p2"], True))[0]
-    replicas = pool.run(read, world_size=2, args=(LAYOUTS["d2"], True))
+def test_every_layout_has_the_order_of_the_replicas(conformance: Conformance) -> None:
+    pipeline = conformance.ranks(read, LAYOUTS["p2"], True)[0]
+    replicas = conformance.ranks(read, LAYOUTS["d2"], True)
     for epoch, found in enumerate(pipeline):
         first, second = ([value for batch in ranks[epoch] for value in batch] for ranks in replicas)
         assert [value for batch in found for value in batch] == [

@@ -23,7 +23,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -178,10 +177,10 @@ def test_a_load_state_dict_of_the_modules_own_is_called(
 
 
 def test_a_load_state_dict_of_the_modules_own_is_refused_where_no_rank_has_the_model(
-    pool: Pool, tmp_path: Path
+    conformance: Conformance, tmp_path: Path
 ) -> None:
     place = Place(world_size=2, layout={"pipeline_parallel_size": 2})
-    for found in pool.run(loads_by_itself, world_size=2, args=(place, str(tmp_path))):
+    for found in conformance.ranks(loads_by_itself, place, str(tmp_path)):
         assert "LitRenames.load_state_dict is overridden" in found
         assert "on_load_checkpoint" in found
 

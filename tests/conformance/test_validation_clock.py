@@ -10,8 +10,7 @@ import lightning.pytorch as L
 import pytest
 
 from lightning_ptdp.shims.lightning import set_last_validation
-from tests.conformance.toys import P2, LitNet, Place, loader, make_trainer
-from tests.pool import Pool
+from tests.conformance.toys import P2, Conformance, LitNet, Place, loader, make_trainer
 
 
 class Ahead(L.Callback):
@@ -44,6 +43,8 @@ def validate(rank: int, place: Place) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", [{}, P2], ids=["d2", "p2"])
-def test_all_ranks_validate_behind_the_same_batch(layout: dict[str, Any], pool: Pool) -> None:
+def test_all_ranks_validate_behind_the_same_batch(
+    layout: dict[str, Any], conformance: Conformance
+) -> None:
     place = Place(world_size=2, layout={**layout, "timeout_s": 20.0})
-    assert pool.run(validate, world_size=2, args=(place,)) == [[4], [4]]
+    assert conformance.ranks(validate, place) == [[4], [4]]

@@ -24,7 +24,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 PLACES = {"one": Place(), "d2": Place(world_size=2), "p2": Place(world_size=2, layout=P2)}
 
@@ -47,10 +46,10 @@ def begin_from_weights(rank: int, place: Place, path: str) -> Any:
 
 @pytest.mark.parametrize("name", PLACES)
 def test_weights_alone_begin_a_training_and_load_anywhere(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     place = PLACES[name]
-    found = pool.run(begin_from_weights, world_size=place.world_size, args=(place, str(tmp_path)))
+    found = conformance.ranks(begin_from_weights, place, str(tmp_path))
     for trained, begun, _ in found:
         assert_weights(begun, trained, tolerance=0)
     for file in (found[0][2], tmp_path / "by hand.ckpt"):
@@ -123,10 +122,8 @@ def resume_with_init(rank: int, place: Place, path: str) -> Any:
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_resumed_run_keeps_the_weights_that_it_had_reached(
-    name: str, pool: Pool, tmp_path: Path
+    name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     place = PLACES[name]
-    for begun, reached in pool.run(
-        resume_with_init, world_size=place.world_size, args=(place, str(tmp_path))
-    ):
+    for begun, reached in conformance.ranks(resume_with_init, place, str(tmp_path)):
         assert_weights(begun, reached, tolerance=0)
