@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment, Lightning
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
+from tests.parity import make_trainer
 
 VARIABLES = (
     *(
@@ -50,17 +51,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trainer(*, devices: Any = "auto", plugin: ClusterEnvironment | None = None) -> L.Trainer:
-    return L.Trainer(
-        strategy=PTDPStrategy(),
-        accelerator="cpu",
-        devices=devices,
-        plugins=plugin,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return make_trainer(PTDPStrategy(), devices, plugins=plugin, max_steps=1)
 
 
 @pytest.mark.parametrize("devices", ["auto", 2])

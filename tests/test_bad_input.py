@@ -19,6 +19,7 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.toys import LitNet, loader
 from tests.letters import A, C, M, P, T, V
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -435,17 +436,7 @@ def error_of(
     rank: int, module: Any, layout: dict[str, Any], options: dict[str, Any], data: Any
 ) -> str:
     """Return the type and message of the error that ``fit`` raises on this rank."""
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    trainer = make_trainer(PTDPStrategy(**layout), 2, max_epochs=1, **options)
     try:
         trainer.fit(module(), data())
     except Exception as error:

@@ -14,6 +14,7 @@ from lightning_ptdp.engine.gradient_checks import NonFiniteError
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 from tests.letters import M, P, Z
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -65,16 +66,8 @@ def _fit(
 ) -> tuple[str, list[str], bool]:
     """(what was raised, what was warned of, whether all weights are finite)."""
     L.seed_everything(1, verbose=False)
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
-        devices=world_size,
-        max_epochs=1,
-        accumulate_grad_batches=accumulate,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        PTDPStrategy(**layout), world_size, max_epochs=1, accumulate_grad_batches=accumulate
     )
     raised = ""
     with warnings.catch_warnings(record=True) as caught:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -16,6 +15,7 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks.machine_limits import check_gpu
 from lightning_ptdp.strategy.out_of_memory import memory_note
 from tests.letters import M, P, T
+from tests.parity import make_trainer
 from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
@@ -42,17 +42,7 @@ class LitFull(LitTiny):
 
 def error_of(rank: int, layout: dict[str, Any], world_size: int) -> tuple[str, list[str], float]:
     """Type and notes of what fit raises on this rank, and when."""
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        precision="bf16-true",
-    )
+    trainer = make_trainer(PTDPStrategy(**layout), world_size, max_steps=4, precision="bf16-true")
     start = time.monotonic()
     try:
         trainer.fit(LitFull(Run()), DataLoader(PaddedTokens(16), batch_size=8))

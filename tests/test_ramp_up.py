@@ -16,6 +16,7 @@ from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.world.batch_size import RampUp
 from tests.data.conftest import write_corpus
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 P2 = {"pipeline_parallel_size": 2}
@@ -70,15 +71,11 @@ def fit(
         f"{folder}/saved", every_n_train_steps=4, save_top_k=-1, filename="{step}"
     )
     strategy = PTDPStrategy(**layout, micro_batch_size=2)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=world_size,
+    trainer = make_trainer(
+        strategy,
+        world_size,
         max_steps=steps,
         max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
         callbacks=[losses] if ckpt_path else [losses, saving],
         enable_checkpointing=ckpt_path is None,

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptdp.checkpoint import read_metadata, to_lightning_file
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import make_trainer
 from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
@@ -84,18 +85,13 @@ def _train(
                 dirpath=folder, filename=stem, every_n_epochs=1, save_on_train_epoch_end=True
             )
         )
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
-        devices=world_size,
+    trainer = make_trainer(
+        PTDPStrategy(**layout),
+        world_size,
         max_epochs=epochs,
         callbacks=callbacks,
         gradient_clip_val=0.05,
         precision=precision,
-        logger=False,
-        enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = PaddedTokens(32)
     sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)

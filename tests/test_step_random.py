@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -131,18 +132,13 @@ def fit(rank: int, case: Case) -> dict[str, Any]:
     # This rank's process has drawn something else before.
     random.seed(rank)
     np.random.seed(rank)
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(seed=7, **case.layout),
-        accelerator="cpu",
-        devices=case.size,
+    trainer = make_trainer(
+        PTDPStrategy(seed=7, **case.layout),
+        case.size,
         max_steps=3,
         limit_val_batches=2,
         callbacks=[losses],
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     x = torch.randn(4, SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(5))

@@ -15,6 +15,7 @@ from lightning_ptdp.models.size import active_parameters
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.expert_parallel.toy import LitMixture, Run
 from tests.letters import E, M, P, T, Z
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 INTERLEAVED = StrategySummary(
@@ -114,16 +115,8 @@ class Told(L.Callback):
 
 def _summary(rank: int, layout: dict[str, Any], module: type[L.LightningModule]) -> StrategySummary:
     told = Told()
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
-        devices=4 if layout else 1,
-        max_steps=0,
-        callbacks=[told],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        PTDPStrategy(**layout), 4 if layout else 1, max_steps=0, callbacks=[told]
     )
     trainer.fit(
         LitGPT(GPT_MOE) if module is LitGPT else LitMixture(Run()), DataLoader([0, 0], batch_size=2)

@@ -14,6 +14,7 @@ from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, save_checkpoint
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import make_trainer
 from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
@@ -35,16 +36,8 @@ def _fit(
 ) -> Any:
     L.seed_everything(3, verbose=False)
     strategy, weights = PTDPStrategy(**layout), Weights()
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_steps=1,
-        callbacks=[weights, *([InitFrom(**init)] if init else [])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        strategy, 2, max_steps=1, callbacks=[weights, *([InitFrom(**init)] if init else [])]
     )
     data = PaddedTokens(8)
     sampler = DistributedSampler(data, **strategy.distributed_sampler_kwargs, shuffle=False)

@@ -19,6 +19,7 @@ from lightning_ptdp.callbacks import SaveOnSignal
 from lightning_ptdp.callbacks.save_on_signal import _signals
 from lightning_ptdp.checkpoint import read_metadata
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import make_trainer
 from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
@@ -54,20 +55,16 @@ def _train(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     before = _handlers()
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
+    trainer = make_trainer(
+        strategy,
+        2,
         max_steps=5,
         default_root_dir=folder,
         callbacks=[
             SaveOnSignal() if saver == "SaveOnSignal" else OnExceptionCheckpoint(folder),
             *([Terminate(1, sent)] if rank == signalled else []),
         ],
-        logger=False,
         enable_checkpointing=saver != "SaveOnSignal",
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = PaddedTokens(8)
     sampler = DistributedSampler(data, **strategy.distributed_sampler_kwargs, shuffle=False)
@@ -141,17 +138,8 @@ def slurm() -> SLURMEnvironment:
 
 def test_lightnings_handler_runs_between_steps(tmp_path: Path) -> None:
     before, preempt = signal.getsignal(signal.SIGUSR2), Preempt()
-    trainer = L.Trainer(
-        strategy="auto",
-        accelerator="cpu",
-        devices=1,
-        max_steps=5,
-        default_root_dir=tmp_path,
-        callbacks=[preempt, SaveOnSignal()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        "auto", max_steps=5, default_root_dir=tmp_path, callbacks=[preempt, SaveOnSignal()]
     )
     try:
         trainer.fit(LitTiny(Run(layers=2)), DataLoader(PaddedTokens(40), batch_size=8))

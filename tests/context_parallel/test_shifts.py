@@ -15,6 +15,7 @@ from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.context_parallel.slice_functions import check_index
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 CONFIG = GPTConfig.gpt2(
@@ -53,16 +54,7 @@ def fit(rank: int, shift: str, size: int) -> str:
         {"input_ids": row}
         for row in torch.randint(16, (4, 8), generator=torch.Generator().manual_seed(1))
     ]
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(context_parallel_size=size),
-        accelerator="cpu",
-        devices=size,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(PTDPStrategy(context_parallel_size=size), size, max_steps=2)
     try:
         trainer.fit(LitShift(shift), torch.utils.data.DataLoader(rows, batch_size=2))
     except ContextParallelError as error:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import make_trainer
 from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
@@ -45,20 +46,15 @@ def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
             losses.append(float(outputs["loss"]))
 
-    trainer = L.Trainer(
-        strategy="ddp_find_unused_parameters_true"
+    trainer = make_trainer(
+        "ddp_find_unused_parameters_true"
         if layout is None
         else PTDPStrategy(**layout, bucket_mb=1e-2),
-        accelerator="cpu",
-        devices=world_size,
+        world_size,
         max_steps=4,
         accumulate_grad_batches=2,
         gradient_clip_val=0.05,
         callbacks=[Losses()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = PaddedTokens(64, ignore_padding=False)
     sampler = torch.utils.data.DistributedSampler(

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.engine.microbatches import is_uneven, label_spread
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -53,16 +54,8 @@ def fit(rank: int, size: int, layout: dict[str, Any], settings: dict[str, Any]) 
     rows = [{"tokens": row, "answers": answer} for row, answer in zip(tokens, answers, strict=True)]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer = L.Trainer(
-            strategy=PTDPStrategy(**layout),
-            accelerator="cpu",
-            devices=size,
-            precision=settings["precision"],
-            max_epochs=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+        trainer = make_trainer(
+            PTDPStrategy(**layout), size, precision=settings["precision"], max_epochs=2
         )
         module = LitLabels(settings["counts"])
         trainer.fit(module, DataLoader(rows, batch_size=8 // trainer.strategy.layout.num_replicas))

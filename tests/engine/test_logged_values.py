@@ -21,6 +21,7 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import make_model
 from tests.letters import C, M, P
+from tests.parity import make_trainer
 from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
@@ -124,17 +125,8 @@ class Seen(L.Callback):
 def run(rank: int, case: Case, world_size: int, layout: dict[str, int]) -> Any:
     L.seed_everything(3, verbose=False)
     seen, module = Seen(), LitShifts(case) if case.hugging_face else LitEvaluated(case)
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
-        devices=world_size,
-        max_epochs=1,
-        callbacks=[seen],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
+    trainer = make_trainer(
+        PTDPStrategy(**layout), world_size, max_epochs=1, callbacks=[seen], num_sanity_val_steps=0
     )
     data = Answers(12) if case.answers else PaddedTokens(12)
     sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)

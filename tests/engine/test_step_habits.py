@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 
@@ -152,16 +153,7 @@ def fit(rank: int, kind: type[LitPlain], layout: dict[str, Any], size: int) -> l
     L.seed_everything(1, verbose=False)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer = L.Trainer(
-            strategy=PTDPStrategy(**layout),
-            accelerator="cpu",
-            devices=size,
-            max_steps=3,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = make_trainer(PTDPStrategy(**layout), size, max_steps=3)
         trainer.fit(
             kind(), DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 4)), batch_size=8)
         )

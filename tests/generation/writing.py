@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_ptdp import ParallelPlan, PTDPStrategy, Sampling, generate
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from tests.huggingface.runs import LENGTH, VOCABULARY, Samples, make_model
+from tests.parity import make_trainer
 
 PROMPTS = [[5, 6, 7], [1, 2, 3, 4, 5, 9, 10], [8]]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
@@ -151,20 +152,15 @@ def fit(rank: int, writing: Writing) -> dict[str, Any]:
     """Train; returns what was written, and the weights in the end."""
     L.seed_everything(3, verbose=False)
     strategy, writer = PTDPStrategy(**writing.layout), Writer(writing.samplings or ())
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=writing.world_size,
+    trainer = make_trainer(
+        strategy,
+        writing.world_size,
         max_steps=writing.steps,
         callbacks=[writer],
-        logger=False,
-        enable_checkpointing=False,
         num_sanity_val_steps=0,
         val_check_interval=1,
         limit_val_batches=1,
         check_val_every_n_epoch=None,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = (LitGPTWriting if writing.model in ("gpt", "rope") else LitWriting)(writing)
     sampler = DistributedSampler(

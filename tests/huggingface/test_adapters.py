@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.runs import LitHuggingFace, Run, Samples
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 pytest.importorskip("transformers")
@@ -41,17 +41,7 @@ class Adapted(LitHuggingFace):
 
 def _notes(rank: int, module: type[LitHuggingFace]) -> Any:
     strategy = PTDPStrategy(tensor_parallel_size=2)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = make_trainer(strategy, 2, max_steps=1, limit_val_batches=0)
     trainer.fit(module(Run(model="llama")), DataLoader(Samples("llama"), batch_size=4))
     return [note for note in strategy.summary().notes if "replicated" in note]
 

@@ -22,7 +22,7 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model
 from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, Samples, make_model
 from tests.models.fits import quiet_trainer
-from tests.parity import Parity, assert_near
+from tests.parity import Parity, assert_near, make_trainer
 from tests.pool import Pool, WorkerFailure
 
 pytestmark = pytest.mark.thorough
@@ -255,18 +255,7 @@ def count(rank: int, folder: str) -> dict[str, int]:
     """Elements that training keeps beside the weights, in half precision with float32 masters."""
     module = LitCausalLM(folder, adapter=LoraOptions(r=3), dtype="bfloat16", optimizer=OPTIMIZER)
     strategy = PTDPStrategy(master_weights=True)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_steps=2,
-        precision="bf16-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-    )
+    trainer = make_trainer(strategy, 2, max_steps=2, precision="bf16-true", limit_val_batches=0)
     found: dict[str, int] = {}
 
     class Look(L.Callback):
@@ -306,16 +295,8 @@ def test_what_is_frozen_takes_no_memory_beside_itself(pool: Pool, tmp_path: Path
 def whole_adapters(rank: int, model: str, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Train adapters with dropout and return the adapter parameters that all ranks hold."""
     module = LitHuggingFace(adapted(model, lora_dropout=0.2, init_lora_weights=False))
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(tensor_parallel_size=2, **layout),
-        accelerator="cpu",
-        devices=2,
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
+    trainer = make_trainer(
+        PTDPStrategy(tensor_parallel_size=2, **layout), 2, max_steps=3, limit_val_batches=0
     )
     trainer.fit(module, DataLoader(Samples(model), batch_size=4))
     parameters = trainer.strategy.parallel.parameters

@@ -17,7 +17,7 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert, LitGPT
 from lightning_ptdp.tensor_parallel import linear_cross_entropy
 from tests.letters import P, T
-from tests.models.fits import quiet_trainer
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -52,9 +52,9 @@ def _fit(
         if kind == "gpt"
         else LitBert(BertConfig.original(**SIZES, dropout=0.0), optimizer, loss_chunk_mb=chunk_mb)
     )
-    trainer = quiet_trainer(
-        strategy=PTDPStrategy(**layout),
-        devices=world_size,
+    trainer = make_trainer(
+        PTDPStrategy(**layout),
+        world_size,
         max_steps=3,
         gradient_clip_val=0.5,
         num_sanity_val_steps=0,

@@ -16,7 +16,7 @@ from lightning_ptdp import ParallelPlan, PTDPStrategy
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import suggested_tensor
 from lightning_ptdp.strategy.checks import plan_of
-from tests.models.fits import quiet_trainer
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 WIDTH = 8
@@ -114,11 +114,12 @@ def test_what_is_no_feed_forward_part_is_left_out() -> None:
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, WIDTH))
 
     assert suggested_tensor(model(normalized)) == {}
-
-    def narrow() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH))
-
-    assert suggested_tensor(model(narrow)) == {}
+    assert (
+        suggested_tensor(
+            model(lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH)))
+        )
+        == {}
+    )
 
 
 class LitVision(L.LightningModule):
@@ -140,8 +141,8 @@ def fit(rank: int, degree: int, plan: ParallelPlan | None) -> float:
     data = torch.utils.data.TensorDataset(
         torch.randn(16, 5, WIDTH, generator=torch.Generator().manual_seed(2))
     )
-    trainer = quiet_trainer(
-        strategy=PTDPStrategy(tensor_parallel_size=degree, plan=plan), devices=degree, max_steps=4
+    trainer = make_trainer(
+        PTDPStrategy(tensor_parallel_size=degree, plan=plan), degree, max_steps=4
     )
     trainer.fit(LitVision(), torch.utils.data.DataLoader(data, batch_size=4))
     return float(trainer.callback_metrics["loss"])

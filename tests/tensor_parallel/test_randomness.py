@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import Samples, make_model
+from tests.parity import make_trainer
 from tests.pool import Pool
 
 WIDTH = 32
@@ -104,17 +105,7 @@ def _fit(
     L.seed_everything(3, verbose=False)
     masks = Masks()
     module = kind()
-    trainer = L.Trainer(
-        strategy=PTDPStrategy(**layout),
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=2,
-        callbacks=[masks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(PTDPStrategy(**layout), world_size, max_steps=2, callbacks=[masks])
     data = (
         Samples("bert")
         if kind is LitBert
