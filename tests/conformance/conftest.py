@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.conformance.toys import Conformance
@@ -11,3 +13,13 @@ from tests.pool import Pool
 @pytest.fixture(scope="session")
 def conformance(pool: Pool) -> Conformance:
     return Conformance(pool)
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process can be started while the test runs."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("torch.multiprocessing.start_processes", refuse)

@@ -58,10 +58,8 @@ LAYOUTS = {"p2": P2, "t2": {"tensor_parallel_size": 2}, "c2": {"context_parallel
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_one_that_would_be_cut_is_refused_before_launch(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.multiprocessing.start_processes", None)
+@pytest.mark.usefixtures("nothing_starts")
+def test_one_that_would_be_cut_is_refused_before_launch(name: str) -> None:
     trainer = make_trainer(Place(world_size=2, layout={**LAYOUTS[name], "start_method": "fork"}))
     with pytest.raises(Exception, match=r"given torch.compile\(module\).*compile='blocks'"):
         trainer.fit(torch.compile(LitNet(), backend="aot_eager"), loader())

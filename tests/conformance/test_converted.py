@@ -120,10 +120,8 @@ def test_replaced_parameters_train_as_on_one_device(
         assert_weights(found, expected)
 
 
-def test_what_cannot_be_split_after_the_conversion_is_refused_before_launch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("torch.multiprocessing.start_processes", None)
+@pytest.mark.usefixtures("nothing_starts")
+def test_what_cannot_be_split_after_the_conversion_is_refused_before_launch() -> None:
     place = Place(world_size=2, layout={**T2.layout, "start_method": "fork"})
     with pytest.raises(
         ValueError, match=r"'net.2' is a Scaled.* its forward is not that of nn.Linear"
@@ -199,10 +197,10 @@ def test_a_module_with_values_is_converted_on_every_stage(conformance: Conforman
     [(PLACES["p2"][0], LitLate, r"meta_init=False"), (T2, LitSplit, r"tensor_parallel_size=1")],
     ids=["p2", "t2"],
 )
+@pytest.mark.usefixtures("nothing_starts")
 def test_who_cannot_be_given_values_is_refused_before_launch(
-    place: Place, module: type[LitSplit], way: str, monkeypatch: pytest.MonkeyPatch
+    place: Place, module: type[LitSplit], way: str
 ) -> None:
-    monkeypatch.setattr("torch.multiprocessing.start_processes", None)
     place = Place(world_size=2, layout={**place.layout, "start_method": "fork"})
     with pytest.raises(ValueError, match=rf"Copies\.convert_module.*{way}"):
         make_trainer(place, plugins=[Copies(Fresh)]).fit(module(), loader())

@@ -185,13 +185,8 @@ class AloneUNet(LitSeries):
         ),
     ],
 )
-def test_it_is_refused_before_a_process_starts(
-    module: Any, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr("torch.multiprocessing.start_processes", refuse)
+@pytest.mark.usefixtures("nothing_starts")
+def test_it_is_refused_before_a_process_starts(module: Any, words: list[str]) -> None:
     trainer = make_trainer(Place(world_size=2, layout={**P2, "start_method": "fork"}))
     with pytest.raises(ValueError) as error:
         trainer.fit(module(), DataLoader([0] * 4))

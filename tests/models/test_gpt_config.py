@@ -5,23 +5,27 @@ from __future__ import annotations
 import pytest
 
 from lightning_ptdp.models import GPTConfig, check_tensor_parallel
-from tests.refusals import refused
+from tests.errors import raises_with
 
 GATED = {"mlp": "swiglu", "bias": False}
 
 
 def test_the_two_layouts() -> None:
-    for config, expected in (
-        (GPTConfig.gpt2(), ("layer", "learned", "gelu", True, True)),
-        (GPTConfig.llama(), ("rms", "rope", "swiglu", False, False)),
-    ):
-        assert (
-            config.norm,
-            config.position,
-            config.mlp,
-            config.bias,
-            config.tie_embeddings,
-        ) == expected
+    gpt2, llama = GPTConfig.gpt2(), GPTConfig.llama()
+    assert (gpt2.norm, gpt2.position, gpt2.mlp, gpt2.bias, gpt2.tie_embeddings) == (
+        "layer",
+        "learned",
+        "gelu",
+        True,
+        True,
+    )
+    assert (llama.norm, llama.position, llama.mlp, llama.bias, llama.tie_embeddings) == (
+        "rms",
+        "rope",
+        "swiglu",
+        False,
+        False,
+    )
     assert GPTConfig.llama(tie_embeddings=True, num_layers=3).tie_embeddings
 
 
@@ -89,7 +93,7 @@ def test_defaults_filled_in() -> None:
     ],
 )
 def test_mistakes(changes: dict, words: list[str]) -> None:
-    with refused(*words):
+    with raises_with(words):
         GPTConfig(**changes)
 
 

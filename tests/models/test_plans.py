@@ -21,9 +21,8 @@ from lightning_ptdp.tensor_parallel import (
     Vocabulary,
     Whole,
 )
+from tests.errors import raises_with
 from tests.huggingface.runs import make_model
-from tests.models.builds import nested
-from tests.refusals import refused
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,7 +32,9 @@ transformers = pytest.importorskip("transformers")
 )
 @pytest.mark.parametrize("prefix", ["", "net.model"])
 def test_known_models(kind: str, prefix: str) -> None:
-    model = nested(make_model(kind), prefix)
+    model: nn.Module = make_model(kind)
+    for key in reversed(prefix.split(".") if prefix else []):
+        model = nn.ModuleDict({key: model})
     plan = find_plan(model)
     assert plan is not None
     plan.check(model, 2)
@@ -164,7 +165,7 @@ def test_sizes_that_do_not_divide(options: dict[str, int], size: int, words: lis
     model = make_model("llama", **options)
     plan = plan_for(model)
     assert plan is not None
-    with refused(*words):
+    with raises_with(words):
         plan.check(model, size)
 
 

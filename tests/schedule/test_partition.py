@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.stage import ModelParts
 from lightning_ptdp.schedule import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.world.layout import ParallelLayout
-from tests.refusals import refused
+from tests.errors import raises_with
 
 costs = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.5, 7.0]), min_size=1, max_size=9)
 
@@ -45,7 +44,10 @@ def key(
 @settings(max_examples=200, deadline=None)
 def test_the_split_is_the_best_of_all(layers: list[float], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(layers)))
-    first, last = (data.draw(st.sampled_from([0.0, 0.5, 3.0])) for _ in range(2))
+    first, last = (
+        data.draw(st.sampled_from([0.0, 0.5, 3.0])),
+        data.draw(st.sampled_from([0.0, 0.5, 3.0])),
+    )
     ranges = partition_layers(layers, num_stages=num_stages, first_cost=first, last_cost=last)
     every = [
         (0, *cuts, len(layers)) for cuts in combinations(range(1, len(layers)), num_stages - 1)
@@ -164,7 +166,7 @@ def test_a_name_of_two_layers_is_refused() -> None:
 def test_explicit_splits_that_do_not_fit(
     partition: list, num_layers: int, words: list[str]
 ) -> None:
-    with refused(*words):
+    with raises_with(words):
         explicit_partition(partition, layers=names(num_layers), num_stages=3)
 
 
@@ -176,14 +178,6 @@ class Model(nn.Module):
         self.wte = nn.Embedding(vocabulary, 8)
         self.blocks = nn.ModuleList(layers or [nn.Linear(8, 64) for _ in range(8)])
         self.head = nn.Linear(8, vocabulary, bias=False)
-
-
-PARTS = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
-
-
-def ranges_of(model: nn.Module, p: int, **options: Any) -> tuple[tuple[int, int], ...]:
-    layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
-    return layer_ranges(model, parts=PARTS, layout=layout, **options)
 
 
 @pytest.mark.parametrize(
@@ -203,23 +197,42 @@ def ranges_of(model: nn.Module, p: int, **options: Any) -> tuple[tuple[int, int]
 def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(
     vocabulary: int, expected: list[int]
 ) -> None:
+    layout = ParallelLayout(world_size=4, pipeline_parallel_size=4)
+    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
     with torch.device("meta"):
         model = Model(vocabulary=vocabulary)
-    assert counts(ranges_of(model, 4)) == expected
-    assert ranges_of(model, 4, partition=["0", "blocks.1", "2", "blocks.7"])[2] == (2, 7)
+    assert counts(layer_ranges(model, parts=parts, layout=layout)) == expected
+    assert layer_ranges(
+        model, parts=parts, layout=layout, partition=["0", "blocks.1", "2", "blocks.7"]
+    )[2] == (2, 7)
 
 
 def test_experts_cost_what_a_token_meets_of_them() -> None:
     mixture = nn.Module()
     mixture.top_k, mixture.experts = 2, nn.Module()
-    mixture.experts.num_experts = 16
-    mixture.experts.up = nn.Parameter(torch.empty(16, 8, 64, device="meta"))
-    dense = [nn.Linear(8, 64) for _ in range(4)]
-    assert counts(ranges_of(Model(layers=[*dense, mixture, mixture]), 2)) == [4, 2]
+    mixture.experts.num_experts, mixture.experts.up = (
+        16,
+        nn.Parameter(torch.empty(16, 8, 64, device="meta")),
+    )
+    model = Model(
+        layers=[
+            nn.Linear(8, 64),
+            nn.Linear(8, 64),
+            nn.Linear(8, 64),
+            nn.Linear(8, 64),
+            *[mixture] * 2,
+        ]
+    )
+    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
+    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
+    assert counts(layer_ranges(model, parts=parts, layout=layout)) == [4, 2]
 
 
 def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
-    assert ranges_of(Model(layers=[nn.Linear(8, 64)] * 4), 2) == ((0, 2), (2, 4))
+    shared = nn.Linear(8, 64)
+    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
+    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
+    assert layer_ranges(Model(layers=[shared] * 4), parts=parts, layout=layout) == ((0, 2), (2, 4))
 
 
 @pytest.mark.parametrize(
@@ -245,7 +258,7 @@ def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
 )
 def test_too_few_layers_for_the_stages(num_layers: int, p: int, v: int, words: list[str]) -> None:
     check_num_layers(p * v, pipeline_parallel_size=p, virtual_pipeline_size=v)
-    with refused(*words):
+    with raises_with(words):
         check_num_layers(num_layers, pipeline_parallel_size=p, virtual_pipeline_size=v)
 
 
@@ -262,5 +275,5 @@ def test_too_few_layers_for_the_stages(num_layers: int, p: int, v: int, words: l
     ],
 )
 def test_costs_that_cannot_be_split(kwargs: dict, words: list[str]) -> None:
-    with refused(*words):
+    with raises_with(words):
         partition_layers(kwargs.pop("costs"), **kwargs)

@@ -16,7 +16,9 @@ from lightning_ptdp.schedule import (
     Action,
     ActionKind,
     Costs,
+    Schedule,
     actions,
+    build_schedule,
     check_schedule,
     generators,
     peak_in_flight,
@@ -25,11 +27,20 @@ from lightning_ptdp.schedule import (
     simulate,
 )
 from lightning_ptdp.schedule.generators import may_split_backward
-from tests.refusals import refused
-from tests.schedule.builders import build
+from tests.errors import raises_with
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 V_SHAPED = ("zb_v", "dualpipe_v")
+
+
+def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
+    return build_schedule(
+        name,
+        pipeline_parallel_size=p,
+        virtual_pipeline_size=v,
+        num_microbatches=m,
+        training=training,
+    )
 
 
 def allowed(name: str, p: int, v: int) -> bool:
@@ -52,7 +63,7 @@ def test_every_size_is_proven(name: str, p: int) -> None:
         for m in range(1, 18):
             if not allowed(name, p, v):
                 continue
-            schedule = build(name, p, v, m)  # verified as it is built
+            schedule = build(name, p, v, m)  # build_schedule verifies
             assert schedule.num_stages == p * v
             assert len(schedule.programs) == p
             assert schedule.placement == schedule_placement(name)
@@ -126,7 +137,7 @@ def test_interleaved_holds_what_its_docstring_says() -> None:
 
 
 def test_gradients_of_a_stage_are_summed_in_the_order_of_microbatches() -> None:
-    for name, v in (
+    sizes = [
         ("gpipe", 1),
         ("gpipe", 3),
         ("1f1b", 1),
@@ -134,7 +145,8 @@ def test_gradients_of_a_stage_are_summed_in_the_order_of_microbatches() -> None:
         ("zb_h1", 1),
         ("zb_v", 2),
         ("dualpipe_v", 2),
-    ):
+    ]
+    for name, v in sizes:
         for program in build(name, 4, v, 9).programs:
             for kind in COMPUTE:
                 for stage in {action.stage for action in program}:
@@ -174,19 +186,20 @@ def test_docstrings_show_the_timeline(
         simulate(build(name, 4, v, m, training), Costs(forward=1, backward=1, weight=1)).text()
         for name in names
     ]
-    assert ranks_of(function) == [
-        line for timeline in drawn for line in in_parts(timeline, columns)
+    shown = [
+        line.strip()
+        for line in (inspect.getdoc(function) or "").splitlines()
+        if re.match(r"rank \d", line.strip())
     ]
-
-
-def ranks_of(documented: object) -> list[str]:
-    """The lines of ranks in a docstring."""
-    lines = (inspect.getdoc(documented) or "").splitlines()
-    return [line.strip() for line in lines if re.match(r"rank \d", line.strip())]
+    assert shown == [line for timeline in drawn for line in in_parts(timeline, columns)]
 
 
 def test_the_printed_programs_are_those_of_the_docstring() -> None:
-    shown = ranks_of(actions)
+    shown = [
+        line.strip()
+        for line in (actions.__doc__ or "").splitlines()
+        if re.match(r"rank \d", line.strip())
+    ]
     schedule = build("1f1b", 2, 1, 2)
     assert shown == schedule.text().splitlines()
     parsed = tuple(tuple(Action.parse(word) for word in line.split()[2:]) for line in shown)
@@ -246,11 +259,9 @@ def test_the_result_is_cached() -> None:
 def test_mistakes_are_named_with_the_mend(
     name: str, p: int, v: int, m: int, words: list[str]
 ) -> None:
-    with pytest.raises(ValueError) as error:
+    with raises_with(words) as error:
         build(name, p, v, m)
-    for word in words:
-        assert word in str(error.value)
-    if m > 1:
+    if isinstance(m, int) and m > 1:
         with pytest.raises(ValueError) as earlier:
             check_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v)
         assert str(earlier.value) == str(error.value)
@@ -276,7 +287,13 @@ def test_any_group_size_keeps_the_bubble_and_bounds_the_memory(p: int, v: int) -
                 v * m, (v - 1) * largest + 2 * (p - 1) + 1
             )
             if p > 1:
-                schedule = build("auto", p, v, m, group_size=group_size)
+                schedule = build_schedule(
+                    "auto",
+                    pipeline_parallel_size=p,
+                    virtual_pipeline_size=v,
+                    num_microbatches=m,
+                    group_size=group_size,
+                )
                 assert m < p or simulate(schedule).bubble_fraction == Fraction(p - 1, v * m)
 
 
@@ -301,8 +318,14 @@ def microbatch_groups(order: tuple[Action, ...], p: int) -> list[list[Action]]:
     ],
 )
 def test_group_sizes_that_cannot_be(name: str, v: int, group_size: int, words: list[str]) -> None:
-    with refused(*words):
-        build(name, 4, v, 8, group_size=group_size)
+    with raises_with(words):
+        build_schedule(
+            name,
+            pipeline_parallel_size=4,
+            virtual_pipeline_size=v,
+            num_microbatches=8,
+            group_size=group_size,
+        )
 
 
 def test_the_front_door_needs_neither_torch_nor_matplotlib() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Partial, Position, Row, Vocabulary
+from tests.errors import raises_with
 from tests.tensor_parallel.toy import Toy, toy_plan
 
 
@@ -74,10 +75,8 @@ def test_plans_are_plain_values() -> None:
     ],
 )
 def test_what_does_not_fit_the_model(plan: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
+    with raises_with(words):
         ParallelPlan(**plan).check(Toy(), tensor_parallel_size=1)
-    for word in words:
-        assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +90,8 @@ def test_what_does_not_fit_the_model(plan: dict[str, Any], words: list[str]) -> 
     ],
 )
 def test_what_is_no_plan(make: Any, words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
+    with raises_with(words):
         make()
-    for word in words:
-        assert word in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +115,8 @@ def test_sizes_and_options_that_cannot_be_spread(
     module: nn.Module, kind: Any, words: list[str]
 ) -> None:
     model, plan = nn.ModuleDict({"x": module}), ParallelPlan(tensor={"x": kind})
-    with pytest.raises(ValueError) as error:
+    with raises_with(("'x'", *words)):
         plan.check(model, tensor_parallel_size=4)
-    for word in ("'x'", *words):
-        assert word in str(error.value)
 
 
 def test_a_vocabulary_that_does_not_divide_is_no_mistake() -> None:
