@@ -53,7 +53,6 @@ class Training:
     """One training.
 
     Attributes:
-        layout: Options of the strategy.
         steps: Number of batches.
         global_batch: Samples of a batch, over all replicas.
         validate_every: Batches between validations; 0 validates after the last batch.
@@ -195,12 +194,9 @@ def distance(found: Any, expected: Any, start: Any = None) -> float:
 
 def assert_near(found: Any, expected: Any, tolerance: float, what: str) -> None:
     """Compare numbers relatively."""
+    got, wanted = (torch.tensor(numbers, dtype=torch.float64) for numbers in (found, expected))
     torch.testing.assert_close(
-        torch.tensor(found, dtype=torch.float64),
-        torch.tensor(expected, dtype=torch.float64),
-        rtol=tolerance,
-        atol=0,
-        msg=lambda text: f"{what}: {text}",
+        got, wanted, rtol=tolerance, atol=0, msg=lambda text: f"{what}: {text}"
     )
 
 

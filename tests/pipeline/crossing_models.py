@@ -4,7 +4,7 @@ process."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -362,15 +362,21 @@ class Emulated:
         return found
 
 
-def as_the_whole(model: type[Base], **options: Any) -> Emulated:
-    """Compare the loss and all gradients, in training twice, and in evaluation."""
-    whole = build(model)
-    stages = Emulated(whole, **options)
-    for batch in (ids(2, 5), ids(3, 4)):  # the shapes change
-        expected, found = whole(batch), stages.forward(batch, training=True)
+def assert_trains_as(
+    whole: nn.Module,
+    stages: Emulated,
+    batches: Iterable[tuple[Any, ...]],
+    loss: Callable[..., Tensor],
+) -> None:
+    """Compare the outputs of all batches and the sums of their gradients.
+
+    ``loss`` is called with the output and the batch.
+    """
+    for batch in batches:
+        expected, found = whole(*batch), stages.forward(*batch, training=True)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        expected.square().sum().backward()
-        stages.backward(found.square().sum())
+        loss(expected, *batch).backward()
+        stages.backward(loss(found, *batch))
     gradients = stages.gradients()
     for name, parameter in whole.named_parameters():
         if parameter.grad is not None:
@@ -380,6 +386,15 @@ def as_the_whole(model: type[Base], **options: Any) -> Emulated:
                 **EXACT,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
+
+
+def as_the_whole(model: type[Base], **options: Any) -> Emulated:
+    """Compare the loss and all gradients, in training twice, and in evaluation."""
+    whole = build(model)
+    stages = Emulated(whole, **options)
+    # the shapes change
+    batches = [(ids(2, 5),), (ids(3, 4),)]
+    assert_trains_as(whole, stages, batches, lambda output, _: output.square().sum())
     with torch.no_grad():
         torch.testing.assert_close(
             stages.forward(ids(), training=False), whole(ids()), rtol=0, atol=0
