@@ -38,7 +38,7 @@ class Run(Training):
     precision: str = "64-true"
     validate_every: int | None = 6
 
-    weight_tolerance: ClassVar[float] = 5e-9
+    weight_tolerance: ClassVar[float] = 1e-8
 
     def make_module(self) -> L.LightningModule:
         if self.usual:
