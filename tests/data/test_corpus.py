@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ptdp.data import Corpus, CorpusError, Document, ReadReport
-from tests.refusals import refused
+from tests.errors import raises_with
 
 
 def names(corpus: Corpus) -> list[str]:
@@ -82,7 +82,7 @@ def test_json_lines_give_a_document_a_line(tmp_path: Path) -> None:
 def test_bad_json_lines_are_named(tmp_path: Path, line: str, words: list[str]) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "good"}\n' + line)
-    with refused(*words, error=CorpusError):
+    with raises_with(words, CorpusError):
         list(Corpus(source=file).documents())
 
 

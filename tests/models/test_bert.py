@@ -19,6 +19,7 @@ from lightning_ptdp.models import (
 )
 from lightning_ptdp.pipeline.discover import find_parts
 from tests.errors import raises_with
+from tests.models.builds import eager_and_lazy, nested
 from tests.models.configs import SIZES
 
 CONFIGS = {
@@ -65,11 +66,12 @@ def test_number_of_parameters_of_published_models(
     layers: int, hidden: int, heads: int, published: float, exact: int | None
 ) -> None:
     for make in (BertConfig.original, BertConfig.megatron):
-        number = num_parameters(make(num_layers=layers, hidden_size=hidden, num_heads=heads))
+        config = make(num_layers=layers, hidden_size=hidden, num_heads=heads)
+        number = num_parameters(config)
         assert number == pytest.approx(published, rel=0.02)
         assert exact is None or number == exact
         with torch.device("meta"):
-            model = Bert(make(num_layers=layers, hidden_size=hidden, num_heads=heads))
+            model = Bert(config)
         assert number == sum(p.numel() for p in model.parameters())
 
 
@@ -107,21 +109,7 @@ def test_initial_values() -> None:
 
 @BOTH
 def test_a_model_built_on_meta_gets_the_values_of_one_built_eagerly(config: BertConfig) -> None:
-    eager = built(config)
-    with torch.device("meta"):
-        lazy = Bert(config)
-    assert all(p.is_meta for p in lazy.parameters())
-    lazy.to_empty(device="cpu")
-    lazy.tie_weights()
-    for model in (eager, lazy):
-        for index, module in reversed(list(enumerate(model.modules()))):
-            if hasattr(module, "reset_parameters"):
-                torch.manual_seed(index)
-                module.reset_parameters()
-    for (name, expected), (_, value) in zip(
-        eager.named_parameters(), lazy.named_parameters(), strict=True
-    ):
-        assert torch.equal(expected, value), name
+    eager_and_lazy(lambda: Bert(config))
 
 
 @BOTH
@@ -178,9 +166,7 @@ def test_a_sequence_that_is_too_long() -> None:
 @BOTH
 @pytest.mark.parametrize("prefix", ["", "inner.model"])
 def test_the_plan_names_the_matrices_that_are_split(config: BertConfig, prefix: str) -> None:
-    model: nn.Module = Bert(config)
-    for key in reversed(prefix.split(".") if prefix else []):
-        model = nn.ModuleDict({key: model})
+    model = nested(Bert(config), prefix)
     plan = bert_plan(config, prefix=prefix)
     named = {name.removeprefix(f"{prefix}.") for name in plan.resolve(model)}
     whole = {
@@ -192,10 +178,8 @@ def test_the_plan_names_the_matrices_that_are_split(config: BertConfig, prefix: 
     every = {n for n, m in Bert(config).named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     assert named == every - whole
     plan.check(model, 2, sequence_parallel=True)
-    assert (
-        find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after).after
-        == plan.after
-    )
+    parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
+    assert parts.after == plan.after
 
 
 def test_tensor_parallel_degrees_that_do_not_divide() -> None:

@@ -11,21 +11,17 @@ GATED = {"mlp": "swiglu", "bias": False}
 
 
 def test_the_two_layouts() -> None:
-    gpt2, llama = GPTConfig.gpt2(), GPTConfig.llama()
-    assert (gpt2.norm, gpt2.position, gpt2.mlp, gpt2.bias, gpt2.tie_embeddings) == (
-        "layer",
-        "learned",
-        "gelu",
-        True,
-        True,
-    )
-    assert (llama.norm, llama.position, llama.mlp, llama.bias, llama.tie_embeddings) == (
-        "rms",
-        "rope",
-        "swiglu",
-        False,
-        False,
-    )
+    for config, expected in (
+        (GPTConfig.gpt2(), ("layer", "learned", "gelu", True, True)),
+        (GPTConfig.llama(), ("rms", "rope", "swiglu", False, False)),
+    ):
+        assert (
+            config.norm,
+            config.position,
+            config.mlp,
+            config.bias,
+            config.tie_embeddings,
+        ) == expected
     assert GPTConfig.llama(tie_embeddings=True, num_layers=3).tie_embeddings
 
 

@@ -23,6 +23,7 @@ from lightning_ptdp.tensor_parallel import (
 )
 from tests.errors import raises_with
 from tests.huggingface.runs import make_model
+from tests.models.builds import nested
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,9 +33,7 @@ transformers = pytest.importorskip("transformers")
 )
 @pytest.mark.parametrize("prefix", ["", "net.model"])
 def test_known_models(kind: str, prefix: str) -> None:
-    model: nn.Module = make_model(kind)
-    for key in reversed(prefix.split(".") if prefix else []):
-        model = nn.ModuleDict({key: model})
+    model = nested(make_model(kind), prefix)
     plan = find_plan(model)
     assert plan is not None
     plan.check(model, 2)

@@ -114,12 +114,11 @@ def test_what_is_no_feed_forward_part_is_left_out() -> None:
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, WIDTH))
 
     assert suggested_tensor(model(normalized)) == {}
-    assert (
-        suggested_tensor(
-            model(lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH)))
-        )
-        == {}
-    )
+
+    def narrow() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH))
+
+    assert suggested_tensor(model(narrow)) == {}
 
 
 class LitVision(L.LightningModule):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +45,7 @@ def key(
 @settings(max_examples=200, deadline=None)
 def test_the_split_is_the_best_of_all(layers: list[float], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(layers)))
-    first, last = (
-        data.draw(st.sampled_from([0.0, 0.5, 3.0])),
-        data.draw(st.sampled_from([0.0, 0.5, 3.0])),
-    )
+    first, last = (data.draw(st.sampled_from([0.0, 0.5, 3.0])) for _ in range(2))
     ranges = partition_layers(layers, num_stages=num_stages, first_cost=first, last_cost=last)
     every = [
         (0, *cuts, len(layers)) for cuts in combinations(range(1, len(layers)), num_stages - 1)
@@ -180,6 +178,14 @@ class Model(nn.Module):
         self.head = nn.Linear(8, vocabulary, bias=False)
 
 
+PARTS = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
+
+
+def ranges_of(model: nn.Module, p: int, **options: Any) -> tuple[tuple[int, int], ...]:
+    layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
+    return layer_ranges(model, parts=PARTS, layout=layout, **options)
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "expected"),
     [
@@ -197,42 +203,23 @@ class Model(nn.Module):
 def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(
     vocabulary: int, expected: list[int]
 ) -> None:
-    layout = ParallelLayout(world_size=4, pipeline_parallel_size=4)
-    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
     with torch.device("meta"):
         model = Model(vocabulary=vocabulary)
-    assert counts(layer_ranges(model, parts=parts, layout=layout)) == expected
-    assert layer_ranges(
-        model, parts=parts, layout=layout, partition=["0", "blocks.1", "2", "blocks.7"]
-    )[2] == (2, 7)
+    assert counts(ranges_of(model, 4)) == expected
+    assert ranges_of(model, 4, partition=["0", "blocks.1", "2", "blocks.7"])[2] == (2, 7)
 
 
 def test_experts_cost_what_a_token_meets_of_them() -> None:
     mixture = nn.Module()
     mixture.top_k, mixture.experts = 2, nn.Module()
-    mixture.experts.num_experts, mixture.experts.up = (
-        16,
-        nn.Parameter(torch.empty(16, 8, 64, device="meta")),
-    )
-    model = Model(
-        layers=[
-            nn.Linear(8, 64),
-            nn.Linear(8, 64),
-            nn.Linear(8, 64),
-            nn.Linear(8, 64),
-            *[mixture] * 2,
-        ]
-    )
-    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
-    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
-    assert counts(layer_ranges(model, parts=parts, layout=layout)) == [4, 2]
+    mixture.experts.num_experts = 16
+    mixture.experts.up = nn.Parameter(torch.empty(16, 8, 64, device="meta"))
+    dense = [nn.Linear(8, 64) for _ in range(4)]
+    assert counts(ranges_of(Model(layers=[*dense, mixture, mixture]), 2)) == [4, 2]
 
 
 def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
-    shared = nn.Linear(8, 64)
-    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
-    parts = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
-    assert layer_ranges(Model(layers=[shared] * 4), parts=parts, layout=layout) == ((0, 2), (2, 4))
+    assert ranges_of(Model(layers=[nn.Linear(8, 64)] * 4), 2) == ((0, 2), (2, 4))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from lightning_ptdp.schedule import (
     CustomSchedule,
     Schedule,
     ScheduleError,
-    build_schedule,
     check_schedule,
     dump_schedule,
     load_schedule,
@@ -26,6 +26,7 @@ from lightning_ptdp.schedule import (
 )
 from lightning_ptdp.schedule.lowering import compute_order, lower
 from tests.errors import raises_with
+from tests.schedule.builders import build
 from tests.schedule.orders import compute_orders
 
 GOOD = "F0.0,F0.1,,B0.0,B0.1\n,F1.0,B1.0,F1.1,B1.1\n"
@@ -36,16 +37,6 @@ def written(folder: Path, text: str) -> str:
     path = folder / "mine.csv"
     path.write_text(text, encoding="utf-8")
     return str(path)
-
-
-def build(name: str | CustomSchedule, p: int, v: int, m: int, training: bool = True) -> Schedule:
-    return build_schedule(
-        name,
-        pipeline_parallel_size=p,
-        virtual_pipeline_size=v,
-        num_microbatches=m,
-        training=training,
-    )
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
@@ -166,13 +157,12 @@ def test_a_file_is_for_its_own_sizes_only(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     assert schedule_microbatches(path) == 2
     check_schedule(path, pipeline_parallel_size=2)
-    cases = [
+    for sizes, words in (
         ((4, 1, 2), ["pipeline_parallel_size=2, not 4", "Use pipeline_parallel_size=2"]),
         ((2, 2, 2), ["virtual_pipeline_size=1, not 2"]),
         ((2, 1, 3), ["num_microbatches=2, not 3", "Use num_microbatches=2"]),
         ((2, 1, 1), ["num_microbatches=2, not 1", "drop_last=True"]),
-    ]
-    for sizes, words in cases:
+    ):
         with raises_with((path, *words)):
             build(path, *sizes)
     with pytest.raises(ValueError, match="applies to schedule='interleaved_1f1b' only"):
@@ -198,13 +188,7 @@ def in_a_v(p: int, v: int, m: int) -> list[list[Action]]:
         for here in stages
     ]
     return [
-        [
-            *order,
-            *(
-                Action(ActionKind.BACKWARD, action.stage, action.microbatch)
-                for action in order[::-1]
-            ),
-        ]
+        [*order, *(replace(action, kind=ActionKind.BACKWARD) for action in order[::-1])]
         for order in forwards
     ]
 
@@ -245,9 +229,4 @@ def test_mistakes_of_ones_own_schedule() -> None:
     with pytest.raises(ValueError, match="name=''"):
         CustomSchedule("", all_forwards_first)
     with pytest.raises(ValueError, match="applies to schedule='interleaved_1f1b' only"):
-        build_schedule(
-            CustomSchedule("mine", all_forwards_first),
-            pipeline_parallel_size=2,
-            num_microbatches=2,
-            group_size=2,
-        )
+        build(CustomSchedule("mine", all_forwards_first), 2, 1, 2, group_size=2)

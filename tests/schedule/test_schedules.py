@@ -16,9 +16,7 @@ from lightning_ptdp.schedule import (
     Action,
     ActionKind,
     Costs,
-    Schedule,
     actions,
-    build_schedule,
     check_schedule,
     generators,
     peak_in_flight,
@@ -28,19 +26,10 @@ from lightning_ptdp.schedule import (
 )
 from lightning_ptdp.schedule.generators import may_split_backward
 from tests.errors import raises_with
+from tests.schedule.builders import build
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 V_SHAPED = ("zb_v", "dualpipe_v")
-
-
-def build(name: str, p: int, v: int, m: int, training: bool = True) -> Schedule:
-    return build_schedule(
-        name,
-        pipeline_parallel_size=p,
-        virtual_pipeline_size=v,
-        num_microbatches=m,
-        training=training,
-    )
 
 
 def allowed(name: str, p: int, v: int) -> bool:
@@ -63,7 +52,7 @@ def test_every_size_is_proven(name: str, p: int) -> None:
         for m in range(1, 18):
             if not allowed(name, p, v):
                 continue
-            schedule = build(name, p, v, m)  # build_schedule verifies
+            schedule = build(name, p, v, m)  # verified as it is built
             assert schedule.num_stages == p * v
             assert len(schedule.programs) == p
             assert schedule.placement == schedule_placement(name)
@@ -137,7 +126,7 @@ def test_interleaved_holds_what_its_docstring_says() -> None:
 
 
 def test_gradients_of_a_stage_are_summed_in_the_order_of_microbatches() -> None:
-    sizes = [
+    for name, v in (
         ("gpipe", 1),
         ("gpipe", 3),
         ("1f1b", 1),
@@ -145,8 +134,7 @@ def test_gradients_of_a_stage_are_summed_in_the_order_of_microbatches() -> None:
         ("zb_h1", 1),
         ("zb_v", 2),
         ("dualpipe_v", 2),
-    ]
-    for name, v in sizes:
+    ):
         for program in build(name, 4, v, 9).programs:
             for kind in COMPUTE:
                 for stage in {action.stage for action in program}:
@@ -186,20 +174,19 @@ def test_docstrings_show_the_timeline(
         simulate(build(name, 4, v, m, training), Costs(forward=1, backward=1, weight=1)).text()
         for name in names
     ]
-    shown = [
-        line.strip()
-        for line in (inspect.getdoc(function) or "").splitlines()
-        if re.match(r"rank \d", line.strip())
+    assert ranks_of(function) == [
+        line for timeline in drawn for line in in_parts(timeline, columns)
     ]
-    assert shown == [line for timeline in drawn for line in in_parts(timeline, columns)]
+
+
+def ranks_of(documented: object) -> list[str]:
+    """The lines of ranks in a docstring."""
+    lines = (inspect.getdoc(documented) or "").splitlines()
+    return [line.strip() for line in lines if re.match(r"rank \d", line.strip())]
 
 
 def test_the_printed_programs_are_those_of_the_docstring() -> None:
-    shown = [
-        line.strip()
-        for line in (actions.__doc__ or "").splitlines()
-        if re.match(r"rank \d", line.strip())
-    ]
+    shown = ranks_of(actions)
     schedule = build("1f1b", 2, 1, 2)
     assert shown == schedule.text().splitlines()
     parsed = tuple(tuple(Action.parse(word) for word in line.split()[2:]) for line in shown)
@@ -259,9 +246,11 @@ def test_the_result_is_cached() -> None:
 def test_mistakes_are_named_with_the_mend(
     name: str, p: int, v: int, m: int, words: list[str]
 ) -> None:
-    with raises_with(words) as error:
+    with pytest.raises(ValueError) as error:
         build(name, p, v, m)
-    if isinstance(m, int) and m > 1:
+    for word in words:
+        assert word in str(error.value)
+    if m > 1:
         with pytest.raises(ValueError) as earlier:
             check_schedule(name, pipeline_parallel_size=p, virtual_pipeline_size=v)
         assert str(earlier.value) == str(error.value)
@@ -287,13 +276,7 @@ def test_any_group_size_keeps_the_bubble_and_bounds_the_memory(p: int, v: int) -
                 v * m, (v - 1) * largest + 2 * (p - 1) + 1
             )
             if p > 1:
-                schedule = build_schedule(
-                    "auto",
-                    pipeline_parallel_size=p,
-                    virtual_pipeline_size=v,
-                    num_microbatches=m,
-                    group_size=group_size,
-                )
+                schedule = build("auto", p, v, m, group_size=group_size)
                 assert m < p or simulate(schedule).bubble_fraction == Fraction(p - 1, v * m)
 
 
@@ -319,13 +302,7 @@ def microbatch_groups(order: tuple[Action, ...], p: int) -> list[list[Action]]:
 )
 def test_group_sizes_that_cannot_be(name: str, v: int, group_size: int, words: list[str]) -> None:
     with raises_with(words):
-        build_schedule(
-            name,
-            pipeline_parallel_size=4,
-            virtual_pipeline_size=v,
-            num_microbatches=8,
-            group_size=group_size,
-        )
+        build(name, 4, v, 8, group_size=group_size)
 
 
 def test_the_front_door_needs_neither_torch_nor_matplotlib() -> None:

@@ -19,7 +19,7 @@ from lightning_ptdp.schedule import (
     verify_schedule,
 )
 from lightning_ptdp.schedule.lowering import lower
-from tests.refusals import refused
+from tests.errors import raises_with
 from tests.schedule.builders import build, from_text
 from tests.schedule.nccl import Habits, operations
 from tests.schedule.orders import compute_orders, needs
@@ -51,7 +51,7 @@ def changed(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
 
 def refuse(schedule: Schedule, *words: str) -> None:
     """The verifier refuses the training schedule, and points at the fault."""
-    with refused("-->", *words, error=ScheduleError):
+    with raises_with(("-->", *words), ScheduleError):
         verify_schedule(schedule, training=True)
 
 
@@ -330,7 +330,7 @@ def test_each_fault_is_named(first: str, second: str, words: str) -> None:
     ],
 )
 def test_faults_of_two_ranks_are_marked_on_both(lines: tuple[str, str], words: list[str]) -> None:
-    with refused(*words, error=ScheduleError):
+    with raises_with(words, ScheduleError):
         verify_schedule(from_text("hand", 2, 1, 2, *lines))
 
 
