@@ -140,18 +140,26 @@ def ending_children_on_sigterm(launcher: Launcher) -> Iterator[None]:
     """Kill the started processes on SIGTERM, until Lightning has its own handler.
 
     SIGTERM kills the processes that ``launcher`` has started, then this one. By default it would
-    end only this process, and the other ranks would look for its store until their time limit."""
+    end only this process, and the other ranks would look for its store until their time limit.
+
+    After an exception, Lightning restores the handler that it found, this one, when the context has
+    ended. The handler then holds nothing of the run, and ends only this process."""
+    launchers = [launcher]
 
     def end(signum: int, _frame: FrameType | None) -> None:
         # otherwise Lightning's handler has called it too
         if signal.getsignal(signal.SIGTERM) is end:
-            launcher.kill(signal.SIGKILL)
+            for one in launchers:
+                one.kill(signal.SIGKILL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 
     provided = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # by the user
     with contextlib.nullcontext() if provided else handled(signal.SIGTERM, end):
-        yield
+        try:
+            yield
+        finally:
+            launchers.clear()
 
 
 @contextlib.contextmanager

@@ -3,8 +3,12 @@ not hang, and collectives that only one stage would enter are refused where they
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import signal
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +166,22 @@ def test_the_process_that_forked_the_ranks_shows_the_exception_and_saves_nothing
     assert not list(tmp_path.iterdir())
 
 
+def freed(rank: int, place: Place) -> bool:
+    """Return True if nothing of a failed run is held, the groups with their connections included."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without the handler of an earlier run
+    trainer = make_trainer(place, callbacks=[Mistake(tuple(range(place.world_size)))])
+    strategy = weakref.ref(trainer.strategy)
+    with contextlib.suppress(ZeroDivisionError):
+        trainer.fit(LitNet(), loader())
+    del trainer
+    gc.collect()
+    return strategy() is None
+
+
+def test_a_failed_run_is_freed(conformance: Conformance) -> None:
+    assert conformance.ranks(freed, D2) == [True, True]
+
+
 class Communicates(LitNet):
     """Asks for a collective in a step."""
 
@@ -193,14 +213,17 @@ class Communicates(LitNet):
 
 
 def communicates(rank: int, place: Place, hook: str, name: str) -> str:
-    trainer = make_trainer(place, num_sanity_val_steps=0)
+    trainer, outcome = make_trainer(place, num_sanity_val_steps=0), ""
     try:
         trainer.fit(Communicates(hook, name), loader(), loader())
     except Exception as error:
-        if dist.is_initialized() and rank == place.world_size - 1:
-            dist.destroy_process_group()
-        return f"{type(error).__name__}: {error}"
-    return ""
+        outcome = f"{type(error).__name__}: {error}"
+    if outcome and dist.is_initialized() and rank == place.world_size - 1:
+        # gloo closes the connections of a group when it is freed, as the end of a process does
+        dist.destroy_process_group()
+        del trainer
+        gc.collect()
+    return outcome
 
 
 @pytest.mark.parametrize(
