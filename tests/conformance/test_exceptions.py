@@ -166,10 +166,10 @@ def test_the_process_that_forked_the_ranks_shows_the_exception_and_saves_nothing
     assert not list(tmp_path.iterdir())
 
 
-def freed(rank: int, place: Place) -> bool:
-    """Return True if nothing of a failed run is held, the groups with their connections included."""
+def freed(rank: int, place: Place, mistaken: tuple[int, ...]) -> bool:
+    """Return True if nothing of a run is held, the groups with their connections included."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without the handler of an earlier run
-    trainer = make_trainer(place, callbacks=[Mistake(tuple(range(place.world_size)))])
+    trainer = make_trainer(place, callbacks=[Mistake(mistaken)])
     strategy = weakref.ref(trainer.strategy)
     with contextlib.suppress(ZeroDivisionError):
         trainer.fit(LitNet(), loader())
@@ -178,8 +178,10 @@ def freed(rank: int, place: Place) -> bool:
     return strategy() is None
 
 
-def test_a_failed_run_is_freed(conformance: Conformance) -> None:
-    assert conformance.ranks(freed, D2) == [True, True]
+@pytest.mark.parametrize("mistaken", [(), (0, 1)], ids=["ended", "failed"])
+@pytest.mark.parametrize("name", ["d2", "p2"])
+def test_a_run_is_freed(name: str, mistaken: tuple[int, ...], conformance: Conformance) -> None:
+    assert conformance.ranks(freed, PLACES[name], mistaken) == [True, True]
 
 
 class Communicates(LitNet):
