@@ -22,14 +22,7 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = [
-    "OptimizerGroupsError",
-    "check_held",
-    "compare_groups",
-    "describe_groups",
-    "drop_foreign",
-    "make_trials",
-]
+__all__ = ["OptimizerGroupsError", "settle_groups"]
 
 Description = dict[str, object]
 """One group: its options by name, and in ``"params"`` its parameters' uncut names."""
@@ -39,7 +32,47 @@ class OptimizerGroupsError(PTDPError, ValueError):
     """Error of ranks that have made different parameter groups."""
 
 
-def check_held(optimizer: Optimizer, parameters: ManagedParameters) -> None:
+def settle_groups(
+    optimizers: Sequence[Optimizer],
+    foreign: Mapping[nn.Parameter, str],
+    parameters: ManagedParameters,
+    *,
+    config: PTDPConfig,
+    layout: ParallelLayout,
+) -> list[list[GroupTrial]]:
+    """Remove parameters of other stages from the groups, and compare the groups of all ranks.
+
+    Collective over the world.
+
+    Args:
+        optimizers: The optimizers that ``configure_optimizers`` made of the whole module.
+        foreign: Parameters that this rank does not hold, and their names.
+        parameters: Parameters that it holds.
+        config: The options.
+        layout: Degrees of parallelism.
+
+    Returns:
+        How the layout cuts the members of each group, by optimizer.
+
+    Raises:
+        OptimizerGroupsError: The groups of the ranks differ; the same on all ranks.
+        ValueError: An optimizer has a parameter that is not in the model.
+    """
+    names = {**{p: managed.name for p, managed in parameters.items()}, **foreign}
+    descriptions = [_describe_groups(optimizer, names) for optimizer in optimizers]
+    trials = [
+        _make_trials(one, foreign, parameters, config=config, layout=layout) for one in optimizers
+    ]
+    for optimizer in optimizers:
+        _drop_foreign(optimizer, foreign, parameters)
+        if layout.world_size > 1 or config.runs_backward:
+            _check_held(optimizer, parameters)
+    if layout.world_size == 1:
+        return trials
+    return _compare_groups(optimizers, descriptions, trials)
+
+
+def _check_held(optimizer: Optimizer, parameters: ManagedParameters) -> None:
     """Check that all parameters of the optimizer have been distributed over the ranks.
 
     Raises:
@@ -62,7 +95,7 @@ def check_held(optimizer: Optimizer, parameters: ManagedParameters) -> None:
         )
 
 
-def describe_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[Description]:
+def _describe_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[Description]:
     """Return descriptions of the groups, without parameters that have no name."""
     return [
         {
@@ -77,7 +110,7 @@ def describe_groups(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
     ]
 
 
-def drop_foreign(
+def _drop_foreign(
     optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], parameters: ManagedParameters
 ) -> None:
     """Remove parameters of other stages from the groups, in place.
@@ -101,7 +134,7 @@ def drop_foreign(
                 optimizer.state[parameter][key] = slice_full(value, managed.placement)
 
 
-def make_trials(
+def _make_trials(
     optimizer: Optimizer,
     foreign: Mapping[nn.Parameter, str],
     parameters: ManagedParameters,
@@ -146,7 +179,7 @@ def _cuts(placement: Placement, layout: ParallelLayout) -> Iterator[Cut]:
                 yield Cut(option=option, dims=len(placement.full_shape), along=dim)
 
 
-def compare_groups(
+def _compare_groups(
     optimizers: Sequence[Optimizer],
     descriptions: Sequence[Sequence[Description]],
     trials: Sequence[Sequence[GroupTrial]],

@@ -64,13 +64,7 @@ from lightning_ptdp.strategy.distributed_sampling import read_alike
 from lightning_ptdp.strategy.forward_contexts import make_surroundings
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.layout_choice import Forecast, LayoutChoice
-from lightning_ptdp.strategy.optimizers import (
-    check_held,
-    compare_groups,
-    describe_groups,
-    drop_foreign,
-    make_trials,
-)
+from lightning_ptdp.strategy.optimizers import settle_groups
 from lightning_ptdp.strategy.out_of_memory import explain_memory
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling, replacing
@@ -296,21 +290,12 @@ class _PTDPStrategy(StepHooks):
         )
         with view as foreign:
             self._make_optimizers(trainer)
-        # before check_held, which does not know names
+        # before the groups are checked, which does not name parameters
         parallel.check(frozen=self.layout.divides_model)
-        names = {**{p: managed.name for p, managed in parameters.items()}, **foreign}
-        descriptions = [describe_groups(optimizer, names) for optimizer in self.optimizers]
-        trials = [
-            make_trials(one, foreign, parameters, config=self.config, layout=self.layout)
-            for one in self.optimizers
-        ]
-        for optimizer in self.optimizers:
-            drop_foreign(optimizer, foreign, parameters)
-            if self.layout.world_size > 1 or self.config.runs_backward:
-                check_held(optimizer, parameters)
-        if self.layout.world_size > 1:
-            with self.waiting_in("comparing the optimizer's parameter groups"):
-                trials = compare_groups(self.optimizers, descriptions, trials)
+        with self.waiting_in("comparing the optimizer's parameter groups"):
+            trials = settle_groups(
+                self.optimizers, foreign, parameters, config=self.config, layout=self.layout
+            )
         for optimizer, groups in zip(self.optimizers, trials, strict=True):
             check_elementwise(optimizer, groups, device=self.root_device)
             if trainer.checkpoint_callbacks and not self.writes_file:
