@@ -247,18 +247,18 @@ def _check_kinds(kinds: list[int], what: str, length: int, group: Group) -> None
 
 
 def _agree(
-    keys: Tensor, told: tuple[Tensor | int, int, bool], what: str | None, group: Group
+    keys: Tensor, own: tuple[Tensor | int, int, bool], what: str | None, group: Group
 ) -> WholeMask:
     """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
 
-    It is the only place that reads values back, once. ``told`` is what this rank's mask may be, its
+    It is the only place that reads values back, once. ``own`` is what this rank's mask may be, its
     number of key/value heads, and whether there is a mask. A slice of only padding fits both causal
     and bidirectional masks. The other ranks decide then.
     """
     samples, length = keys.shape
     numbers = [
         number.to(keys) if isinstance(number, Tensor) else keys.new_full((), number)
-        for number in told
+        for number in own
     ]
     mine = torch.cat((keys, torch.stack(numbers).expand(samples, -1)), 1)
     gathered = mine.new_empty(group.size * samples, length + 3)

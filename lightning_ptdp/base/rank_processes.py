@@ -29,17 +29,19 @@ class Outcome:
     Attributes:
         results: Return value of each rank.
         errors: Reason in one line for each rank that raised or died.
-        told: Reports of each rank, in order; the last one names its current action.
+        reports: Reports of each rank, in order; the last one names its current action.
     """
 
     results: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    told: dict[int, list[str]] = field(default_factory=dict)
+    reports: dict[int, list[str]] = field(default_factory=dict)
 
     @property
     def late(self) -> list[int]:
         """Return the ranks that neither returned nor raised."""
-        return [rank for rank in self.told if rank not in self.results and rank not in self.errors]
+        return [
+            rank for rank in self.reports if rank not in self.results and rank not in self.errors
+        ]
 
     def explain(self) -> str:
         """Return a text that names each failed or hung rank and its place; "" if all returned.
@@ -50,8 +52,8 @@ class Outcome:
             f"rank {rank} failed in {self._at(rank)}: {text}" for rank, text in self.errors.items()
         ]
         if self.late and not self.errors:
-            least = min(len(self.told[rank]) for rank in self.late)
-            behind = [rank for rank in self.late if len(self.told[rank]) == least]
+            least = min(len(self.reports[rank]) for rank in self.late)
+            behind = [rank for rank in self.late if len(self.reports[rank]) == least]
             others = [rank for rank in self.late if rank not in behind]
             said.append(
                 f"{_ranks(behind)} {'hangs' if len(behind) == 1 else 'hang'} in "
@@ -61,7 +63,7 @@ class Outcome:
         return "; ".join(said)
 
     def _at(self, rank: int) -> str:
-        return self.told[rank][-1] if self.told[rank] else "its start"
+        return self.reports[rank][-1] if self.reports[rank] else "its start"
 
 
 def run_ranks(
@@ -73,7 +75,7 @@ def run_ranks(
     seconds, because they may wait for the failed one for ever.
     """
     context = multiprocessing.get_context("fork")
-    outcome = Outcome(told={rank: [] for rank in range(count)})
+    outcome = Outcome(reports={rank: [] for rank in range(count)})
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(count):
@@ -97,7 +99,7 @@ def _serve(
     there: Connection, function: Callable[..., object], rank: int, args: Sequence[object]
 ) -> None:
     try:
-        there.send(("result", function(rank, lambda what: there.send(("told", what)), *args)))
+        there.send(("result", function(rank, lambda what: there.send(("report", what)), *args)))
     except BaseException as error:
         # The first line only: notes follow it.
         there.send(("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0]))
@@ -112,8 +114,8 @@ def _listen(outcome: Outcome, pipes: dict[Connection, int], deadline: float) -> 
                 kind, value = pipe.recv()
             except (EOFError, ConnectionError):
                 kind, value = "error", "the process died"
-            if kind == "told":
-                outcome.told[rank].append(value)
+            if kind == "report":
+                outcome.reports[rank].append(value)
                 continue
             (outcome.results if kind == "result" else outcome.errors)[rank] = value
             del pipes[pipe]

@@ -223,7 +223,7 @@ def render(summary: StrategySummary) -> str:
 
 
 def _degrees(layout: ParallelLayout) -> str:
-    axes = " x ".join(f"{axis.name} {layout.size(axis.name)}" for axis in layout.told())
+    axes = " x ".join(f"{axis.name} {layout.size(axis.name)}" for axis in layout.named_axes())
     text = f"{_count(layout.world_size, 'process', 'processes')}: {axes}"
     if layout.virtual_pipeline_size > 1:
         text += f", {layout.virtual_pipeline_size} chunks per pipeline rank"

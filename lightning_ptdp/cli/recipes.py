@@ -86,6 +86,6 @@ def _row(name: str) -> tuple[str, str, str, str, str]:
     trainer = resolve_config(file).values["trainer"]
     devices = trainer["devices"] * trainer.get("num_nodes", 1)
     layout = ParallelLayout.chosen(trainer["strategy"]["init_args"], world_size=devices)
-    degrees = [f"{axis.letter}{layout.size(axis.name)}" for axis in layout.told()]
+    degrees = [f"{axis.letter}{layout.size(axis.name)}" for axis in layout.named_axes()]
     degrees.insert(2, f"v{layout.virtual_pipeline_size}")
     return name, count, str(devices), " ".join(degrees), summary

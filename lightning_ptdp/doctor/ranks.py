@@ -146,7 +146,7 @@ def _group(
 
 
 def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Iterator[Check]:
-    problem, said = outcome.explain(), {what for told in outcome.told.values() for what in told}
+    problem, said = outcome.explain(), {what for each in outcome.reports.values() for what in each}
     used = [name for name in COLLECTIVES if name in said]
     if problem:
         done = f"; correct until then: {', '.join(used[:-1])}" if len(used) > 1 else ""

@@ -119,9 +119,9 @@ def merge_adapters(
     peft = import_optional("peft")
     transformers = import_optional("transformers")
 
-    told, target = read_state(source)[BASE_WEIGHTS], Path(os.path.abspath(destination))
-    folder = local_folder(str(base or told["path"]))
-    if fingerprint(folder) != told["fingerprint"]:
+    base_weights, target = read_state(source)[BASE_WEIGHTS], Path(os.path.abspath(destination))
+    folder = local_folder(str(base or base_weights["path"]))
+    if fingerprint(folder) != base_weights["fingerprint"]:
         raise CheckpointError(
             f"{folder} does not have the weights with which the adapters of {source} were trained"
         )
@@ -129,7 +129,7 @@ def merge_adapters(
     files.check_replaceable(target, marker=files.EXPORT_MARK)
     kind: Any = (
         transformers.AutoModelForCausalLM
-        if told["task"] == "CAUSAL_LM"
+        if base_weights["task"] == "CAUSAL_LM"
         else transformers.AutoModelForMaskedLM
     )
     model = kind.from_pretrained(

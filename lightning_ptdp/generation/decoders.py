@@ -227,8 +227,8 @@ class _CachedHuggingFace:
         # Each stage of a rank has its own cache, because a model may ask any layer of a cache for
         # the number of tokens seen: all layers in it must agree.
         cache = self._caches.setdefault(stage, new_cache(config))
-        told: dict[str, Any] = {"position_ids": places, "logits_to_keep": 1}
-        told = {name: value for name, value in told.items() if name in self._takes}
+        options: dict[str, Any] = {"position_ids": places, "logits_to_keep": 1}
+        options = {name: value for name, value in options.items() if name in self._takes}
         try:
             # Without padding there is no mask: transformers would read its values.
             output = self._model(
@@ -236,7 +236,7 @@ class _CachedHuggingFace:
                 attention_mask=real.long() if padded else None,
                 past_key_values=cache,
                 use_cache=True,
-                **told,
+                **options,
             )
         finally:
             advance_cache(cache, real.size(1), ids.device)

@@ -100,11 +100,11 @@ class RankReport:
     def is_known(self) -> bool:
         """Return True if all answering ranks have named the missing rank, or have ended."""
         answering = self.heard.keys() - self.missing
-        told = all(
+        known = all(
             self.heard[rank].status.is_done and self.heard[rank].status.failure != LOST
             for rank in answering
         )
-        return told and len(self.asked) == self.world_size - 1
+        return known and len(self.asked) == self.world_size - 1
 
     def _sentence(self, rank: int) -> str:
         until = time.monotonic() if self.store_answers else self.as_of

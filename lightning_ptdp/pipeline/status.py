@@ -127,8 +127,8 @@ class RankStatus:
             return f"ended normally {duration(silence)} ago"
         if silence > silent_after_s:
             return f"last reported {duration(silence)} ago: {self.place()}"
-        told = " (this rank)" if silence_s is None else f" (reported {duration(silence)} ago)"
-        return f"{self.place()} since {duration(self.age_s + silence)}{told}"
+        suffix = " (this rank)" if silence_s is None else f" (reported {duration(silence)} ago)"
+        return f"{self.place()} since {duration(self.age_s + silence)}{suffix}"
 
 
 def cause_first(message: str, explained: str) -> str:

@@ -200,8 +200,8 @@ class CheckpointHooks(World):
         super().on_exception(exception)
         if self._run is not None:
             self._run.watchdog.annotate(exception)
-            told_to_end = isinstance(exception, (KeyboardInterrupt, SystemExit))
-            if told_to_end and not isinstance(exception, StoppedNow):
+            asked_to_end = isinstance(exception, (KeyboardInterrupt, SystemExit))
+            if asked_to_end and not isinstance(exception, StoppedNow):
                 # ask now, because the answer is known at the end of the run
                 self._run.interruption.is_of_this_rank_alone()
         self._saves.end(exception, self.config.timeout)

@@ -152,12 +152,12 @@ def _drops(module: nn.Module) -> bool:
 
     Such an attribute is ``dropout=0.1``, or the ``p`` of an ``nn.Dropout``.
     """
-    told = [
+    rates = [
         value
         for name, value in vars(module).items()
         if "drop" in f"{type(module).__name__ if name == 'p' else name}".lower()
     ]
-    return any(isinstance(value, float) and value > 0 for value in told)
+    return any(isinstance(value, float) and value > 0 for value in rates)
 
 
 def give_randomness(

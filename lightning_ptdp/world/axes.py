@@ -23,7 +23,7 @@ class Axis:
             neighbours.
         reads: Part of a batch that its ranks read: the same, other tokens of the same samples, or
             other samples.
-        always_told: Name it even if its degree is 1.
+        always_named: Name it even if its degree is 1.
         within: A set of axes (``SETS``) whose ranks it takes in blocks, instead of multiplying the
             ranks. Each block holds once all that is split over the axis. The ranks with the same
             place in the other blocks are ``<name>_replicas``.
@@ -33,7 +33,7 @@ class Axis:
     letter: str
     place: int = -1
     reads: Reads = "same"
-    always_told: bool = True
+    always_named: bool = True
     within: str | None = None
 
     @property
@@ -45,9 +45,9 @@ class Axis:
 AXES = (
     Axis(name="tensor", letter="t", place=30),
     Axis(name="pipeline", letter="p", place=0),
-    Axis(name="context", letter="c", place=20, reads="tokens", always_told=False),
+    Axis(name="context", letter="c", place=20, reads="tokens", always_named=False),
     Axis(name="data", letter="d", place=10, reads="samples"),
-    Axis(name="expert", letter="e", reads="samples", always_told=False, within="replica_sum"),
+    Axis(name="expert", letter="e", reads="samples", always_named=False, within="replica_sum"),
 )
 
 

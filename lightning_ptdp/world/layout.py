@@ -280,9 +280,9 @@ class ParallelLayout(Degrees, Stages):
         order, moving = self._order, self._moving(axis)
         return math.prod(map(self.size, order[order.index(moving[-1]) + 1 :]))
 
-    def told(self) -> tuple[Axis, ...]:
+    def named_axes(self) -> tuple[Axis, ...]:
         """Return the axes that summaries name."""
-        return tuple(axis for axis in self.axes if axis.always_told or self.size(axis.name) > 1)
+        return tuple(axis for axis in self.axes if axis.always_named or self.size(axis.name) > 1)
 
     def describe(self) -> str:
         """Return a short form for logs: ``t2 p2 v2 d1``."""
@@ -293,7 +293,7 @@ class ParallelLayout(Degrees, Stages):
         )
         text = " ".join(
             f"{axis.letter}{self.size(axis.name)}{chunks.get(axis.name, '')}"
-            for axis in self.told()
+            for axis in self.named_axes()
         )
         split = (
             f" et{self.expert_tensor_parallel_size}" if self.expert_tensor_parallel_size > 1 else ""
