@@ -6,7 +6,7 @@ its options.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_ptdp.generation.write import Sampling
+from lightning_ptdp.generation.generation_options import Sampling
 
 if TYPE_CHECKING:
     from lightning_ptdp.generation.write import generate

@@ -124,7 +124,7 @@ class CheckpointHooks(World):
                 self._saves.save(
                     self.model_space,
                     checkpoint,
-                    self.broadcast(local_path(filepath)),
+                    local_path(filepath),
                     facts=self.run_facts,
                     limit=self.config.timeout,
                 )

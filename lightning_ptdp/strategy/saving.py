@@ -90,7 +90,7 @@ class FolderSaves:
         Args:
             space: The model.
             checkpoint: Lightning's checkpoint, with this rank's weights.
-            path: The folder, the same on all ranks.
+            path: The folder; rank 0's counts.
             facts: Facts about the run for the metadata, in JSON types.
             limit: Limit of a background save.
 
@@ -101,6 +101,7 @@ class FolderSaves:
         with same_outcome(f"saving the checkpoint {path}"):
             model, unchanged = _weights_to_save(space, checkpoint.get("state_dict", {}))
             optimizers = _optimizer_tensors(space) if "optimizer_states" in state else {}
+        target = from_rank_zero(lambda: path)
         if space.ranks_hold_all:
             # The result of rank 0's hooks is saved, as in Lightning. Other ranks help to write
             # unchanged entries.
@@ -124,14 +125,14 @@ class FolderSaves:
                 if isinstance(state.get(key), int)
             },
         }
-        done = partial(mark_latest, Path(os.path.abspath(path))) if is_rank_zero() else _nothing
+        done = partial(mark_latest, Path(os.path.abspath(target))) if is_rank_zero() else _nothing
         if self.in_background:
             if self._saver is None:
                 self._saver = BackgroundSaver(limit=limit, keeper=self.keeper)
-            self._saver.save(path, tensors=tensors, state=state, metadata=metadata, then=done)
+            self._saver.save(target, tensors=tensors, state=state, metadata=metadata, then=done)
         else:
             save_checkpoint(
-                path, tensors=tensors, state=state, metadata=metadata, keeper=self.keeper
+                target, tensors=tensors, state=state, metadata=metadata, keeper=self.keeper
             )
             done()
 
