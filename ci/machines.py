@@ -89,7 +89,9 @@ CASES = {
         line="mkdir real && ln -s real link && cd link && $FIT"
     ),
     "read-only HOME": Case(
-        line=mounted("mount -t tmpfs -o ro none /root", "env HOME=/root $FIT_AWAY"),
+        line=mounted(
+            "mkdir -p $HERE/home; mount -t tmpfs -o ro none $HERE/home", "env HOME=$HERE/home $FIT"
+        ),
         needs=(IS_ROOT, MOUNTS),
     ),
     "read-only working directory": Case(
@@ -211,7 +213,6 @@ def main(names: list[str]) -> int:
     environment = {
         **os.environ,
         "FIT": job,
-        "FIT_AWAY": job,
         "PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
     }
