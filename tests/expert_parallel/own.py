@@ -38,7 +38,7 @@ class Run(Training):
     precision: str = "64-true"
     validate_every: int | None = 6
 
-    weight_tolerance: ClassVar[float] = 1e-8
+    weight_tolerance: ClassVar[float] = 8e-9
 
     def make_module(self) -> L.LightningModule:
         if self.usual:
