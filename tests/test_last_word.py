@@ -44,7 +44,7 @@ def test_a_sigterm_that_no_step_followed_is_told_to_the_launcher() -> None:
     ours._run = SimpleNamespace(stop_request=SimpleNamespace(received=False))
     trainer: Any = SimpleNamespace(strategy=ours)
     callback.on_exception(trainer, L.LightningModule(), PeerError("rank 0 was lost"))
-    assert not ours.told_to_end
+    assert not ours.asked_to_end
     callback._notes.received.add(15)
     callback.on_exception(trainer, L.LightningModule(), PeerError("rank 0 was lost"))
-    assert ours.told_to_end
+    assert ours.asked_to_end
