@@ -3,8 +3,8 @@
 ``run(function, world_size=4, args=(...))`` calls ``function(rank, *args)`` on that many real
 processes joined by gloo and returns the results by rank. Workers are forked from a server that has
 torch and Lightning loaded, so that a test costs milliseconds and not the 8 seconds of an import;
-every call has a hard time limit, after which all workers are killed and the test fails, with the
-stacks of those that did not answer and of the processes that they had started."""
+every call has a time limit (limits.py), after which all workers are killed and the test fails, with
+the stacks of those that did not answer and of the processes that they had started."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
+
+from tests.limits import Limit, running
 
 PRELOAD = [
     "torch",
@@ -84,7 +86,6 @@ def _call(
     rank: int,
     world_size: int,
     store: str,
-    limit: float,
     args: Sequence[Any],
     env: dict,
     backend: str,
@@ -104,7 +105,7 @@ def _call(
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=limit),
+            timeout=timedelta(hours=1),  # the pool's limit ends those that wait
         )
     try:
         with habits():
@@ -141,8 +142,8 @@ class Pool:
         env: dict[str, str] | None = None,
         backend: str = "gloo",
     ) -> list[Any]:
-        """Results of ``function(rank, *args)`` by rank; ``limit`` is in seconds, ``backend`` "gloo"
-        or "queued" (tests/queued.py)."""
+        """Results of ``function(rank, *args)`` by rank; ``limit`` is in seconds (limits.py),
+        ``backend`` "gloo" or "queued" (tests/queued.py)."""
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
@@ -151,27 +152,26 @@ class Pool:
                     rank,
                     world_size,
                     os.path.join(folder, "store"),
-                    limit,
                     args,
                     env or {},
                     backend,
                 )
                 self._workers[rank][1].send_bytes(pickle.dumps(task))
             return self._collect(
-                world_size, time.monotonic() + limit, getattr(function, "__name__", "function")
+                world_size, Limit(limit, running), getattr(function, "__name__", "function")
             )
 
-    def _collect(self, world_size: int, deadline: float, name: str) -> list[Any]:
+    def _collect(self, world_size: int, limit: Limit, name: str) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = {self._workers[rank][1]: rank for rank in range(world_size)}
         while waiting:
             # A failed peer leaves the others waiting for it: do not wait the whole limit for them
             # too.
-            left = (
-                min(deadline - time.monotonic(), 5.0) if failures else deadline - time.monotonic()
-            )
-            answered = wait(list(waiting), max(left, 0.05))
+            grace = Limit(5.0, running) if failures else limit
+            while not (answered := wait(list(waiting), 1.0)):
+                if min(grace.left(), limit.left()) <= 0:
+                    break
             if not answered:
                 late = {
                     rank: f"no answer within the time limit\n{self._stacks(rank)}"

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.limits import Limit
+
 __all__ = ["Session", "listening", "session"]
 
 LIMIT = 240.0  # within pytest's own, so that a script that hangs is told with its output
@@ -62,23 +64,26 @@ class Session:
                     found.append(process)
         return found
 
+    def _patience(self, limit: float) -> Limit:
+        return Limit(limit, lambda: [process.pid for process in self.alive])
+
     def wait_until(self, reached: Callable[[], object], what: str, limit: float = LIMIT) -> None:
         """Return when ``reached()`` is true; fails if the command ends before that, or after
         ``limit`` seconds."""
-        deadline = time.monotonic() + limit
+        patience = self._patience(limit)
         while not reached():
             assert self.process.poll() is None, (
                 f"it ended with {self.process.returncode} before: {what}\n{self.output}"
             )
-            if time.monotonic() > deadline:
+            if patience.left() < 0:
                 raise AssertionError(f"not within {limit} s: {what}\n{self.stacks()}")
             time.sleep(0.05)
 
     def finish(self, limit: float = LIMIT) -> int:
         """The exit code, once no process is left."""
-        deadline = time.monotonic() + limit
+        patience = self._patience(limit)
         while self.process.poll() is None or self.alive:
-            if time.monotonic() > deadline:
+            if patience.left() < 0:
                 raise AssertionError(f"not ended within {limit} s: {self.alive}\n{self.stacks()}")
             time.sleep(0.05)
         return self.process.returncode

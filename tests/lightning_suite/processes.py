@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
+from tests.limits import Limit, running
+
 _LIMIT_S = 90.0
 _GRACE_S = 15.0  # for the others, when the first has failed
 _LOST = ("PeerError", "Connection closed by peer", "Connection reset by peer")
@@ -81,13 +83,13 @@ class Processes:
             os._exit(0)
 
     def _wait(self, children: dict[int, int]) -> None:
-        deadline, started = time.monotonic() + _LIMIT_S, list(children)
-        while children and time.monotonic() < deadline:
+        started, limits = list(children), [Limit(_LIMIT_S, running)]
+        while children and min(limit.left() for limit in limits) > 0:
             for child, rank in list(children.items()):
                 if os.waitpid(child, os.WNOHANG)[0]:
                     del children[child]
                     if not self._file(rank).exists() or b"failed" in self._file(rank).read_bytes():
-                        deadline = min(deadline, time.monotonic() + _GRACE_S)
+                        limits.append(Limit(_GRACE_S, running))
             time.sleep(0.01)
         for child in children:
             os.kill(child, signal.SIGKILL)

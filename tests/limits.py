@@ -1,0 +1,64 @@
+"""A time limit that other processes of the machine do not use up."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+__all__ = ["Limit", "running"]
+
+_HARD = 10
+
+
+class Limit:
+    """Count the seconds in which processes could have run.
+
+    The time that their threads spent waiting for a core does not count: on a busy machine a slow
+    test is not one that hangs. Who hangs waits for no core, and is found after ``seconds`` as on an
+    idle machine; after ten times as long the limit is reached in any case.
+
+    Args:
+        seconds: The limit.
+        pids: Returns the processes of now; called at most once a second, and not in the first.
+    """
+
+    def __init__(self, seconds: float, pids: Callable[[], Iterable[int]]) -> None:
+        self.seconds, self._pids, self._start = seconds, pids, time.monotonic()
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self._asked = self._start
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        now = time.monotonic()
+        if now >= self._asked + 1:
+            self._asked = now
+            self._ask()
+        delay = sum(self._last.values()) - sum(self._first.values())
+        return min(self.seconds + delay, _HARD * self.seconds) - (now - self._start)
+
+    def _ask(self) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(OSError, ValueError):
+                delay = _run_delay(pid)
+                self._first.setdefault(pid, delay)
+                # a thread that has ended is no longer counted
+                self._last[pid] = max(delay, self._last.get(pid, 0.0))
+
+
+def running() -> list[int]:
+    """Return the processes that this one has started, and theirs."""
+    return [process.pid for process in psutil.Process().children(recursive=True)]
+
+
+def _run_delay(pid: int) -> float:
+    """Return the seconds that the threads of a process were ready to run and had no core.
+
+    Linux's Documentation/scheduler/sched-stats.rst, section "/proc/<pid>/schedstat".
+    """
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[1]) for thread in threads) / 1e9

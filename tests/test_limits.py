@@ -1,0 +1,54 @@
+"""The limit of a test counts the time in which its processes could run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing.synchronize import Event
+
+import pytest
+
+from tests.limits import Limit
+
+
+def _spin(core: int, stop: Event) -> None:
+    os.sched_setaffinity(0, {core})
+    while not stop.is_set():
+        pass
+
+
+@pytest.fixture
+def two_on_a_core() -> Iterator[list[int]]:
+    context = multiprocessing.get_context("fork")
+    stop, core = context.Event(), min(os.sched_getaffinity(0))
+    processes = [context.Process(target=_spin, args=(core, stop)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    yield [process.pid for process in processes if process.pid]
+    stop.set()
+    for process in processes:
+        process.join()
+
+
+def test_waiting_for_a_core_does_not_count(two_on_a_core: list[int]) -> None:
+    limit, start = Limit(30, lambda: two_on_a_core), time.monotonic()
+    while limit.left() < 30 - (time.monotonic() - start) + 0.5:
+        assert limit.left() > 0, "two processes wait for one core, and the limit does not see it"
+
+
+def test_who_hangs_is_found_in_time() -> None:
+    limit, start = Limit(2, lambda: [os.getpid()]), time.monotonic()
+    while limit.left() > 0:
+        time.sleep(0.1)
+        assert time.monotonic() - start < 10 * 2 + 1
+
+
+def test_the_limit_is_reached_at_last_on_any_machine(
+    monkeypatch: pytest.MonkeyPatch, two_on_a_core: list[int]
+) -> None:
+    monkeypatch.setattr("tests.limits._run_delay", lambda pid: time.monotonic() * 2)
+    limit = Limit(0.2, lambda: two_on_a_core)
+    while limit.left() > 0:
+        time.sleep(0.1)
