@@ -79,7 +79,7 @@ KINDS = {
         most=2,
         armed="start",
     ),
-    "setup": Kind(calls=("lightning_ptdp.strategy.ptdp:parallelize",), armed="start"),
+    "setup": Kind(calls=("lightning_ptdp.strategy.setup_hooks:parallelize",), armed="start"),
     "data": Kind(calls=("fault_campaign.training:Tokens.__getitems__",), most=2),
     "validation": Kind(calls=_FORWARD, most=8, armed="validation"),
     "load": Kind(

@@ -111,7 +111,7 @@ def _read_runs(
             if content is not own:
                 own[:] = content
         values = torch.from_numpy(whole).view(dtype).view(count, *shape[1:])
-        rows.copy_(values[(slice(len(rows)), *columns)])
+        rows.copy_(values[slice(len(rows)), *columns])
 
 
 def runs(

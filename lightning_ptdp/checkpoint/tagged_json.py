@@ -156,7 +156,7 @@ class _Encoder:
         if kind is dict:
             return self._pairs(value, key, depth)
         tag, *parts = self._described(value, key)
-        self.is_plain &= tag not in _TYPED
+        self.is_plain &= tag not in _TYPED and (kind is not bytes or value != b"")
         return {f"${tag}": [self.value(one, key, depth) for one in parts]}
 
     def _pairs(self, value: dict[Any, Any], key: str, depth: int) -> Json:
@@ -272,6 +272,8 @@ class _Decoder:
     def _made(self, tag: str, parts: list[Any]) -> Any:
         if tag in _OF_TENSORS:
             tensor = self.tensors.pop(*parts)
+            if tag == "bytes" and self.types == "plain" and not tensor.numel():
+                return bytearray()  # torch stores empty bytes as a call that weights_only refuses
             keeps = tag == "tensor" or (tag == "array" and self.types == "plain")
             return self.place(tensor) if keeps else _OF_TENSORS[tag](tensor)
         if tag in _TYPED and self.types == "plain":
@@ -370,7 +372,7 @@ def _class(name: str) -> type | None:
     return None if keeps_more else found
 
 
-_TYPED = {"bytearray", "path", "enum", "number", "array", "defaultdict", "frozenset", "class"}
+_TYPED = {"path", "enum", "number", "array", "defaultdict", "frozenset", "class"}
 """Tags that ``weights_only`` does not restore; the last part is a plain value in its place."""
 _ARRAYS = {"bool"} | {name for name in DTYPES if hasattr(np, name)}
 _PARTS: Mapping[type, Callable[[Any], tuple[Any, ...]]] = {

@@ -112,7 +112,7 @@ def calibrated(
         for m, n, k in itertools.product(_SIDES[kind], repeat=3)
     ]
     best, side = max(rate for *_, rate in products), _SIDES[kind][1]
-    other = best * slowest["product", side, side, side] / slowest[("other",)]
+    other = best * slowest["product", side, side, side] / slowest["other",]
     single, half = (best, other) if kind == "cpu" else (other, best)
     width = 4 if kind == "cpu" else 2
     attention = []
@@ -123,7 +123,7 @@ def calibrated(
         )
         attention.append((positions, channels, there, 2.5 * back))
     stream, gated = (
-        _TOKENS * count * width / slowest[(what,)]
+        _TOKENS * count * width / slowest[what,]
         for what, count in (("gelu", _GELU), ("gated", _GATED))
     )
     return replace(
@@ -144,12 +144,12 @@ def calibrated(
             products=tuple(products),
             attention=tuple(attention),
             gated=gated,
-            loss=_TOKENS * _WORDS * SOFTWARE["ours"].loss / slowest[("loss",)],
-            optimizer=32 * _PARAMETERS / slowest[("optimizer",)],
-            fresh_s=max(0.0, slowest[("fresh",)] - slowest[("filled",)]) / _FRESH
+            loss=_TOKENS * _WORDS * SOFTWARE["ours"].loss / slowest["loss",],
+            optimizer=32 * _PARAMETERS / slowest["optimizer",],
+            fresh_s=max(0.0, slowest["fresh",] - slowest["filled",]) / _FRESH
             if kind == "cpu"
             else 0.0,
-            operation_s=slowest[("host",)] / (3 * SOFTWARE["ours"].operations),
+            operation_s=slowest["host",] / (3 * SOFTWARE["ours"].operations),
             waiting=figures[0].links.waiting,
         ),
         cluster=_cluster(preset.cluster, figures),

@@ -108,13 +108,6 @@ class Bert(Transformer):
             order=self.order_head(x_bsh),
         )
 
-    def tie_weights(self) -> None:
-        """Tie the decoder to the embedding's weight again after a call that replaced parameters.
-
-        ``to_empty`` is such a call.
-        """
-        self.masked_head.decoder.weight = self.embeddings.token.weight
-
 
 class BertEmbeddings(nn.Module):
     """Sum of token, position and segment embeddings; (b, s) -> (b, s, h).

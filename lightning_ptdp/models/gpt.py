@@ -144,14 +144,6 @@ class GPT(Transformer):
         for layer, balancer in here.items():
             balancer.move(load[layer])
 
-    def tie_weights(self) -> None:
-        """Tie the head to the embedding's weight again after a call that replaced parameters.
-
-        ``to_empty`` is such a call.
-        """
-        if self.config.tie_embeddings:
-            self.head.weight = self.wte.weight
-
 
 class Block(nn.Module):
     """Pre-norm residual block; (b, s, h) -> (b, s, h).

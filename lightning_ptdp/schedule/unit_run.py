@@ -94,8 +94,7 @@ class UnitTimes(Numbers):
             end = self.ends[number + distance]
             if not end:
                 return None
-            if end > latest:
-                latest = end
+            latest = max(latest, end)
         return latest
 
 
@@ -162,8 +161,7 @@ def _advance(
             end = ends[number + distance]
             if not end:
                 return number + distance
-            if end > now:
-                now = end
+            now = max(now, end)
         now += 1
         ends[number] = now
         ended.append(now)

@@ -1,0 +1,240 @@
+"""Set-up of a run: the module is divided, and gets its values, its optimizer and its buckets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_ptdp.checkpoint import same_outcome
+from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
+from lightning_ptdp.engine import Engine
+from lightning_ptdp.forward.surroundings import Context
+from lightning_ptdp.parallelize import parallelize
+from lightning_ptdp.parameters.materialize import awaits_values
+from lightning_ptdp.parameters.uncut_view import UncutView
+from lightning_ptdp.pipeline.balance import KnownParts
+from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_model_summary
+from lightning_ptdp.shims.peft import set_magnitudes
+from lightning_ptdp.strategy.block_passes import BlockSetting, apply_block_passes
+from lightning_ptdp.strategy.checks import (
+    CUT_MARK,
+    check_model,
+    check_optimizer_state,
+    check_quantized,
+    check_trainer,
+    on_meta,
+    open_initial_weights,
+    plan_of,
+    warn_of_balance_losses,
+    warn_of_batch_norm,
+)
+from lightning_ptdp.strategy.distributed_sampling import read_alike
+from lightning_ptdp.strategy.forward_contexts import make_surroundings
+from lightning_ptdp.strategy.optimizers import settle_groups
+from lightning_ptdp.strategy.parameter_guard import ParameterGuard
+from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling
+from lightning_ptdp.strategy.restoring import load_initial_weights
+from lightning_ptdp.strategy.steps import StepHooks
+
+__all__ = ["SetupHooks"]
+
+
+class SetupHooks(StepHooks):
+    """Layer of the strategy: the module, the optimizer and the data of this rank."""
+
+    model: nn.Module
+    _known_parts: KnownParts | None = None
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> Context:
+        """Return the context in which modules are created.
+
+        They are created on the CPU (or, in ``configure_model``, on the meta device) and moved in
+        ``setup``."""
+        context: Context = self.precision_plugin.tensor_init_context()
+        return context
+
+    def model_sharded_context(self) -> Context:
+        """Return the context in which ``configure_model`` runs."""
+        return on_meta() if self.config.meta_init else contextlib.nullcontext()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the model (``parallelize``), its values, the optimizer, and last the gradients."""
+        fitting = fits(trainer)
+        self.accelerator.setup(trainer)
+        self.note_callbacks(trainer.callbacks)  # again, with those of configure_callbacks
+        check_trainer(self, trainer)
+        replicas = self.layout.data_parallel_size
+        count_replicas(
+            trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas
+        )
+        if not self.model_space.is_cut:
+            if fitting and self.layout.divides_model:
+                keep_model_summary(trainer, self.lightning_module)
+            self._parallelize()
+        self.load_awaited_values()
+        self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = Engine(
+            config=self.config,
+            mesh=self.mesh,
+            parallel=self.parallel,
+            surroundings=self._surroundings,
+            watchdog=self.run.watchdog,
+            seed=self.run.seed,
+            device=self.root_device,
+        )
+        if fitting:
+            self._prepare_optimization(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            self._names.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _parallelize(self) -> None:
+        module = self.lightning_module
+        if self.layout.divides_model and CUT_MARK in vars(module):
+            check_model(module, self.config, self.layout)
+        # without model parallelism the module has not been built before launch
+        check_quantized(module)
+        built_without_values = awaits_values(module)
+        with same_outcome("reading the headers of the initial weights"):
+            weights = open_initial_weights(module) if self.config.meta_init else None
+        self._parallel = parallelize(
+            module,
+            convert=self._convert,
+            plan=partial(plan_of, config=self.config),
+            mesh=self.mesh,
+            partition=self.config.partition,
+            seed=self.run.seed,
+            device=self.root_device,
+            left=() if weights is None else weights.names,
+            known=self._known_parts,
+        )
+        if self.layout.divides_model:
+            module.__dict__[CUT_MARK] = self.layout.describe()
+            self._guard = ParameterGuard(module, self.parallel.parameters, self.layout.describe())
+        self._surroundings = make_surroundings(
+            config=self.config,
+            mesh=self.mesh,
+            parallel=self.parallel,
+            seed=self.run.seed,
+            device=self.root_device,
+        )
+        self._parallel = apply_block_passes(
+            BlockSetting(
+                config=self.config,
+                mesh=self.mesh,
+                parallel=self.parallel,
+                surroundings=self._surroundings,
+                device=self.root_device,
+            )
+        )
+        # a checkpoint has all of the values
+        resumes = module.trainer.ckpt_path is not None and module.strict_loading
+        if weights is not None and not resumes:
+            load_initial_weights(self.model_space, weights)
+        if built_without_values:
+            set_magnitudes(module)
+
+    def _convert(self) -> None:
+        self.model = convert(self, self.mesh)
+        if fits(self.lightning_module.trainer) and self.is_global_zero:
+            warn_of_batch_norm(self.model, self.config, self.layout)
+            warn_of_balance_losses(self.model, self.config, self.layout)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizer with the groups that the uncut model would have.
+
+        There is one optimizer, except under manual optimization."""
+        parallel, parameters = self.parallel, self.parallel.parameters
+        view = (
+            contextlib.nullcontext({})
+            if parallel.whole is None
+            else self._whole_view(parallel.whole)
+        )
+        with view as foreign:
+            self._make_optimizers(trainer)
+        # before the groups are checked, which does not name parameters
+        parallel.check(frozen=self.layout.divides_model)
+        with self.waiting_in("comparing the optimizer's parameter groups"):
+            trials = settle_groups(
+                self.optimizers, foreign, parameters, config=self.config, layout=self.layout
+            )
+        for optimizer, groups in zip(self.optimizers, trials, strict=True):
+            check_elementwise(optimizer, groups, device=self.root_device)
+            if trainer.checkpoint_callbacks and not self.writes_file:
+                check_optimizer_state(optimizer, groups, device=self.root_device)
+
+    def _whole_view(
+        self, whole: UncutView
+    ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
+        """Return a context in which the module looks uncut."""
+        parameters, pipeline = self.parallel.parameters, self.mesh.group("pipeline")
+        trained = {managed.name: p.requires_grad for p, managed in parameters.items()}
+        if pipeline.size > 1:  # stages may have frozen parameters since the cut
+            with self.waiting_in("exchanging the names of frozen parameters"):
+                ranks: list[dict[str, bool]] = [{}] * pipeline.size
+                dist.all_gather_object(ranks, trained, group=pipeline.handle)
+            trained = {name: trains for rank in ranks for name, trains in rank.items()}
+        return whole.lent(parameters, trained=trained, device=self.root_device)
+
+    def _make_optimizers(self, trainer: Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning's own message recommends manual optimization, which a schedule cannot
+            # honour.
+            raise self.refusal(
+                "configure_optimizers returned several optimizers, but the ptdp strategy "
+                "trains with one. Use parameter groups of one optimizer, or manual "
+                "optimization with data parallelism only and without microbatches"
+            ) from error
+
+    def _prepare_optimization(self, trainer: Trainer) -> None:
+        """Prepare the gradients, the values that the optimizer steps on, and the loss scale."""
+        self._saves.in_background = self.config.async_save
+        for managed in self.parallel.parameters.values():
+            managed.step_on(managed.parameter)
+        self._named_groups = self.model_space.names_of_groups()
+        prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
+        if not self.lightning_module.automatic_optimization:
+            self.engine.optimization.prepare_manual()
+            # Autograd makes the gradients, which are averaged over the replicas. The optimizers are
+            # the user's.
+            return
+        (optimizer,) = self.optimizers
+        overlaps = overlaps_gather(trainer, self.config.overlap_parameter_gather, self._names)
+        self.engine.optimization.prepare(optimizer, overlaps=overlaps)
+
+    def model_to_device(self) -> None:
+        """Move this rank's part of the model to its device."""
+        self.model.to(self.root_device)
+
+    def process_dataloader(self, dataloader: Collection[object]) -> Collection[object]:
+        """Let all ranks of a replica read samples in the same order.
+
+        Raises:
+            MisconfigurationException: Replicas that wait for each other in every layer would
+                evaluate different numbers of batches.
+        """
+        if self._engine is not None and not self.lightning_module.trainer.training:
+            same = self._engine.compare_lengths(self._names.sized_len(dataloader))
+            for axis in self.layout.blocked if not same else ():
+                raise self.refusal(
+                    f"{axis.name}_parallel_size={self.layout.size(axis.name)} makes the "
+                    "replicas wait for each other in every layer, so all of them must "
+                    "evaluate the same number of batches. Use a loader with a length, and a "
+                    "sampler that distributes the samples evenly, such as DistributedSampler"
+                )
+        if self.layout.divides_model:
+            replica = self.layout.replica(self.global_rank)
+            read_alike(dataloader, seed_worker=partial(self._names.seed_worker, rank=replica))
+        return dataloader
