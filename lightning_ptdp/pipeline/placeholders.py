@@ -58,8 +58,9 @@ class Placeholder(nn.Module):
         if self._ptdp_boundary.run is None:
             raise StageError(
                 f"block '{self._ptdp_name}' is on another pipeline stage, and the model was "
-                "called outside of a step of the Trainer. Under a pipeline, only trainer.fit, "
-                "validate, test and predict can run the model"
+                "called outside of a step of the Trainer, or again by a backward. Under a pipeline, "
+                "only trainer.fit, validate, test and predict can run the model, and not through "
+                "torch.utils.checkpoint: use PTDPStrategy(recompute='full') instead"
             )
         return self._ptdp_boundary.run
 
