@@ -11,12 +11,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from tests.limits import Limit
+from tests.limits import Limit, running
 
-__all__ = ["Session", "listening", "session"]
+__all__ = ["Session", "listening", "run", "session"]
 
 LIMIT = 240.0  # within pytest's own, so that a script that hangs is told with its output
 
@@ -117,6 +118,26 @@ def session(command: Sequence[str], *, folder: Path, **env: str) -> Iterator[Ses
         yield run
     finally:
         run.kill()
+
+
+def run(
+    command: Sequence[str], *, limit: float = LIMIT, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as ``subprocess.run`` does, within ``limit`` seconds (limits.py)."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+    patience = Limit(limit, running)
+    while True:
+        try:
+            output, errors = process.communicate(timeout=1)
+        except subprocess.TimeoutExpired as late:
+            if patience.left() > 0:
+                continue
+            for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                each.kill()
+            raise AssertionError(f"not ended within {limit} s: {command}") from late
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def listening(pids: Sequence[int]) -> set[str]:

@@ -27,6 +27,7 @@ from lightning_ptdp.base.requirements import (
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy.checks import check_model
 from lightning_ptdp.world.layout import ParallelLayout
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = read_declared(["torch<3,>=2.11"])[0]
@@ -144,14 +145,7 @@ def old_torch(tmp_path: Path) -> dict[str, str]:
 
 
 def run(code: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return processes.run([sys.executable, *code], env=environment)
 
 
 def test_import_with_an_old_torch_is_refused(old_torch: dict[str, str]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.processes import run
 
 pytestmark = pytest.mark.thorough
 
@@ -33,9 +34,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> object:
 
 def _run(*arguments: str) -> list[str]:
     code = ALONE.format(absent=ABSENT, arguments=list(arguments), folder=str(BENCHMARKS))
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=False
-    )
+    done = run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.splitlines()
 

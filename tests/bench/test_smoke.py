@@ -4,11 +4,12 @@ figures mean nothing here."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run
 
 pytestmark = pytest.mark.thorough
 
@@ -25,7 +26,7 @@ FIELDS = {"name", "ours", "peer", "peer_name", "ratio", "unit"}
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs(name: str) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    done = run(command)
     if "two namespaces cannot be made here" in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr[-4000:]

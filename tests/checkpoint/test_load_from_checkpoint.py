@@ -3,7 +3,6 @@ strategy and without processes."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.checkpoint.lit_saved import make
 from tests.conformance.toys import P2, Place, assert_weights, make_trainer, weights
 from tests.models.fits import quiet_trainer
 from tests.pool import Pool
+from tests.processes import run
 
 pytestmark = pytest.mark.thorough
 
@@ -187,7 +187,5 @@ def test_without_an_import_and_with_a_late_one(
         else "assert 'lightning_ptdp' not in sys.modules; import lightning_ptdp",
         imported="'lightning_ptdp.strategy' not in sys.modules",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(written[0])], capture_output=True, text=True, timeout=120
-    )
+    done = run([sys.executable, "-c", script, str(written[0])])
     assert done.returncode == 0, done.stderr

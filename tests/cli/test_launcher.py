@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ptdp.checkpoint import read_metadata
+from tests.processes import run
 
 pytestmark = pytest.mark.thorough
 
@@ -245,9 +246,7 @@ def test_torchrun_and_then_slurm_really_train_and_continue(
         ]
         == 0
     )
-    done = subprocess.run(
-        ["./train.sh"], env=clean, capture_output=True, text=True, check=False, timeout=150
-    )
+    done = run(["./train.sh"], env=clean)
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(tmp_path) == [2]
 
@@ -270,13 +269,6 @@ def test_torchrun_and_then_slurm_really_train_and_continue(
         "SLURM_NNODES": "1",
         "SLURM_NODEID": "0",
     }
-    done = subprocess.run(
-        ["./train.sbatch"],
-        env=clean | slurm,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=150,
-    )
+    done = run(["./train.sbatch"], env=clean | slurm)
     assert done.returncode == 0, done.stdout + done.stderr
     assert steps(tmp_path) == [3], "the same run goes on where the first job ended"

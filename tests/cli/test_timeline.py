@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ptdp.schedule import build_schedule, dump_schedule
+from tests.processes import run
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -147,8 +147,7 @@ assert main(["timeline", "--pp", "2", "--microbatches", "2", "--output", "t.json
 assert main(["timeline", "--help"]) == 0
 print([name for name in ("matplotlib", "PIL") if name in sys.modules])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
     assert "usage: ptdp timeline" in done.stdout

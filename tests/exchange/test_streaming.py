@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.exchange import FAMILIES, convert
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.models import GPTConfig
+from tests.processes import run
 
 pytestmark = pytest.mark.thorough
 
@@ -114,9 +114,7 @@ def measure(folder: str) -> None:
 
 def test_memory_of_conversions(tmp_path: Path) -> None:
     command = f"from tests.exchange.test_streaming import measure; measure({str(tmp_path)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, timeout=300
-    )
+    done = run([sys.executable, "-c", command])
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
     tensors = read_metadata(tmp_path / "back").tensors.values()

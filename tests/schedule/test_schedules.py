@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-import subprocess
 import sys
 from fractions import Fraction
 
@@ -26,6 +25,7 @@ from lightning_ptdp.schedule import (
 )
 from lightning_ptdp.schedule.generators import may_split_backward
 from tests.errors import raises_with
+from tests.processes import run
 from tests.schedule.builders import build
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
@@ -314,7 +314,6 @@ def test_the_front_door_needs_neither_torch_nor_matplotlib() -> None:
         "import lightning_ptdp.schedule, lightning_ptdp.schedule.schedule_timeline; "
         "print({'torch', 'lightning', 'matplotlib', 'numpy'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "set()"
