@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding, Surroundings
-from lightning_ptdp.strategy import ptdp
+from lightning_ptdp.strategy import setup_hooks
 from tests.letters import C, M, P, R, S, T
 from tests.parity import fit
 from tests.pool import Pool
@@ -53,10 +53,12 @@ class Counting(Surrounding):
 
 
 def _fit_counted(rank: int, run: Run) -> tuple[Any, Any, dict[str, Any]]:
-    entry, make = Counting(), ptdp.make_surroundings
+    entry, make = Counting(), setup_hooks.make_surroundings
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            ptdp, "make_surroundings", lambda **place: Surroundings([*make(**place).entries, entry])
+            setup_hooks,
+            "make_surroundings",
+            lambda **place: Surroundings([*make(**place).entries, entry]),
         )
         found = fit(rank, run)
     assert (entry.attached, entry.most_attached) == (0, 1)

@@ -32,7 +32,7 @@ import transformers
 from harness import QUIET, Comparison, compare, parse_options, report
 
 from lightning_ptdp import LitCausalLM, PTDPStrategy
-from lightning_ptdp.strategy import ptdp
+from lightning_ptdp.strategy import setup_hooks
 from lightning_ptdp.strategy.restoring import load_initial_weights
 
 PIECE = 1 << 20
@@ -146,7 +146,7 @@ class _Timed(PTDPStrategy):
     def _parallelize(self) -> None:
         dist.barrier()
         self.began = time.perf_counter()
-        with mock.patch.object(ptdp, "load_initial_weights", self._fill):
+        with mock.patch.object(setup_hooks, "load_initial_weights", self._fill):
             super()._parallelize()
         self.work = time.process_time() - self.worked
         dist.barrier()
