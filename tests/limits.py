@@ -1,4 +1,4 @@
-"""A time limit that other processes of the machine do not use up."""
+"""Time limit that does not count the time that other processes take from the tests."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _HARD = 10
 class Limit:
     """Count the seconds in which processes could have run.
 
-    The time that their threads spent waiting for a core does not count: on a busy machine a slow
-    test is not one that hangs. Who hangs waits for no core, and is found after ``seconds`` as on an
-    idle machine; after ten times as long the limit is reached in any case.
+    The time that their threads waited for a core does not count, so that a slow test on a busy
+    machine does not look like a hang. A process that hangs does not wait for a core; it is found
+    after ``seconds``, as on an idle machine. After ten times ``seconds`` the limit is reached in
+    any case.
 
     Args:
         seconds: The limit.
-        pids: Returns the processes of now; called at most once a second, and not in the first.
+        pids: Returns the current processes; called at most once a second, first after a second.
     """
 
     def __init__(self, seconds: float, pids: Callable[[], Iterable[int]]) -> None:

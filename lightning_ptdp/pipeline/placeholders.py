@@ -59,8 +59,8 @@ class Placeholder(nn.Module):
             raise StageError(
                 f"block '{self._ptdp_name}' is on another pipeline stage, and the model was "
                 "called outside of a step of the Trainer, or again by a backward. Under a pipeline, "
-                "only trainer.fit, validate, test and predict can run the model, and not through "
-                "torch.utils.checkpoint: use PTDPStrategy(recompute='full') instead"
+                "only trainer.fit, validate, test and predict can run the model. To recompute "
+                "activations, use PTDPStrategy(recompute='full') instead of torch.utils.checkpoint"
             )
         return self._ptdp_boundary.run
 
