@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -210,17 +211,22 @@ class Pool:
 
         Each process writes its own stacks on SIGUSR2.
         """
+        path = Path(self._stacks_path(rank))
         with contextlib.suppress(psutil.Error, OSError):
             worker = psutil.Process(self._workers[rank][0].pid)
             for process in (worker, *worker.children(recursive=True)):
-                with open(self._stacks_path(rank), "a") as file:
-                    file.write(f"\nprocess {process.pid}: {' '.join(process.cmdline())[:80]}\n")
+                with path.open("a") as file:
+                    command = " ".join(process.cmdline())[:80]
+                    file.write(f"\nprocess {process.pid}, {process.status()}: {command}\n")
+                before = path.stat().st_size
                 process.send_signal(signal.SIGUSR2)
                 # There is no word that a stack is written; a process in uninterruptible sleep
                 # writes none.
-                time.sleep(0.5)
-        with open(self._stacks_path(rank)) as file:
-            return file.read()
+                for _ in range(20):
+                    time.sleep(0.5)
+                    if path.stat().st_size > before:
+                        break
+        return path.read_text()
 
     def close(self) -> None:
         """End every worker."""

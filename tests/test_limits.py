@@ -52,3 +52,11 @@ def test_the_limit_is_reached_at_last_on_any_machine(
     limit = Limit(0.2, lambda: [os.getpid()])
     while limit.left() > 0:
         time.sleep(0.1)
+
+
+def test_waiting_for_a_disk_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.limits._waits_for_disk", lambda pid: True)
+    limit, start = Limit(1, lambda: [os.getpid()]), time.monotonic()
+    while time.monotonic() - start < 2.5:
+        assert limit.left() > 0, "a process waits for a disk, and the limit does not see it"
+        time.sleep(0.1)
