@@ -79,7 +79,8 @@ def _left_as_it_was() -> Iterator[None]:
         os.environ.update(environment)
         logging.disable(disabled)
         for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+            if one.level != level:  # setting it clears the caches of all loggers
+                one.setLevel(level)
 
 
 def _call(

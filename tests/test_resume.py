@@ -3,6 +3,7 @@ order."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,116 +11,86 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptdp.checkpoint import read_metadata, to_lightning_file
-from lightning_ptdp.strategy import PTDPStrategy
-from tests.parity import make_trainer
-from tests.pool import Pool
-from tests.tiny_gpt import LitTiny, PaddedTokens, Run
+from tests.letters import SP, C, M, P, S, T, V
+from tests.parity import Parity, Place, assert_weights_near
+from tests.tiny_gpt import LitTiny, Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+ZB_V = {P: 2, V: 2, M: 4, S: "zb_v"}
+LAYOUTS: dict[str, Place] = {
     "one": (1, {}),
     "d2": (2, {}),
-    "t2sp": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
-    "p2v2": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 4}),
-    "zb_v": (
-        2,
-        {
-            "pipeline_parallel_size": 2,
-            "virtual_pipeline_size": 2,
-            "num_microbatches": 4,
-            "schedule": "zb_v",
-        },
-    ),
-    "1f1b": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "1f1b"}),
-    "c2": (2, {"context_parallel_size": 2}),
-    "t2p2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}),
+    "t2sp": (2, {T: 2, SP: True}),
+    "p2v2": (2, {P: 2, V: 2, M: 4}),
+    "zb_v": (2, ZB_V),
+    "1f1b": (2, {P: 2, M: 4, S: "1f1b"}),
+    "c2": (2, {C: 2}),
+    "t2p2": (4, {T: 2, P: 2, M: 2}),
     "d4 sharded": (4, {"shard_optimizer": True}),
     "d4 sharded in nodes": (4, {"shard_optimizer": True, "data_parallel_replicas": 2}),
-    "d2t2 sharded": (
-        4,
-        {"shard_optimizer": True, "tensor_parallel_size": 2, "num_microbatches": 2},
-    ),
-    "d2zb_v sharded": (
-        4,
-        {
-            "pipeline_parallel_size": 2,
-            "virtual_pipeline_size": 2,
-            "num_microbatches": 4,
-            "schedule": "zb_v",
-            "shard_optimizer": True,
-        },
-    ),
+    "d2t2 sharded": (4, {"shard_optimizer": True, T: 2, M: 2}),
+    "d2zb_v sharded": (4, {**ZB_V, "shard_optimizer": True}),
 }
 
 
-class WithDropout(LitTiny):
-    """Dropout makes an exact resume need the random numbers too."""
+@dataclass(frozen=True, kw_only=True)
+class Epochs(Run):
+    """Epochs of four batches; ``folder`` gets a checkpoint at the end of each.
 
-    def configure_model(self) -> None:
-        super().configure_model()
-        for module in self.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.2
+    Epochs limit the training, not steps: Lightning (2.6) trains the first batch twice when it
+    continues at the end of an epoch under ``max_steps``.
+    """
+
+    layers: int = 5
+    samples: int = 32
+    steps: int = -1
+    epochs: int = 2
+    folder: str | None = None
+
+    @property
+    def trainer_options(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"max_epochs": self.epochs}
+
+    def make_callbacks(self) -> list[L.Callback]:
+        if self.folder is None:
+            return []
+        return [
+            ModelCheckpoint(self.folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        ]
 
 
-def _train(
-    rank: int,
-    name: str,
-    epochs: int,
-    save: str | None,
-    resume: str | None,
-    dropout: bool,
-    precision: str = "32-true",
-) -> dict[str, torch.Tensor]:
-    world_size, layout = LAYOUTS[name]
-    L.seed_everything(3, verbose=False)
-    callbacks = []
-    if save is not None:
-        folder, stem = Path(save).parent, Path(save).stem
-        callbacks.append(
-            ModelCheckpoint(
-                dirpath=folder, filename=stem, every_n_epochs=1, save_on_train_epoch_end=True
-            )
-        )
-    trainer = make_trainer(
-        PTDPStrategy(**layout),
-        world_size,
-        max_epochs=epochs,
-        callbacks=callbacks,
-        gradient_clip_val=0.05,
-        precision=precision,
-    )
-    data = PaddedTokens(32)
-    sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
-    replicas = trainer.strategy.layout.data_parallel_size
-    module = (WithDropout if dropout else LitTiny)(Run(layers=5))
-    trainer.fit(
-        module, DataLoader(data, batch_size=8 // replicas, sampler=sampler), ckpt_path=resume
-    )
-    return trainer.strategy.gather_state_dict()
+class Trained:
+    """Trainings of both epochs, and of the second one from a checkpoint of the first."""
+
+    def __init__(self, parity: Parity, folder: Path) -> None:
+        self.parity, self.folder = parity, folder
+
+    def whole(self, name: str, **options: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+        """Return the folder with both checkpoints, and the weights; each is trained once."""
+        folder = self.folder / f"{name} {' '.join(map(str, options.values()))}"
+        run = Epochs(folder=str(folder), **options)
+        return folder, self.parity.result(run.on(LAYOUTS[name]))["final"]
+
+    def resumed(self, name: str, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+        """Return the weights after both epochs, of which the first one is read."""
+        run = Epochs(resume=str(folder / "epoch=0.ckpt"), **options)
+        return self.parity.ranks(run.on(LAYOUTS[name]))[0]["final"]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pool: Pool) -> dict[str, torch.Tensor]:
-    return pool.run(_train, world_size=1, args=("one", 2, None, None, False))[0]
+def trained(parity: Parity, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(parity, tmp_path_factory.mktemp("trained"))
 
 
 @pytest.mark.parametrize(
     "name", ["p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded", "d4 sharded in nodes"]
 )
-def test_the_same_layout_goes_on_bitwise_with_dropout(
-    name: str, pool: Pool, tmp_path: Path
-) -> None:
-    world_size, path = LAYOUTS[name][0], str(tmp_path / "half.ckpt")
-    whole = pool.run(_train, world_size=world_size, args=(name, 2, None, None, True))[0]
-    pool.run(_train, world_size=world_size, args=(name, 1, path, None, True))
-    resumed = pool.run(_train, world_size=world_size, args=(name, 2, None, path, True))[0]
-    for key, value in whole.items():
-        assert torch.equal(resumed[key], value), key
+def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, trained: Trained) -> None:
+    folder, weights = trained.whole(name, dropout=0.2)
+    assert_weights_near(trained.resumed(name, folder, dropout=0.2), weights, tolerance=0)
 
 
 @pytest.mark.parametrize(
@@ -141,27 +112,17 @@ def test_the_same_layout_goes_on_bitwise_with_dropout(
         ("d4 sharded in nodes", "d2t2 sharded"),
     ],
 )
-def test_any_layout_reads_what_any_other_wrote(
-    before: str, after: str, pool: Pool, tmp_path: Path, uninterrupted: dict[str, torch.Tensor]
-) -> None:
-    path = str(tmp_path / "half.ckpt")
-    pool.run(_train, world_size=LAYOUTS[before][0], args=(before, 1, path, None, False))
-    resumed = pool.run(_train, world_size=LAYOUTS[after][0], args=(after, 2, None, path, False))[0]
-    assert resumed.keys() == uninterrupted.keys()
-    for key, value in uninterrupted.items():
-        assert (resumed[key] - value).norm() / value.norm() < 1e-5, key
+def test_any_layout_reads_what_any_other_wrote(before: str, after: str, trained: Trained) -> None:
+    folder, _ = trained.whole(before)
+    assert_weights_near(trained.resumed(after, folder), trained.whole("one")[1])
 
 
-def test_masters_go_on_bitwise_and_become_the_parameters_of_float32(
-    pool: Pool, tmp_path: Path
-) -> None:
-    path, name = str(tmp_path / "half.ckpt"), "d2t2 sharded"
-    whole = pool.run(_train, world_size=4, args=(name, 2, None, None, True, "bf16-true"))[0]
-    rounded = pool.run(_train, world_size=4, args=(name, 1, path, None, True, "bf16-true"))[0]
-    resumed = pool.run(_train, world_size=4, args=(name, 2, None, path, True, "bf16-true"))[0]
-    for key, value in whole.items():
-        assert torch.equal(resumed[key], value), key
-    masters = pool.run(_train, world_size=1, args=("one", 1, None, path, False, "32-true"))[0]
+def test_masters_go_on_bitwise_and_become_the_parameters_of_float32(trained: Trained) -> None:
+    name, options = "d2t2 sharded", {"dropout": 0.2, "precision": "bf16-true"}
+    folder, weights = trained.whole(name, **options)
+    assert_weights_near(trained.resumed(name, folder, **options), weights, tolerance=0)
+    rounded = trained.resumed(name, folder, epochs=1, **options)
+    masters = trained.resumed("one", folder, epochs=1)
     assert any(not torch.equal(masters[key], value.float()) for key, value in rounded.items()), (
         "these are rounded"
     )
@@ -169,9 +130,11 @@ def test_masters_go_on_bitwise_and_become_the_parameters_of_float32(
         assert torch.equal(masters[key].bfloat16(), value), key
 
 
-def test_a_checkpoint_tells_its_layout_and_becomes_one_file(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "run.ckpt"
-    weights = pool.run(_train, world_size=2, args=("p2v2", 1, str(path), None, False))[0]
+def test_a_checkpoint_tells_its_layout_and_becomes_one_file(
+    trained: Trained, tmp_path: Path
+) -> None:
+    folder, weights = trained.whole("p2v2")
+    path = folder / "epoch=1.ckpt"
     assert read_metadata(path).run["layout"] == "t1 p2 v2 d1"
     to_lightning_file(path, tmp_path / "single.ckpt")
     module = LitTiny.load_from_checkpoint(tmp_path / "single.ckpt", run=Run(layers=5, eager=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_ptdp.planner.activations import (
     LayerActivations,
@@ -192,13 +193,13 @@ def rank_memory(
         activations=held * of_layers + _inputs(job, choice, layout, mine),
         logits=logits,
         working=working,
-        communicators=_communicators(job, layout, pipeline_rank),
+        # none on a CPU, or if the user has subtracted them
+        communicators=_communicators(layout, pipeline_rank) if job.device.reserved_bytes else 0.0,
     )
 
 
-def _communicators(job: Job, layout: ParallelLayout, pipeline_rank: int) -> float:
-    if not job.device.reserved_bytes:  # as on a CPU, or the user has subtracted it
-        return 0.0
+@lru_cache(maxsize=4096)
+def _communicators(layout: ParallelLayout, pipeline_rank: int) -> float:
     rank = layout.group_of("pipeline", 0)[pipeline_rank]
     return sum(_PAIR if len(ranks) == 2 else _LARGER for ranks in communicators(layout, rank))
 

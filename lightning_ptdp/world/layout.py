@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 from lightning_ptdp.base.option_types import Size, check_types
@@ -150,7 +151,7 @@ class ParallelLayout(Degrees, Stages):
             **{name: options.get(name, default) for name, default in cls.options().items()},
         )
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """Return d, the part of the world that the other axes leave."""
         return self.world_size // math.prod(
@@ -167,7 +168,7 @@ class ParallelLayout(Degrees, Stages):
         """Return True if a rank holds or reads only a part of the model or data of one process."""
         return self.size("model") > 1 or self.size("shards") > 1
 
-    @property
+    @cached_property
     def blocked(self) -> tuple[Axis, ...]:
         """Return the axes with more than one rank that take the ranks of other axes in blocks."""
         return tuple(
@@ -300,11 +301,11 @@ class ParallelLayout(Degrees, Stages):
         )
         return text + split + (" sp" if self.sequence_parallel else "")
 
-    @property
+    @cached_property
     def _order(self) -> list[str]:
         return [axis.name for axis in sorted(self._dimensions, key=lambda axis: axis.place)]
 
-    @property
+    @cached_property
     def _dimensions(self) -> tuple[Axis, ...]:
         """Return the axes whose degrees multiply to the world size."""
         return tuple(axis for axis in self.axes if axis.within is None)

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 @pytest.mark.parametrize("layout", ["t2", "p2", "p2v2", "t2p2v2", "t2p2v2sp"])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "bert"])
 def test_same_answer_as_one_process(model: str, layout: str, parity: Parity) -> None:
-    parity.check(Run(model=model, steps=10), LAYOUTS[layout])
+    parity.check(Run(model=model, steps=6), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -94,7 +94,7 @@ class Run(Training):
     """A training, followed by an evaluation."""
 
     order: str = "post"
-    steps: int = 10
+    steps: int = 6
     global_batch: int = BATCH
     clip: float | None = 0.5
 
