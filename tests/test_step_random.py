@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import numpy as np
@@ -18,22 +18,12 @@ from torch.utils.data import DataLoader
 from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
-from tests.parity import make_trainer
-from tests.pool import Pool
+from tests.letters import C, M, P, R, S, T, V
+from tests.parity import Parity, Place, Training
 
 pytestmark = pytest.mark.thorough
 
 SAMPLES, LENGTH, WIDTH, HEADS = 8, 8, 16, 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A layout on some processes, with the one process that must train the same."""
-
-    size: int = 1
-    layout: dict[str, Any] = field(default_factory=dict)
-    reference: dict[str, Any] = field(default_factory=lambda: {"num_microbatches": 4})
-    block_draws: bool = True
 
 
 class Block(nn.Module):
@@ -67,7 +57,6 @@ class LitDrawing(L.LightningModule):
         self.blocks = nn.ModuleList(Block(draws) for _ in range(4))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.2)
-        self.drawn: list[float] = []
 
     def loss(self, x: Tensor) -> Tensor:
         mixed = float(np.random.beta(0.4, 0.4))
@@ -81,7 +70,6 @@ class LitDrawing(L.LightningModule):
             # drawn between blocks
             y = block(y, 0.5 + random.random() + float(torch.rand(())) + abs(np.random.normal()))
         y = self.head(y) * scale + 0.1 * torch.rand(len(x), 1, 1)
-        self.drawn.append(float(noise.sum() + time.sum()) + scale + mixed)
         return F.mse_loss(y, noise)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -104,122 +92,94 @@ class LitDrawing(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
 
-class Losses(L.Callback):
-    """Losses, and whether training drew from the process's own generators."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
+class OwnGenerators(L.Callback):
+    """Asserts that training does not draw from the process's own generators."""
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.before = (
+        self.before = self._state()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self._state() == self.before
+
+    def _state(self) -> tuple[Any, ...]:
+        return (
             random.getstate(),
             np.random.get_state()[1].tolist(),
             torch.get_rng_state().tolist(),
         )
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.values.append(float(outputs["loss"]))
-        assert (
-            random.getstate(),
-            np.random.get_state()[1].tolist(),
-            torch.get_rng_state().tolist(),
-        ) == self.before
 
+@dataclass(frozen=True, kw_only=True)
+class Drawing(Training):
+    """A training with random numbers; in its blocks too, if ``block_draws``."""
 
-def fit(rank: int, case: Case) -> dict[str, Any]:
-    L.seed_everything(3, verbose=False)
-    module, losses = LitDrawing(case.block_draws), Losses()
-    # This rank's process has drawn something else before.
-    random.seed(rank)
-    np.random.seed(rank)
-    trainer = make_trainer(
-        PTDPStrategy(seed=7, **case.layout),
-        case.size,
-        max_steps=3,
-        limit_val_batches=2,
-        callbacks=[losses],
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-    )
-    x = torch.randn(4, SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(5))
-    replicas, replica = (
-        trainer.strategy.distributed_sampler_kwargs[key] for key in ("num_replicas", "rank")
-    )
-    rows = [{"x": row} for batch in x for row in batch.chunk(replicas)[replica]]
-    loader = DataLoader(rows, batch_size=SAMPLES // replicas)
-    trainer.fit(module, loader)
-    (validated,) = trainer.validate(module, loader, verbose=False)
-    predicted = (
-        [float(batch.mean()) for batch in trainer.predict(module, loader)]
-        if case.block_draws
-        else []
-    )
-    final = trainer.strategy.gather_state_dict()
-    return {
-        "losses": losses.values,
-        "final": final,
-        "val": validated["val_loss"],
-        "predicted": predicted,
-        "drawn": module.drawn,
+    layout: dict[str, Any] = field(default_factory=lambda: {M: 4})
+    steps: int = 3
+    block_draws: bool = True
+
+    tolerance: ClassVar[float] = 2e-5
+    weight_tolerance: ClassVar[float] = 1e-4
+    trainer_options: ClassVar[dict[str, Any]] = {
+        "limit_val_batches": 2,
+        "use_distributed_sampler": False,
+        "num_sanity_val_steps": 0,
     }
 
+    def make_module(self) -> LitDrawing:
+        return LitDrawing(self.block_draws)
 
-P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
-CASES = {
-    "p2": Case(size=2, layout=P2),
-    "p2v2": Case(size=2, layout={**P2, "virtual_pipeline_size": 2}),
-    "p4": Case(size=4, layout={**P2, "pipeline_parallel_size": 4}),
-    "p2 recomputed": Case(size=2, layout={**P2, "recompute": "full"}),
-    "p2 zb_v": Case(size=2, layout={**P2, "virtual_pipeline_size": 2, "schedule": "zb_v"}),
-    "one recomputed": Case(layout={"num_microbatches": 4, "recompute": "full"}),
-    "d2 m2": Case(size=2, layout={"num_microbatches": 2}),
-    "d2": Case(size=2, reference={"num_microbatches": 2}),
-    "d2 p2 m2": Case(size=4, layout={**P2, "num_microbatches": 2}),
-    "t2 m4": Case(
-        size=2, layout={"tensor_parallel_size": 2, "num_microbatches": 4}, block_draws=False
-    ),
-    "t2 p2": Case(size=4, layout={**P2, "tensor_parallel_size": 2}, block_draws=False),
-    "c2 m4": Case(
-        size=2,
-        layout={
-            "context_parallel_size": 2,
-            "num_microbatches": 4,
-            "context_parallel_positions": False,
-        },
-        block_draws=False,
-    ),
+    def make_strategy(self) -> PTDPStrategy:
+        return PTDPStrategy(seed=7, **self.layout)
+
+    def make_callbacks(self) -> list[L.Callback]:
+        return [OwnGenerators()]
+
+    def make_loaders(self, trainer: L.Trainer) -> list[DataLoader]:
+        # This rank's process has drawn something else before.
+        random.seed(trainer.global_rank)
+        np.random.seed(trainer.global_rank)
+        x = torch.randn(4, SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(5))
+        replicas, replica = (
+            trainer.strategy.distributed_sampler_kwargs[key] for key in ("num_replicas", "rank")
+        )
+        rows = [{"x": row} for batch in x for row in batch.chunk(replicas)[replica]]
+        return [DataLoader(rows, batch_size=SAMPLES // replicas)]
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        (loader,) = self.make_loaders(trainer)
+        (validated,) = trainer.validate(module, loader, verbose=False)
+        predicted = trainer.predict(module, loader) if self.block_draws else []
+        return {
+            "val": validated["val_loss"],
+            "predicted": [float(batch.mean()) for batch in predicted],
+        }
+
+
+LAYOUTS: dict[str, Place] = {
+    "p2": (2, {P: 2}),
+    "p2v2": (2, {P: 2, V: 2}),
+    "p4": (4, {P: 4}),
+    "p2 recomputed": (2, {P: 2, R: "full"}),
+    "p2 zb_v": (2, {P: 2, V: 2, S: "zb_v"}),
+    "one recomputed": (1, {R: "full"}),
+    "d2 m2": (2, {M: 2}),
+    "d2": (2, {M: 1}),
+    "d2 p2 m2": (4, {P: 2, M: 2}),
+    "t2 m4": (2, {T: 2}),
+    "t2 p2": (4, {T: 2, P: 2}),
+    "c2 m4": (2, {C: 2, "context_parallel_positions": False}),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_random_numbers_are_those_of_one_process(name: str, pool: Pool) -> None:
-    case = CASES[name]
-    ranks = pool.run(fit, world_size=case.size, args=(case,))
-    (expected,) = pool.run(
-        fit, world_size=1, args=(Case(layout=case.reference, block_draws=case.block_draws),)
-    )
-    replicas = 2 if name.startswith("d2") else 1
-    losses = np.mean([ranks[index]["losses"] for index in range(replicas)], axis=0)
-    np.testing.assert_allclose(losses, expected["losses"], rtol=2e-5)
-    for key, value in expected["final"].items():
-        torch.testing.assert_close(
-            ranks[-1]["final"][key],
-            value,
-            rtol=1e-3,
-            atol=1e-4,
-            msg=lambda text, k=key: f"{k}: {text}",
-        )
-
-
-@pytest.mark.parametrize("name", ["p2", "p2v2", "t2 m4"])
-def test_evaluation_draws_alike_on_all_stages(name: str, pool: Pool) -> None:
-    case = CASES[name]
-    ranks = pool.run(fit, world_size=case.size, args=(case,))
-    assert len({rank["val"] for rank in ranks}) == 1
-    assert ranks[0]["predicted"] == ranks[1]["predicted"]
-    assert len(set(ranks[0]["predicted"])) == len(ranks[0]["predicted"]), (
-        "batches share their random numbers"
-    )
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_random_numbers_are_those_of_one_process(name: str, parity: Parity) -> None:
+    training = Drawing(block_draws=name[0] not in "tc", layout={M: 2 if name == "d2" else 4})
+    ranks = parity.check(training, LAYOUTS[name])
+    if "d2" not in name:
+        assert len({rank["val"] for rank in ranks}) == 1, "ranks evaluate with other numbers"
+        assert all(rank["predicted"] == ranks[0]["predicted"] for rank in ranks)
+    predicted = ranks[0]["predicted"]
+    assert len(set(predicted)) == len(predicted), "batches share their random numbers"
 
 
 class _Missing:

@@ -4,6 +4,7 @@ process's."""
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,12 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_ptdp.engine.microbatches import is_uneven, label_spread
-from lightning_ptdp.strategy import PTDPStrategy
-from tests.parity import make_trainer
-from tests.pool import Pool
+from tests.letters import M, P
+from tests.parity import Parity, Place, Result, Training, fit
 
 pytestmark = pytest.mark.thorough
 
@@ -42,48 +41,55 @@ class LitLabels(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(rank: int, size: int, layout: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    settings = {"counts": False, "uneven": True, "length": 8, "precision": "32-true", **settings}
-    L.seed_everything(1, verbose=False)
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(VOCABULARY, (16, settings["length"]), generator=generator)
-    answers = tokens.roll(1, 1)
-    if settings["uneven"]:
-        for row, answer in enumerate(answers):
-            answer[: row % 5] = -100
-    rows = [{"tokens": row, "answers": answer} for row, answer in zip(tokens, answers, strict=True)]
+@dataclass(frozen=True, kw_only=True)
+class Labels(Training):
+    """Two epochs of sequences with labels, some of them ignored if they are ``uneven``."""
+
+    counts: bool = False
+    uneven: bool = True
+    length: int = 8
+
+    def make_module(self) -> LitLabels:
+        return LitLabels(self.counts)
+
+    def make_data(self) -> Any:
+        generator = torch.Generator().manual_seed(2)
+        tokens = torch.randint(VOCABULARY, (16, self.length), generator=generator)
+        answers = tokens.roll(1, 1)
+        if self.uneven:
+            for row, answer in enumerate(answers):
+                answer[: row % 5] = -100
+        return [
+            {"tokens": row, "answers": answer} for row, answer in zip(tokens, answers, strict=True)
+        ]
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
+        return {"scale": None if scaler is None else scaler.get_scale()}
+
+
+def fit_and_listen(rank: int, training: Labels) -> Result:
+    """Train, and return the warnings about labels too."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        trainer = make_trainer(
-            PTDPStrategy(**layout), size, precision=settings["precision"], max_epochs=2
-        )
-        module = LitLabels(settings["counts"])
-        trainer.fit(module, DataLoader(rows, batch_size=8 // trainer.strategy.layout.num_replicas))
-    scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
-    return {
-        "told": [str(one.message) for one in told if "num_tokens" in str(one.message)],
-        "scale": None if scaler is None else scaler.get_scale(),
-        "final": trainer.strategy.gather_state_dict(),
-    }
+        result = fit(rank, training)
+    texts = [str(one.message) for one in told]
+    return {**result, "told": [text for text in texts if "num_tokens" in text]}
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one m2": (1, {"num_microbatches": 2}),
-    "one m3": (1, {"num_microbatches": 3}),
-    "p2": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4}),
+LAYOUTS: dict[str, Place] = {
+    "one m2": (1, {M: 2}),
+    "one m3": (1, {M: 3}),
+    "p2": (2, {P: 2, M: 4}),
     "d2": (2, {}),
-    "d2 m2": (2, {"num_microbatches": 2}),
+    "d2 m2": (2, {M: 2}),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_unequal_numbers_of_labels_are_told_once_with_their_key(name: str, pool: Pool) -> None:
-    size, layout = LAYOUTS[name]
-    told = [
-        text
-        for rank in pool.run(fit, world_size=size, args=(size, layout, {}))
-        for text in rank["told"]
-    ]
+def test_unequal_numbers_of_labels_are_told_once_with_their_key(name: str, parity: Parity) -> None:
+    ranks = parity.ranks(Labels().on(LAYOUTS[name]), fit_and_listen)
+    told = [text for rank in ranks for text in rank["told"]]
     assert len(told) == 1
     assert told[0].startswith(
         "the microbatches or replicas of a batch have different numbers of labels"
@@ -92,13 +98,11 @@ def test_unequal_numbers_of_labels_are_told_once_with_their_key(name: str, pool:
 
 @pytest.mark.parametrize("settings", [{"counts": True}, {"uneven": False}], ids=["counted", "even"])
 @pytest.mark.parametrize("name", ["one m2", "p2", "d2"])
-def test_nothing_is_told_of_a_step_that_counts_or_of_equal_numbers(
-    name: str, settings: dict[str, Any], pool: Pool
+def test_a_step_that_counts_or_has_equal_numbers_is_that_of_one_process(
+    name: str, settings: dict[str, Any], parity: Parity
 ) -> None:
-    size, layout = LAYOUTS[name]
-    assert not any(
-        rank["told"] for rank in pool.run(fit, world_size=size, args=(size, layout, settings))
-    )
+    ranks = parity.check(Labels(**settings), LAYOUTS[name], fit=fit_and_listen)
+    assert not any(rank["told"] for rank in ranks)
 
 
 def test_the_shares_are_of_a_sample() -> None:
@@ -111,21 +115,13 @@ def test_the_shares_are_of_a_sample() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_float16_takes_the_steps_of_one_process(name: str, pool: Pool) -> None:
+def test_float16_takes_the_steps_of_one_process(name: str, parity: Parity) -> None:
     """Check float16 training with 4096 tokens a batch.
 
     The product of the loss, the number of tokens and the loss scale exceeds the range of float16.
     """
-    settings = {"counts": True, "length": 512, "precision": "16-true"}
-    size, layout = LAYOUTS[name]
-    (expected,) = pool.run(fit, world_size=1, args=(1, {}, settings))
-    for found in pool.run(fit, world_size=size, args=(size, layout, settings)):
+    training = Labels(counts=True, length=512, precision="16-true")
+    expected = parity.result(training)
+    for found in parity.ranks(training.on(LAYOUTS[name])):
         assert found["scale"] == expected["scale"]
-        for key, value in expected["final"].items():
-            torch.testing.assert_close(
-                found["final"][key],
-                value,
-                rtol=2e-2,
-                atol=2e-3,
-                msg=lambda text, k=key: f"{k}: {text}",
-            )
+        torch.testing.assert_close(found["final"], expected["final"], rtol=2e-2, atol=2e-3)

@@ -6,28 +6,25 @@ Labels may be distributed unevenly over microbatches, replicas and slices of the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-from torchmetrics import MeanMetric
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import make_model
 from tests.letters import C, M, P
-from tests.parity import make_trainer
+from tests.parity import Parity, Place, Training
 from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+LAYOUTS: dict[str, Place] = {
     "c2": (2, {C: 2}),
     "c2m2": (2, {C: 2, M: 2}),
     "p2c2": (4, {C: 2, P: 2, M: 2}),
@@ -39,14 +36,52 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """``answers``: only the last tokens of a sequence have labels, as in fine-tuning, so that half
-    of the slices have none."""
+class Seen(L.Callback):
+    """Outputs of every validation batch."""
 
+    def __init__(self) -> None:
+        self.outputs: list[tuple[float, float]] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}
+        self.outputs.append((float(outputs["loss"]), float(outputs.get("num_tokens", 0))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging(Training):
+    """A training that logs values over the whole batch and all replicas.
+
+    With ``answers`` only the last tokens of a sequence have labels, as in fine-tuning, so that half
+    of the slices have none.
+    """
+
+    steps: int = 3
+    global_batch: int = 4
+    validate_every: int | None = 0
     answers: bool = False
     counts: bool = True
     hugging_face: bool = False
+
+    smallest: ClassVar[float] = 1e-3
+    synced: ClassVar[tuple[str, ...]] = tuple(
+        f"{stage}_{value}{suffix}"
+        for stage in ("train", "val")
+        for value in ("loss", "sum", "most")
+        for suffix in ("", "_step", "_epoch")
+    )
+
+    def make_module(self) -> LitEvaluated:
+        return LitShifts(self) if self.hugging_face else LitEvaluated(self)
+
+    def make_data(self) -> PaddedTokens:
+        return Answers(12) if self.answers else PaddedTokens(12)
+
+    def make_callbacks(self) -> list[L.Callback]:
+        return [Seen()]
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        (seen,) = (one.outputs for one in trainer.callbacks if isinstance(one, Seen))
+        return {"outputs": seen}
 
 
 class Answers(PaddedTokens):
@@ -61,9 +96,9 @@ class Answers(PaddedTokens):
 class LitEvaluated(LitTiny):
     """Labels that are shifted already."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, training: Logging) -> None:
         super().__init__(Run(layers=2))
-        self.case, self.error = case, MeanMetric()
+        self.counts = training.counts
 
     def token_losses(self, batch: dict[str, Tensor]) -> Tensor:
         return F.cross_entropy(
@@ -78,7 +113,7 @@ class LitEvaluated(LitTiny):
         self.log(f"{name}_loss", loss, on_step=True, on_epoch=True, sync_dist=True, **options)
         self.log(f"{name}_sum", losses.sum(), on_epoch=True, reduce_fx="sum", sync_dist=True)
         self.log(f"{name}_most", losses.max(), on_epoch=True, reduce_fx="max", sync_dist=True)
-        return {"loss": loss, "num_tokens": counted.sum()} if self.case.counts else loss
+        return {"loss": loss, "num_tokens": counted.sum()} if self.counts else loss
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self.step(batch, "train")
@@ -102,55 +137,17 @@ class LitShifts(LitEvaluated):
         self.log(f"{name}_loss", loss, on_step=True, on_epoch=True, sync_dist=True, **options)
         return (
             {"loss": loss, "num_tokens": (batch["labels"][:, 1:] != -100).sum()}
-            if self.case.counts
+            if self.counts
             else loss
         )
 
 
-class Seen(L.Callback):
-    """Metrics and outputs that callback hooks receive from every batch."""
-
-    def __init__(self) -> None:
-        self.outputs: list[tuple[float, float]] = []
-        self.logged: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}
-        self.outputs.append((float(outputs["loss"]), float(outputs.get("num_tokens", 0))))
-
-
-def run(rank: int, case: Case, world_size: int, layout: dict[str, int]) -> Any:
-    L.seed_everything(3, verbose=False)
-    seen, module = Seen(), LitShifts(case) if case.hugging_face else LitEvaluated(case)
-    trainer = make_trainer(
-        PTDPStrategy(**layout), world_size, max_epochs=1, callbacks=[seen], num_sanity_val_steps=0
-    )
-    data = Answers(12) if case.answers else PaddedTokens(12)
-    sampler = DistributedSampler(data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False)
-    loader = DataLoader(data, batch_size=4 // sampler.num_replicas, sampler=sampler)
-    trainer.fit(module, loader, loader)
-    return {
-        "logged": seen.logged,
-        "outputs": seen.outputs if sampler.num_replicas == 1 else [],
-        "last": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "weights": trainer.strategy.gather_state_dict(),
-    }
-
-
-@pytest.fixture(scope="module")
-def reference(pool: Pool) -> Any:
-    return cache(lambda case: pool.run(run, world_size=1, args=(case, 1, {}))[0])
-
-
 CASES = {
-    "counted": Case(),
-    "answers": Case(answers=True),
-    "answers not counted": Case(answers=True, counts=False),
-    "hugging face": Case(hugging_face=True),
-    "hugging face answers not counted": Case(hugging_face=True, answers=True, counts=False),
+    "counted": Logging(),
+    "answers": Logging(answers=True),
+    "answers not counted": Logging(answers=True, counts=False),
+    "hugging face": Logging(hugging_face=True),
+    "hugging face answers not counted": Logging(hugging_face=True, answers=True, counts=False),
 }
 
 
@@ -163,26 +160,14 @@ CASES = {
         if C in LAYOUTS[name][1] or CASES[case].counts
     ],
 )
-def test_values_are_those_of_one_process(name: str, case: str, pool: Pool, reference: Any) -> None:
-    world_size, layout = LAYOUTS[name]
-    expected = reference(CASES[case])
-    for found in pool.run(run, world_size=world_size, args=(CASES[case], world_size, layout)):
-        for mine, theirs in zip(
-            [*found["logged"], found["last"]], [*expected["logged"], expected["last"]], strict=True
-        ):
-            assert mine == pytest.approx(theirs, rel=1e-5)
-        for mine, theirs in zip(
-            found["outputs"], expected["outputs"], strict=bool(found["outputs"])
-        ):
-            assert mine == pytest.approx(theirs, rel=1e-5)
-        for key, value in expected["weights"].items():
-            torch.testing.assert_close(
-                found["weights"][key],
-                value,
-                rtol=1e-4,
-                atol=1e-5,
-                msg=lambda text, n=key: f"{n}: {text}",
-            )
+def test_values_are_those_of_one_process(name: str, case: str, parity: Parity) -> None:
+    expected = parity.result(CASES[case])
+    assert expected["logged"][-1].keys() <= set(Logging.synced), "all values are compared"
+    for found in parity.check(CASES[case], LAYOUTS[name]):
+        if found["replicas"] == 1:
+            assert found["outputs"] == [
+                pytest.approx(outputs, rel=1e-5) for outputs in expected["outputs"]
+            ]
 
 
 class Uneven(IterableDataset):
