@@ -1,4 +1,4 @@
-"""Shared fixtures: the worker pool, one thread a process."""
+"""Shared fixtures: a worker pool with one thread per process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Some libraries ask torch for GPUs when they are imported. Without a driver no process can then be
-# forked from a forked one, unless torch asks NVML.
+# Some libraries query torch for GPUs at import. Without a driver, a forked process can then fork
+# again only if torch queries NVML.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ["PYTHONPATH"] = (
@@ -29,7 +29,7 @@ os.environ["PYTHONPATH"] = (
 
 from tests.pool import Pool
 
-# For this process too, which Python has started without the folder.
+# This process was started without the folder on its path.
 runpy.run_path(str(Path(__file__).with_name("starts") / "sitecustomize.py"))
 
 
@@ -42,14 +42,14 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def parity(pool: Pool) -> Parity:
-    # Most tests do without Lightning's import.
+    # Most tests do not need Lightning, whose import is slow.
     from tests.parity import Parity
 
     return Parity(pool)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as quick the tests of all modules that are not thorough."""
+    """Mark every test that is not thorough as quick."""
     for item in items:
         if item.get_closest_marker("thorough") is None:
             item.add_marker(pytest.mark.quick)
@@ -58,11 +58,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Exclude the collected modules and tests from every later garbage collection.
 
-    A collection writes to every object that it inspects, and so copies the pages of forked ranks.
+    A collection writes to every object that it inspects, which copies memory pages in forked ranks.
     """
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter free everything; else extension modules report leaks at its end."""
+    """Unfreeze the objects; otherwise extension modules report leaks at exit."""
     gc.unfreeze()

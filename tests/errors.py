@@ -1,4 +1,4 @@
-"""Expected errors of which the message is compared in part."""
+"""Expected errors, compared by parts of their messages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A GPU that is not there: what is put on it has values, which are computed on the CPU, but whoever
-asks is told "cuda", and whatever would make the host wait for the device is noted.
+"""A fake GPU: its tensors report "cuda", but are computed on the CPU.
 
-Which tensors are on the device is known by their memory. An operation that takes tensors of both
-sides is an error, as on a GPU."""
+Every operation for which the host would wait for the device is recorded. Tensors on the device are
+identified by their storage. Mixing tensors of both devices is an error, as on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _READS = {
     "unique_consecutive",
     "bincount",
 }
-"""Operations whose results, or the sizes of them, the host has to know."""
+"""Operations whose values or result sizes the host has to read."""
 _NONDETERMINISTIC = {
     "histc",
     "put",
@@ -73,8 +73,8 @@ _NONDETERMINISTIC = {
 }
 """Operations that a GPU refuses with ``torch.use_deterministic_algorithms(True)``.
 
-From the list in torch's documentation of that function. ``cumsum`` of floating-point numbers was on
-it until torch wrote a deterministic kernel, and is refused, too. ``bincount`` is on it with weights.
+From the list in torch's documentation of that function. Floating-point ``cumsum`` was on the list
+until torch got a deterministic kernel; it is refused too. ``bincount`` is listed only with weights.
 """
 _INDEXES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _MOVES = {"_to_copy", "copy_"}
@@ -82,12 +82,12 @@ _MOVES = {"_to_copy", "copy_"}
 
 @dataclass(frozen=True, order=True)
 class Wait:
-    """The host waited for the device.
+    """One wait of the host for the device.
 
     Attributes:
         what: The operation.
-        place: Whose: "engine/step_report.py read_numbers" of the package; "elsewhere".
-        in_schedule: Between the first and the last action of a schedule.
+        place: Calling file and function, e.g. "engine/step_report.py read_numbers".
+        in_schedule: True between the first and the last action of a schedule.
     """
 
     what: str
@@ -100,7 +100,7 @@ class Waits:
     """Record of a rank's waits.
 
     Attributes:
-        batches: One list a batch; the first is what came before.
+        batches: One list per batch; the first holds the waits before all batches.
     """
 
     batches: list[list[Wait]] = field(default_factory=lambda: [[]])
@@ -111,14 +111,14 @@ class Waits:
         return sum(map(len, self.batches))
 
     def note(self, what: str) -> None:
-        """The host waits now."""
+        """Record a wait with its caller."""
         place, in_schedule, frame = "", False, sys._getframe(1)
         while frame is not None:
             file, name = frame.f_code.co_filename, frame.f_code.co_name
             ours = file.startswith(_PACKAGE)
             if not place and file != __file__ and not file.startswith((_TORCH, _MOCK)):
                 if name in ("wait", "advance"):
-                    return  # gloo's own copy, behind a collective
+                    return  # gloo's own copy after a collective
                 place = f"{file[len(_PACKAGE) :] if ours else file} {name}"
             in_schedule |= ours and file.endswith("pipeline/runtime.py") and name == "run"
             frame = frame.f_back  # type: ignore[assignment]
@@ -127,8 +127,7 @@ class Waits:
 
 @dataclass
 class _Memory:
-    """Tensors on the device, by their memory, which is kept so that its address stands for no other
-    tensor."""
+    """Storages on the device, kept alive so that no address is reused."""
 
     device: torch.device
     waits: Waits
@@ -143,7 +142,7 @@ class _Memory:
         )
 
     def move(self, copy: Callable[[], Tensor], *, to_host: bool, waits: bool) -> Tensor:
-        """Return the tensor that ``copy`` makes on the other side.
+        """Return the copy that ``copy`` makes on the other device.
 
         The host waits for the copy if ``waits`` is set and the tensor is not empty.
         """
@@ -170,7 +169,7 @@ class _Memory:
 def _claims(memory: _Memory) -> dict[str, Any]:
     """Return replacements of ``Tensor`` attributes for the fake device.
 
-    They report the device of a tensor, move it, and note when the host reads it.
+    They report a tensor's device, move the tensor, and record reads by the host.
     """
 
     def moved(
@@ -234,9 +233,9 @@ def _claims(memory: _Memory) -> dict[str, Any]:
 
 
 class _Notes(TorchDispatchMode):
-    """Dispatch mode that places results on the fake device and notes host waits.
+    """Dispatch mode that places results on the fake device and records host waits.
 
-    A result is on the device if the call asks for it there, or if an operand is there.
+    A result is on the device if the call requests it or if an operand is on the device.
     """
 
     def __init__(self, memory: _Memory) -> None:
@@ -284,7 +283,7 @@ class _Notes(TorchDispatchMode):
         return made
 
     def _mixed(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Tensors of both sides."""
+        """Record the wait of an operation on both devices, or refuse it."""
         name = function.overloadpacket.__name__
         if name == "copy_":
             if not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking"):
@@ -301,7 +300,7 @@ class _Notes(TorchDispatchMode):
 
 
 def _refuse_nondeterministic(name: str, args: Any, kwargs: Any) -> None:
-    """Raise the error of a GPU for an operation without a deterministic kernel."""
+    """Raise a GPU's error for an operation without a deterministic kernel."""
     refused = name in _NONDETERMINISTIC and len(args) > (1 if "median" in name else 0)
     if name in ("scatter_reduce", "scatter_reduce_"):
         refused = args[4] not in ("sum", "mean")
@@ -318,7 +317,7 @@ def _refuse_nondeterministic(name: str, args: Any, kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def fake_cuda(rank: int) -> Iterator[Waits]:
-    """In this context there are GPUs: a Trainer with ``accelerator="gpu"`` takes them."""
+    """Provide fake GPUs, which a Trainer with ``accelerator="gpu"`` uses."""
     memory = _Memory(torch.device("cuda", rank), Waits())
     group_tensors = torch._C._group_tensors_by_device_and_dtype
 
@@ -342,7 +341,7 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
             stack.enter_context(mock.patch.object(torch, name, _made_on_host(getattr(torch, name))))
         for name in ("broadcast_object_list", "all_gather_object"):
             stack.enter_context(mock.patch.object(dist, name, _noted(name, memory.waits)))
-        # A compiler would look for a real device.
+        # A compiler would need a real device.
         stack.enter_context(mock.patch.object(fused, "_compiled", lambda function: function))
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(_Notes(memory))
@@ -350,7 +349,7 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
 
 
 def _in_float(function: Any, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """A product of half precision with a result in float32, which CPUs have not."""
+    """Compute a half-precision product with a float32 result, which CPUs lack."""
     (dtype,) = (value for value in args if isinstance(value, torch.dtype))
     wide = [
         value.to(dtype) if isinstance(value, Tensor) else value
@@ -362,14 +361,14 @@ def _in_float(function: Any, *args: Any, out: Tensor | None = None, **kwargs: An
 
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]
-    """Has no events of devices."""
+    """Future without device events."""
 
     def __init__(self, *, devices: object = None) -> None:
         super().__init__()
 
 
 def _made_on_host(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch copies what Python has."""
+    """Wrap a constructor to create a tensor on the host and move it to the device."""
 
     def make(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor) and function is not torch.tensor:
@@ -397,7 +396,7 @@ def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
     state = torch.zeros(16, dtype=torch.uint8)
 
     class Stream:
-        """Or an event, at which all that was queued has run."""
+        """Stream or event whose queued work is always complete."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self.device, self._at = device, -1
@@ -408,7 +407,7 @@ def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
         def __exit__(self, *_: object) -> None: ...
 
         def synchronize(self) -> None:
-            # else the host has waited for all of the device since
+            # Otherwise the host has already waited for the whole device since.
             if self._at in (
                 -1,
                 waits.count,

@@ -1,4 +1,4 @@
-"""The papers' letters, for layouts in tests: ``{T: 2, P: 2, M: 4}``."""
+"""Abbreviations from the papers for layouts in tests: ``{T: 2, P: 2, M: 4}``."""
 
 A = "context_parallel_attention"
 C = "context_parallel_size"

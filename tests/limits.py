@@ -1,4 +1,4 @@
-"""Time limit that does not count the time that other processes take from the tests."""
+"""Time limit that excludes delays caused by other processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _HARD = 10
 
 
 class Limit:
-    """Count the seconds in which processes could have run.
+    """Time limit that counts only the seconds in which processes could run.
 
-    The time that their threads waited for a core or for a disk does not count, so that a slow test
-    on a busy machine does not look like a hang. A process that hangs waits for neither; it is found
-    after ``seconds``, as on an idle machine. After ten times ``seconds`` the limit is reached in
-    any case.
+    Time in which their threads waited for a core or a disk does not count, so a slow test on a busy
+    machine does not look like a hang. A hanging process waits for neither and is detected after
+    ``seconds``, as on an idle machine. The limit is always reached after ten times ``seconds``.
 
     Args:
         seconds: The limit.
@@ -35,7 +34,7 @@ class Limit:
         self._asked = self._start
 
     def left(self) -> float:
-        """Return the seconds that are left."""
+        """Return the remaining seconds."""
         now = time.monotonic()
         if now >= self._asked + 1:
             since, self._asked = now - self._asked, now
@@ -51,17 +50,17 @@ class Limit:
             with contextlib.suppress(OSError, ValueError):
                 delay = _run_delay(pid)
                 self._first.setdefault(pid, delay)
-                # a thread that has ended is no longer counted
+                # An ended thread is no longer counted.
                 self._last[pid] = max(delay, self._last.get(pid, 0.0))
 
 
 def running() -> list[int]:
-    """Return the processes that this one has started, and theirs."""
+    """Return the ids of all descendants of this process."""
     return [process.pid for process in psutil.Process().children(recursive=True)]
 
 
 def _run_delay(pid: int) -> float:
-    """Return the seconds that the threads of a process were ready to run and had no core.
+    """Return the seconds that ready threads of a process waited for a core.
 
     Linux's Documentation/scheduler/sched-stats.rst, section "/proc/<pid>/schedstat".
     """
@@ -70,8 +69,10 @@ def _run_delay(pid: int) -> float:
 
 
 def _waits_for_disk(pid: int) -> bool:
-    """Return whether a thread of a process is in uninterruptible sleep: it reads or writes a disk,
-    or the memory of the machine is exhausted."""
+    """Return True if a thread of a process is in uninterruptible sleep.
+
+    Such a thread accesses a disk, or the machine is out of memory.
+    """
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
             if thread.read_text().rpartition(")")[2].split()[0] == "D":

@@ -1,4 +1,4 @@
-"""Memory that a forward keeps for its backward."""
+"""Memory saved by a forward pass for its backward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 
 def kept_bytes(run: Callable[[], Tensor], parameters: Iterator[nn.Parameter]) -> int:
-    """Bytes that the graph of ``run()`` keeps alive beside parameters, each storage once."""
+    """Return the bytes that the graph of ``run()`` saves, without parameters.
+
+    Each storage counts once.
+    """
     weights = {p.untyped_storage().data_ptr() for p in parameters}
     storages: dict[int, int] = {}
 

@@ -1,5 +1,7 @@
-"""Calls that the host of a rank has given to its communicators (queued.py notes them), run by
-NCCL's rules (schedule/streams.py)."""
+"""Communicator calls of a rank's host, recorded by queued.py and run by NCCL's rules.
+
+The rules are in schedule/streams.py.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,17 @@ __all__ = ["Call", "operations_of"]
 
 @dataclass(frozen=True)
 class Call:
-    """Attributes:
-    what: "send", "recv", "batch" (messages that start together), a collective, "wait", or "read":
-        the host reads a tensor; "side": the stream beside the computation waits for it, "join": it
-        waits for that.
-    group: Its group's name and global ranks.
-    parts: What it moves: elements and dtype of a collective's tensors; (source, destination,
-    elements) of messages.
-    waits: Of "wait", the place of what is waited for in the rank's calls.
-    stream: In which it is issued, and waited for.
+    """One call of the host.
+
+    Attributes:
+        what: "send", "recv", "batch" (messages that start together), a collective, "wait", "read"
+            (the host reads a tensor), "side" (the side stream waits for the computation) or "join"
+            (the computation waits for the side stream).
+        group: Name and global ranks of the group.
+        parts: Data moved: elements and dtype of a collective's tensors; (source, destination,
+            elements) of messages.
+        waits: For "wait", the index of the awaited call.
+        stream: Stream in which the call is issued and awaited.
     """
 
     what: str
@@ -74,8 +78,8 @@ def operations_of(calls: Sequence[Call]) -> list[Operation]:
                 if messages
                 else [(call.group, "all")]
             )
-            # What is issued as a batch starts together: as streams of their own behind all that the
-            # communicator had.
+            # The messages of a batch start together: each has its own stream after all earlier
+            # operations of the communicator.
             held, now = before.get(call.group, []), []
             for index, meeting in enumerate(meetings):
                 counts[meeting] += 1

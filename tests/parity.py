@@ -1,8 +1,8 @@
-"""Parity: a training in a layout gives the results of the same training in one process.
+"""Parity of a training in a layout with the same training in a single process.
 
-A ``Training`` is plain data that makes its own module, batches and Trainer. ``fit`` runs it on one
+A ``Training`` is plain data that creates its module, batches and Trainer. ``fit`` runs it on one
 rank and returns plain data. ``assert_same`` compares two results. The fixture ``parity`` does all
-of it for a training and a place, and trains each case in one process once per session.
+of this for a training and a place. It runs each single-process training once per session.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_ptdp.strategy import PTDPStrategy
 from tests.pool import Pool
 
 Place = tuple[int, dict[str, Any]]
-"""A number of processes, and the options of the strategy there."""
+"""Number of processes and strategy options."""
 Result = dict[str, Any]
 
 
@@ -38,9 +38,9 @@ def make_trainer(strategy: Any, world_size: int = 1, **options: Any) -> L.Traine
 
 
 def make_loader(data: Any, trainer: L.Trainer, global_batch: int) -> DataLoader:
-    """Return this replica's part of each global batch, in the order of the data.
+    """Return a loader of this replica's part of each global batch, in data order.
 
-    Lightning's own sampler shuffles for training.
+    Lightning's own sampler would shuffle the training data.
     """
     sampler: DistributedSampler = DistributedSampler(
         data, **trainer.strategy.distributed_sampler_kwargs, shuffle=False
@@ -50,11 +50,11 @@ def make_loader(data: Any, trainer: L.Trainer, global_batch: int) -> DataLoader:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training.
+    """Settings of a training.
 
     Attributes:
         steps: Number of batches.
-        global_batch: Samples of a batch, over all replicas.
+        global_batch: Samples per batch over all replicas.
         validate_every: Batches between validations; 0 validates after the last batch.
     """
 
@@ -71,18 +71,18 @@ class Training:
 
     tolerance: ClassVar[float] = 1e-5
     weight_tolerance: ClassVar[float | None] = None
-    """Tolerance of weights, if it is another one: losses and norms may be rounded to float32."""
+    """Tolerance of weights if it differs: losses and norms may be rounded to float32."""
     smallest: ClassVar[float] = 0.0
-    """Norm below which the difference of a weight is absolute."""
+    """Norm below which the difference of a weight is compared absolutely."""
     synced: ClassVar[tuple[str, ...]] = ()
-    """Metrics that are logged over all replicas."""
+    """Metrics that are synchronized over all replicas."""
     always_clips: ClassVar[bool] = True
-    """Every gradient is larger than the clipping threshold."""
+    """True if every gradient norm exceeds the clipping threshold."""
     trainer_options: ClassVar[dict[str, Any]] = {"num_sanity_val_steps": 0}
     """Further options of the Trainer."""
 
     def on(self, place: Place) -> Any:
-        """Return the same training in another place."""
+        """Return the same training with the processes and options of ``place``."""
         world_size, layout = place
         return replace(self, world_size=world_size, layout=self.layout | layout)
 
@@ -114,17 +114,17 @@ class Training:
         )
 
     def make_loaders(self, trainer: L.Trainer) -> list[DataLoader]:
-        """Return the loader of the training and, if the training validates, of the validation."""
+        """Return the training loader and, if the training validates, the validation loader."""
         loader = make_loader(self.make_data(), trainer, self.global_batch)
         return [loader] if self.validate_every is None else [loader, loader]
 
     def results(self, trainer: Any, module: Any) -> Result:
-        """Return what else is known after the training."""
+        """Return additional results after the training."""
         return {}
 
 
 class Recorder(L.Callback):
-    """Losses, gradient norms and metrics of every batch, and the weights at the start."""
+    """Callback that records losses, gradient norms, metrics and the initial weights."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -142,9 +142,9 @@ class Recorder(L.Callback):
             self.norms.append(float(trainer.strategy.gradient_norm))
 
     def _over_replicas(self, trainer: Any, outputs: Any) -> float:
-        """Return the mean over the counted tokens of all replicas.
+        """Return the mean loss over the counted tokens of all replicas.
 
-        Without a schedule, Lightning's loss is that of this replica.
+        Without a schedule, Lightning reports the loss of this replica only.
         """
         group = trainer.strategy.mesh.group("replica_sum")
         weight = float(outputs.get("num_tokens", 1.0))
@@ -155,12 +155,12 @@ class Recorder(L.Callback):
 
 
 def metrics(trainer: L.Trainer) -> dict[str, float]:
-    """Return the metrics that callbacks see."""
+    """Return the Trainer's callback metrics as floats."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 def fit(rank: int, training: Training) -> Result:
-    """Train; return losses, norms and metrics, and the whole model's weights before and after."""
+    """Train and return losses, norms, metrics and the full weights before and after."""
     L.seed_everything(3, verbose=False)
     recorder, module = Recorder(), training.make_module()
     trainer = training.make_trainer(recorder)
@@ -179,10 +179,10 @@ def fit(rank: int, training: Training) -> Result:
 
 
 def distance(found: Any, expected: Any, start: Any = None) -> float:
-    """Return the relative distance between whole models.
+    """Return the relative distance between two models.
 
-    Single elements with hardly any gradient may go either way. With ``start`` the distance is
-    relative to the distance trained.
+    Single elements with almost no gradient may move in either direction. With ``start``, the
+    distance is relative to the total change during training.
     """
     left, right, origin = (
         torch.cat([state[name].double().flatten() for name in expected])
@@ -193,7 +193,7 @@ def distance(found: Any, expected: Any, start: Any = None) -> float:
 
 
 def assert_near(found: Any, expected: Any, tolerance: float, what: str) -> None:
-    """Compare numbers relatively."""
+    """Assert that numbers are equal within a relative tolerance."""
     got, wanted = (torch.tensor(numbers, dtype=torch.float64) for numbers in (found, expected))
     torch.testing.assert_close(
         got, wanted, rtol=tolerance, atol=0, msg=lambda text: f"{what}: {text}"
@@ -207,14 +207,16 @@ def assert_weights_near(
     tolerance: float = Training.tolerance,
     smallest: float = 0.0,
 ) -> None:
-    """Compare parameters and buffers, each by the norm of its difference."""
+    """Assert that parameters and buffers are close, each by the norm of its difference."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         got = found[name]
         assert (got.shape, got.dtype) == (value.shape, value.dtype), name
         difference = (got.double() - value.double()).norm()
         length = value.double().norm().clamp(min=smallest)
-        assert difference <= tolerance * length, f"{name} ends {difference / length:.1e} away"
+        assert difference <= tolerance * length, (
+            f"{name} has a relative error of {difference / length:.1e}"
+        )
 
 
 def assert_same(
@@ -227,13 +229,13 @@ def assert_same(
     synced: Collection[str] = (),
     but: Collection[str] = (),
 ) -> None:
-    """Compare two results: weights at the start bitwise, all else within the tolerance.
+    """Assert that initial weights are bitwise equal and all else is within the tolerance.
 
-    A replica logs values of its own samples, except those that are ``synced``.
+    A replica logs values of its own samples, except for the ``synced`` metrics.
     """
     assert found["initial"].keys() == expected["initial"].keys()
     for name, value in expected["initial"].items():
-        assert torch.equal(found["initial"][name], value), f"{name} starts differently"
+        assert torch.equal(found["initial"][name], value), f"the initial values of {name} differ"
     for key in ("losses", "norms"):
         assert_near(found[key], expected[key], tolerance, key)
     for step, (mine, theirs) in enumerate(zip(found["logged"], expected["logged"], strict=True)):
@@ -249,14 +251,14 @@ def assert_same(
 
 
 class Parity:
-    """Trainings in places, compared with one process."""
+    """Trainings in layouts, compared with a single process."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self._results: dict[str, Result] = {}
 
     def result(self, training: Training) -> Result:
-        """Return the result of the first rank; each training runs once per session."""
+        """Return the result of rank 0; each training runs once per session."""
         key = repr(training)
         if key not in self._results:
             self._results[key] = self.ranks(training)[0]
@@ -276,13 +278,13 @@ class Parity:
         but: Collection[str] = (),
         fit: Callable[..., Result] = fit,
     ) -> list[Result]:
-        """Compare every rank of a place with one process, or with ``expected``; return the ranks.
+        """Compare every rank with a single process or ``expected``; return all results.
 
-        The options of the place come on top of those that the training has in one process.
+        The options of ``place`` extend those of the single-process training.
         """
         expected = expected or self.result(replace(training, save=None))
         if training.always_clips and training.clip is not None:
-            assert min(expected["norms"]) > training.clip, "the clipping threshold must bite"
+            assert min(expected["norms"]) > training.clip, "the clipping threshold has no effect"
         ranks = self.ranks(training.on(place), fit)
         for found in ranks:
             assert_same(
@@ -294,5 +296,5 @@ class Parity:
                 synced=training.synced,
                 but=but,
             )
-        assert len({tuple(found["losses"]) for found in ranks}) == 1, "ranks disagree on the loss"
+        assert len({tuple(found["losses"]) for found in ranks}) == 1, "losses differ between ranks"
         return ranks

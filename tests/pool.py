@@ -1,10 +1,11 @@
 """A persistent pool of worker processes for distributed tests.
 
-``run(function, world_size=4, args=(...))`` calls ``function(rank, *args)`` on that many real
-processes joined by gloo and returns the results by rank. Workers are forked from a server that has
-torch and Lightning loaded, so that a test costs milliseconds and not the 8 seconds of an import;
-every call has a time limit (limits.py), after which all workers are killed and the test fails, with
-the stacks of those that did not answer and of the processes that they had started."""
+``run(function, world_size=4, args=(...))`` calls ``function(rank, *args)`` on four real processes
+connected by gloo and returns the results by rank. Workers are forked from a server that has loaded
+torch and Lightning, so a test takes milliseconds instead of the 8 seconds of an import. Every call
+has a time limit (limits.py). After the limit all workers are killed and the test fails with the
+stacks of the workers that did not answer and of their child processes.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +41,16 @@ PRELOAD = [
 
 
 class WorkerFailure(AssertionError):
-    """A worker raised, died or was too late; the message holds every rank's traceback."""
+    """Error for a worker that raised, died or was late, with every rank's traceback."""
 
 
 def _serve(connection: Connection, started_in: str, stacks: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # what was preloaded is not looked through again and again
+    gc.freeze()  # exclude preloaded objects from garbage collection
     os.chdir(started_in)
-    faulthandler.register(signal.SIGUSR2, file=open(stacks, "a"))  # noqa: SIM115 - as long as the process lives
+    faulthandler.register(signal.SIGUSR2, file=open(stacks, "a"))  # noqa: SIM115 - open until the process ends
     while True:
         try:
             task = connection.recv_bytes()
@@ -66,7 +67,7 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
 
 @contextlib.contextmanager
 def _left_as_it_was() -> Iterator[None]:
-    """The environment, and what is logged: the next test in this process is another one."""
+    """Restore the environment and the logging levels for the next test."""
     environment, disabled = dict(os.environ), logging.root.manager.disable
     loggers = [
         one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)
@@ -107,26 +108,26 @@ def _call(
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(hours=1),  # the pool's limit ends those that wait
+            timeout=timedelta(hours=1),  # the pool's limit ends waiting workers
         )
     try:
         with habits():
             result = function(rank, *args)
         if dist.is_initialized():
-            # Who is done first must not close connections that a slow rank is still making.
+            # A fast rank must not close connections that a slow rank is still opening.
             with contextlib.suppress(RuntimeError):
                 dist.barrier()
         return result
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Trainers are cycles, and keep process groups: their threads pile up, and spin once the
-        # other ends of their sockets are gone.
+        # Trainers are reference cycles that keep process groups alive. Their threads would
+        # accumulate, and would spin once the peers have closed their sockets.
         gc.collect()
 
 
 class Pool:
-    """Workers kept between tests; ``close`` ends them."""
+    """Worker processes that are reused between tests; ``close`` ends them."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -144,8 +145,10 @@ class Pool:
         env: dict[str, str] | None = None,
         backend: str = "gloo",
     ) -> list[Any]:
-        """Results of ``function(rank, *args)`` by rank; ``limit`` is in seconds (limits.py),
-        ``backend`` "gloo" or "queued" (tests/queued.py)."""
+        """Return the results of ``function(rank, *args)`` by rank.
+
+        ``limit`` is in seconds (limits.py). ``backend`` is "gloo" or "queued" (tests/queued.py).
+        """
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
@@ -168,8 +171,7 @@ class Pool:
         failures: dict[int, str] = {}
         waiting = {self._workers[rank][1]: rank for rank in range(world_size)}
         while waiting:
-            # A failed peer leaves the others waiting for it: do not wait the whole limit for them
-            # too.
+            # The peers of a failed rank wait for it, so do not wait the whole limit for them.
             grace = Limit(5.0, running) if failures else limit
             while not (answered := wait(list(waiting), 1.0)):
                 if min(grace.left(), limit.left()) <= 0:
@@ -208,7 +210,7 @@ class Pool:
         return os.path.join(self._folder.name, f"stacks-{rank}.txt")
 
     def _stacks(self, rank: int) -> str:
-        """Return the stacks of a worker and of the processes that it forked.
+        """Return the stacks of a worker and of its child processes.
 
         Each process writes its own stacks on SIGUSR2.
         """
@@ -221,8 +223,8 @@ class Pool:
                     file.write(f"\nprocess {process.pid}, {process.status()}: {command}\n")
                 before = path.stat().st_size
                 process.send_signal(signal.SIGUSR2)
-                # There is no word that a stack is written; a process in uninterruptible sleep
-                # writes none.
+                # The end of writing is not signalled, and a process in uninterruptible sleep
+                # writes nothing.
                 for _ in range(20):
                     time.sleep(0.5)
                     if path.stat().st_size > before:
@@ -230,7 +232,7 @@ class Pool:
         return path.read_text()
 
     def close(self) -> None:
-        """End every worker."""
+        """Kill all workers."""
         for process, connection in self._workers:
             with contextlib.suppress(OSError):
                 connection.close()
@@ -241,7 +243,7 @@ class Pool:
 
 
 def in_new_process(part: Callable[[], None]) -> None:
-    """Run in a process without threads, from which others may be forked."""
+    """Run ``part`` in a new process without threads, which can fork others."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=part)

@@ -1,5 +1,7 @@
-"""Commands in a session of their own: every process of it is waited for within a limit, and shows
-where it stands if it is late."""
+"""Commands that run in their own session, with a time limit for all its processes.
+
+Late processes print their stacks.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from tests.limits import Limit, running
 
 __all__ = ["Session", "listening", "run", "session"]
 
-LIMIT = 240.0  # within pytest's own, so that a script that hangs is told with its output
+LIMIT = 240.0  # below pytest's own limit, so that the output of a hanging script is reported
 
 
 class Session:
-    """A command and what it started; ``output`` is everything that they printed."""
+    """A command and its child processes; ``output`` is everything that they printed."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, **env: str) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_PORT", "MASTER_ADDR")
@@ -37,24 +39,23 @@ class Session:
             self.process = subprocess.Popen(
                 list(command),
                 cwd=folder,
-                # With faulthandler a process that is ended by SIGABRT prints its stacks.
+                # With faulthandler, SIGABRT makes a process print its stacks.
                 env={**clean, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **env},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # What a shell starts in the background ignores SIGINT, and so would all that it
-                # starts.
+                # Background processes of a shell ignore SIGINT, and their children inherit this.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     @property
     def output(self) -> str:
-        """Return the output until now."""
+        """Return the output so far."""
         return self._path.read_text(errors="replace")
 
     @property
     def alive(self) -> list[psutil.Process]:
-        """The live processes."""
+        """Return the live processes of the session."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -69,19 +70,21 @@ class Session:
         return Limit(limit, lambda: [process.pid for process in self.alive])
 
     def wait_until(self, reached: Callable[[], object], what: str, limit: float = LIMIT) -> None:
-        """Return when ``reached()`` is true; fails if the command ends before that, or after
-        ``limit`` seconds."""
+        """Wait until ``reached()`` is true.
+
+        Fail if the command ends first or after ``limit`` seconds.
+        """
         patience = self._patience(limit)
         while not reached():
             assert self.process.poll() is None, (
-                f"it ended with {self.process.returncode} before: {what}\n{self.output}"
+                f"exited with {self.process.returncode} before: {what}\n{self.output}"
             )
             if patience.left() < 0:
                 raise AssertionError(f"not within {limit} s: {what}\n{self.stacks()}")
             time.sleep(0.05)
 
     def finish(self, limit: float = LIMIT) -> int:
-        """The exit code, once no process is left."""
+        """Wait for all processes of the session and return the exit code."""
         patience = self._patience(limit)
         while self.process.poll() is None or self.alive:
             if patience.left() < 0:
@@ -90,7 +93,7 @@ class Session:
         return self.process.returncode
 
     def stacks(self) -> str:
-        """End every process; what was printed, and where each stood."""
+        """Abort every process and return the output with the stacks."""
         for process in self.alive:
             with contextlib.suppress(psutil.Error, OSError), self._path.open("a") as output:
                 output.write(
@@ -103,7 +106,7 @@ class Session:
         return self.output
 
     def kill(self) -> None:
-        """End whatever is left."""
+        """Kill all remaining processes."""
         for process in self.alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -112,7 +115,7 @@ class Session:
 
 @contextlib.contextmanager
 def session(command: Sequence[str], *, folder: Path, **env: str) -> Iterator[Session]:
-    """The command, whose every process is ended at last."""
+    """Run a command and kill its remaining processes at the end."""
     run = Session(command, folder=folder, **env)
     try:
         yield run
@@ -123,7 +126,7 @@ def session(command: Sequence[str], *, folder: Path, **env: str) -> Iterator[Ses
 def run(
     command: Sequence[str], *, limit: float = LIMIT, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command as ``subprocess.run`` does, within ``limit`` seconds (limits.py)."""
+    """Run a command like ``subprocess.run``, within ``limit`` seconds (limits.py)."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
@@ -141,8 +144,10 @@ def run(
 
 
 def listening(pids: Sequence[int]) -> set[str]:
-    """The local addresses on which processes listen, "address:port"; IPv4 addresses mapped into
-    IPv6 as they are written there."""
+    """Return the local addresses ("address:port") on which processes listen.
+
+    IPv4 addresses that are mapped into IPv6 keep the IPv6 form.
+    """
     inodes = set()
     for pid in pids:
         for handle in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,17 +1,19 @@
-"""A process group over gloo with NCCL's habits, registered as the backend "queued". What passes on
-it does not owe it to gloo's patience.
+"""A process group over gloo with NCCL's semantics, registered as the backend "queued".
 
-- Each communicator runs its operations strictly in the order of issue; a message, or a collective,
-  ends when all its ends have come to it.
-- The first use of a connection (two ranks' messages on a group, a group's collectives) holds every
-  host until all ends have come to it.
-- ``wait`` returns at once. What is computed next with the tensors has to wait, and whatever is
-  issued after it, on any communicator, as behind a stream. Who reads or writes tensors of an
-  operation that nobody has waited for is told so (``RaceError``), and finds NaN there.
-- An operation whose peer is gone never ends.
+Programs that rely on gloo's more tolerant behaviour fail on it.
 
-Computation itself runs at once, on the host: an operation of torch that takes a tensor which is not
-there yet holds the host."""
+- Each communicator runs its operations strictly in the order of issue. A message or a collective
+  completes when all its ranks have started it.
+- The first use of a connection (messages of two ranks in a group, or a group's collectives) blocks
+  every host until all its ranks have joined.
+- ``wait`` returns immediately. Later computation with the tensors, and later operations on any
+  communicator, run after the operation, as on a stream. Using the tensors of an operation without a
+  wait raises ``RaceError``; its outputs hold NaN.
+- An operation whose peer is lost never completes.
+
+Computation runs immediately on the host. A torch operation blocks the host until its input tensors
+are available.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from tests.queued_host import HOST, RaceError, Run, Transfer, habits
 __all__ = ["HOST", "LIMIT", "RaceError", "habits"]
 
 LIMIT = timedelta(seconds=60)
-"""Until a connection is made."""
+"""Time limit for opening a connection."""
 _GLOO_LIMIT = timedelta(minutes=5)
 
 
@@ -48,7 +50,7 @@ def _work(inner: dist.ProcessGroupGloo, queue: SimpleQueue[Transfer | None]) -> 
                 transfer.run(inner)
         except Exception as error:
             if is_communication_error(error):
-                return  # as on a GPU nobody is told
+                return  # not reported, as on a GPU
             transfer.error = error
         transfer.end()
         del transfer
@@ -56,7 +58,7 @@ def _work(inner: dist.ProcessGroupGloo, queue: SimpleQueue[Transfer | None]) -> 
 
 @dataclass(frozen=True)
 class _Message:
-    """One end of a message; ``rank`` is the other, in the group."""
+    """One end of a message; ``rank`` is the group rank of the peer."""
 
     sends: bool
     tensors: list[Tensor]
@@ -70,7 +72,10 @@ class _Message:
 
 
 def _exchange(messages: Sequence[_Message]) -> Run:
-    """All at once; a send ends when its message has been received."""
+    """Return a function that runs all messages at once.
+
+    A send completes when its message has been received.
+    """
 
     def run(inner: dist.ProcessGroupGloo) -> None:
         for part in (_Message.start, _Message.confirm):
@@ -81,7 +86,7 @@ def _exchange(messages: Sequence[_Message]) -> Run:
 
 
 class Queued(dist.ProcessGroup):
-    """One communicator a group; see the module."""
+    """The process group of this backend: one communicator per group."""
 
     supports_coalescing = True
 
@@ -147,7 +152,7 @@ class Queued(dist.ProcessGroup):
         return self._issue(what, parts, _exchange(messages), sent, received)
 
     def _meet(self, kind: str, ends: Sequence[Sequence[int]]) -> None:
-        """Hold the host until the other ends of connections have come, the first time."""
+        """Block the host at the first use of a connection until all its ranks have joined."""
         fresh = {(kind, tuple(sorted(ranks))) for ranks in ends if len(ranks) > 1} - self._met
         for connection in fresh:
             self._met.add(connection)
@@ -163,7 +168,7 @@ class Queued(dist.ProcessGroup):
                         f"{connection[1]}"
                     ) from error
 
-    # ---- what torch.distributed calls ------------------------------------------------------------
+    # ---- interface for torch.distributed ---------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Transfer:
         self._meet("collectives", [self.ranks])
@@ -198,7 +203,7 @@ class Queued(dist.ProcessGroup):
     def alltoall_base(self, output: Tensor, source: Tensor, *rest: Any) -> Transfer:
         return self._collective("alltoall_base", (output, source, *rest), [source], [output])
 
-    # The names since torch 2.13. The others are needed until torch 2.13.
+    # Names since torch 2.13. The other names are needed until torch 2.13.
     all_gather_single, reduce_scatter_single, all_to_all_single = (
         _allgather_base,
         _reduce_scatter_base,

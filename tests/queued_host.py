@@ -1,5 +1,7 @@
-"""Operations that a process has given to communicators with NCCL's habits (queued.py), and what its
-computation has to wait for."""
+"""Operations that a process has issued on "queued" communicators (queued.py).
+
+Computation waits for them as on NCCL.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ Run = Callable[[dist.ProcessGroupGloo], None]
 
 
 class RaceError(AssertionError):
-    """Tensors of an operation were used that nobody has waited for."""
+    """Error for the use of an operation's tensors without a wait."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Span:
 
     @classmethod
     def of(cls, tensor: Tensor, is_written: bool) -> Span:
-        """All between the first and the last element."""
+        """Return the span from the first to the last element."""
         start, last = (
             tensor.data_ptr(),
             sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)),
@@ -62,10 +64,10 @@ class Transfer(dist.Work):
     """One issued operation of a communicator.
 
     Args:
-        call: What it is.
-        run: Does it, on the communicator's thread.
-        reads: Tensors that are sent.
-        writes: Tensors that are filled.
+        call: Record of the call.
+        run: Function that runs the operation on the communicator's thread.
+        reads: Input tensors.
+        writes: Output tensors.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Transfer(dist.Work):
         ]
         self.error: Exception | None = None
         self.ordered: set[str] = set()
-        """Streams that wait for it."""
+        """Streams that wait for the operation."""
         self._ended, self._future = threading.Event(), torch.futures.Future[list[Tensor]]()
 
     def disturbs(self, span: Span) -> bool:
@@ -93,17 +95,17 @@ class Transfer(dist.Work):
         return any(mine.disturbs(span) for mine in self.spans)
 
     def end(self) -> None:
-        """On the communicator's thread: it has run, or failed for good."""
+        """Mark the operation as completed or failed, on the communicator's thread."""
         self._ended.set()
         self._future.set_result(list(self.tensors))
 
     def join(self) -> None:
-        """Hold the host until it has ended."""
+        """Block the host until the operation has completed."""
         self._ended.wait()
         if self.error is not None:
             raise self.error
 
-    # ---- what torch's callers see ----------------------------------------------------------------
+    # ---- interface for torch ---------------------------------------------------------------------
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         HOST.wait(self)
@@ -111,7 +113,7 @@ class Transfer(dist.Work):
 
     def is_completed(self) -> bool:
         if has_ended := self._ended.is_set():
-            self.ordered = {"compute", "side"}  # the host knows, and needs no stream to tell it
+            self.ordered = {"compute", "side"}  # known to the host, so no stream needs to wait
         return has_ended
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -120,14 +122,14 @@ class Transfer(dist.Work):
 
 @dataclass
 class Host:
-    """This process: what it has issued.
+    """Record of the operations of this process.
 
     Attributes:
-        open: Operations that have not ended, or that nobody has waited for.
-        stream: In which the host computes and issues: "compute", or "side" beside it.
-        waited: By stream, those that what is issued in it from now on has to run after.
-        met: (kind, group's ranks, ranks that met) of every first use of a connection.
-        calls: All that was issued, waited for and read.
+        open: Operations that have not completed or that have no wait.
+        stream: Current stream of the host: "compute" or "side".
+        waited: By stream, the operations that later operations of the stream must follow.
+        met: (kind, ranks of the group, ranks of the connection) of every opened connection.
+        calls: All issued operations, waits and reads.
     """
 
     open: list[Transfer] = field(default_factory=list)
@@ -142,7 +144,7 @@ class Host:
         return len(self.calls) - 1
 
     def issue(self, transfer: Transfer) -> None:
-        """Note it, and put NaN where it will write."""
+        """Record an operation and fill its outputs with NaN."""
         self._forget()
         others = [other for other in self.open if any(map(other.disturbs, transfer.spans))]
         for other in others:
@@ -158,7 +160,7 @@ class Host:
         self.open.append(transfer)
 
     def wait(self, transfer: Transfer) -> None:
-        """The stream of computation goes on after it."""
+        """Make the current stream wait for an operation."""
         if self.stream not in transfer.ordered:
             self.note(Call("wait", waits=transfer.place))
             self.waited[self.stream].append(transfer)
@@ -168,7 +170,7 @@ class Host:
         self._forget()
 
     def touch(self, tensor: Tensor, is_written: bool, what: str) -> None:
-        """A tensor is used in a computation, or by the host: it has to be there."""
+        """Block the host until a tensor that it uses is available."""
         if not self.open or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return
         span = Span.of(tensor, is_written)
@@ -181,8 +183,10 @@ class Host:
         self._forget()
 
     def drain(self) -> None:
-        """Hold the host until all that computation waits for has ended: a GPU would do it also
-        without its host."""
+        """Block the host until all operations that computation waits for have completed.
+
+        A GPU would complete them without its host.
+        """
         for transfer in self.waited["compute"]:
             transfer.join()
 
@@ -216,7 +220,7 @@ def _poison(tensor: Tensor) -> None:
 
 
 class _Computation(TorchDispatchMode):
-    """Has every operation of torch ask for its tensors."""
+    """Dispatch mode that makes every torch operation wait for its tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
@@ -233,7 +237,7 @@ class _Computation(TorchDispatchMode):
 
 
 class _Side:
-    """In the place of the stream on which reductions go on."""
+    """Replacement of the side stream for gradient reductions."""
 
     has_host = False
 
@@ -263,11 +267,13 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def habits() -> Iterator[Host]:
-    """In this context computation waits for what was waited for. A group outlives it, but what is
-    computed with it is not looked at."""
+    """Make computation wait for awaited operations within this context.
+
+    Groups outlive the context, but computation after it is not checked.
+    """
     HOST.__init__()  # type: ignore[misc]
     with contextlib.ExitStack() as stack:
-        for name in ("numpy", "tolist"):  # they read memory without asking torch's dispatcher
+        for name in ("numpy", "tolist"):  # they read memory without torch's dispatcher
             stack.enter_context(mock.patch.object(Tensor, name, _reading(getattr(Tensor, name))))
         stack.enter_context(
             mock.patch.object(overlapped_reduction, "line_on", return_value=_Side())
@@ -278,10 +284,10 @@ def habits() -> Iterator[Host]:
 
 
 def _issue_as_one(operations: Sequence[dist.P2POp]) -> list[Any]:
-    """Issue messages as one, as ``dist.batch_isend_irecv`` does on NCCL.
+    """Issue messages as one batch, like ``dist.batch_isend_irecv`` on NCCL.
 
-    Needed until torch 2.14, since before it torch coalesces for no backend that is written in
-    Python."""
+    Needed until torch 2.14: earlier versions do not coalesce for backends written in Python.
+    """
     group: Any = operations[0].group
     group._start_coalescing(operations[0].tensor.device)
     for operation in operations:

@@ -1,4 +1,4 @@
-"""Trainings in processes of which the Trainer counts fewer than a launcher has started."""
+"""Training with fewer devices in the Trainer than processes started by a launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VARIABLES = (
 
 
 class RayLike(LightningEnvironment):
-    """An environment whose processes are started elsewhere."""
+    """Environment whose processes are started externally."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -56,7 +56,7 @@ def trainer(*, devices: Any = "auto", plugin: ClusterEnvironment | None = None) 
 
 @pytest.mark.parametrize("devices", ["auto", 2])
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_mpirun_is_refused_with_the_command_that_works(
+def test_mpirun_is_refused_with_working_command(
     monkeypatch: pytest.MonkeyPatch, name: str, devices: Any
 ) -> None:
     monkeypatch.setenv(name, "2")
@@ -79,7 +79,7 @@ def test_mpirun_is_refused_with_the_command_that_works(
         },
     ],
 )
-def test_processes_that_could_join_are_told_how(
+def test_launch_with_more_processes_than_devices_is_refused(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
     for name, value in variables.items():
@@ -88,7 +88,7 @@ def test_processes_that_could_join_are_told_how(
         trainer().fit(LitNet(), loader())
 
 
-def test_an_environment_that_counts_more_processes_is_refused() -> None:
+def test_environment_with_larger_world_size_is_refused() -> None:
     with pytest.raises(ValueError, match=r"RayLike.world_size\(\)=2"):
         trainer(plugin=RayLike()).fit(LitNet(), loader())
 
@@ -105,7 +105,7 @@ def test_an_environment_that_counts_more_processes_is_refused() -> None:
             "SLURM_PROCID": "0",
             "SLURM_LOCALID": "0",
         },
-        # a batch script, or a shell of salloc, without srun
+        # batch script or salloc shell without srun
         {
             "SLURM_NTASKS": "2",
             "SLURM_NTASKS_PER_NODE": "2",
@@ -113,9 +113,7 @@ def test_an_environment_that_counts_more_processes_is_refused() -> None:
         {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"},
     ],
 )
-def test_one_process_trains_alone(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
-) -> None:
+def test_single_process_trains(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     one = trainer()
@@ -123,12 +121,14 @@ def test_one_process_trains_alone(
     assert one.global_step == 1
 
 
-def test_one_process_of_several_may_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_in_one_of_several_processes_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     trainer(devices=1).validate(LitNet(), loader(), verbose=False)
 
 
-def test_processes_that_join_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching_number_of_processes_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "WORLD_SIZE": "2",
         "RANK": "0",
@@ -140,9 +140,7 @@ def test_processes_that_join_are_not_refused(monkeypatch: pytest.MonkeyPatch) ->
     strategy.check_processes()
 
 
-def test_a_process_on_each_node_that_starts_the_others_is_not_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_process_per_node_needs_master_addr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     strategy: Any = L.Trainer(
         strategy=PTDPStrategy(), accelerator="cpu", devices=2, num_nodes=2, logger=False

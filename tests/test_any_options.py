@@ -1,7 +1,6 @@
-"""Whatever is given for an option is accepted or refused, at once and by name: nothing crashes, and
-nothing is looked for for long.
+"""Any value of an option is accepted or refused by name, quickly and without a crash.
 
-More draws than the tests take: ``python -m tests.test_any_options 10000``.
+To try more random options: ``python -m tests.test_any_options 10000``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ DEVICE = next(iter(DEVICES.values()))
 
 
 class Hostile:
-    """Its text cannot be made."""
+    """Object whose ``repr`` raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text of me")
@@ -164,18 +163,18 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "folder": (Path("x"),),
 }
 INNER = dict.fromkeys(("samples", "num_replicas"), (1, 2, 3, 7, 64, 2**31, 10**12))
-"""Values that only the package itself gives."""
+"""Values that only the package itself passes."""
 
 
 def strategy(world_size: Any, samples: Any, **options: Any) -> None:
-    """A strategy, its layout on a world, and the microbatches of a batch."""
+    """Create a strategy, its layout and the microbatches of a batch."""
     config = PTDPStrategy(**options).config
     config.layout(world_size)
     config.microbatches(samples)
 
 
 def batches(num_replicas: Any, **options: Any) -> None:
-    """The plan of all steps."""
+    """Create the batch plans of all steps."""
     BatchOptions(**options).plans(num_replicas)
 
 
@@ -194,7 +193,7 @@ FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, 
     "GPT": (GPTConfig, GPTConfig.__init__, ()),
     "BERT": (BertConfig, BertConfig.__init__, ()),
     "AdamW": (AdamWConfig, AdamWConfig.__init__, ()),
-    "prepare": (PrepareConfig, PrepareConfig, ()),  # its fields stand in two modules
+    "prepare": (PrepareConfig, PrepareConfig, ()),  # its fields are defined in two modules
     "corpus": (Corpus, Corpus.__init__, ()),
     "text": (
         TextDataModule,
@@ -218,7 +217,7 @@ FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, 
     "link": (Link, Link.__init__, ()),
     "cluster": (Cluster, Cluster.__init__, ()),
     "software": (Software, Software.__init__, ()),
-    "sample": (SampleOptions, SampleOptions, ()),  # as those of prepare
+    "sample": (SampleOptions, SampleOptions, ()),  # like those of prepare
     "launch": (LaunchJob, LaunchJob.__init__, ()),
 }
 
@@ -230,9 +229,9 @@ def options_of(door: str) -> list[str]:
 
 
 def required(door: str) -> list[str]:
-    """Return the options that a front door needs.
+    """Return the required options of a front door.
 
-    The generator of random options gives each of them a usual value, unless it draws another one.
+    The generator of random options gives each of them a usual value unless it draws another one.
     """
     signature = FRONT_DOORS[door][1]
     given = dict(getattr(signature, "__kwdefaults__", None) or {})
@@ -255,7 +254,7 @@ def required(door: str) -> list[str]:
 
 
 def usual(name: str, hint: Any, draw: random.Random) -> Any:
-    """Something that may work."""
+    """Return a value that may be valid."""
     if name in GOOD:
         return draw.choice(GOOD[name])
     hint = (
@@ -271,7 +270,7 @@ def usual(name: str, hint: Any, draw: random.Random) -> Any:
 
 
 def drawn(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Random front doors with random options: most of them usual, some strange."""
+    """Generate random front doors with mostly usual and some strange options."""
     draw = random.Random(seed)
     hints = {door: get_type_hints(FRONT_DOORS[door][1]) for door in FRONT_DOORS}
     while True:
@@ -292,9 +291,9 @@ def drawn(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def verdict(door: str, values: dict[str, Any]) -> str:
-    """Call a front door with options and return the fault in how it takes them, or "".
+    """Call a front door with options and return the fault of its response, or "".
 
-    It must accept them or refuse them in time, in a short message that names an option.
+    It must quickly accept the options, or refuse them with a short message that names an option.
     """
     started = time.process_time()
     message = None
@@ -315,13 +314,13 @@ def verdict(door: str, values: dict[str, Any]) -> str:
 
 
 def campaign(count: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Try random options; return the number of draws by front door, and the faults found."""
+    """Try random options and return the draws by front door and the faults."""
     wrong, doors = [], Counter[str]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _, (door, values) in zip(range(count), drawn(seed), strict=False):
             doors[door] += 1
-            # A pause of the machine is no fault of the options.
+            # Try twice, since a pause of the machine is not a fault.
             found = verdict(door, values) and verdict(door, values)
             if found:
                 wrong.append(
@@ -331,20 +330,20 @@ def campaign(count: int, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_options_are_accepted_or_refused_by_name(seed: int) -> None:
+def test_random_options_are_accepted_or_refused_by_name(seed: int) -> None:
     doors, wrong = campaign(150, seed)
     assert len(doors) > 20 and not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("number", [2**31, 10**12, 2**61 - 1, 6**20])
-def test_divisors_of_large_numbers_are_found_at_once(number: int) -> None:
+def test_divisors_of_large_numbers_are_found_quickly(number: int) -> None:
     started = time.process_time()
     found = divisors(number)
     assert time.process_time() - started < LIMIT_S
     assert all(number % k == 0 for k in found) and {1, number} <= set(found)
 
 
-def test_divisors_are_all_divisors() -> None:
+def test_divisors_match_exhaustive_search() -> None:
     for number in (1, 2, 12, 36, 97, 1024, 99_991 * 7):
         assert divisors(number) == [k for k in range(1, number + 1) if number % k == 0]
 

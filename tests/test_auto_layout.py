@@ -1,4 +1,4 @@
-"""``layout="auto"``: a layout is chosen before launch, told, and held against the clock."""
+"""``layout="auto"``: choice of a layout before launch and check of its forecast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
 class Metrics(Logger):
-    """Keeps what is logged."""
+    """Logger that stores the metrics."""
 
     name = version = "memory"
 
@@ -46,7 +46,7 @@ class Metrics(Logger):
 def trained(
     rank: int, options: dict[str, Any], world_size: int
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, float]]:
-    """All weights, the options that were chosen, and what was logged."""
+    """Train and return all weights, the chosen options and the logged metrics."""
     logger, strategy = Metrics(), PTDPStrategy(**options)
     trainer = L.Trainer(
         strategy=strategy,
@@ -76,7 +76,7 @@ def trained(
     )
 
 
-def test_it_trains_as_what_it_chose(pool: Pool) -> None:
+def test_auto_layout_trains_like_chosen_options(pool: Pool) -> None:
     (weights, chosen, logged), *_ = pool.run(trained, world_size=2, args=({"layout": "auto"}, 2))
     (same, _, nothing), *_ = pool.run(trained, world_size=2, args=(chosen, 2))
     for name, weight in weights.items():
@@ -110,7 +110,7 @@ def on_two(module: L.LightningModule) -> Training:
     )
 
 
-def test_what_does_not_fit_as_data_parallel_is_cut() -> None:
+def test_model_too_large_for_data_parallel_is_split() -> None:
     config, forecast = chosen_for(1e9)
     assert (config.tensor_parallel_size, config.pipeline_parallel_size) == (1, 1)
     assert (
@@ -122,7 +122,7 @@ def test_what_does_not_fit_as_data_parallel_is_cut() -> None:
     assert forecast.memory <= 3.2e6
 
 
-def test_a_layout_that_the_model_does_not_take_is_passed_over() -> None:
+def test_unsupported_layout_is_skipped() -> None:
     def no_data_parallel(config: Any) -> None:
         if config.tensor_parallel_size == 1:
             raise ValueError("this model is never whole")
@@ -139,8 +139,8 @@ def test_a_layout_that_the_model_does_not_take_is_passed_over() -> None:
         choose(training, fits=nothing)
 
 
-def test_a_mixture_is_shared_out() -> None:
-    """Check that experts which do not fit on one rank are distributed over several."""
+def test_large_experts_are_distributed() -> None:
+    """Experts that do not fit on one rank are distributed over several."""
     module = LitGPT(
         GPTConfig.llama(
             vocabulary_size=64,
@@ -175,11 +175,11 @@ def test_a_mixture_is_shared_out() -> None:
 
 
 class Stop(Exception):
-    """Instead of processes."""
+    """Raised instead of launching processes."""
 
 
 class LitCounted(LitTiny):
-    """Counts how often it is built."""
+    """Module that counts how often it is built."""
 
     built = 0
 
@@ -188,9 +188,11 @@ class LitCounted(LitTiny):
         super().configure_model()
 
 
-def test_it_is_chosen_by_everything_that_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layout that the Trainer or its module cannot have is passed over; the model is not built
-    for each that is looked at; what went wrong is asked again."""
+def test_layout_refused_by_trainer_check_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that the Trainer or the module does not support is skipped.
+
+    The model is not built for each candidate. A failed choice is repeated by the next ``fit``.
+    """
 
     def stop(*_: Any, **__: Any) -> None:
         raise Stop
@@ -221,18 +223,18 @@ def test_it_is_chosen_by_everything_that_is_checked(monkeypatch: pytest.MonkeyPa
     with pytest.raises(Stop):
         trainer.fit(LitCounted(Run()), DataLoader(PaddedTokens(64), batch_size=8))
     assert strategy.config.pipeline_parallel_size == 2
-    assert LitCounted.built == 2  # to choose, and to check the choice
+    assert LitCounted.built == 2  # once to choose, once to check the choice
 
 
-def test_a_gpu_is_asked_in_a_child_of_who_will_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA that was started in the main process cannot be used in what it forks."""
+def test_gpu_name_is_read_in_child_process_before_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once initialized in the main process, CUDA cannot be used in forked processes."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: str(os.getpid()))
     gpu = torch.device("cuda", 0)
     assert auto._device_name(gpu, forks=True) != str(os.getpid())
     assert auto._device_name(gpu, forks=False) == str(os.getpid())
 
 
-def test_mistakes() -> None:
+def test_invalid_auto_layout_requests_are_refused() -> None:
     with pytest.raises(
         ValueError,
         match="layout='auto' chooses tensor_parallel_size, but tensor_parallel_size=2 is set",
@@ -249,7 +251,7 @@ def test_mistakes() -> None:
         fastest_layouts(on_two(L.LightningModule()))
 
 
-def test_a_forecast_that_is_off_is_told() -> None:
+def test_inaccurate_forecast_is_reported() -> None:
     forecast = Forecast(seconds=1.0, memory=1.0, text="", figures="calibrated with --devices 2")
     assert forecast.verdict() == "" and forecast.measured is None
     forecast.began = [0.0, 50.0, 60.0, 70.0, 71.1, 72.2, 173.3, 174.4]

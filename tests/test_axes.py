@@ -1,5 +1,4 @@
-"""An axis is one row: a layout with an axis of its own trains to one process' result, and no file
-knows of it."""
+"""Parallel axes as table rows: a layout with a custom axis trains without further changes."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.thorough
 
 @dataclass(frozen=True, kw_only=True)
 class Regions(ParallelLayout):
-    """Replicas along two axes."""
+    """Layout with replicas along two axes."""
 
     axes: ClassVar[tuple[Axis, ...]] = (
         *AXES,
@@ -34,7 +33,7 @@ class Regions(ParallelLayout):
 
 @dataclass(frozen=True, kw_only=True)
 class Spares(ParallelLayout):
-    """Ranks that do what another one does."""
+    """Layout with ranks that duplicate the work of others."""
 
     axes: ClassVar[tuple[Axis, ...]] = (*AXES, Axis(name="spare", letter="s", place=25))
     spare_parallel_size: Size = 2
@@ -50,7 +49,7 @@ def with_layout(kind: type[ParallelLayout]) -> type[PTDPStrategy]:
     return Strategy
 
 
-def test_it_is_told() -> None:
+def test_custom_axis_appears_in_description_and_error() -> None:
     assert Regions(world_size=8, tensor_parallel_size=2).describe() == "t2 p1 d2 r2"
     assert Regions(world_size=8).groups("replicas") == (tuple(range(8)),)
     with pytest.raises(
@@ -72,7 +71,7 @@ DEGREES = (
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRun(Run):
-    """A training under a layout with an axis of its own."""
+    """Training under a layout with a custom axis."""
 
     kind: type[ParallelLayout]
 
@@ -89,7 +88,7 @@ class AxisRun(Run):
         (Spares, 4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     ],
 )
-def test_an_axis_of_ones_own(
+def test_training_with_custom_axis_matches_single_process(
     kind: type[ParallelLayout], world_size: int, options: dict[str, Any], parity: Parity
 ) -> None:
     settings: dict[str, Any] = {"layers": 2, "steps": 4, "accumulate": 2}
@@ -110,7 +109,7 @@ CONFIGURATION = (
 )
 
 
-def test_nobody_else_asks_for_the_degree_of_an_axis() -> None:
+def test_axis_degrees_are_used_only_in_allowed_packages() -> None:
     package, degrees = (
         Path(lightning_ptdp.__file__).parent,
         {f"{axis.name}_parallel_size" for axis in AXES},
@@ -126,7 +125,7 @@ def test_nobody_else_asks_for_the_degree_of_an_axis() -> None:
             assert not named & degrees, file
 
 
-def test_lists_of_degrees_are_those_of_the_layout() -> None:
+def test_axis_degrees_are_listed_only_in_layout() -> None:
     degrees = {f"{axis.name}_parallel_size{many}" for axis in AXES for many in ("", "s")}
     for room in ("cli", "planner", "strategy"):
         for file in (Path(lightning_ptdp.__file__).parent / room).rglob("*.py"):

@@ -1,5 +1,7 @@
-"""Impossible requests end before a process is started or a file is written, with the field, the
-value and what would work."""
+"""Invalid requests are refused before a process is started or a file is written.
+
+The error names the field, its value and working alternatives.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.thorough
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Processes cannot be started while the test runs, and no file may appear."""
+    """Fail if the test starts a process or writes a file."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")
@@ -52,7 +54,7 @@ class LitBackward(LitNet):
 
 
 class LitLate(LitNet):
-    """Its layers are built in ``configure_model``."""
+    """Module whose layers are built in ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class LitNoContainer(LitNet):
 
 
 class LitWrapped(LitLate):
-    """Compiled as a whole."""
+    """Module that is compiled as a whole."""
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -95,7 +97,7 @@ def gpt(**sizes: Any) -> LitGPT:
 
 
 def stuck(p: int, v: int, m: int) -> list[list[Action]]:
-    """The backward of the first stage before anything else."""
+    """Return a schedule that starts with the backward of the first stage."""
     return [
         [Action.parse("B0.0"), Action.parse("F0.0")],
         [Action.parse("F1.0"), Action.parse("B1.0")],
@@ -107,7 +109,7 @@ def plan(**tensor: str) -> ParallelPlan:
 
 
 class LitEager(LitNet):
-    """A Hugging Face model whose attention cannot be intercepted."""
+    """Module with a Hugging Face model whose attention cannot be intercepted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class LitEager(LitNet):
 
 
 class LitHooked(LitNet):
-    """Somebody looks at what a layer returns that tensor parallelism replaces."""
+    """Module with a forward hook on a layer that tensor parallelism replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +134,7 @@ class LitHooked(LitNet):
 
 
 class LitAttentions(LitNet):
-    """The attention weights of all heads are asked for."""
+    """Module that requests the attention weights of all heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +154,7 @@ class LitAttentions(LitNet):
 
 
 class LitParametrized(LitNet):
-    """Weight norm, built late."""
+    """Module with weight norm, built in ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +302,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("start_method", ["popen", "fork"])
 @pytest.mark.parametrize("name", CASES)
-def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
+def test_invalid_fit_is_refused_before_launch(name: str, start_method: str) -> None:
     devices, layout, module, batch_size, words = CASES[name]
     with raises_with(words, (ValueError, MisconfigurationException)):
         strategy = PTDPStrategy(**layout, start_method=start_method)
@@ -379,12 +381,12 @@ def test_fit_is_refused_before_it_starts(name: str, start_method: str) -> None:
         ),
     ],
 )
-def test_strategy_options(options: dict[str, Any], words: list[str]) -> None:
+def test_invalid_strategy_options_are_refused(options: dict[str, Any], words: list[str]) -> None:
     with raises_with(words):
         PTDPStrategy(**options)
 
 
-def test_unknown_option_names_itself() -> None:
+def test_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="tensor_paralel_size"):
         PTDPStrategy(tensor_paralel_size=2)
 
@@ -398,7 +400,9 @@ def test_unknown_option_names_itself() -> None:
         (["F0.0,B0.0", "F1.0,B1.0", "F2.0,B2.0"], ["pipeline_parallel_size=3", "not 2"]),
     ],
 )
-def test_a_schedule_from_a_file(tmp_path: Path, lines: list[str], words: list[str]) -> None:
+def test_invalid_schedule_file_is_refused(
+    tmp_path: Path, lines: list[str], words: list[str]
+) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("\n".join(lines))
     with raises_with(["mine.csv", *words]):
@@ -504,7 +508,7 @@ AT_START = {
 
 
 @pytest.mark.parametrize("name", AT_START)
-def test_what_is_only_known_when_the_model_runs(name: str, pool: Pool) -> None:
+def test_invalid_module_is_refused_during_fit(name: str, pool: Pool) -> None:
     module, layout, options, data, words = AT_START[name]
     errors = pool.run(error_of, world_size=2, args=(module, layout, options, data))
     assert "nothing" not in errors
@@ -512,13 +516,13 @@ def test_what_is_only_known_when_the_model_runs(name: str, pool: Pool) -> None:
 
 
 class LitWithoutValues(LitLate):
-    """Found to be wrong when its layers are already there, on the meta device."""
+    """Module whose error is found after its layers were built on the meta device."""
 
     def configure_parallel(self) -> ParallelPlan:
         return plan(nut_0="column")
 
 
-def test_an_error_in_setup_is_not_hidden_by_the_end_of_the_run(tmp_path: Path) -> None:
+def test_setup_error_is_not_hidden_by_teardown(tmp_path: Path) -> None:
     trainer = L.Trainer(
         strategy=PTDPStrategy(),
         accelerator="cpu",

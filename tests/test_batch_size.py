@@ -1,5 +1,4 @@
-"""global batch = b * m * d, whichever two are given, and a ramp that depends on the samples
-consumed only."""
+"""Batch sizes (global batch = b * m * d) and a ramp over the consumed samples."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ SIZES = st.integers(1, 64)
 
 
 @given(b=SIZES, m=SIZES, d=SIZES)
-def test_any_two_give_the_third(b: int, m: int, d: int) -> None:
+def test_any_two_batch_sizes_determine_the_third(b: int, m: int, d: int) -> None:
     plan = BatchPlan(micro_batch_size=b, num_microbatches=m, data_parallel_size=d)
     assert plan.global_batch == b * m * d
     for left_out in ("global_batch_size", "micro_batch_size", "num_microbatches", None):
@@ -62,12 +61,14 @@ def test_any_two_give_the_third(b: int, m: int, d: int) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_says_what_would(sizes: dict[str, int], words: list[str]) -> None:
+def test_inconsistent_batch_sizes_are_refused_with_alternatives(
+    sizes: dict[str, int], words: list[str]
+) -> None:
     with raises_with(words):
         BatchPlan.derive(**sizes)
 
 
-def test_a_ramp_grows_with_the_samples() -> None:
+def test_ramp_grows_with_consumed_samples() -> None:
     ramp = RampUp(start=8, stop=32, increment=8, samples=90)
     taken, sizes = 0, []
     for step in range(10):
@@ -94,7 +95,7 @@ def test_a_ramp_grows_with_the_samples() -> None:
         ),
     ],
 )
-def test_impossible_ramps(fields: dict[str, int], words: str) -> None:
+def test_invalid_ramp_is_refused(fields: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RampUp(**fields)
 
@@ -111,7 +112,7 @@ RAMPS = st.builds(
 
 
 @given(ramp=RAMPS, first=st.integers(0, 40), count=st.integers(0, 60), rest=st.integers(0, 100))
-def test_stretches_and_steps_are_what_step_after_step_gives(
+def test_ramp_step_counts_match_step_by_step_sum(
     ramp: RampUp, first: int, count: int, rest: int
 ) -> None:
     taken = [first]
@@ -128,7 +129,7 @@ def test_stretches_and_steps_are_what_step_after_step_gives(
 
 
 @given(ramp=RAMPS, surplus=st.integers(0, 30), epochs=st.integers(1, 12))
-def test_epochs_follow_one_another(ramp: RampUp, surplus: int, epochs: int) -> None:
+def test_ramp_epoch_steps_add_up(ramp: RampUp, surplus: int, epochs: int) -> None:
     samples, taken, steps = ramp.stop + surplus, 0, 0
     for _ in range(epochs):
         here = ramp.epoch_steps(taken, samples=samples)
@@ -139,7 +140,7 @@ def test_epochs_follow_one_another(ramp: RampUp, surplus: int, epochs: int) -> N
     assert ramp.consumed(steps) == taken
 
 
-def test_the_strategy_follows_the_batch() -> None:
+def test_number_of_microbatches_follows_batch_size() -> None:
     config = PTDPConfig(pipeline_parallel_size=2, micro_batch_size=4)
     assert [config.microbatches(samples) for samples in (1, 4, 5, 16)] == [1, 1, 2, 4]
     assert config.usual_microbatches is None
@@ -158,12 +159,12 @@ def test_the_strategy_follows_the_batch() -> None:
         ),
     ],
 )
-def test_sizes_that_the_strategy_refuses(fields: dict[str, Any], words: str) -> None:
+def test_invalid_microbatch_options_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         PTDPConfig(**fields)
 
 
-def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_path: Path) -> None:
+def test_batch_plans_are_checked_against_strategy(tmp_path: Path) -> None:
     class Data:
         def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
             ramp = RampUp(start=8, stop=16, increment=8, samples=90)
@@ -190,7 +191,7 @@ def test_batches_are_compared_with_microbatches_and_schedule_before_launch(tmp_p
         )
 
 
-def test_a_global_batch_that_cannot_be_counted_is_refused_by_its_factors() -> None:
+def test_overflowing_global_batch_is_refused_with_its_factors() -> None:
     with pytest.raises(
         ValueError,
         match=r"micro_batch_size=1000000000000 \* num_microbatches=8 \* "

@@ -1,4 +1,4 @@
-"""The list of block passes: their order, their options, and a second application."""
+"""Block passes: order, options and repeated application."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def applied(module: nn.Module, **options: Any) -> ParallelModel:
 
 
 def forwards(module: nn.Module) -> list[type]:
-    """The replacements of a forward, the outermost first."""
+    """Return the types that replace the forward, outermost first."""
     found, forward = [], vars(module).get("forward")
     while forward is not None:
         own = forward.__self__
@@ -43,7 +43,7 @@ def forwards(module: nn.Module) -> list[type]:
     return found
 
 
-def test_recomputation_is_around_the_compiled_forward() -> None:
+def test_recomputation_wraps_compiled_forward() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     expected = module(torch.ones(1, 2))
     compiled: dict[str, Any] = {"compile": "blocks", "compile_options": {"backend": "eager"}}
@@ -56,21 +56,21 @@ def test_recomputation_is_around_the_compiled_forward() -> None:
     assert [forwards(block) for block in module] == [[], []]
 
 
-def test_a_note_of_a_pass_is_kept() -> None:
+def test_note_of_block_pass_is_kept() -> None:
     module = nn.Sequential(nn.Linear(16, 16))
     (first, note) = applied(module, compile="none", fp8="rowwise").notes
     assert first == "first"
     assert "fp8='rowwise' computes in float8" in note
 
 
-def test_a_run_without_float8_undoes_that_of_an_earlier_one() -> None:
+def test_run_without_float8_removes_earlier_float8() -> None:
     module = nn.Sequential(nn.Linear(16, 16))
     for fp8 in ("rowwise", None):
         applied(nn.Sequential(module), compile="none", fp8=fp8)
         assert forwards(module[0]) == ([] if fp8 is None else [Float8Linear])
 
 
-def test_every_pass_is_an_option() -> None:
+def test_block_passes_are_options_and_off_by_default() -> None:
     default = PTDPConfig(compile="none")
     for each in BLOCK_PASSES:
         assert hasattr(default, each.option)

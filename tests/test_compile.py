@@ -1,5 +1,4 @@
-"""Compiled blocks, the strategy's or their user's, give the same answer in every layout, and each
-of them is one graph."""
+"""Blocks compiled by the strategy or the user: parity in every layout, one graph each."""
 
 from __future__ import annotations
 
@@ -48,21 +47,21 @@ USERS: dict[str, tuple[dict[str, Any], int]] = {
     "p2 zb_h1": ({P: 2, M: 4, S: "zb_h1"}, 1),
     "p2 zb_h1 full": ({P: 2, M: 4, S: "zb_h1", R: "full"}, 0),
 }
-"""The layout, and the graphs that there are at least."""
+"""Layouts and their minimum number of graphs."""
 RUN = Run(steps=3, clip=None)
 AOT = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledRun(Run):
-    """A training of a module whose user compiles it."""
+    """Training of a module that is compiled by the user."""
 
     def make_module(self) -> LitTiny:
         return LitCompiled(self)
 
 
 class LitCompiled(LitTiny):
-    """Its blocks are compiled, as the user of one device would do it."""
+    """Module whose blocks are compiled as on a single device."""
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -84,8 +83,10 @@ def fit_counted(rank: int, run: Run) -> dict[str, Any]:
 
 
 def _kept_by_a_block(rank: int, compiled: bool) -> int:
-    """Bytes that a block of one of two tensor ranks keeps for its backward, without its
-    parameters."""
+    """Return the bytes that a block saves for its backward, without its parameters.
+
+    The block is one of two tensor-parallel shards.
+    """
     config = gpt_config(Run(llama=True))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = ProcessMesh.create(
@@ -118,17 +119,17 @@ def _kept_by_a_block(rank: int, compiled: bool) -> int:
     return sum(kept.values()) - sum(p.untyped_storage().nbytes() for p in block.parameters())
 
 
-def test_a_compiled_block_keeps_no_gathered_sequence(pool: Pool) -> None:
+def test_compiled_block_saves_no_more_memory_than_eager(pool: Pool) -> None:
     (eager,), (compiled,) = (
         pool.run(_kept_by_a_block, world_size=1, args=(as_graph,)) for as_graph in (False, True)
     )
-    assert compiled <= eager  # whose layers gather again what they need
+    assert compiled <= eager  # the eager layers gather the sequence again in the backward
 
 
 def _order_in_a_block(rank: int) -> list[str]:
-    """Return the collectives, waits and products of a column layer's backward pass, in order.
+    """Return the collectives, waits and products of a column layer's backward, in order.
 
-    They are read from the code that torch's compiler generates.
+    They are read from the generated code.
     """
     from torch._inductor.utils import run_and_get_code
 
@@ -154,9 +155,9 @@ def _order_in_a_block(rank: int) -> list[str]:
     )
 
 
-def test_a_graph_waits_for_a_collective_where_it_needs_it(pool: Pool) -> None:
+def test_compiled_backward_overlaps_collectives_with_matmuls(pool: Pool) -> None:
     (found,) = pool.run(_order_in_a_block, world_size=1)
-    # each collective is beside a product
+    # each collective overlaps with a product
     order = [
         "gather_after",
         "mm",
@@ -169,7 +170,7 @@ def test_a_graph_waits_for_a_collective_where_it_needs_it(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_same_answer(name: str, parity: Parity) -> None:
+def test_compiled_blocks_match_single_process(name: str, parity: Parity) -> None:
     place = 2, {**LAYOUTS[name], **AOT}
     for found in parity.check(RUN, place, tolerance=1e-4, fit=fit_counted):
         assert found["breaks"] == 0
@@ -177,7 +178,7 @@ def test_the_same_answer(name: str, parity: Parity) -> None:
 
 
 @pytest.mark.parametrize("name", USERS)
-def test_what_the_user_compiles(name: str, parity: Parity) -> None:
+def test_user_compiled_blocks_match_single_process(name: str, parity: Parity) -> None:
     (layout, graphs), expected = USERS[name], parity.result(RUN)
     run = CompiledRun(**vars(RUN))
     for found in parity.check(run, (2, layout), expected=expected, tolerance=1e-4, fit=fit_counted):
@@ -205,11 +206,11 @@ def _compiled(module: nn.Module, **given: Any) -> list[bool]:
     ]
 
 
-def test_which_blocks() -> None:
+def test_blocks_compiled_by_user_are_not_compiled_again() -> None:
     module = _Model()
     module.blocks[1].compile(backend="aot_eager")
     names = list(module.state_dict())
-    assert _compiled(module) == [True, False, True]  # the user's own stays
+    assert _compiled(module) == [True, False, True]  # the user's compiled block is unchanged
     assert list(module.state_dict()) == names
     for made in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert made.blocks[0].forward.__self__.module is made.blocks[0]
@@ -217,7 +218,7 @@ def test_which_blocks() -> None:
     assert _compiled(module, policy="auto") == _compiled(module, policy="none") == [False] * 3
 
 
-def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_compile_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError,
         match=r"compile='block' must be one of 'none', 'blocks', 'auto'; did you mean 'blocks'",
@@ -264,7 +265,7 @@ def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_a_module_that_is_compiled_already() -> None:
+def test_compiled_module_is_refused() -> None:
     for options in ({"compile": "auto"}, AOT):
         trainer = L.Trainer(
             accelerator="cpu", devices=1, strategy=PTDPStrategy(**options), logger=False

@@ -1,5 +1,4 @@
-"""Checks of ci/faults.py: how it recognizes the naming of a lost rank, and its judgement of a
-folder."""
+"""Checks of ci/faults.py: recognition of lost ranks in errors and judgement of a run."""
 
 from __future__ import annotations
 
@@ -52,13 +51,11 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("", set()),
     ],
 )
-def test_who_is_blamed(faults: Any, said: str, ranks: set[int]) -> None:
+def test_lost_ranks_are_read_from_error_message(faults: Any, said: str, ranks: set[int]) -> None:
     assert faults.blamed(said, by=3) == ranks
 
 
-def test_a_survivor_that_had_finished_has_nothing_to_say_and_a_late_one_is_told(
-    faults: Any, tmp_path: Path
-) -> None:
+def test_late_or_missing_report_of_lost_rank_is_recorded(faults: Any, tmp_path: Path) -> None:
     from fault_campaign.processes import Ended  # type: ignore[import-not-found]
 
     campaign = faults.Campaign(
@@ -80,9 +77,7 @@ def test_a_survivor_that_had_finished_has_nothing_to_say_and_a_late_one_is_told(
     assert len(campaign.wrong) == 2
 
 
-def test_who_could_not_know_that_a_rank_had_been_there_has_the_whole_limit(
-    faults: Any, tmp_path: Path
-) -> None:
+def test_full_limit_applies_to_rank_lost_before_joining(faults: Any, tmp_path: Path) -> None:
     from fault_campaign.processes import Ended
 
     campaign = faults.Campaign(layout="d2", folder=tmp_path, draw=None, timeout_s=20.0, allow_s=0.0)
@@ -105,7 +100,7 @@ def test_who_could_not_know_that_a_rank_had_been_there_has_the_whole_limit(
         assert len(campaign.wrong) - before == wrong, (victim, met)
 
 
-def test_what_the_campaign_trains_on_is_read(faults: Any) -> None:
+def test_campaign_tokens_are_read_by_token_loader(faults: Any) -> None:
     from fault_campaign.training import Tokens  # type: ignore[import-not-found]
 
     from lightning_ptdp.data.loader import TokenLoader

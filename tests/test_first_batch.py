@@ -1,4 +1,4 @@
-"""The first training step is rehearsed before launch, in a process of its own."""
+"""Rehearsal of the first training step in a separate process before launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 4
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Dictionaries, so that no input can be guessed; counts its reads."""
+    """Samples as dictionaries, from which no input can be inferred; counts its reads."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -38,7 +38,7 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 class Chain(L.LightningModule):
-    """Blocks that follow each other, inside code that needs both tensors of a batch."""
+    """Module with sequential blocks in code that needs both tensors of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Chain(L.LightningModule):
 
 
 class Residual(Chain):
-    """Each block takes what the blocks before it leave, as in N-BEATS."""
+    """Module whose blocks take the residual of the previous blocks, as in N-BEATS."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for block in self.blocks:
@@ -68,7 +68,7 @@ class Residual(Chain):
 
 
 class Twice(Chain):
-    """Two views of a batch run through the blocks, as in SimCLR."""
+    """Module that runs two views of a batch through the blocks, as in SimCLR."""
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
         views = self(batch["x"], batch["y"]), self(batch["x"] + 1, batch["y"])
@@ -76,7 +76,7 @@ class Twice(Chain):
 
 
 class Varies(Chain):
-    """Sends tensors of random sizes, which ranks refuse in the second microbatch."""
+    """Module that sends tensors of random sizes, refused in the second microbatch."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         draws = int(torch.randint(9, ())), int(np.random.randint(9)), random.randrange(9)
@@ -85,14 +85,14 @@ class Varies(Chain):
 
 
 class SavesAnObject(Chain):
-    """Adds its loss to the checkpoint."""
+    """Module that adds its loss function to the checkpoint."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["loss_fn"] = nn.MSELoss()
 
 
 class FailsAnyway(Residual):
-    """Fails in one process as well, so nothing is known about its stages."""
+    """Module that also fails in a single process, so its stages are unknown."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         super().training_step(batch, batch_idx)
@@ -100,7 +100,7 @@ class FailsAnyway(Residual):
 
 
 class Data(L.LightningDataModule):
-    """Has its data after ``setup``."""
+    """Data module that creates its data in ``setup``."""
 
     def setup(self, stage: str) -> None:
         self.samples = Samples()
@@ -131,7 +131,7 @@ def refused(module: Callable[[], L.LightningModule], words: str, data: Any, fold
     before = torch.get_rng_state()
     model = module()
     torch.set_rng_state(before)
-    # an error of a rank is a ProcessRaisedException
+    # an error in a rank would be a ProcessRaisedException
     with pytest.raises(ValueError, match=words) as caught:
         fit(model, data, folder)
     assert type(caught.value) is ValueError
@@ -157,25 +157,25 @@ def launched(module: Callable[[], L.LightningModule], words: str) -> None:
     ],
 )
 @pytest.mark.parametrize("source", ["loader", "data module"])
-def test_a_module_that_cannot_be_cut_is_refused_before_launch(
+def test_unsplittable_module_is_refused_before_launch(
     module: type[Chain], words: str, source: str
 ) -> None:
     data = Data() if source == "data module" else DataLoader(Samples(), batch_size=4, num_workers=1)
     in_new_process(partial(refused, module, words, data, None))
 
 
-def test_a_batch_that_cannot_be_split_is_refused_before_launch() -> None:
+def test_unsplittable_batch_is_refused_before_launch() -> None:
     data = DataLoader(Samples(), batch_size=4, collate_fn=graphs)
     in_new_process(partial(refused, Chain, r"first dimensions are \[3, 4\]", data, None))
 
 
-def test_an_object_that_a_hook_saves_is_refused_before_launch(tmp_path: Any) -> None:
+def test_object_in_checkpoint_hook_is_refused_before_launch(tmp_path: Any) -> None:
     words = r"on_save_checkpoint of SavesAnObject adds 'loss_fn' \(a torch\..*MSELoss\)"
     data = DataLoader(Samples(), batch_size=4)
     in_new_process(partial(refused, SavesAnObject, words, data, str(tmp_path)))
 
 
-def test_a_chain_is_trained() -> None:
+def test_sequential_blocks_train() -> None:
     in_new_process(partial(trained, Chain))
 
 
@@ -186,13 +186,11 @@ def test_a_chain_is_trained() -> None:
         (Varies, "may depend on the shapes in the batch, but not on its values"),
     ],
 )
-def test_what_one_microbatch_does_not_show_is_left_to_the_ranks(
-    module: type[Chain], words: str
-) -> None:
+def test_errors_missed_by_rehearsal_are_raised_by_ranks(module: type[Chain], words: str) -> None:
     in_new_process(partial(launched, module, words))
 
 
-def test_no_trial_beside_other_threads() -> None:
+def test_rehearsal_is_skipped_with_other_threads() -> None:
     ended = threading.Event()
     other = threading.Thread(target=ended.wait)
     other.start()

@@ -1,4 +1,4 @@
-"""Checks in a process of its own, from which others can then be forked."""
+"""Checks in a child process, which keep the parent process forkable."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.pool import in_new_process
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
-def test_its_answer_comes_home() -> None:
-    here, given = os.getpid(), nn.Linear(2, 2)  # what it is given need not be pickled
+def test_result_of_child_process_is_returned() -> None:
+    here, given = os.getpid(), nn.Linear(2, 2)  # captured objects need not be pickled
     assert in_child(lambda: (os.getpid() != here, given.in_features)) == (True, 2)
 
 
-def test_what_it_raises_is_raised_and_its_end_is_told() -> None:
+def test_error_and_exit_code_of_child_process_are_raised() -> None:
     def fails() -> None:
         raise ValueError("the model is a poem")
 
@@ -45,7 +45,7 @@ def _follows() -> None:
 
 
 class _SharesTheParentsObjects(Callback):
-    """Fails in a rank whose garbage collector would write to, and so copy, all pages."""
+    """Callback that fails if garbage collection in a rank would copy all memory pages."""
 
     def on_train_start(self, *_: Any) -> None:
         assert gc.get_freeze_count() > 10_000
@@ -81,7 +81,7 @@ def _comes_too_late() -> None:
 
 
 def _returns_weights_through_memory() -> None:
-    """Lightning leaves the folder of its weights behind in the temporary folder."""
+    """Assert that no weights are left in the temporary folder, unlike with Lightning."""
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder
         trained = _fits(pipeline_parallel_size=2, num_microbatches=2)
@@ -97,6 +97,6 @@ def _returns_weights_through_memory() -> None:
 @pytest.mark.parametrize(
     "part", [_follows, _chooses, _comes_too_late, _returns_weights_through_memory]
 )
-def test_whether_a_process_can_be_forked(part: Callable[[], None]) -> None:
-    """In a new process: only its first backward starts threads."""
+def test_fork_start_method_in_new_process(part: Callable[[], None]) -> None:
+    """A new process is needed because only its first backward starts threads."""
     in_new_process(part)

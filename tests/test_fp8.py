@@ -1,5 +1,7 @@
-"""Linear layers in float8: torchao's numbers in one process, the same in every layout within their
-rounding, and close to bf16."""
+"""Linear layers in float8.
+
+They are equal to torchao's, equal in every layout up to rounding, and close to bf16.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:fp8 on a 
 
 
 class Conv1D(nn.Module):
-    """As that of transformers, which is told by its name."""
+    """Copy of the transformers class, which is recognized by its name."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -50,8 +52,7 @@ Conv1D.__module__ = "transformers.pytorch_utils"
 
 
 def spread(x: Tensor, *, first: int = -3) -> Tensor:
-    """Magnitudes so far apart, along both dimensions, that each row and column needs a scale of its
-    own."""
+    """Scale rows and columns so differently that each needs its own float8 scale."""
     rows, columns = (
         torch.logspace(first, -first, x.numel() // x.size(-1)),
         torch.logspace(2, -2, x.size(-1)),
@@ -62,18 +63,18 @@ def spread(x: Tensor, *, first: int = -3) -> Tensor:
 def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.detach().clone().requires_grad_()
     y = layer(x)
-    # Small where the input is large, so that what is summed over tokens counts alike.
+    # Small where the input is large, so that all tokens contribute equally to sums.
     (y * spread(torch.linspace(-1, 1, y.numel()).view_as(y), first=3)).sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-# ---- torchao's numbers ---------------------------------------------------------------------------
+# ---- equality with torchao -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("shape", [(3, 16, 32), (5, 32)], ids=["3 dimensions", "5 tokens"])
-def test_a_linear_layer_computes_what_torchaos_does(scaling: Any, shape: tuple[int, ...]) -> None:
+def test_linear_layer_matches_torchao(scaling: Any, shape: tuple[int, ...]) -> None:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -101,7 +102,7 @@ def test_a_linear_layer_computes_what_torchaos_does(scaling: Any, shape: tuple[i
         assert 1e-3 < (found[0] - exact).norm() / exact.norm() < 0.1
 
 
-def test_only_the_linear_layers_of_the_blocks() -> None:
+def test_only_linear_layers_of_blocks_use_float8() -> None:
     model = GPT(
         GPTConfig.gpt2(
             vocabulary_size=64, sequence_length=16, num_layers=2, hidden_size=32, num_heads=2
@@ -117,7 +118,7 @@ def test_only_the_linear_layers_of_the_blocks() -> None:
     assert all(f"blocks.*.{name}" in note for name in names)
 
 
-def test_an_attention_that_computes_with_its_weights_itself_is_left() -> None:
+def test_multihead_attention_is_not_converted_to_float8() -> None:
     block = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True)
     apply_fp8(nn.ModuleList([block]), scaling="rowwise", blocks="", device=CPU)
     assert [name for name, module in block.named_modules() if "forward" in vars(module)] == [
@@ -144,7 +145,7 @@ def shards(rank: int) -> None:
         )
         apply_fp8(nn.ModuleList([column]), scaling="rowwise", blocks="", device=CPU)
         assert torch.equal(column(x), expected[..., mine]), (
-            "a row of the weight has the same scale here and there"
+            "the scales of a shard differ from those of the full weight"
         )
     back = nn.Linear(64, 32, bias=False)
     row = RowParallelLinear(nn.Parameter(back.weight.detach()[:, mine].clone()), group=group)
@@ -153,7 +154,7 @@ def shards(rank: int) -> None:
     assert 1e-3 < (found - exact).norm() / exact.norm() < 0.1
 
 
-def test_shards_are_scaled_where_they_are(pool: Pool) -> None:
+def test_shards_are_scaled_locally(pool: Pool) -> None:
     pool.run(shards, world_size=2)
 
 
@@ -167,15 +168,17 @@ RUN = Run(hidden=32, steps=4, clip=None, layout={M: 4})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name: str, parity: Parity) -> None:
-    """The same numbers; under tensor parallelism, which rounds elsewhere, no further away than full
-    precision is."""
+def test_float8_layouts_match_single_process(name: str, parity: Parity) -> None:
+    """All layouts match a single process.
+
+    Tensor parallelism rounds differently; its error is at most 1.2 times the rounding of float8.
+    """
     world_size, layout = LAYOUTS[name]
     run = replace(RUN, layout={M: 4, "fp8": "tensorwise"})
     expected, plain = parity.result(run), parity.result(RUN)
     start = expected["initial"]
     rounding = distance(expected["final"], plain["final"], plain["initial"])
-    assert rounding > 1e-3, "float8 rounds"
+    assert rounding > 1e-3, "float8 has no rounding error"
     if T not in layout:
         parity.check(run, (world_size, layout))
         return
@@ -185,15 +188,15 @@ def test_layouts(name: str, parity: Parity) -> None:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_as_accurate_as_bf16_over_a_few_steps(scaling: str, parity: Parity) -> None:
+def test_float8_losses_are_close_to_bf16(scaling: str, parity: Parity) -> None:
     plain = Run(hidden=32, steps=30, clip=None, precision="bf16-mixed")
     expected = parity.result(plain)["losses"]
-    assert expected[-1] < 0.95 * expected[0], "something is learnt"
+    assert expected[-1] < 0.95 * expected[0], "the loss does not decrease"
     found = parity.result(replace(plain, layout={"fp8": scaling}))["losses"]
     assert_near(found, expected, 0.02, "losses")
 
 
-# ---- what cannot be ------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def blocks_of(*sizes: tuple[int, int]) -> nn.ModuleDict:
@@ -210,7 +213,7 @@ def blocks_of(*sizes: tuple[int, int]) -> nn.ModuleDict:
         ([(32, 8)], 1, ["there are none"]),
     ],
 )
-def test_sizes_are_refused_before_launch(
+def test_unsupported_layer_sizes_are_refused(
     sizes: list[tuple[int, int]], t: int, words: list[str]
 ) -> None:
     model = blocks_of(*sizes)
@@ -219,7 +222,7 @@ def test_sizes_are_refused_before_launch(
         check_fp8(model, blocks="h", kinds=kinds, tensor_parallel_size=t)
 
 
-def test_torchao_outside_the_declared_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchao_outside_declared_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: "0.7.0")
     with pytest.raises(
         RequirementError,
@@ -228,8 +231,8 @@ def test_torchao_outside_the_declared_range_is_refused(monkeypatch: pytest.Monke
         check_fp8(blocks_of((32, 32)), blocks="h", kinds={}, tensor_parallel_size=1)
 
 
-def test_torchao_is_imported_by_those_who_use_it() -> None:
-    """Never with the package: it takes seconds, and need not be there."""
+def test_torchao_is_imported_lazily() -> None:
+    """The package never imports it at module level: it is slow and optional."""
     package = Path(lightning_ptdp.__file__).parent
     for path in package.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -242,7 +245,7 @@ def test_torchao_is_imported_by_those_who_use_it() -> None:
         assert path.name == "torchao.py" or "from torchao" not in path.read_text(), path
 
 
-def test_a_gpu_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     with pytest.raises(
@@ -255,6 +258,6 @@ def test_a_gpu_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_a_cpu_says_that_it_emulates() -> None:
+def test_cpu_warns_about_float8_emulation() -> None:
     with pytest.warns(UserWarning, match="fp8 is emulated on a CPU"):
         apply_fp8(blocks_of((32, 32)), scaling="rowwise", blocks="h", device=CPU)

@@ -1,4 +1,4 @@
-"""NaN on one rank, parameters without gradients, parameters that change their mind: all named."""
+"""Reports of NaN losses, parameters without gradients and parameters frozen late."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.thorough
 
 
 class LitPoisoned(LitNet):
-    """The second microbatch of the second step on the last rank has a loss of nan."""
+    """Module whose fourth loss on the last rank is NaN."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
@@ -32,7 +32,7 @@ class LitPoisoned(LitNet):
 
 
 class LitUncounted(LitNet):
-    """The last rank has nothing to count in its first batch: a mean of nothing."""
+    """Module whose first batch on the last rank has no tokens, so its mean loss is NaN."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -64,7 +64,7 @@ def _fit(
     layout: dict[str, Any],
     accumulate: int = 1,
 ) -> tuple[str, list[str], bool]:
-    """(what was raised, what was warned of, whether all weights are finite)."""
+    """Train and return the error, the warnings and whether all weights are finite."""
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(
         PTDPStrategy(**layout), world_size, max_epochs=1, accumulate_grad_batches=accumulate
@@ -81,9 +81,7 @@ def _fit(
 
 
 @pytest.mark.parametrize("layout", [{}, {M: 2}, {Z: True}], ids=["d2", "d2 m2", "d2 sharded"])
-def test_a_mean_of_nothing_that_weighs_nothing_is_no_failure(
-    layout: dict[str, Any], pool: Pool
-) -> None:
+def test_nan_loss_with_zero_tokens_is_accepted(layout: dict[str, Any], pool: Pool) -> None:
     for raised, _, finite in pool.run(
         _fit, world_size=2, args=(LitUncounted, 2, {**layout, "check_finite": "raise"})
     ):
@@ -91,7 +89,7 @@ def test_a_mean_of_nothing_that_weighs_nothing_is_no_failure(
 
 
 @pytest.mark.parametrize("layout", [{}, {P: 2, M: 2, "schedule": "zb_h1"}], ids=["one", "zb_h1"])
-def test_nobody_is_named_who_has_a_gradient(layout: dict[str, Any], pool: Pool) -> None:
+def test_parameters_with_gradients_are_not_reported(layout: dict[str, Any], pool: Pool) -> None:
     size = layout.get(P, 1)
     for _, texts, _ in pool.run(
         _fit, world_size=size, args=(LitNet, size, {**layout, "check_finite": "raise"}, 2)
@@ -99,7 +97,7 @@ def test_nobody_is_named_who_has_a_gradient(layout: dict[str, Any], pool: Pool) 
         assert not [text for text in texts if "no loss depends" in text]
 
 
-def test_one_process_without_microbatches_is_checked_too(pool: Pool) -> None:
+def test_nan_is_found_in_single_process_without_microbatches(pool: Pool) -> None:
     ((raised, _, finite),) = pool.run(
         _fit, world_size=1, args=(LitPoisoned, 1, {"check_finite": "raise"})
     )
@@ -116,7 +114,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_nan_is_traced_to_its_rank_and_microbatch(name: str, pool: Pool) -> None:
+def test_nan_is_traced_to_rank_and_microbatch(name: str, pool: Pool) -> None:
     world_size, layout = PLACES[name]
     ranks = pool.run(
         _fit,
@@ -137,7 +135,7 @@ def test_a_nan_is_traced_to_its_rank_and_microbatch(name: str, pool: Pool) -> No
 
 
 @pytest.mark.parametrize("name", ["d2", "d2 sharded"])
-def test_parameters_without_a_gradient_are_named_once(name: str, pool: Pool) -> None:
+def test_parameters_without_gradient_are_named_once(name: str, pool: Pool) -> None:
     told = [
         text
         for _, texts, _ in pool.run(_fit, world_size=2, args=(LitUnused, 2, PLACES[name][1]))
@@ -148,7 +146,7 @@ def test_parameters_without_a_gradient_are_named_once(name: str, pool: Pool) -> 
     ]
 
 
-def test_a_parameter_that_is_frozen_after_set_up_is_refused(pool: Pool) -> None:
+def test_parameter_frozen_after_setup_is_refused(pool: Pool) -> None:
     for raised, _, _ in pool.run(_fit, world_size=2, args=(LitFreezes, 2, {Z: True})):
         assert raised.startswith("ValueError: requires_grad of '")
         assert "has become False" in raised

@@ -13,7 +13,7 @@ PACKAGE = TESTS.parent / "lightning_ptdp"
 
 
 def imported(file: Path) -> set[str]:
-    """Rooms of the package from which a file imports anything, at whatever time."""
+    """Return the subpackages that a file imports, at module level or later."""
     nodes = list(ast.walk(ast.parse(file.read_bytes())))
     names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
     for node in nodes:
@@ -22,17 +22,17 @@ def imported(file: Path) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE.name}.")}
 
 
-def test_rooms_do_not_import_each_other_in_a_circle() -> None:
+def test_subpackages_have_no_import_cycle() -> None:
     rooms: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         rooms.setdefault(room, set()).update(imported(file) - {room})
-    # a circle is a CycleError, which shows it
+    # raises CycleError, which names the cycle
     tuple(graphlib.TopologicalSorter(rooms).static_order())
 
 
-def test_names_of_modules_are_used_once() -> None:
-    """Two files of one name make a stranger open the wrong one; each verb of ``ptdp`` is a module."""
+def test_module_names_are_unique() -> None:
+    """Unique names avoid confusion. Commands of ``ptdp`` are exempt: each is a module."""
     found: dict[str, list[Path]] = {}
     for file in PACKAGE.rglob("*.py"):
         if file.parent.name != "cli" and file.stem != "__init__":
@@ -40,7 +40,7 @@ def test_names_of_modules_are_used_once() -> None:
     assert not [files for files in found.values() if len(files) > 1]
 
 
-def test_names_of_classes_are_used_once() -> None:
+def test_class_names_are_unique() -> None:
     found: dict[str, list[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -49,13 +49,13 @@ def test_names_of_classes_are_used_once() -> None:
     assert not {name: files for name, files in found.items() if len(files) > 1}
 
 
-def test_the_top_level_is_small() -> None:
+def test_top_level_has_few_modules() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 
 @pytest.mark.parametrize("folder", [TESTS, TESTS.parent / "ci"], ids=lambda folder: folder.name)
-def test_what_several_tests_use_stands_in_a_module_without_tests(folder: Path) -> None:
-    """A test that is imported runs twice, or its fixtures are found where nobody looks for them."""
+def test_modules_with_tests_are_not_imported(folder: Path) -> None:
+    """An imported test would run twice, and imported fixtures are hard to find."""
     wrong = [
         f"{file.relative_to(TESTS.parent)} imports {node.module}"
         for file in folder.rglob("*.py")
@@ -67,8 +67,10 @@ def test_what_several_tests_use_stands_in_a_module_without_tests(folder: Path) -
 
 
 def test_no_class_defines_wrapped() -> None:
-    """``inspect.signature`` follows ``__wrapped__`` on a class before CPython 3.11.7 and 3.12.1
-    (gh-112006), and ``dataclass`` calls it."""
+    """``dataclass`` calls ``inspect.signature``, which follows ``__wrapped__`` on classes.
+
+    This affects CPython before 3.11.7 and 3.12.1 (gh-112006).
+    """
     wrong = []
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -86,9 +88,8 @@ def test_no_class_defines_wrapped() -> None:
     assert not wrong
 
 
-def test_docstrings_begin_with_a_noun_phrase_or_a_verb() -> None:
-    """A relative clause as a first line ("What a rank holds") needs a second reading; those of
-    attributes count too."""
+def test_docstrings_do_not_begin_with_relative_clause() -> None:
+    """Relative clauses ("What a rank holds") are hard to read, in attribute docstrings too."""
     relative = {"What", "Whether", "Who", "Whoever", "Of", "How", "Where", "That"}
     wrong = []
     for folder in (PACKAGE, TESTS, TESTS.parent / "ci", TESTS.parent / "recipes"):

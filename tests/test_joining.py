@@ -1,4 +1,4 @@
-"""Ranks that are lost before there are process groups."""
+"""Ranks that are lost before the process groups exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMIT = timedelta(seconds=2)
 
 @dataclass(frozen=True)
 class Place:
-    """Position of the store, and whether rank 0 keeps it."""
+    """Port of the store; rank 0 hosts the store unless ``kept``."""
 
     port: int
     kept: bool = True
@@ -38,9 +38,9 @@ class Place:
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    """A store as torchrun keeps it."""
-    # Not torch's own way: where names are not resolved at once, a store on all interfaces stands
-    # still for every rank that connects.
+    """Host a store like torchrun."""
+    # Unlike torch, listen on one interface: with slow name resolution, a store on all interfaces
+    # blocks for every rank that connects.
     store: Any = meeting_store("127.0.0.1", 0, keeps=True, one_machine=True, limit=LIMIT)
     yield Place(store.port)
     del store
@@ -71,9 +71,9 @@ def together(
     dying: Sequence[int] = (),
     error: Exception = GLOO,
 ) -> dict[int, Any]:
-    """Join the ranks in threads; return the store or the error message of each.
+    """Join the ranks in threads and return the store or the error message of each.
 
-    If there are ``dying`` ranks, making the groups raises ``error`` on all others.
+    If there are ``dying`` ranks, group creation raises ``error`` on all others.
     """
     found: dict[int, Any] = {}
 
@@ -96,7 +96,7 @@ def together(
     return found
 
 
-def test_a_life_does_not_see_what_an_earlier_one_left(place: Place) -> None:
+def test_restarted_run_ignores_keys_of_earlier_run(place: Place) -> None:
     for life in range(3):
         stores = together(place, range(3), 3)
         assert not stores[1].check(["address/0"])
@@ -104,8 +104,8 @@ def test_a_life_does_not_see_what_an_earlier_one_left(place: Place) -> None:
         assert [stores[rank].get("address/0") for rank in range(3)] == [str(life).encode()] * 3
 
 
-def test_a_rank_that_does_not_come(place: Place) -> None:
-    together(place, range(4), 4)  # an earlier life, in which all came
+def test_missing_ranks_are_named(place: Place) -> None:
+    together(place, range(4), 4)  # an earlier run that all ranks joined
     found = together(place, [0, 2], 4, dying=[2])
     assert (
         found[0]
@@ -117,7 +117,7 @@ def test_a_rank_that_does_not_come(place: Place) -> None:
     )
 
 
-def test_a_rank_that_does_not_come_to_the_store_of_rank_0() -> None:
+def test_missing_rank_is_named_with_store_on_rank_0() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free = Place(probe.getsockname()[1], kept=False)
@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_come_to_the_store_of_rank_0() -> None:
         )
 
 
-def test_a_rank_that_came_and_was_lost(place: Place) -> None:
+def test_rank_lost_after_joining_is_named(place: Place) -> None:
     found = together(place, range(3), 3, dying=[1])
     for rank in (0, 2):
         assert (
@@ -138,7 +138,7 @@ def test_a_rank_that_came_and_was_lost(place: Place) -> None:
         )
 
 
-def test_a_store_that_is_not_there(place: Place) -> None:
+def test_missing_store_is_reported(place: Place) -> None:
     said = together(Place(1), [1], 2)[1]
     assert (
         "rank 1 could not join the other ranks: rank 0 (or torchrun), which hosts the store at "
@@ -146,7 +146,7 @@ def test_a_store_that_is_not_there(place: Place) -> None:
     )
 
 
-def test_a_store_that_listens_and_does_not_answer() -> None:
+def test_unresponsive_store_is_reported() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -154,7 +154,7 @@ def test_a_store_that_listens_and_does_not_answer() -> None:
     assert "does not answer, while connecting to the store" in said
 
 
-def test_errors_of_other_kinds_pass(place: Place) -> None:
+def test_unrelated_error_is_raised_unchanged(place: Place) -> None:
     def make(store: Any) -> None:
         raise KeyError("mine")
 
@@ -162,8 +162,8 @@ def test_errors_of_other_kinds_pass(place: Place) -> None:
         joined(place, 0, 1, make)
 
 
-def test_a_process_that_ended_before_it_came(place: Place) -> None:
-    """The process that started it reports the loss at once."""
+def test_process_lost_before_joining_is_reported_at_once(place: Place) -> None:
+    """The parent process reports the loss at once."""
     crowd = ExpectedRanks(rank=0, world_size=2, address="127.0.0.1", port=place.port)
     store = meeting_store("127.0.0.1", place.port, keeps=False, one_machine=True, limit=LIMIT)
     said = "rank 1 was lost: its process ended with exit code -9"
@@ -180,7 +180,7 @@ def test_a_process_that_ended_before_it_came(place: Place) -> None:
         )
 
 
-def test_the_processes_that_this_one_started_are_looked_after() -> None:
+def test_ended_child_process_is_reported() -> None:
     strategy: Any = PTDPStrategy()
     strategy._launcher = SimpleNamespace(
         procs=[subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"])]
@@ -196,7 +196,7 @@ def test_the_processes_that_this_one_started_are_looked_after() -> None:
             process.wait()
 
 
-def test_where_to_start_those_that_are_missing() -> None:
+def test_missing_ranks_are_reported_with_launch_commands() -> None:
     crowd = ExpectedRanks(
         rank=0, world_size=6, address="10.0.0.1", port=29500, num_nodes=3, started_by_hand=True
     )
@@ -213,7 +213,7 @@ def test_where_to_start_those_that_are_missing() -> None:
     assert dataclasses.replace(other, rank=3).first_of_all() == ""
 
 
-def test_an_interface_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_interface_set_by_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     listen_on_loopback()

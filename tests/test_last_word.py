@@ -1,4 +1,4 @@
-"""Time in which the processes of a launch end after one of them is lost."""
+"""Termination of launched processes after one of them is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def strategy(start_method: str) -> Any:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_forked_rank_waits_for_sigterm_only_if_it_has_not_come(
+def test_forked_rank_waits_for_sigterm_unless_received(
     monkeypatch: pytest.MonkeyPatch, told: bool
 ) -> None:
     slept = list[float]()
@@ -39,12 +39,12 @@ def test_a_forked_rank_waits_for_sigterm_only_if_it_has_not_come(
     assert slept == ([] if told else [launch._LAST_WORD_S])
 
 
-def test_a_sigterm_that_no_step_followed_is_told_to_the_launcher() -> None:
+def test_sigterm_before_lost_peer_is_reported_to_launcher() -> None:
     ours, callback = strategy("fork"), SaveOnSignal()
     ours._run = SimpleNamespace(stop_request=SimpleNamespace(received=False))
     trainer: Any = SimpleNamespace(strategy=ours)
     callback.on_exception(trainer, L.LightningModule(), PeerError("rank 0 was lost"))
-    assert not ours.asked_to_end
+    assert not ours.stop_requested
     callback._notes.received.add(15)
     callback.on_exception(trainer, L.LightningModule(), PeerError("rank 0 was lost"))
-    assert ours.asked_to_end
+    assert ours.stop_requested

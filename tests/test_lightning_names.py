@@ -1,4 +1,4 @@
-"""Everything private that we take from Lightning is still there, in both namespaces."""
+"""Private names of Lightning that the package uses, in both namespaces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_ptdp.shims.lightning import (
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_names_exist_and_take_what_we_pass(namespace: str) -> None:
+def test_private_names_exist_with_expected_signatures(namespace: str) -> None:
     names = lightning_names(namespace)
     assert "timeout" in str(inspect.signature(names.init_process_group)) or "kwargs" in str(
         inspect.signature(names.init_process_group)
@@ -40,13 +40,13 @@ def test_names_exist_and_take_what_we_pass(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_loops_tell_of_sigterm_where_we_silence_them(namespace: str) -> None:
+def test_advance_of_training_loop_broadcasts_sigterm(namespace: str) -> None:
     loop = importlib.import_module(f"{namespace}.loops.training_epoch_loop")._TrainingEpochLoop
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_validation_by_the_clock_is_decided_by_what_we_set(namespace: str) -> None:
+def test_timed_validation_reads_expected_attributes(namespace: str) -> None:
     loop = importlib.import_module(f"{namespace}.loops.training_epoch_loop")
     text = inspect.getsource(loop._TrainingEpochLoop._should_check_val_fx)
     assert "interval = self.trainer._val_check_time_interval" in text
@@ -54,14 +54,14 @@ def test_validation_by_the_clock_is_decided_by_what_we_set(namespace: str) -> No
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_the_monitor_of_throughput_multiplies_by_what_we_set(namespace: str) -> None:
+def test_throughput_monitor_uses_expected_attributes(namespace: str) -> None:
     monitor = lightning_names(namespace).ThroughputMonitor(batch_size_fn=len)
     assert monitor._throughputs == {} and monitor.available_flops is None
     assert "self._throughputs[stage] = throughput" in inspect.getsource(monitor.setup)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_slurms_signal_and_checkpoints_are_handled_where_we_reach(namespace: str) -> None:
+def test_slurm_requeue_handler_and_checkpoint_selection_exist(namespace: str) -> None:
     trainer = importlib.import_module(namespace).Trainer(logger=False)
     assert callable(requeue_handler(trainer))
     load_only_named_checkpoints(trainer)
@@ -70,7 +70,7 @@ def test_slurms_signal_and_checkpoints_are_handled_where_we_reach(namespace: str
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_fit_is_told_from_other_functions(namespace: str) -> None:
+def test_fit_is_distinguished_from_other_functions(namespace: str) -> None:
     trainer, kinds = (
         importlib.import_module(namespace).Trainer(logger=False),
         importlib.import_module(f"{namespace}.trainer.states"),
@@ -81,29 +81,29 @@ def test_fit_is_told_from_other_functions(namespace: str) -> None:
         assert fits(trainer) == (function is kinds.TrainerFn.FITTING)
 
 
-def test_the_namespaces_are_two_class_hierarchies() -> None:
+def test_namespaces_have_separate_class_hierarchies() -> None:
     one, other = (lightning_names(namespace) for namespace in NAMESPACES)
     assert one.ParallelStrategy is not other.ParallelStrategy
 
 
-def test_an_unknown_namespace_is_named() -> None:
+def test_unknown_namespace_is_refused() -> None:
     with pytest.raises(ValueError, match="pytorch_lightning"):
         lightning_names("lightning")
 
 
 @pytest.mark.parametrize("module", LOADERS)
-def test_readers_take_our_folders(module: str) -> None:
+def test_checkpoint_loaders_are_replaced(module: str) -> None:
     load = getattr(importlib.import_module(module), LOADERS[module])
     assert list(inspect.signature(load).parameters) == [
         "path_or_url",
         "map_location",
         "weights_only",
     ]
-    assert hasattr(load, REPLACED), "it was imported without being changed"
+    assert hasattr(load, REPLACED), "the function was not replaced at import"
 
 
 @pytest.mark.parametrize("module", UPLOADERS)
-def test_uploading_loggers_take_our_folders(module: str) -> None:
+def test_checkpoint_scan_of_uploading_loggers_is_replaced(module: str) -> None:
     logger, method = UPLOADERS[module]
     found = importlib.import_module(module)
     assert hasattr(found._scan_checkpoints, REPLACED)
@@ -118,7 +118,7 @@ def test_uploading_loggers_take_our_folders(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", CLIS)
-def test_command_lines_take_our_folders(module: str) -> None:
+def test_checkpoint_path_parser_of_cli_is_replaced(module: str) -> None:
     name, method = CLIS[module]
     parse = getattr(getattr(importlib.import_module(module), name), method)
     assert hasattr(parse, REPLACED)
@@ -126,14 +126,14 @@ def test_command_lines_take_our_folders(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", TRAINERS)
-def test_trainers_leave_compiled_modules_to_us(module: str) -> None:
+def test_compiled_module_check_of_trainers_is_replaced(module: str) -> None:
     verify = getattr(importlib.import_module(module), TRAINERS[module])
     assert hasattr(verify, REPLACED)
     assert list(inspect.signature(verify).parameters) == ["model", "strategy"]
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_a_compiled_module_is_known(namespace: str) -> None:
+def test_compiled_module_is_recognized(namespace: str) -> None:
     lightning = importlib.import_module(namespace)
     compile_utilities = importlib.import_module(f"{namespace}.utilities.compile")
     module = lightning.LightningModule()
@@ -142,7 +142,7 @@ def test_a_compiled_module_is_known(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_a_model_summary_asks_where_we_answer(namespace: str) -> None:
+def test_model_summary_calls_expected_method(namespace: str) -> None:
     summary = importlib.import_module(f"{namespace}.callbacks.model_summary").ModelSummary
     assert "self._summary(trainer, pl_module)" in inspect.getsource(summary.on_fit_start)
     assert summary(max_depth=2)._max_depth == 2

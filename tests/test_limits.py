@@ -1,4 +1,4 @@
-"""The limit of a test counts the time in which its processes could run."""
+"""Time limits of tests, which count only the time in which processes could run."""
 
 from __future__ import annotations
 
@@ -32,31 +32,29 @@ def two_on_a_core() -> Iterator[list[int]]:
         process.join()
 
 
-def test_waiting_for_a_core_does_not_count(two_on_a_core: list[int]) -> None:
+def test_wait_for_core_does_not_count(two_on_a_core: list[int]) -> None:
     limit, start = Limit(30, lambda: two_on_a_core), time.monotonic()
     while limit.left() < 30 - (time.monotonic() - start) + 0.5:
-        assert limit.left() > 0, "two processes wait for one core, and the limit does not see it"
+        assert limit.left() > 0, "the limit ignores that two processes share one core"
 
 
-def test_a_hang_is_found_in_time() -> None:
+def test_hang_is_detected_in_time() -> None:
     limit, start = Limit(2, lambda: [os.getpid()]), time.monotonic()
     while limit.left() > 0:
         time.sleep(0.1)
         assert time.monotonic() - start < 10 * 2 + 1
 
 
-def test_the_limit_is_reached_at_last_on_any_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hard_limit_applies_despite_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.limits._run_delay", lambda pid: time.monotonic() * 2)
     limit = Limit(0.2, lambda: [os.getpid()])
     while limit.left() > 0:
         time.sleep(0.1)
 
 
-def test_waiting_for_a_disk_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_disk_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.limits._waits_for_disk", lambda pid: True)
     limit, start = Limit(1, lambda: [os.getpid()]), time.monotonic()
     while time.monotonic() - start < 2.5:
-        assert limit.left() > 0, "a process waits for a disk, and the limit does not see it"
+        assert limit.left() > 0, "the limit ignores that a process waits for a disk"
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Ranks that freeze, die or never come while the process groups are made: real processes."""
+"""Ranks that freeze, die or are missing during group creation, in real processes."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ pytestmark = pytest.mark.thorough
 LIMIT_S = 4.0
 LONG_S = 600.0
 HANGS_S = 60.0
-"""By then a test that should have ended hangs."""
+"""Time after which a test counts as hanging."""
 
 
 def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: int) -> None:
-    """Says "making" when it comes to make the groups and waits for leave; then how it ended, and
-    what it has logged."""
+    """Join the ranks and send the outcome and the log to the parent.
+
+    Send "making" before group creation and wait for the parent's answer.
+    """
     torch.set_num_threads(1)
     limit = timedelta(seconds=limit_s)
     crowd = ExpectedRanks(
@@ -78,8 +80,10 @@ def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: 
 
 
 def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size: int) -> None:
-    """Says "joined" when it is about to make its watchdog and waits for leave; then how it
-    ended."""
+    """Train and send the outcome to the parent.
+
+    Send "joined" before creating the watchdog and wait for the parent's answer.
+    """
     torch.set_num_threads(1)
     sizes = {
         "WORLD_SIZE": str(world_size),
@@ -113,8 +117,10 @@ def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size:
 
 
 def _begin(parent: Connection, what: Callable[..., None], *args: Any) -> None:
-    """Wait for leave to run: on a busy machine processes start seconds apart, and the limits of
-    joining are as short."""
+    """Run ``what`` after the parent's signal, so that all ranks start together.
+
+    On a busy machine, processes start seconds apart, as long as the limits for joining.
+    """
     parent.send("started")
     parent.recv()
     what(*args)
@@ -126,13 +132,13 @@ class Rank:
     connection: Connection
 
     def says(self) -> str:
-        assert self.connection.poll(HANGS_S), "it hangs"
+        assert self.connection.poll(HANGS_S), "the rank hangs"
         return str(self.connection.recv())
 
 
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., list[Rank]]]:
-    """Starts ranks that join, and ends them."""
+    """Start ranks that join, and kill them at the end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     started: list[Rank] = []
@@ -170,7 +176,7 @@ def ranks() -> Iterator[Callable[..., list[Rank]]]:
 
 
 def lose(ranks: list[Rank], doomed: int, how: int) -> dict[int, str]:
-    """Send signal ``how`` to a rank before the groups are made; return the others' messages."""
+    """Send signal ``how`` to a rank before group creation and return the others' messages."""
     for rank in ranks:
         assert rank.says() == "making"
     os.kill(ranks[doomed].process.pid, how)
@@ -181,8 +187,8 @@ def lose(ranks: list[Rank], doomed: int, how: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("doomed", [0, 2])
-def test_a_rank_that_freezes_while_groups_are_made(ranks: Any, doomed: int) -> None:
-    """torch's wait for a store that stands still has no limit."""
+def test_rank_frozen_during_group_creation_is_named(ranks: Any, doomed: int) -> None:
+    """torch waits without limit for a frozen store."""
     said = lose(ranks(LIMIT_S), doomed, signal.SIGSTOP)
     whom = (
         "rank 0 (or torchrun), which hosts the store"
@@ -195,7 +201,7 @@ def test_a_rank_that_freezes_while_groups_are_made(ranks: Any, doomed: int) -> N
 
 
 @pytest.mark.parametrize("doomed", [0, 2])
-def test_a_rank_that_is_killed_while_groups_are_made(ranks: Any, doomed: int) -> None:
+def test_rank_killed_during_group_creation_is_named(ranks: Any, doomed: int) -> None:
     together = ranks(LONG_S)
     started = time.monotonic()
     said = lose(together, doomed, signal.SIGKILL)
@@ -209,8 +215,8 @@ def test_a_rank_that_is_killed_while_groups_are_made(ranks: Any, doomed: int) ->
     assert time.monotonic() - started < HANGS_S / 2
 
 
-def test_a_keeper_that_is_killed_just_behind_joining(ranks: Any) -> None:
-    """torch tries for twice its limit to connect to a store that is gone."""
+def test_store_host_killed_after_joining_is_named(ranks: Any) -> None:
+    """torch retries for twice its limit to connect to a lost store."""
     keeper, other = ranks(LONG_S, world_size=2, come=(0, 1), what=_train)
     assert [keeper.says(), other.says()] == ["joined"] * 2
     keeper.process.kill()
@@ -221,9 +227,8 @@ def test_a_keeper_that_is_killed_just_behind_joining(ranks: Any) -> None:
     assert "rank 0 (or torchrun), which hosts the store for these reports, has not answered" in said
 
 
-def test_a_rank_that_is_killed_before_it_has_told_anything(ranks: Any) -> None:
-    """A rank that fails after rank 0 finds no store any more, so rank 0 must report the missing
-    rank."""
+def test_rank_killed_before_first_report_is_named(ranks: Any) -> None:
+    """Rank 0 must report the missing rank, because the store ends with rank 0."""
     together = ranks(LONG_S, what=_train)
     assert [rank.says() for rank in together] == ["joined"] * 3
     together[2].process.kill()
@@ -234,10 +239,10 @@ def test_a_rank_that_is_killed_before_it_has_told_anything(ranks: Any) -> None:
         assert "o answer from rank 2" in rank.says()
 
 
-def test_who_waits_for_longer_than_rank_0_is_told_who_did_not_come(ranks: Any) -> None:
-    """Check that a rank which waits longer than rank 0 also names the rank that did not join.
+def test_rank_with_longer_limit_names_missing_rank(ranks: Any) -> None:
+    """A rank that waits longer than rank 0 also names the missing rank.
 
-    It may have a longer limit, or have started later. The store ends with rank 0.
+    Its limit may be longer, or it may have started later. The store ends with rank 0.
     """
     first, second = ranks(LONG_S, come=(0, 1), limit_of_0_s=LIMIT_S)
     assert first.says().startswith("rank 0 could not join the other ranks: rank 2 did not join, ")
@@ -247,7 +252,7 @@ def test_who_waits_for_longer_than_rank_0_is_told_who_did_not_come(ranks: Any) -
     )
 
 
-def test_who_is_missing_is_said(ranks: Any) -> None:
+def test_waiting_rank_logs_missing_rank(ranks: Any) -> None:
     first, *_ = ranks(LIMIT_S, world_size=4)
     assert first.says().startswith(
         "rank 0 could not join the other ranks: rank 3 did not join, while waiting for all ranks: "
@@ -256,12 +261,12 @@ def test_who_is_missing_is_said(ranks: Any) -> None:
     assert "rank 0 has waited" in logged and "for rank 3, 3 of 4 joined" in logged
 
 
-def test_on_one_machine_only_loopback_is_listened_on(ranks: Any) -> None:
+def test_single_machine_listens_only_on_loopback(ranks: Any) -> None:
     together = ranks(LONG_S)
     for rank in together:
         assert rank.says() == "making"
         rank.connection.send("go on")
     assert [rank.says() for rank in together] == ["joined"] * 3
     found = listening([rank.process.pid for rank in together])
-    assert len(found) >= 4  # the store, and gloo's of each rank
+    assert len(found) >= 4  # the store, and the gloo socket of each rank
     assert all(address.startswith("127.") for address in found), found

@@ -1,4 +1,4 @@
-"""Limits of the machine that stop ranks from starting."""
+"""Machine limits that prevent ranks from starting."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PLACE: dict[str, Any] = {"world_size": 4, "start_method": "fork", "accelerator":
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The limits of open files (soft, hard), as they are set and read."""
+    """Replace the limits of open files by a list [soft, hard]."""
     found = [1024, 1024]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(found))
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: found.__setitem__(slice(None), new))
     return found
 
 
-def test_ordinary_machine(limits: list[int]) -> None:
+def test_ordinary_machine_is_accepted(limits: list[int]) -> None:
     check_machine(**PLACE)
     assert limits == [1024, 1024]
 
@@ -40,7 +40,7 @@ def test_soft_limit_of_open_files_is_raised(limits: list[int]) -> None:
     assert limits == [128, 4096]
 
 
-def test_too_few_open_files_are_refused(limits: list[int]) -> None:
+def test_low_limit_of_open_files_is_refused(limits: list[int]) -> None:
     limits[:] = [64, 64]
     with pytest.raises(
         ValueError,
@@ -50,7 +50,7 @@ def test_too_few_open_files_are_refused(limits: list[int]) -> None:
         check_machine(**PLACE)
 
 
-def test_shared_memory_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def lock(_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -80,7 +80,7 @@ def _gpu(uuid: str, name: str = "NVIDIA H100") -> Any:
     return SimpleNamespace(uuid=uuid, name=name)
 
 
-def test_gpus_of_all_ranks() -> None:
+def test_distinct_gpus_are_accepted() -> None:
     store = dist.HashStore()
     for rank in range(4):
         check_other_gpus(store, rank=rank, tensor_ranks=(rank // 2 * 2, 1), gpu=_gpu(f"{rank}"))
@@ -97,7 +97,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
         check_other_gpus(store, rank=5, tensor_ranks=(5,), gpu=_gpu("GPU-1"))
 
 
-def test_different_gpus_in_a_tensor_group_are_refused() -> None:
+def test_different_gpus_in_tensor_group_are_refused() -> None:
     store = dist.HashStore()
     check_other_gpus(store, rank=1, tensor_ranks=(0, 1), gpu=_gpu("GPU-1"))
     with pytest.raises(
@@ -106,7 +106,7 @@ def test_different_gpus_in_a_tensor_group_are_refused() -> None:
         check_other_gpus(store, rank=0, tensor_ranks=(0, 1), gpu=_gpu("GPU-0", "NVIDIA A100"))
 
 
-def test_an_unknown_backend_and_nccl_without_gpus_are_refused() -> None:
+def test_unknown_backend_and_nccl_without_gpus_are_refused() -> None:
     with pytest.raises((TypeError, ValueError), match=r"process_group_backend='ncll'.*'nccl'"):
         PTDPStrategy(process_group_backend="ncll")
     place = Place(world_size=2, layout={"process_group_backend": "nccl"})

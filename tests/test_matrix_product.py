@@ -1,5 +1,7 @@
-"""A product's weight gradient is added to the parameter's where that is there already, in one pass,
-and only where nobody can tell."""
+"""Weight gradients of products, added in place to existing gradients.
+
+This happens only where nothing observes the separate gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.data_parallel.managed import managed
 
 
 class _Traffic(TorchDispatchMode):
-    """Counts the bytes of matrices of one shape that operations read and write."""
+    """Dispatch mode that counts the bytes read and written of matrices of one shape."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()
@@ -47,9 +49,7 @@ def _microbatch(module: nn.Module, x: Tensor, *, splits: bool) -> None:
     store.run(0)
 
 
-def test_on_a_gpu_a_half_precision_product_is_added_to_a_float32_gradient_in_eight_bytes_an_element() -> (
-    None
-):
+def test_bf16_product_is_added_to_float32_gradient_in_one_pass() -> None:
     with torch.device("meta"):
         weight, x, grad = (
             torch.empty(size, dtype=torch.bfloat16) for size in ((10, 6), (3, 4, 6), (3, 4, 10))
@@ -59,21 +59,21 @@ def test_on_a_gpu_a_half_precision_product_is_added_to_a_float32_gradient_in_eig
         weight.grad = torch.empty(weight.shape)
     with _Traffic(weight.shape) as traffic:
         MatrixProduct(weight).add_weight_gradient(grad, x)
-    # 18 with a product in bfloat16, a cast and a sum
+    # 18 with a bfloat16 product, a cast and a sum
     assert traffic.bytes / weight.numel() == 4 + 4
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_a_backward_adds_the_product_to_the_gradient_in_one_pass(splits: bool) -> None:
+def test_backward_adds_product_to_gradient_in_one_pass(splits: bool) -> None:
     module, x = nn.Linear(6, 10, bias=False), torch.ones(3, 4, 6)
     module.weight.grad = torch.zeros_like(module.weight)
     with _Traffic(module.weight.shape) as traffic:
         _microbatch(module, x, splits=splits)
-    assert traffic.bytes / module.weight.numel() == 4 + 4  # 16 with a product of its own and a sum
+    assert traffic.bytes / module.weight.numel() == 4 + 4  # 16 with a separate product and a sum
     assert module.weight.grad.eq(12).all()
 
 
-def test_products_and_lookups_of_one_weight_add_up_as_autograd_adds_them() -> None:
+def test_products_and_lookups_of_shared_weight_match_autograd() -> None:
     torch.manual_seed(0)
     weight, ids = nn.Parameter(torch.randn(5, 4, dtype=torch.float64)), torch.tensor([[1, 4, 1]])
 
@@ -112,7 +112,7 @@ def _by_late_hook(weight: nn.Parameter, loss: Tensor) -> Any:
 @pytest.mark.parametrize(
     "ask", [_by_hook, _by_late_hook, lambda weight, loss: torch.autograd.grad(loss, [weight])[0]]
 )
-def test_who_wants_to_see_a_gradient_arrive_sees_it(
+def test_hooks_and_autograd_grad_receive_gradient(
     ask: Callable[[nn.Parameter, Tensor], Tensor],
 ) -> None:
     module, x = nn.Linear(4, 3, bias=False), torch.ones(2, 4)
@@ -122,7 +122,7 @@ def test_who_wants_to_see_a_gradient_arrive_sees_it(
     torch.testing.assert_close(ask(module.weight, loss), torch.full((3, 4), 2.0))
 
 
-def test_gradients_that_nobody_asked_for_stay() -> None:
+def test_gradients_outside_backward_inputs_are_unchanged() -> None:
     module, x = nn.Linear(4, 3, bias=False), torch.ones(2, 4, requires_grad=True)
     module.weight.grad = torch.ones(3, 4)
     with WeightGradients().intercepting():
@@ -132,7 +132,7 @@ def test_gradients_that_nobody_asked_for_stay() -> None:
     assert module.weight.grad.eq(1).all()
 
 
-def test_a_bucket_is_told_of_what_products_have_added() -> None:
+def test_bucket_is_reduced_after_in_place_product() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     buckets = GradientBuckets(managed(module.parameters()), {(): Reduction()}, bucket_bytes=1)
     buckets.begin(keep=False)

@@ -1,6 +1,6 @@
-"""Assumptions of world/communicators.py about "nccl", held against the installed torch.
+"""Assumptions of world/communicators.py about "nccl", checked against the installed torch.
 
-A stand-in for the backend notes how torch creates groups, with a bound device and without a GPU.
+A stand-in for the backend records how torch creates groups with a bound device, without a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LIMIT = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Created:
-    """A communicator that torch asked the backend for."""
+    """A communicator that torch requested from the backend."""
 
     ranks: tuple[int, ...]
     device: torch.device | None
@@ -52,13 +52,13 @@ class Created:
 
 
 class StandIn(c10d.Backend):
-    """A backend that can split, and whose collectives end at once."""
+    """Backend that supports splitting and completes collectives immediately."""
 
     supports_splitting = True
 
     @property
     def options(self) -> Any:
-        """Torch's own property asks a backend in Python for this one, without end."""
+        """Return the options; torch's own property would recurse endlessly in Python."""
         return c10d.Backend.Options(self.getBackendName(), LIMIT)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -74,7 +74,10 @@ class StandIn(c10d.Backend):
 
 @contextmanager
 def stand_in(rank: int, size: int, device: torch.device) -> Iterator[list[Created]]:
-    """Have ``dist`` create "nccl" groups of the stand-in, the default one by our options."""
+    """Make ``dist`` create "nccl" groups with the stand-in.
+
+    The default group uses the package's options.
+    """
     created = list[Created]()
 
     def create(options: Any, given: Any) -> StandIn:
@@ -112,18 +115,18 @@ def stand_in(rank: int, size: int, device: torch.device) -> Iterator[list[Create
             dist.destroy_process_group()
 
 
-def test_what_nccl_is() -> None:
-    """With torch 2.15 "nccl" is nccl2, which must know the device."""
+def test_binds_device_matches_registered_nccl_backend() -> None:
+    """With torch 2.15, "nccl" is nccl2, which needs the device."""
     backend: Any = distributed_c10d.Backend
     if hasattr(backend, "_ensure_backend_registered"):
         backend._ensure_backend_registered("nccl")
-    plugin = backend._plugins.get("NCCL")  # None: torch itself creates it
+    plugin = backend._plugins.get("NCCL")  # None if torch itself creates it
     name = "" if plugin is None else plugin.creator_fn.__name__
     assert binds_device() == ("nccl2" in name), name
 
 
 @pytest.mark.skipif(not binds_device(), reason="this torch takes the device from the tensors")
-def test_nccl2_takes_the_given_device_and_guesses_an_unknown_one() -> None:
+def test_nccl2_uses_bound_device_or_infers_it_from_rank() -> None:
     group: Any = mock.Mock(bound_device_id=torch.device("cuda", 3))
     options: Any = mock.Mock(enable_reconfigure=False, process_group=group)
     find: Any = distributed_c10d._nccl2_device  # type: ignore[attr-defined]
@@ -134,11 +137,13 @@ def test_nccl2_takes_the_given_device_and_guesses_an_unknown_one() -> None:
         mock.patch.dict("os.environ"),
     ):
         distributed_c10d.os.environ.pop("LOCAL_RANK", None)
-        assert find(options) == torch.device("cuda", 1), "the rank modulo the number of GPUs"
+        assert find(options) == torch.device("cuda", 1), (
+            "the device is not the rank modulo the number of GPUs"
+        )
 
 
 @pytest.mark.skipif(not binds_device(), reason="this torch splits no group")
-def test_torch_splits_a_group_that_is_not_lazy() -> None:
+def test_torch_splits_only_eager_groups() -> None:
     with stand_in(0, 4, torch.device("cuda", 2)) as created:
         dist.new_group([0, 1], use_local_synchronization=True)
         options = nccl_options(LIMIT, high_priority=False)
@@ -155,7 +160,7 @@ def test_torch_splits_a_group_that_is_not_lazy() -> None:
         {"expert_parallel_size": 2, "context_parallel_size": 2},
     ],
 )
-def test_all_groups_know_their_device_and_none_is_split(options: dict[str, int]) -> None:
+def test_groups_are_bound_to_device_and_not_split(options: dict[str, int]) -> None:
     layout = ParallelLayout(**{"world_size": 8, **options})
     calls = list[int]()
     for rank in range(layout.world_size):
@@ -176,7 +181,7 @@ def test_all_groups_know_their_device_and_none_is_split(options: dict[str, int])
         assert all(one.is_lazy == binds_device() for one in created[1:])
         # The hang guard acts at 1.1 times the limit.
         assert all(one.timeout > 1.5 * LIMIT for one in created)
-    assert len(set(calls)) == 1, "torch counts the groups that each rank has created"
+    assert len(set(calls)) == 1, "ranks created different numbers of groups, which torch counts"
 
 
 MESSAGES = [
@@ -190,7 +195,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_after_an_error_of_nccl_no_agreement_is_tried(message: str) -> None:
+def test_nccl_error_skips_agreement_between_ranks(message: str) -> None:
     assert is_communication_error(RuntimeError(message))
     assert not is_communication_error(ValueError(message))
     no_collective = mock.patch.object(save_agreement, "gather", side_effect=AssertionError)
@@ -205,12 +210,12 @@ def test_after_an_error_of_nccl_no_agreement_is_tried(message: str) -> None:
 
 
 @pytest.mark.parametrize("message", ["NCCL version 2.10 is too old", "the NCCL operation failed"])
-def test_other_errors_are_agreed_upon(message: str) -> None:
+def test_other_errors_are_not_communication_errors(message: str) -> None:
     assert not is_communication_error(RuntimeError(message))
 
 
 @pytest.mark.skipif(not binds_device(), reason="NCCL of this torch records itself")
-def test_the_flight_record_is_of_the_backend_in_use() -> None:
+def test_flight_record_is_read_from_backend_in_use() -> None:
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> StandIn:
         return StandIn(rank, size)
 
@@ -223,7 +228,7 @@ def test_the_flight_record_is_of_the_backend_in_use() -> None:
         dist.destroy_process_group()
 
 
-def test_a_failed_rank_aborts_its_groups_before_lightning_destroys_them() -> None:
+def test_failed_rank_aborts_process_groups_before_exit() -> None:
     script = """
         import atexit
         import torch.distributed as dist

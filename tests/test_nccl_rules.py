@@ -1,6 +1,8 @@
-"""All that the ranks of a real training give to their communicators would run on NCCL: every
-group's members issue the same in one order, and nobody waits in a circle, where streams have queues
-of their own and where they share one."""
+"""Communicator calls of real trainings, checked against NCCL's rules.
+
+All members of a group issue the same operations in the same order, and no ranks wait in a cycle.
+This holds with one queue per stream and with a shared queue.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class LitWatched(LitGPT, StepObserver):
-    """Notes what was connected when the first program began."""
+    """Module that records the connections open when the first program begins."""
 
     before: list[Any] | None = None
 
@@ -79,7 +81,7 @@ class LitWatched(LitGPT, StepObserver):
 
 @dataclass(frozen=True)
 class Trained:
-    """Calls of a rank, connections that it made within steps, and the whole model's weights."""
+    """Calls of a rank, connections that it opened during steps, and all weights."""
 
     calls: list[Call]
     late: list[Any]
@@ -87,7 +89,10 @@ class Trained:
 
 
 def fit(rank: int, world_size: int, options: dict[str, Any], samples: int) -> Trained:
-    """Every step takes all samples, so that it does not matter which replica reads which."""
+    """Train with all samples in every step.
+
+    The assignment of samples to replicas therefore does not matter.
+    """
     torch.manual_seed(0)
     sizes = {
         "vocabulary_size": 32,
@@ -106,7 +111,7 @@ def fit(rank: int, world_size: int, options: dict[str, Any], samples: int) -> Tr
         place, max_steps=3, max_epochs=None, gradient_clip_val=0.5, num_sanity_val_steps=1
     )
     trainer.fit(module, *loaders)
-    # The neighbours of a ring come to the same attention at the same time.
+    # Neighbours in a ring reach the same attention at the same time.
     late = [
         made
         for made in HOST.met
@@ -117,12 +122,12 @@ def fit(rank: int, world_size: int, options: dict[str, Any], samples: int) -> Tr
 
 @pytest.fixture(scope="module")
 def expected(pool: Pool) -> Callable[[int], dict[str, Tensor]]:
-    """The weights that one process trains, by the number of samples."""
+    """Return a function from the number of samples to single-process weights."""
     return cache(lambda samples: pool.run(fit, world_size=1, args=(1, {}, samples))[0].weights)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_training_runs_on_the_rules_of_nccl(
+def test_training_obeys_nccl_ordering_rules(
     name: str, pool: Pool, expected: Callable[[int], dict[str, Tensor]]
 ) -> None:
     samples = 8 * PTDPConfig(**LAYOUTS[name]).layout(4).num_replicas
@@ -145,13 +150,13 @@ def test_a_training_runs_on_the_rules_of_nccl(
         swapped = list(ranks[1])
         swapped[first], swapped[second] = swapped[second], swapped[first]
         others = [programs[0], operations_of(swapped), *programs[2:]]
-        assert any(stuck_operations(others)), "a rank with an order of its own would not be noticed"
+        assert any(stuck_operations(others)), "a rank with a different order is not detected"
 
 
 def neighbours_in_one_group(calls: list[Call]) -> list[tuple[int, int]]:
     """Return the first three pairs of different consecutive collectives in one group.
 
-    A pair holds their places in ``calls``.
+    A pair holds their indices in ``calls``.
     """
     issued = [place for place, call in enumerate(calls) if call.group[1]]
     pairs = [

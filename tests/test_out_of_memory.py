@@ -1,5 +1,7 @@
-"""A rank that runs out of memory says what was expected, which part was larger and what to change;
-the others end too."""
+"""Out of memory on a rank: the error explains expected memory, excess and remedies.
+
+The other ranks end too.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ GIB = 2.0**30
 
 
 class LitFull(LitTiny):
-    """Its last block's second forward finds no memory."""
+    """Module that runs out of memory in the second forward of its last block."""
 
     calls = 0
 
@@ -41,7 +43,7 @@ class LitFull(LitTiny):
 
 
 def error_of(rank: int, layout: dict[str, Any], world_size: int) -> tuple[str, list[str], float]:
-    """Type and notes of what fit raises on this rank, and when."""
+    """Return the error type, the notes and the time of a failing fit on this rank."""
     trainer = make_trainer(PTDPStrategy(**layout), world_size, max_steps=4, precision="bf16-true")
     start = time.monotonic()
     try:
@@ -56,7 +58,7 @@ def error_of(rank: int, layout: dict[str, Any], world_size: int) -> tuple[str, l
 
 
 @pytest.mark.parametrize("layout", [{}, {P: 2, M: 4, "timeout_s": 6}], ids=["1", "p2"])
-def test_in_a_step(layout: dict[str, Any], pool: Pool) -> None:
+def test_out_of_memory_in_step_is_explained(layout: dict[str, Any], pool: Pool) -> None:
     size = layout.get(P, 1)
     *others, (kind, notes, _) = pool.run(error_of, world_size=size, args=(layout, size))
     assert kind == "OutOfMemoryError", notes
@@ -79,7 +81,7 @@ def test_in_a_step(layout: dict[str, Any], pool: Pool) -> None:
         assert kind == "PeerError" and after < 30
 
 
-def test_in_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_setup_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
@@ -134,14 +136,16 @@ EXPECTED = {
         ),
     ],
 )
-def test_what_is_said(options: dict[str, Any], found: dict[str, float], words: list[str]) -> None:
+def test_memory_note_names_cause_and_remedies(
+    options: dict[str, Any], found: dict[str, float], words: list[str]
+) -> None:
     config = PTDPConfig(**options)
     note = memory_note(EXPECTED, found, config=config, layout=config.layout(4))
     for word in words:
         assert word in note, note
 
 
-def test_experts_are_shared_out_before_anything_else() -> None:
+def test_expert_parallelism_is_suggested_first_for_moe() -> None:
     config = PTDPConfig(expert_parallel_size=2)
     found = {**EXPECTED, "parameters": 3 * GIB}
     note = memory_note(EXPECTED, found, config=config, layout=config.layout(4), mixture=True)
@@ -166,7 +170,7 @@ CUDA_12 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100a", "sm_120", "compute_120
         ((13, 0), True),
     ],
 )
-def test_a_torch_without_kernels_for_the_gpu(capability: tuple[int, int], runs: bool) -> None:
+def test_torch_without_kernels_for_gpu_is_refused(capability: tuple[int, int], runs: bool) -> None:
     if runs:
         check_gpu("a GPU", capability, kernels=CUDA_12, precision="16-mixed")
         return
@@ -177,7 +181,7 @@ def test_a_torch_without_kernels_for_the_gpu(capability: tuple[int, int], runs: 
         check_gpu("a GPU", capability, kernels=CUDA_12, precision="16-mixed")
 
 
-def test_a_gpu_without_bf16() -> None:
+def test_gpu_without_bf16_warns() -> None:
     with pytest.warns(
         UserWarning,
         match="precision='bf16-true' is slow on Tesla T4 .* computes in float32 instead. Use precision='16-true'",
@@ -185,7 +189,7 @@ def test_a_gpu_without_bf16() -> None:
         check_gpu("Tesla T4", (7, 5), kernels=CUDA_12, precision="bf16-true")
 
 
-def test_activations_that_nobody_can_foretell_are_suspected() -> None:
+def test_activations_without_estimate_are_suspected() -> None:
     known = {name: value for name, value in EXPECTED.items() if name != "activations"}
     note = memory_note(known, known, config=PTDPConfig(), layout=PTDPConfig().layout(1))
     assert "activations: the largest part. Use recompute=" in note

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more."""
+"""Output after its reader has closed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ open(sys.argv[2], "w").write("the end")
 
 
 def run_without_reader(write: str, mode: str, file: str, output: int) -> None:
-    """Run a program whose standard output is closed before it writes; ``output`` is the end that it
-    writes to."""
+    """Run a program whose standard output has no reader.
+
+    ``output`` is the write end.
+    """
     program = [sys.executable, "-c", WRITES.format(write=write), mode, file]
     process = subprocess.Popen(
         program, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.PIPE
@@ -40,28 +42,28 @@ def run_without_reader(write: str, mode: str, file: str, output: int) -> None:
         ("say('x')", "plain"),
     ],
 )
-def test_closed_pipe_does_not_end_the_program(write: str, mode: str, tmp_path: str) -> None:
+def test_closed_pipe_does_not_end_program(write: str, mode: str, tmp_path: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     run_without_reader(write, mode, f"{tmp_path}/end", writer)
     assert os.path.exists(f"{tmp_path}/end")
 
 
-def test_lost_terminal_does_not_end_the_program(tmp_path: str) -> None:
+def test_lost_terminal_does_not_end_program(tmp_path: str) -> None:
     ours, theirs = pty.openpty()
     os.close(ours)
     run_without_reader("print('x' * 100000)", "survives", f"{tmp_path}/end", theirs)
     assert os.path.exists(f"{tmp_path}/end")
 
 
-def test_without_it_a_closed_pipe_ends_the_program(tmp_path: str) -> None:
+def test_closed_pipe_ends_unprotected_program(tmp_path: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     run_without_reader("print('x' * 100000)", "plain", f"{tmp_path}/end", writer)
     assert not os.path.exists(f"{tmp_path}/end")
 
 
-def test_characters_that_the_encoding_lacks_are_replaced() -> None:
+def test_unencodable_characters_are_replaced() -> None:
     code = "from lightning_ptdp.base.output import say, survive_closed_output\n{first}say('5 × ü')"
     for first in ("", "survive_closed_output()\n"):
         done = subprocess.run(

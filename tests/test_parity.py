@@ -1,5 +1,7 @@
-"""The same answer in every layout: initial weights bitwise, loss curve, norms and final weights of
-one process."""
+"""Parity of every layout with a single process.
+
+Initial weights are bitwise equal; losses, norms and final weights are numerically equal.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ QUICK = ("d2", "p2v2", "t2sp")
     "name",
     [pytest.param(name, marks=pytest.mark.quick) if name in QUICK else name for name in LAYOUTS],
 )
-def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(name: str, parity: Parity) -> None:
+def test_gpt_with_accumulation_clipping_and_tied_weights(name: str, parity: Parity) -> None:
     parity.check(Run(layers=7, accumulate=2), LAYOUTS[name])
 
 
@@ -93,31 +95,33 @@ def test_llama_without_accumulation(name: str, parity: Parity) -> None:
 
 
 @pytest.mark.parametrize("name", ["p2v2 m3", "t2p2", "d2p2"])
-def test_eagerly_built_model_and_a_plain_loss(name: str, parity: Parity) -> None:
+def test_eagerly_built_model_with_plain_loss(name: str, parity: Parity) -> None:
     run = Run(eager=True, count_tokens=False, ignore_padding=False, steps=6, accumulate=2)
     parity.check(run, LAYOUTS[name])
 
 
-def test_last_batch_that_does_not_divide(parity: Parity) -> None:
+def test_incomplete_last_batch(parity: Parity) -> None:
     parity.check(Run(samples=29), LAYOUTS["p2v2"])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_and_options_of_the_pipeline(name: str, parity: Parity) -> None:
+def test_pipeline_schedules_and_options(name: str, parity: Parity) -> None:
     ranks = parity.check(PIPELINE, SCHEDULES[name])
     if name == "p2v2 by names":
         assert ranks[0]["ranges"] == ((0, 1), (1, 3), (3, 6), (6, 7))
 
 
 @pytest.mark.parametrize("name", ["d2p2 zb_h1", "d2p2v2 zb_v", "d2p2v2 dualpipe_v"])
-def test_reductions_while_the_schedule_runs(name: str, parity: Parity) -> None:
-    """Several buckets a stage, and no accumulation, which would put the reductions behind the
-    schedule."""
+def test_gradient_reduction_during_schedule(name: str, parity: Parity) -> None:
+    """Each stage has several buckets.
+
+    With gradient accumulation, the reductions would run after the schedule.
+    """
     world_size, layout = SCHEDULES[name]
     parity.check(Run(layers=7, steps=6), (world_size, {**layout, "bucket_mb": 1e-2}))
 
 
-def test_a_schedule_from_a_file(parity: Parity, tmp_path: Path) -> None:
+def test_schedule_from_file(parity: Parity, tmp_path: Path) -> None:
     path = str(tmp_path / "mine.csv")
     dump_schedule(
         build_schedule(
@@ -129,9 +133,7 @@ def test_a_schedule_from_a_file(parity: Parity, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["p2v2 zb_v", "p2v2 dualpipe_v"])
-def test_llama_with_lengths_that_change_and_a_last_batch_that_does_not_divide(
-    name: str, parity: Parity
-) -> None:
+def test_llama_with_changing_lengths_and_incomplete_last_batch(name: str, parity: Parity) -> None:
     parity.check(Run(llama=True, samples=29, steps=9, changing_lengths=True), SCHEDULES[name])
 
 
@@ -145,10 +147,10 @@ def test_evaluation_between_training_steps_changes_nothing(name: str, parity: Pa
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", ["p2 zb_h1", "p2v2 zb_v"])
-def test_bfloat16(name: str, precision: str, parity: Parity) -> None:
+def test_bfloat16_is_close_to_single_process(name: str, precision: str, parity: Parity) -> None:
     run = Run(precision=precision, steps=8)
     expected, found = parity.result(run), parity.ranks(run.on(SCHEDULES[name]))[0]
-    # One process reports a loss of its dtype, to 1/128 of it.
+    # A single process reports the loss in its dtype, with a relative precision of 1/128.
     assert_near(
         found["losses"], expected["losses"], 2e-2 if precision == "bf16-true" else 2e-3, "losses"
     )
@@ -156,7 +158,7 @@ def test_bfloat16(name: str, precision: str, parity: Parity) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputation_changes_no_bit_with_dropout(recompute: str, parity: Parity) -> None:
+def test_recomputation_with_dropout_is_bitwise_equal(recompute: str, parity: Parity) -> None:
     run, (world_size, layout) = Run(steps=4, dropout=0.2), SCHEDULES["p2v2 zb_v"]
     kept = parity.result(run.on((world_size, layout)))
     parity.check(run, (world_size, {**layout, R: recompute}), expected=kept, tolerance=0)

@@ -1,4 +1,4 @@
-"""Half precision: masters that keep small updates, and a loss scale that no rank changes alone."""
+"""Half precision: master weights that keep small updates, and a common loss scale."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ RUN = Run(steps=8, accumulate=2, count_tokens=False, ignore_padding=False)
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parameters_in_half_precision_with_masters(
+def test_half_precision_with_masters_matches_reference_runs(
     name: str, precision: str, parity: Parity
 ) -> None:
-    """Microbatches of the same size as in the reference, so that only the order of float32 sums
-    differs."""
+    """Microbatch sizes equal the reference run's, so only the order of float32 sums differs."""
     run = replace(RUN, layout={M: 4}, precision=precision)
     expected, exact = parity.result(run), parity.result(RUN)
     for found in parity.ranks(run.on(LAYOUTS[name])):
@@ -50,8 +49,10 @@ def test_parameters_in_half_precision_with_masters(
 def _overflow(
     rank: int, world_size: int, layout: dict[str, Any], precision: str
 ) -> tuple[list[float], list[bool]]:
-    """Scale and whether the parameters moved, for every step; the last rank's gradient overflows in
-    the second."""
+    """Return the scale, and whether the parameters changed, for every step.
+
+    The last rank's gradient overflows in the second step.
+    """
     L.seed_everything(1, verbose=False)
     module = LitNet()
     seen: list[tuple[float, bool]] = []
@@ -91,14 +92,14 @@ def _overflow(
     [(2, {}), (2, {Z: True}), (2, {P: 2, M: 2}), (4, {P: 2, M: 2, Z: True})],
     ids=["d2", "d2 sharded", "p2", "d2p2 sharded"],
 )
-def test_an_overflow_on_one_rank_is_everyones(
+def test_overflow_on_one_rank_skips_step_on_all_ranks(
     world_size: int, layout: dict[str, Any], pool: Pool
 ) -> None:
     found = pool.run(_overflow, world_size=world_size, args=(world_size, layout, "16-mixed"))
     assert found == [([64.0, 32.0, 32.0], [True, False, True])] * world_size
 
 
-def test_half_precision_alone_scales_its_loss_too(pool: Pool) -> None:
+def test_true_half_precision_scales_loss(pool: Pool) -> None:
     for scales, moved in pool.run(_overflow, world_size=2, args=(2, {Z: True}, "16-true")):
         assert not moved[1]
         assert scales[1] == scales[0] / 2
@@ -109,8 +110,8 @@ class LitFused(LitNet):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
-def test_gradients_of_a_fused_optimizer_are_clipped() -> None:
-    """Lightning's plugin refuses that in the first step, even in bfloat16, where no scale is."""
+def test_fused_optimizer_trains_with_gradient_clipping() -> None:
+    """Lightning's plugin refuses this in the first step, even without a loss scale."""
     trainer = make_trainer(
         PTDPStrategy(),
         max_steps=2,

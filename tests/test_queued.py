@@ -1,5 +1,4 @@
-"""The stand-in for NCCL's habits has them: a program that relies on gloo's patience fails
-loudly."""
+"""NCCL semantics of the "queued" backend: programs that rely on gloo's tolerance fail."""
 
 from __future__ import annotations
 
@@ -16,12 +15,13 @@ from tests.queued import HOST, RaceError
 def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
     """Send a tensor, use it before waiting for it, and return the observations.
 
-    These are the message of the race error, the receiver's memory before the wait, the values after
-    it, and the calls."""
+    The observations are the message of the race error, the receiver's memory before the wait, the
+    values after it, and the calls.
+    """
     gate, tensor = dist.new_group([0, 1]), torch.zeros(3)
     dist.barrier(gate)
-    (dist.recv if rank else dist.send)(tensor, 1 - rank)  # makes the connection
-    tensor.sum()  # holds the host until that message has ended
+    (dist.recv if rank else dist.send)(tensor, 1 - rank)  # opens the connection
+    tensor.sum()  # blocks the host until that message has completed
     before = len(HOST.calls)
     if rank:
         work = dist.irecv(tensor, 0)
@@ -33,7 +33,7 @@ def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
         dist.barrier(gate)
         work = dist.isend(tensor, 1)
         there = ()
-        tensor + 1  # it may be read
+        tensor + 1  # reading is allowed
     assert work is not None
     with pytest.raises(RaceError) as error:
         _ = tensor + 1 if rank else tensor.mul_(2)
@@ -42,7 +42,7 @@ def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
     return str(error.value), there, read, [call.what for call in HOST.calls[before:]]
 
 
-def test_who_does_not_wait_is_told(pool: Pool) -> None:
+def test_use_before_wait_raises_race_error(pool: Pool) -> None:
     sender, receiver = pool.run(message, world_size=2, backend="queued")
     assert (
         sender[0] == "aten.mul_.Tensor uses tensors of send of (0, 1), which nobody has waited for"
@@ -50,7 +50,9 @@ def test_who_does_not_wait_is_told(pool: Pool) -> None:
     assert (
         receiver[0] == "aten.add.Tensor uses tensors of recv of (0, 1), which nobody has waited for"
     )
-    assert all(number != number for number in receiver[1]), "something was there before the message"
+    assert all(number != number for number in receiver[1]), (
+        "the receiver had values before the message"
+    )
     assert sender[2] == receiver[2] == [2.0] * 3
     assert sender[3] == ["barrier", "wait", "send", "wait", "read"]
     assert receiver[3] == ["recv", "barrier", "wait", "wait", "read"]

@@ -1,5 +1,4 @@
-"""Training with a global batch that grows: the same in every layout, and after a resume in the
-middle of the ramp in another one."""
+"""Training with a growing global batch, in several layouts and resumed within the ramp."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ STEPS = 9
 
 
 class Losses(L.Callback):
-    """The loss and the samples of every step, and the learning rate that it was taken with."""
+    """Callback that records loss, samples and learning rate of every step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -63,8 +62,10 @@ def fit(
     steps: int = STEPS,
     ckpt_path: str | None = None,
 ) -> tuple[list[float], list[int], list[float], int]:
-    """Losses, rows, learning rates and samples consumed; the state after step 4 is saved unless it
-    is resumed from."""
+    """Train and return losses, rows, learning rates and the number of consumed samples.
+
+    Without ``ckpt_path``, a checkpoint is saved after step 4.
+    """
     L.seed_everything(3)
     losses, module = Losses(), data(folder)
     saving = ModelCheckpoint(
@@ -92,19 +93,19 @@ def fit(
 
 @pytest.fixture(scope="module")
 def one(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """A folder with the prepared text, and the run of one process."""
+    """Return a folder with the prepared text and the result of a single process."""
     folder = tmp_path_factory.mktemp("ramp")
     write_corpus(folder / "text", documents=4)
     data(str(folder)).prepare_data()
     return str(folder), pool.run(fit, world_size=1, args=(str(folder), 1, {}))[0]
 
 
-def test_one_process_takes_the_sizes_of_the_ramp(one: tuple[str, Any]) -> None:
+def test_single_process_follows_ramp(one: tuple[str, Any]) -> None:
     _, (losses, rows, rates, consumed) = one
     assert rows == [RAMP.global_batch(RAMP.consumed(step)) for step in range(STEPS)]
     assert sorted(set(rows)) == list(RAMP.sizes)
     assert consumed == RAMP.consumed(STEPS)
-    # Eight samples of warm-up are two steps, and the cosine ends with the last step.
+    # The warm-up of eight samples takes two steps, and the cosine ends with the last step.
     assert rates[:2] == pytest.approx([5e-3, 1e-2])
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert rates[-1] > 1e-3
@@ -114,7 +115,7 @@ def test_one_process_takes_the_sizes_of_the_ramp(one: tuple[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "layout"), [(2, P2), (2, {"shard_optimizer": True})], ids=["p2", "d2"]
 )
-def test_the_ramp_is_the_same_in_every_layout(
+def test_ramp_is_equal_in_every_layout(
     pool: Pool, one: tuple[str, Any], world_size: int, layout: dict[str, Any]
 ) -> None:
     folder, (losses, rows, rates, consumed) = one
@@ -132,7 +133,7 @@ def test_the_ramp_is_the_same_in_every_layout(
     )
 
 
-def test_a_run_goes_on_in_mid_ramp_in_another_layout(pool: Pool, one: tuple[str, Any]) -> None:
+def test_checkpoint_within_ramp_resumes_in_other_layout(pool: Pool, one: tuple[str, Any]) -> None:
     folder, (losses, rows, rates, consumed) = one
     saved = Path(folder, "saved", "step=4.ckpt")
     resumed = pool.run(fit, world_size=2, args=(folder, 2, P2, STEPS, str(saved)))[-1]

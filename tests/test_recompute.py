@@ -1,5 +1,7 @@
-"""Recomputation changes memory and nothing else: gradients bitwise the same, dropout, tensor
-parallelism and autocast included."""
+"""Recomputation changes only memory: gradients stay bitwise equal.
+
+This includes dropout, tensor parallelism and autocast.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def ids(batch: int = 3, length: int = 12) -> Tensor:
 
 
 def step(model: nn.Module, *, seed: int = 9) -> dict[str, Tensor]:
-    """Loss and gradients of one training step."""
+    """Run one training step and return its loss and gradients."""
     torch.manual_seed(seed)
     model.zero_grad()
     batch = ids()
@@ -84,9 +86,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @contextmanager
 def counted_calls(*modules: nn.Module) -> Iterator[list[int]]:
-    """Count how often the inside of each module runs.
+    """Count how often each module's forward runs.
 
-    A hook on the first child counts, or on the module itself if it has no children.
+    The hook is on the first child, or on the module itself if it has no children.
     """
     calls = [0] * len(modules)
 
@@ -103,19 +105,19 @@ def counted_calls(*modules: nn.Module) -> Iterator[list[int]]:
         hook.remove()
 
 
-# ---- the same gradients --------------------------------------------------------------------------
+# ---- equal gradients -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16 autocast"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_gradients_are_bitwise_the_same_with_dropout(options: dict[str, Any], bf16: bool) -> None:
+def test_gradients_with_dropout_are_bitwise_equal(options: dict[str, Any], bf16: bool) -> None:
     model, reference = make_gpt(), make_gpt()
     apply_recomputation(model, blocks="blocks", **options)
     with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
         expected = step(reference)
         assert_equal(step(model), expected)
         assert not torch.equal(step(reference, seed=10)["loss"], expected["loss"]), (
-            "dropout must matter"
+            "dropout has no effect"
         )
 
 
@@ -134,7 +136,7 @@ def parallel_step(rank: int, sequence_parallel: bool) -> None:
     for found, _ in results[1:]:
         assert_equal(found, results[0][0])
     plain, full, one, selective, offload, _, _, sharded = (count for _, count in results)
-    per_layer = 4 if sequence_parallel else 2  # what the forward of a block sends
+    per_layer = 4 if sequence_parallel else 2  # collectives in the forward of a block
     assert full == plain + 4 * per_layer
     assert one == plain + per_layer
     assert selective == offload == plain
@@ -142,12 +144,14 @@ def parallel_step(rank: int, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t2", "t2 sp"])
-def test_tensor_parallel(pool: Pool, sequence_parallel: bool) -> None:
+def test_tensor_parallel_gradients_and_collective_counts(
+    pool: Pool, sequence_parallel: bool
+) -> None:
     pool.run(parallel_step, world_size=2, args=(sequence_parallel,))
 
 
 class TupleBlock(nn.Module):
-    """As in Hugging Face models: keyword arguments, non-tensors, and a tuple out."""
+    """Block like in Hugging Face models: keyword arguments, non-tensors, tuple output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +187,7 @@ class TupleModel(nn.Module):
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
-def test_blocks_with_keywords_and_tuples(by_keyword: bool) -> None:
+def test_blocks_with_keyword_arguments_and_tuple_outputs(by_keyword: bool) -> None:
     torch.manual_seed(0)
     reference = TupleModel(by_keyword)
     model = copy.deepcopy(reference)
@@ -205,8 +209,10 @@ def test_blocks_with_keywords_and_tuples(by_keyword: bool) -> None:
 
 
 def cut_step(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
-    """Gradients of the four stages of one process, each stage's backward after all forwards; and
-    how often each block ran."""
+    """Return the gradients of four stages in one process and the runs of each block.
+
+    Each stage's backward runs after all forwards.
+    """
     model, ranges = make_gpt(), ((0, 1), (1, 2), (2, 3), (3, 4))
     parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
     cut = PipelineCut(model, parts=parts, ranges=ranges, stages=range(4))
@@ -237,9 +243,11 @@ def cut_step(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, calls
 
 
-def test_stages_of_a_pipeline() -> None:
-    """The recomputation runs after the step has left the stage, with the placeholders of other
-    stages in place."""
+def test_recomputation_in_pipeline_stages() -> None:
+    """The recomputation runs after the step has left the stage.
+
+    The placeholders of the other stages are then in place.
+    """
     expected, once = cut_step(recompute=False)
     found, twice = cut_step(recompute=True)
     assert (once, twice) == ([1] * 4, [2] * 4)
@@ -250,7 +258,7 @@ def test_stages_of_a_pipeline() -> None:
 # ---- memory and work -----------------------------------------------------------------------------
 
 
-def test_what_is_kept_of_a_block() -> None:
+def test_saved_memory_by_recompute_policy() -> None:
     config = GPTConfig.gpt2(
         vocabulary_size=61,
         sequence_length=64,
@@ -268,13 +276,13 @@ def test_what_is_kept_of_a_block() -> None:
         kept[policy] = kept_bytes(lambda x=x, block=block: block[0](x + 0), block.parameters())
     tokens, hidden, scores = 2 * 64, 32, 2 * 4 * 64 * 64
     assert kept["full"] == tokens * hidden * 4
-    # The scores with dropout keep at least their softmax; all of it is gone.
+    # Without recomputation, the attention scores save at least their softmax.
     assert kept["none"] - kept["selective"] >= scores * 4
     assert kept["selective"] < tokens * hidden * 4 * 24
 
 
 class Observed(nn.Module):
-    """A block that tells what lives of what it made."""
+    """Block that reports which of its storages are alive."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -294,11 +302,13 @@ class Observed(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [None, 2])
-def test_offloaded_blocks_leave_the_device_and_come_back(
+def test_offloaded_blocks_are_released_and_prefetched(
     layers: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By count: each storage goes out once, the last block's stay, and a block is fetched while the
-    one behind it runs."""
+    """Each storage is offloaded once, and the last block's storages stay on the device.
+
+    A block is fetched while the next one runs its backward.
+    """
     torch.manual_seed(0)
     model = nn.ModuleList(Observed(16) for _ in range(4))
     reference = copy.deepcopy(model)
@@ -336,7 +346,7 @@ def test_offloaded_blocks_leave_the_device_and_come_back(
 
     x, loss = run(model)
     sent = range(3) if layers is None else range(2)
-    # Its input, tanh's output, the product that four views share, and the first view's sigmoid.
+    # Block input, tanh output, the product shared by four views, and the first view's sigmoid.
     assert events == [f"release {index}: 4" for index in sent]
     assert [block.lives for block in model] == [[index not in sent] for index in range(4)]
     events.clear()
@@ -376,15 +386,15 @@ def kept_with_parts(rank: int) -> list[int]:
     alive = weakref.ref(whole)
     output = model.blocks[0](whole)
     del whole
-    assert alive() is None, "the input is kept beside its part"
+    assert alive() is None, "the full input is kept in addition to its shard"
     output.sum().backward()
     odd = torch.randn(1, 1, 31, requires_grad=True)
     block = nn.ModuleList([nn.Linear(31, 31)])
     apply_recomputation(block, policy="full", blocks="", shard_input=group)
     found.append(kept_bytes(lambda: block[0](odd), block.parameters()))
     block[0](odd).sum().backward()
-    # What a block without weights in front keeps depends on whether its input needs a gradient, in
-    # the recomputation too.
+    # If a block starts without weights, the tensors that it saves depend on whether its input needs
+    # a gradient, in the recomputation too.
     block = nn.ModuleList([nn.Tanh()])
     apply_recomputation(block, policy="full", blocks="", shard_input=group)
     x = torch.linspace(0, 1, 8, requires_grad=True)
@@ -395,13 +405,13 @@ def kept_with_parts(rank: int) -> list[int]:
     return found
 
 
-def test_a_part_of_the_input_is_kept(pool: Pool) -> None:
+def test_only_shard_of_block_input_is_saved(pool: Pool) -> None:
     whole = 3 * 12 * 32 * 4
     for found in pool.run(kept_with_parts, world_size=2):
         assert found == [whole, whole // 2, 31 * 4]
 
 
-def test_evaluation_runs_once_and_training_twice() -> None:
+def test_blocks_run_once_in_evaluation_and_twice_in_training() -> None:
     model = make_gpt()
     apply_recomputation(model, policy="full", blocks="blocks", layers=3)
     with counted_calls(*model.blocks) as calls:
@@ -410,14 +420,14 @@ def test_evaluation_runs_once_and_training_twice() -> None:
         with torch.inference_mode():
             model.eval()(ids())
         assert calls == [2] * 4
-        step(model)  # fine-tuning in evaluation mode keeps activations as well
+        step(model)  # fine-tuning in evaluation mode is recomputed too
         assert calls == [4, 4, 4, 3]
         model.train()
         step(model)
     assert calls == [6, 6, 6, 4]
 
 
-def test_hooks_of_the_recomputed_module_run_once() -> None:
+def test_hooks_of_recomputed_module_run_once() -> None:
     model, seen = make_gpt(), []
     apply_recomputation(model, policy="full", blocks="blocks")
     model.blocks[0].register_forward_hook(lambda *_: seen.append("after"))
@@ -426,7 +436,7 @@ def test_hooks_of_the_recomputed_module_run_once() -> None:
     assert seen == ["after", "backward"]
 
 
-# ---- which modules -------------------------------------------------------------------------------
+# ---- selection of modules ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -440,7 +450,7 @@ def test_hooks_of_the_recomputed_module_run_once() -> None:
         ((3, 0, 0), ""),
     ],
 )
-def test_the_first_layers_of_each_stage(layers: Any, expected: str) -> None:
+def test_first_layers_of_each_stage_are_recomputed(layers: Any, expected: str) -> None:
     container = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(2, 2) for _ in range(7))})
     ranges = ((0, 1), (1, 5), (5, 7)) if layers != 2 else ((0, 3), (3, 5), (5, 7))
     if layers == (3, 0, 0):
@@ -469,7 +479,7 @@ def test_blocks_of_other_stages_are_skipped() -> None:
     assert selective == tuple(f"blocks.{index}.attention.core" for index in (0, 1, 3))
 
 
-def test_a_pattern_inside_of_another_is_not_recomputed_twice() -> None:
+def test_nested_patterns_are_recomputed_once() -> None:
     model = make_gpt()
     patterns = ("blocks.*.attention.core", "blocks.*.attention", "blocks.[01].mlp")
     found = apply_recomputation(
@@ -484,10 +494,10 @@ def test_a_pattern_inside_of_another_is_not_recomputed_twice() -> None:
     )
 
 
-# ---- what stays ----------------------------------------------------------------------------------
+# ---- module structure ----------------------------------------------------------------------------
 
 
-def test_names_types_copies_and_removal() -> None:
+def test_recomputation_keeps_names_types_and_copies() -> None:
     model = make_gpt()
     modules, names, state = (
         list(model.modules()),
@@ -515,7 +525,7 @@ def test_names_types_copies_and_removal() -> None:
 
 
 class OwnForward:
-    """A forward that somebody else has put in place."""
+    """Forward of an instance, set by other code."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.calls = module, 0
@@ -525,12 +535,12 @@ class OwnForward:
         return type(self.module).forward(self.module, *inputs)
 
 
-def test_a_forward_of_the_instance_is_kept_and_given_back() -> None:
+def test_instance_forward_is_kept_and_restored() -> None:
     model = make_gpt()
     block = model.blocks[0]
     own = OwnForward(block)
     block.__dict__["forward"] = own
-    for _ in range(2):  # again: what the first call did is undone
+    for _ in range(2):  # the second call undoes the first
         apply_recomputation(model, policy="full", blocks="blocks")
     step(model)
     assert own.calls == 2
@@ -539,7 +549,7 @@ def test_a_forward_of_the_instance_is_kept_and_given_back() -> None:
     assert "forward" not in vars(model.blocks[1])
 
 
-# ---- mistakes ------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -552,7 +562,7 @@ def test_a_forward_of_the_instance_is_kept_and_given_back() -> None:
         ),
     ],
 )
-def test_options_that_cannot_be(options: tuple[Any, ...], words: list[str]) -> None:
+def test_invalid_recompute_options_are_refused(options: tuple[Any, ...], words: list[str]) -> None:
     with raises_with(words):
         check_recompute_options(*options, num_stages=2)
 
@@ -573,7 +583,9 @@ def test_options_that_cannot_be(options: tuple[Any, ...], words: list[str]) -> N
         ({"policy": "none"}, []),
     ],
 )
-def test_what_does_not_fit_the_model(options: dict[str, Any], words: list[str]) -> None:
+def test_recompute_options_are_checked_against_model(
+    options: dict[str, Any], words: list[str]
+) -> None:
     with torch.device("meta"):
         model = GPT(CONFIG)
     options = {"blocks": "blocks", "ranges": ((0, 1), (1, 4)), **options}
@@ -584,7 +596,7 @@ def test_what_does_not_fit_the_model(options: dict[str, Any], words: list[str]) 
         check_recomputation(model, **options)
 
 
-def test_the_plan_checks_its_patterns() -> None:
+def test_plan_checks_selective_patterns() -> None:
     PLAN.check(make_gpt(), 1)
     with pytest.raises(
         ValueError,

@@ -1,4 +1,4 @@
-"""Installed versions against the declared ranges."""
+"""Installed versions, checked against the declared ranges."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def has_nothing(name: str) -> str:
 
 
 def declared_ranges() -> dict[str, dict[str, str]]:
-    """Return the range of each library by the list that declares it ("" for the dependencies, else
-    the extra)."""
+    """Return the ranges of each library by extra ("" for the dependencies)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges: dict[str, dict[str, str]] = defaultdict(dict)
     for extra, lines in {"": project["dependencies"], **project["optional-dependencies"]}.items():
@@ -52,13 +51,13 @@ def declared_ranges() -> dict[str, dict[str, str]]:
     return ranges
 
 
-def test_extras_declare_the_same_range_of_a_library() -> None:
+def test_extras_declare_same_version_range() -> None:
     ranges = declared_ranges()
     assert set(ranges["transformers"]) == {"hf", "test"}
     assert {name: found for name, found in ranges.items() if len(set(found.values())) > 1} == {}
 
 
-def test_every_library_has_a_lower_bound() -> None:
+def test_every_dependency_has_lower_bound() -> None:
     missing = [
         name
         for name, found in declared_ranges().items()
@@ -68,18 +67,18 @@ def test_every_library_has_a_lower_bound() -> None:
     assert missing == []
 
 
-def test_lightning_has_one_range_under_both_names() -> None:
+def test_lightning_has_same_range_under_both_names() -> None:
     ranges = declared_ranges()
     assert ranges["pytorch-lightning"]["test"] == ranges["lightning"][""]
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.15.0", "2.16.0.dev20261101+cpu"])
-def test_version_in_range(version: str) -> None:
+def test_version_in_range_is_accepted(version: str) -> None:
     assert find_problem(TORCH, has(version)) is None
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "3.0.0", "2.9.1+cu128"])
-def test_problem_names_the_versions_and_the_command(version: str) -> None:
+def test_problem_names_versions_and_command(version: str) -> None:
     expected = (
         f"torch {version} is installed, but lightning-ptdp needs >=2.11,<3. Run: pip install "
         "'torch>=2.11,<3'"
@@ -87,14 +86,14 @@ def test_problem_names_the_versions_and_the_command(version: str) -> None:
     assert find_problem(TORCH, has(version)) == expected
 
 
-def test_missing_library() -> None:
+def test_missing_library_is_reported() -> None:
     assert (
         find_problem(TORCH, has_nothing)
         == "torch is not installed. lightning-ptdp needs >=2.11,<3. Run: pip install 'torch>=2.11,<3'"
     )
 
 
-def test_interpreter_outside_the_range() -> None:
+def test_python_outside_range_is_refused() -> None:
     check_python()
     with pytest.raises(
         RequirementError, match=r"This is Python 3\.10\.4, but lightning-ptdp needs >=3\.11"
@@ -102,7 +101,7 @@ def test_interpreter_outside_the_range() -> None:
         check_python("3.10.4")
 
 
-def test_optional_library_is_checked_before_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_library_is_checked_before_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", has("0.1"))
     monkeypatch.delitem(sys.modules, "peft", raising=False)
     with pytest.raises(
@@ -113,10 +112,8 @@ def test_optional_library_is_checked_before_its_import(monkeypatch: pytest.Monke
     check_installed("a_library_that_is_not_declared")
 
 
-def test_model_of_a_library_outside_the_range_is_refused_before_launch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Old releases of transformers train another result under a pipeline, without an error."""
+def test_model_from_outdated_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old releases of transformers give wrong results in a pipeline, without an error."""
 
     class Block(nn.Linear):
         __module__ = "transformers.models.t5"
@@ -134,7 +131,7 @@ def test_model_of_a_library_outside_the_range_is_refused_before_launch(
 
 @pytest.fixture
 def old_torch(tmp_path: Path) -> dict[str, str]:
-    """An environment in which torch's metadata name version 2.9.1."""
+    """Return an environment in which torch's metadata reports version 2.9.1."""
     info = tmp_path / "torch-2.9.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.9.1\n")
@@ -148,7 +145,7 @@ def run(code: list[str], environment: dict[str, str]) -> subprocess.CompletedPro
     return processes.run([sys.executable, *code], env=environment)
 
 
-def test_import_with_an_old_torch_is_refused(old_torch: dict[str, str]) -> None:
+def test_import_with_old_torch_is_refused(old_torch: dict[str, str]) -> None:
     done = run(["-c", "import lightning_ptdp"], old_torch)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
@@ -156,7 +153,7 @@ def test_import_with_an_old_torch_is_refused(old_torch: dict[str, str]) -> None:
     )
 
 
-def test_command_line_with_an_old_torch_says_one_sentence(old_torch: dict[str, str]) -> None:
+def test_command_line_with_old_torch_prints_one_line(old_torch: dict[str, str]) -> None:
     done = run(["-m", "lightning_ptdp", "recipes", "list"], old_torch)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("ptdp: torch 2.9.1 is installed, but")
@@ -164,9 +161,8 @@ def test_command_line_with_an_old_torch_says_one_sentence(old_torch: dict[str, s
     assert run(["-m", "lightning_ptdp", "--help"], old_torch).returncode == 0
 
 
-def test_importing_an_old_torch_alone_still_works(old_torch: dict[str, str]) -> None:
-    """The package's entry point runs during ``import torch``, for every program in the
-    environment."""
+def test_importing_old_torch_alone_works(old_torch: dict[str, str]) -> None:
+    """The package's entry point runs during every ``import torch`` in the environment."""
     code = (
         "import torch, lightning_ptdp\ntry:\n    lightning_ptdp.PTDPStrategy\nexcept ImportError "
         "as error:\n    print(error)"

@@ -1,5 +1,7 @@
-"""A checkpoint belongs to the model: the same layout goes on bitwise, any other within summation
-order."""
+"""Resume from checkpoints, which do not depend on the layout.
+
+The same layout resumes bitwise equal; other layouts differ by the order of sums.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,10 @@ LAYOUTS: dict[str, Place] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Epochs(Run):
-    """Epochs of four batches; ``folder`` gets a checkpoint at the end of each.
+    """Training of epochs with four batches; each ends with a checkpoint in ``folder``.
 
-    Epochs limit the training, not steps: Lightning (2.6) trains the first batch twice when it
-    continues at the end of an epoch under ``max_steps``.
+    The number of epochs limits the training, because Lightning 2.6 trains the first batch twice
+    when it resumes at the end of an epoch under ``max_steps``.
     """
 
     layers: int = 5
@@ -63,19 +65,19 @@ class Epochs(Run):
 
 
 class Trained:
-    """Trainings of both epochs, and of the second one from a checkpoint of the first."""
+    """Trainings of both epochs, and of the second epoch from a checkpoint of the first."""
 
     def __init__(self, parity: Parity, folder: Path) -> None:
         self.parity, self.folder = parity, folder
 
     def whole(self, name: str, **options: Any) -> tuple[Path, dict[str, torch.Tensor]]:
-        """Return the folder with both checkpoints, and the weights; each is trained once."""
+        """Return the folder of both checkpoints and the weights; each case is trained once."""
         folder = self.folder / f"{name} {' '.join(map(str, options.values()))}"
         run = Epochs(folder=str(folder), **options)
         return folder, self.parity.result(run.on(LAYOUTS[name]))["final"]
 
     def resumed(self, name: str, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
-        """Return the weights after both epochs, of which the first one is read."""
+        """Resume after the first epoch and return the weights after the last."""
         run = Epochs(resume=str(folder / "epoch=0.ckpt"), **options)
         return self.parity.ranks(run.on(LAYOUTS[name]))[0]["final"]
 
@@ -88,7 +90,7 @@ def trained(parity: Parity, tmp_path_factory: pytest.TempPathFactory) -> Trained
 @pytest.mark.parametrize(
     "name", ["p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded", "d4 sharded in nodes"]
 )
-def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, trained: Trained) -> None:
+def test_resume_in_same_layout_is_bitwise_equal(name: str, trained: Trained) -> None:
     folder, weights = trained.whole(name, dropout=0.2)
     assert_weights_near(trained.resumed(name, folder, dropout=0.2), weights, tolerance=0)
 
@@ -112,25 +114,25 @@ def test_the_same_layout_goes_on_bitwise_with_dropout(name: str, trained: Traine
         ("d4 sharded in nodes", "d2t2 sharded"),
     ],
 )
-def test_any_layout_reads_what_any_other_wrote(before: str, after: str, trained: Trained) -> None:
+def test_checkpoint_resumes_in_other_layout(before: str, after: str, trained: Trained) -> None:
     folder, _ = trained.whole(before)
     assert_weights_near(trained.resumed(after, folder), trained.whole("one")[1])
 
 
-def test_masters_go_on_bitwise_and_become_the_parameters_of_float32(trained: Trained) -> None:
+def test_masters_resume_bitwise_and_load_as_float32_parameters(trained: Trained) -> None:
     name, options = "d2t2 sharded", {"dropout": 0.2, "precision": "bf16-true"}
     folder, weights = trained.whole(name, **options)
     assert_weights_near(trained.resumed(name, folder, **options), weights, tolerance=0)
     rounded = trained.resumed(name, folder, epochs=1, **options)
     masters = trained.resumed("one", folder, epochs=1)
     assert any(not torch.equal(masters[key], value.float()) for key, value in rounded.items()), (
-        "these are rounded"
+        "the bfloat16 weights are not rounded"
     )
     for key, value in rounded.items():
         assert torch.equal(masters[key].bfloat16(), value), key
 
 
-def test_a_checkpoint_tells_its_layout_and_becomes_one_file(
+def test_checkpoint_records_layout_and_converts_to_one_file(
     trained: Trained, tmp_path: Path
 ) -> None:
     folder, weights = trained.whole("p2v2")

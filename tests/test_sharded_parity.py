@@ -1,5 +1,7 @@
-"""Sharded optimizers and two-level sums with every other axis; tests/data_parallel has them under
-every schedule."""
+"""Parity of sharded optimizers and two-level sums with every other axis.
+
+tests/data_parallel tests them under every schedule.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_accumulation_clipping_ties_and_uneven_padding(name: str, parity: Parity) -> None:
+def test_sharded_optimizer_matches_single_process(name: str, parity: Parity) -> None:
     world_size, layout = LAYOUTS[name]
     run = Run(accumulate=2, steps=8, global_batch=16)
     parity.check(run, (world_size, {**layout, "bucket_mb": 1e-2}))
 
 
-def test_heads_that_several_ranks_hold_alike(parity: Parity) -> None:
-    """Shards cut through the copied rows of keys and values; they are summed and counted once."""
+def test_replicated_key_value_heads_match_single_process(parity: Parity) -> None:
+    """Shards split the replicated key and value rows, which are summed and counted once."""
     parity.check(Run(llama=True, layers=2, steps=4), (8, {Z: True, T: 4, "bucket_mb": 1e-2}))

@@ -1,4 +1,4 @@
-"""Meaning of Ctrl-C: the first is a request, a copy of it nothing, the second ends at once."""
+"""Ctrl-C: the first requests a stop, a copy is ignored, the second stops immediately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_ptdp.strategy.stopping import INTERRUPTED, handing_on_ctrl_c
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """The clock, in seconds; Ctrl-C raises, as pytest has it."""
+    """Return a fake clock in seconds; Ctrl-C raises, as under pytest."""
     clock, before = [100.0], signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     yield clock
@@ -27,7 +27,7 @@ def ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_the_first_is_noted_a_copy_ignored_and_the_second_raised(
+def test_first_ctrl_c_is_recorded_and_second_raises(
     now: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
     notes = SignalNotes("saves first")
@@ -47,10 +47,10 @@ def test_the_first_is_noted_a_copy_ignored_and_the_second_raised(
         ctrl_c()
 
 
-def test_a_wait_that_lightning_protects_can_be_broken(now: list[float]) -> None:
+def test_wait_with_ignored_sigint_can_be_interrupted(now: list[float]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with breakable():
-        ctrl_c()  # a copy of the one that led here
+        ctrl_c()  # a copy of the signal that led here
         now[0] += 2
         with pytest.raises(StoppedNow):
             ctrl_c()
@@ -58,7 +58,7 @@ def test_a_wait_that_lightning_protects_can_be_broken(now: list[float]) -> None:
 
 
 class Launcher:
-    """Launcher that records the signals for its processes."""
+    """Launcher that records the signals sent to its processes."""
 
     def __init__(self, *procs: Any) -> None:
         self.procs, self.told = procs, list[int]()
@@ -77,9 +77,7 @@ def in_launcher(
         raise error
 
 
-def test_a_launcher_asks_its_processes_to_end_and_kills_them_the_second_time(
-    now: list[float],
-) -> None:
+def test_launcher_terminates_processes_then_kills_them(now: list[float]) -> None:
     launcher = Launcher("a process")
     with pytest.raises(KeyboardInterrupt):
         in_launcher(launcher, now, times=(0, 0.5), error=SystemExit())
@@ -90,7 +88,7 @@ def test_a_launcher_asks_its_processes_to_end_and_kills_them_the_second_time(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_a_launcher_raises_of_interrupted_processes(now: list[float]) -> None:
+def test_interrupted_processes_raise_keyboard_interrupt(now: list[float]) -> None:
     class Ended(Exception):
         exit_code = INTERRUPTED
 
@@ -103,7 +101,7 @@ def test_what_a_launcher_raises_of_interrupted_processes(now: list[float]) -> No
             in_launcher(launcher, now, times=times, error=error)
 
 
-def test_a_handler_of_the_users_own_stays(now: list[float]) -> None:
+def test_user_signal_handler_is_kept(now: list[float]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with handing_on_ctrl_c(Launcher("a process")):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

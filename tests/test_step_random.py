@@ -1,5 +1,4 @@
-"""A step that draws random numbers trains the same in every layout: masks, noise and mixup of
-torch, numpy and Python, and in blocks."""
+"""Random numbers of torch, numpy and Python in training steps, equal in every layout."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ SAMPLES, LENGTH, WIDTH, HEADS = 8, 8, 16, 2
 
 
 class Block(nn.Module):
-    """Attention that drops whole updates, and noise of all generators."""
+    """Attention block with dropout and noise from all generators."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class Block(nn.Module):
 
 
 class LitDrawing(L.LightningModule):
-    """Denoising with masks, times, noise, mixup and layer drop."""
+    """Denoising module with masks, times, noise and mixup."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class LitDrawing(L.LightningModule):
         scale = random.uniform(0.5, 2.0)
         y = self.drop(self.enter((1 - time) * x + time * noise)) * mask.unsqueeze(-1)
         for block in self.blocks:
-            # drawn between blocks
+            # random numbers between blocks
             y = block(y, 0.5 + random.random() + float(torch.rand(())) + abs(np.random.normal()))
         y = self.head(y) * scale + 0.1 * torch.rand(len(x), 1, 1)
         return F.mse_loss(y, noise)
@@ -93,7 +92,7 @@ class LitDrawing(L.LightningModule):
 
 
 class OwnGenerators(L.Callback):
-    """Asserts that training does not draw from the process's own generators."""
+    """Callback that asserts that training does not use the process's own generators."""
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.before = self._state()
@@ -111,7 +110,7 @@ class OwnGenerators(L.Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing(Training):
-    """A training with random numbers; in its blocks too, if ``block_draws``."""
+    """Training with random numbers, also in the blocks if ``block_draws``."""
 
     layout: dict[str, Any] = field(default_factory=lambda: {M: 4})
     steps: int = 3
@@ -135,7 +134,7 @@ class Drawing(Training):
         return [OwnGenerators()]
 
     def make_loaders(self, trainer: L.Trainer) -> list[DataLoader]:
-        # This rank's process has drawn something else before.
+        # Each rank's generators start in a different state.
         random.seed(trainer.global_rank)
         np.random.seed(trainer.global_rank)
         x = torch.randn(4, SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(5))
@@ -172,24 +171,26 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_random_numbers_are_those_of_one_process(name: str, parity: Parity) -> None:
+def test_random_numbers_match_single_process(name: str, parity: Parity) -> None:
     training = Drawing(block_draws=name[0] not in "tc", layout={M: 2 if name == "d2" else 4})
     ranks = parity.check(training, LAYOUTS[name])
     if "d2" not in name:
-        assert len({rank["val"] for rank in ranks}) == 1, "ranks evaluate with other numbers"
+        assert len({rank["val"] for rank in ranks}) == 1, (
+            "ranks evaluate with different random numbers"
+        )
         assert all(rank["predicted"] == ranks[0]["predicted"] for rank in ranks)
     predicted = ranks[0]["predicted"]
-    assert len(set(predicted)) == len(predicted), "batches share their random numbers"
+    assert len(set(predicted)) == len(predicted), "batches have equal random numbers"
 
 
 class _Missing:
-    """A stand-in for an optional package, as monai's, which raises whatever is read of it."""
+    """Stand-in for a missing package that raises on every attribute, like monai's."""
 
     def __getattribute__(self, name: str) -> object:
         raise ImportError("not installed")
 
 
-def test_stand_ins_for_optional_packages_are_no_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stand_ins_for_missing_packages_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "optional", _Missing())
     StepRandomness(
         module=nn.Sequential(Block(True)),

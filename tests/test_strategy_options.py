@@ -1,5 +1,4 @@
-"""The strategy's options are written once, in a dataclass; its signature, its help and its
-documentation are that."""
+"""Strategy options, whose signature and documentation come from one dataclass."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
-def test_the_signature_is_the_dataclass_and_lightnings_own(namespace: str) -> None:
+def test_signature_combines_config_and_lightning_options(namespace: str) -> None:
     signature = inspect.signature(strategy_class(namespace)).parameters
     ours = {field.name: field.default for field in fields(PTDPConfig)}
     assert list(signature) == ["layout", *ours, *inspect.signature(ParallelStrategy).parameters]
@@ -29,7 +28,7 @@ def test_the_signature_is_the_dataclass_and_lightnings_own(namespace: str) -> No
     assert signature["accelerator"].annotation.__args__[0].__module__.startswith(namespace)
 
 
-def test_every_option_has_one_sentence() -> None:
+def test_every_option_is_documented() -> None:
     told = {
         entry.arg_name: entry.description
         for entry in docstring_parser.parse(PTDPStrategy.__doc__ or "").params
@@ -39,7 +38,7 @@ def test_every_option_has_one_sentence() -> None:
     )
 
 
-def test_an_unknown_option_is_refused_and_lightnings_own_reach_it() -> None:
+def test_unknown_option_is_refused_and_lightning_option_is_passed() -> None:
     with pytest.raises(TypeError, match="tensor_paralel_size"):
         PTDPStrategy(tensor_paralel_size=2)
     with pytest.raises(TypeError, match=r"PTDPStrategy.__init__\(\) takes 1 positional argument"):

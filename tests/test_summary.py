@@ -1,4 +1,4 @@
-"""The start-up table, as a reader sees it."""
+"""Text of the start-up table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ INTERLEAVED = StrategySummary(
 )
 
 
-def test_an_interleaved_layout() -> None:
+def test_summary_of_interleaved_layout() -> None:
     assert render(INTERLEAVED).splitlines() == [
         "layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks per pipeline rank, "
         "sequence parallel",
@@ -59,7 +59,7 @@ def test_an_interleaved_layout() -> None:
     ]
 
 
-def test_one_process_has_no_stages_and_no_bubble() -> None:
+def test_summary_of_single_process_has_no_stages_or_bubble() -> None:
     summary = StrategySummary(
         layout=ParallelLayout(world_size=1),
         schedule="none",
@@ -73,7 +73,7 @@ def test_one_process_has_no_stages_and_no_bubble() -> None:
     ]
 
 
-def test_a_mixture_says_what_a_token_visits() -> None:
+def test_summary_of_moe_shows_active_parameters() -> None:
     summary = StrategySummary(
         layout=ParallelLayout(world_size=2, expert_parallel_size=2),
         schedule="none",
@@ -107,7 +107,7 @@ GPT_MOE = GPTConfig(
 
 
 class Told(L.Callback):
-    """Callback that keeps the strategy's summary from the start of ``fit``."""
+    """Callback that stores the strategy's summary at the start of ``fit``."""
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.summary = trainer.strategy.summary()
@@ -127,7 +127,7 @@ def _summary(rank: int, layout: dict[str, Any], module: type[L.LightningModule])
 @pytest.mark.parametrize(
     "layout", [{}, {E: 4, Z: True}, {T: 2, E: 2, ETP: 2}, {P: 2, E: 2, M: 2}, {T: 2, P: 2, M: 2}]
 )
-def test_parameters_are_counted_once_wherever_they_are(layout: dict[str, Any], pool: Pool) -> None:
+def test_parameters_are_counted_once_in_every_layout(layout: dict[str, Any], pool: Pool) -> None:
     for found in pool.run(_summary, world_size=4 if layout else 1, args=(layout, LitGPT)):
         assert (found.parameters, found.active_parameters) == (
             num_parameters(GPT_MOE),
@@ -135,10 +135,10 @@ def test_parameters_are_counted_once_wherever_they_are(layout: dict[str, Any], p
         )
 
 
-def test_what_is_not_known_is_not_said(pool: Pool) -> None:
-    """Check that the summary of a user's own mixture has no count of active parameters.
+def test_summary_omits_unknown_active_parameters(pool: Pool) -> None:
+    """The summary of a user's own mixture of experts has no count of active parameters.
 
-    The number of experts that a token visits is not known there.
+    The number of experts per token is unknown.
     """
     (found, *_) = pool.run(_summary, world_size=4, args=({E: 4}, LitMixture))
     assert found.parameters == 2 * 29 * 8 + 4 * (4 * 8 + 2 * 4 * 8 * 16)

@@ -1,5 +1,4 @@
-"""Contexts around a forward are one list: each is called for every forward and its
-recomputation."""
+"""Contexts around a forward, called for every forward and its recomputation."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ STEPS = 2
 
 
 class Counting(Surrounding):
-    """Counts forwards by hook, stage and microbatch, and recomputed parts of them."""
+    """Entry that counts forwards and recomputations by hook, stage and microbatch."""
 
     def __init__(self) -> None:
         self.forwards: Counter[tuple[str, int, int]] = Counter()
@@ -76,7 +75,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int, int]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_an_entry_of_ones_own_is_called_everywhere(name: str, pool: Pool) -> None:
+def test_custom_entry_is_called_for_every_forward(name: str, pool: Pool) -> None:
     world_size, layout, trained, evaluated, stages = LAYOUTS[name]
     run = Run(
         world_size=world_size, layout=layout, steps=STEPS, validate_every=STEPS, samples=8 * STEPS
@@ -94,7 +93,7 @@ def test_an_entry_of_ones_own_is_called_everywhere(name: str, pool: Pool) -> Non
     assert again == Counter(
         {unit: count * run.layers // stages for unit, count in expected.items()}
     )
-    # Before the training and once in it.
+    # Once before the training and once during it.
     expected += Counter(
         {("validation_step", s, m): 2 * ranks for s in range(stages) for m in range(evaluated)}
     )
@@ -102,7 +101,7 @@ def test_an_entry_of_ones_own_is_called_everywhere(name: str, pool: Pool) -> Non
 
 
 class Noting(Surrounding):
-    """Notes when it is entered and left."""
+    """Entry that records when it is entered and left."""
 
     def __init__(self, name: str, noted: list[str], *, fails: bool = False) -> None:
         self.name, self.noted, self.fails = name, noted, fails
@@ -118,18 +117,18 @@ class Noting(Surrounding):
         self.noted.append(f"enter {self.name}")
         try:
             yield
-        finally:  # torch leaves a recomputation by an exception
+        finally:  # torch ends a recomputation with an exception
             self.noted.append(f"leave {self.name}")
 
 
 class Repeating(Noting):
-    """Is there in the recomputation too."""
+    """Entry that is also entered in the recomputation."""
 
     def recomputation(self, forward: Forward) -> Contexts | None:
         return None if forward.microbatch else (contextlib.nullcontext(), self.around(forward))
 
 
-def test_entries_are_entered_in_their_order_and_again_where_they_ask() -> None:
+def test_entries_keep_order_and_reenter_for_recomputation() -> None:
     noted: list[str] = []
     surroundings = Surroundings([Noting("a", noted), Repeating("b", noted), Repeating("c", noted)])
     x = torch.ones(2, requires_grad=True)
@@ -146,7 +145,7 @@ def test_entries_are_entered_in_their_order_and_again_where_they_ask() -> None:
     assert not Surroundings([Noting("a", noted)]).recompute
 
 
-def test_who_was_attached_is_detached_if_another_refuses_the_model() -> None:
+def test_attached_entry_is_detached_if_another_refuses_model() -> None:
     noted: list[str] = []
     with pytest.raises(ValueError, match="a cannot run this"):
         Surroundings([Noting("a", noted, fails=True), Noting("b", noted)]).attach(nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""Outcomes and table of ``ci/third_party.py``, without its packages."""
+"""Outcomes and table of ``ci/third_party.py``, without the third-party packages."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def traceback_of(file: Path, error: str) -> str:
         (Path("/torch/nn.py"), ValueError("bad shape"), False, "obscure"),
     ],
 )
-def test_errors_of_the_package_are_refusals(
+def test_errors_are_classified_by_origin_and_time(
     file: Path, error: Exception, launched: bool, kind: str
 ) -> None:
     text = traceback_of(file, f"{type(error).__name__}: {error}")
     assert describe(error, text, launched=launched).kind == kind
 
 
-def test_errors_of_a_rank_are_read_from_its_traceback() -> None:
+def test_rank_error_is_read_from_traceback() -> None:
     error = type("ProcessRaisedException", (Exception,), {})
     text = traceback_of(
         PACKAGE / "engine" / "replica_step.py",
@@ -66,7 +66,7 @@ def test_errors_of_a_rank_are_read_from_its_traceback() -> None:
         (None, "random numbers", "equal"),
     ],
 )
-def test_outcome_of_a_comparison(kind: str | None, cause: str, outcome: str) -> None:
+def test_outcome_of_comparison(kind: str | None, cause: str, outcome: str) -> None:
     compared = [
         Difference(
             kind=kind or "loss",
@@ -85,7 +85,7 @@ def test_outcome_of_a_comparison(kind: str | None, cause: str, outcome: str) -> 
     assert outcome_of(report).kind == outcome
 
 
-def test_first_sentence() -> None:
+def test_first_sentence_is_shortened() -> None:
     assert first_sentence("too many\nstages in model.0. Use fewer") == "too many stages in model.0"
     assert first_sentence("pipeline_parallel_size=2 cannot cut Net: it is no chain. Use 1") == (
         "it is no chain"
@@ -100,7 +100,7 @@ def test_first_sentence() -> None:
     )
 
 
-def test_the_table_numbers_each_reason_once(tmp_path: Path) -> None:
+def test_table_numbers_each_reason_once(tmp_path: Path) -> None:
     found = {
         name: dict.fromkeys(LAYOUTS, Outcome("equal"))
         | {"t2": Outcome("refused", "no plan. Give one")}

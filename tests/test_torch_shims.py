@@ -1,4 +1,4 @@
-"""The names of torch that differ between versions do what the shims say."""
+"""Shims for names of torch that differ between versions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tests.pool import Pool
 
 def _collect(rank: int) -> tuple[list[float], list[float]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a renamed function would warn here
+        warnings.simplefilter("error")  # a deprecated function would warn
         gathered = torch.empty(4)
         all_gather_single(gathered, torch.tensor([rank * 2.0, rank * 2.0 + 1]), dist.group.WORLD)
         scattered = torch.empty(2)
@@ -90,15 +90,14 @@ def _collect_traced(rank: int) -> list[list[float]]:
     ]
 
 
-def test_collectives_in_a_graph(pool: Pool) -> None:
+def test_traced_collectives_in_compiled_graph(pool: Pool) -> None:
     first, second = pool.run(_collect_traced, world_size=2)
     assert first[:2] == second[:2] == [[1.0, 3.0], [0.0, 1.0, 1.0, 2.0]]
     assert first[2] + second[2] == [1.0, 3.0]
 
 
 def _tell(rank: int) -> bytes:
-    """A second connection, as the watchdog's thread has, sees what another rank wrote through its
-    own."""
+    """Write and read through a second store connection, as the watchdog's thread does."""
     store = default_store().clone()
     store.set(f"key {rank}", f"value {rank}")
     dist.barrier()
@@ -107,7 +106,7 @@ def _tell(rank: int) -> bytes:
     return bytes(store.get(f"key {1 - rank}"))
 
 
-def test_the_default_store_can_be_connected_to_once_more(pool: Pool) -> None:
+def test_default_store_accepts_second_connection(pool: Pool) -> None:
     assert pool.run(_tell, world_size=2) == [b"value 1", b"value 0"]
 
 
@@ -118,11 +117,11 @@ def _abort(rank: int) -> bool:
     return dist.is_initialized()
 
 
-def test_all_groups_are_given_up(pool: Pool) -> None:
+def test_all_process_groups_are_aborted(pool: Pool) -> None:
     assert pool.run(_abort, world_size=2) == [False, False]
 
 
-def test_a_message_that_gloo_gives_no_place_is_of_communication() -> None:
+def test_gloo_timeout_is_communication_error() -> None:
     assert is_communication_error(RuntimeError("Application timeout caused pair closure"))
     assert not is_communication_error(RuntimeError("the application timed out"))
 
@@ -130,14 +129,14 @@ def test_a_message_that_gloo_gives_no_place_is_of_communication() -> None:
 @pytest.mark.skipif(
     not dist.is_nccl_available(), reason="torch was built without NCCL, whose record is read"
 )
-def test_what_nccl_was_asked_for_can_be_read() -> None:
+def test_nccl_flight_record_is_readable() -> None:
     assert {"version", "pg_config"} <= pickle.loads(flight_record()).keys()
 
 
 @pytest.mark.skipif(
     not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are made"
 )
-def test_options_of_nccl_groups() -> None:
+def test_nccl_group_options() -> None:
     options = nccl_options(timedelta(seconds=5), high_priority=True, max_ctas=3)
     assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (
         True,
@@ -155,11 +154,8 @@ def test_options_of_nccl_groups() -> None:
         nccl_options(None, high_priority=True, max_ctas=3)
 
 
-def test_symmetric_memory_is_there() -> None:
-    """Check that torch has the symmetric memory that the package uses.
-
-    tests/tensor_parallel/test_overlap.py tests its use.
-    """
+def test_symmetric_memory_is_available() -> None:
+    """Its use is tested in tests/tensor_parallel/test_overlap.py."""
     from torch.distributed import _symmetric_memory
 
     assert has_symmetric_products()
@@ -168,11 +164,8 @@ def test_symmetric_memory_is_there() -> None:
     made.assert_called_once_with("tensor", min_size=8)
 
 
-def test_arguments_of_a_compiler_that_waits_late() -> None:
-    """Check the compiler arguments for late waits.
-
-    tests/test_compile.py tests their effect.
-    """
+def test_compiler_options_for_late_waits() -> None:
+    """Their effect is tested in tests/test_compile.py."""
     from torch._inductor import comms, config
 
     late = with_late_waits({})["options"]
@@ -190,7 +183,7 @@ def test_arguments_of_a_compiler_that_waits_late() -> None:
     assert with_late_waits({"backend": "aot_eager"}) == {"backend": "aot_eager"}
 
 
-def test_hooks_are_seen() -> None:
+def test_tensor_hooks_are_detected() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     assert not has_gradient_hooks(parameter)
     for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
@@ -205,14 +198,14 @@ def test_hooks_are_seen() -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_hooks_of_modules_are_seen(kind: str) -> None:
+def test_module_hooks_are_detected(kind: str) -> None:
     module = torch.nn.Linear(2, 2)
     assert not has_module_hooks(module)
     getattr(module, f"register_{kind}_hook")(lambda *_: None)
     assert has_module_hooks(module)
 
 
-def test_a_backward_tells_whose_gradients_it_adds_to() -> None:
+def test_backward_that_adds_to_gradient_is_detected() -> None:
     added, x, other = [], torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
     product = x * other
     product.register_hook(lambda _: added.append(adds_to_gradient(x)))
@@ -223,11 +216,11 @@ def test_a_backward_tells_whose_gradients_it_adds_to() -> None:
     assert not adds_to_gradient(x)
 
 
-def test_the_allocator_hint_never_raises() -> None:
+def test_allocator_hint_never_raises() -> None:
     assert return_large_blocks() in (True, False)
 
 
-def test_a_gradient_edge_is_enough_for_backward() -> None:
+def test_backward_accepts_gradient_edge() -> None:
     x = torch.ones(3, requires_grad=True)
     edge = torch.autograd.graph.get_gradient_edge(x * 2)
     torch.autograd.backward(edge, torch.tensor([1.0, 2.0, 3.0]))
@@ -235,7 +228,7 @@ def test_a_gradient_edge_is_enough_for_backward() -> None:
     assert x.grad.tolist() == [2.0, 4.0, 6.0]
 
 
-def test_gradients_may_be_wider_than_their_parameter() -> None:
+def test_gradient_dtype_may_be_wider_than_parameter() -> None:
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     assert gradient_dtype(parameter) == torch.bfloat16
     set_gradient_dtype(parameter, torch.float32)
@@ -244,10 +237,10 @@ def test_gradients_may_be_wider_than_their_parameter() -> None:
     parameter.grad = buffer
     parameter.sum().backward()
     assert parameter.grad is buffer
-    assert buffer.tolist() == [257.0, 257.0], "bfloat16 would have rounded to 256"
+    assert buffer.tolist() == [257.0, 257.0], "the gradient was rounded to bfloat16"
 
 
-def test_a_scaler_tells_what_it_has_found() -> None:
+def test_found_inf_is_read_from_grad_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu")
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -260,7 +253,7 @@ def test_a_scaler_tells_what_it_has_found() -> None:
     scaler.step(empty)
 
 
-def test_a_fused_step_finds_gradients_without_the_loss_scale() -> None:
+def test_fused_step_uses_unscaled_gradients() -> None:
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizers = [
         torch.optim.SGD([p], lr=0.1, fused=fused)
@@ -272,12 +265,12 @@ def test_a_fused_step_finds_gradients_without_the_loss_scale() -> None:
         scaler.scale((parameter * 2).sum()).backward()
         scaler.unscale_(optimizer)
         assert parameter.grad is not None and parameter.grad.tolist() == [2.0] * 3
-        parameter.grad.mul_(0.5)  # somebody clips
+        parameter.grad.mul_(0.5)  # gradient clipping
         scaler.step(optimizer)
     assert parameters[0].tolist() == parameters[1].tolist() == pytest.approx([0.9] * 3)
 
 
-def test_what_is_untraced_is_called_and_not_compiled() -> None:
+def test_untraced_function_is_called_but_not_compiled() -> None:
     calls = []
 
     @untraced
@@ -290,14 +283,14 @@ def test_what_is_untraced_is_called_and_not_compiled() -> None:
     assert calls == [False, False]
 
 
-def test_a_module_that_is_compiled_in_place_is_seen() -> None:
+def test_module_compiled_in_place_is_detected() -> None:
     module = torch.nn.Linear(2, 2)
     assert not is_compiled(module)
     module.compile(backend="eager")
     assert is_compiled(module)
 
 
-def test_forward_hooks_are_those_that_are_called() -> None:
+def test_forward_hooks_returns_live_hook_dictionaries() -> None:
     module, seen = torch.nn.Identity(), []
     one = module.register_forward_hook(lambda *_: seen.append("one"))
     two = module.register_forward_hook(lambda *_: seen.append("two"), with_kwargs=True)
@@ -310,8 +303,8 @@ def test_forward_hooks_are_those_that_are_called() -> None:
     assert seen == ["other"]
 
 
-def test_what_is_gathered_may_be_changed_in_place_in_a_graph() -> None:
-    """A user's block adds to the output of a row-parallel layer in place."""
+def test_traced_collective_output_allows_in_place_add() -> None:
+    """A user's block may add in place to the output of a row-parallel layer."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         group = dist.group.WORLD
@@ -340,7 +333,7 @@ def test_what_is_gathered_may_be_changed_in_place_in_a_graph() -> None:
         dist.destroy_process_group()
 
 
-def test_a_marked_workaround_is_removed_with_its_version() -> None:
+def test_outdated_torch_workarounds_are_removed() -> None:
     package = Path(lightning_ptdp.__file__).parent
     declared = re.search(
         r'"torch>=([\d.]+)', (package.parent / "pyproject.toml").read_text(encoding="utf-8")
@@ -358,7 +351,7 @@ def test_a_marked_workaround_is_removed_with_its_version() -> None:
     assert [each for each in marked if Version(each[1]) <= Version(declared[1])] == []
 
 
-def test_no_method_is_called_that_a_compiler_does_not_look_into() -> None:
+def test_tensor_unflatten_is_not_used() -> None:
     """``Tensor.unflatten`` breaks the graph inside a function mode. Needed until torch 2.14."""
     package = Path(lightning_ptdp.__file__).parent
     found = [
@@ -374,7 +367,9 @@ def test_no_method_is_called_that_a_compiler_does_not_look_into() -> None:
     [(torch.float32, 16), (torch.float32, 6), (torch.float64, 16), (torch.bfloat16, 16)],
 )
 @pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0, 0]])
-def test_grouped_products(dtype: torch.dtype, width: int, sizes: list[int]) -> None:
+def test_grouped_product_matches_separate_products(
+    dtype: torch.dtype, width: int, sizes: list[int]
+) -> None:
     torch.manual_seed(1)
     x = torch.randn(sum(sizes), width, dtype=dtype, requires_grad=True)
     stored = torch.randn(3, 8, width, dtype=dtype, requires_grad=True)
@@ -392,13 +387,13 @@ def test_grouped_products(dtype: torch.dtype, width: int, sizes: list[int]) -> N
         torch.testing.assert_close(one, other)
 
 
-def test_storages_have_keys_without_addresses() -> None:
+def test_storage_keys_without_data_are_distinct() -> None:
     with without_data():
         one, other = torch.zeros(4), torch.zeros(4)
     assert storage_key(one) == storage_key(one.view(2, 2)) != storage_key(other)
 
 
-def test_without_data_there_are_sizes_alone() -> None:
+def test_without_data_allocates_no_memory() -> None:
     with without_data():
         table = torch.nn.Embedding(2**40, 8)
         found = table(torch.zeros(2, 3, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""Names, sizes and JSON of files that somebody else wrote."""
+"""Names, sizes and JSON of untrusted files."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _BAD_NAMES = [
 
 
 @pytest.mark.parametrize("name", _BAD_NAMES)
-def test_a_name_that_leads_outside_is_refused(tmp_path: Path, name: object) -> None:
+def test_name_outside_folder_is_refused(tmp_path: Path, name: object) -> None:
     with pytest.raises(ValueError, match="is not the name of a file inside"):
         inside(tmp_path, name)
 
 
-def test_a_name_that_stays_inside_is_taken_unless_a_link_is_on_its_way(tmp_path: Path) -> None:
+def test_name_inside_folder_is_accepted_without_links(tmp_path: Path) -> None:
     assert inside(tmp_path, "train/chunk-0-1.bin") == tmp_path / "train" / "chunk-0-1.bin"
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("link", "link/a", "dangling"):
         with pytest.raises(ValueError, match="is a link"):
             inside(tmp_path, name)
-    # How the folder itself is reached is the user's business.
+    # The path of the folder itself may contain links.
     assert inside(tmp_path / "link", "a") == tmp_path / "link" / "a"
 
 
@@ -59,12 +59,12 @@ def test_a_name_that_stays_inside_is_taken_unless_a_link_is_on_its_way(tmp_path:
         (b"[" + b"[]," * 1_100_000 + b"1]", "values"),
     ],
 )
-def test_json_that_would_grow_is_refused(data: bytes, words: str) -> None:
+def test_invalid_or_oversized_json_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_json(data)
 
 
-def test_what_is_no_regular_file_or_too_big_is_not_opened(tmp_path: Path) -> None:
+def test_special_or_oversized_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "."):
         with pytest.raises(OSError, match="not a regular file"):

@@ -1,5 +1,4 @@
-"""A backward in two halves gives the gradients of one, whatever the model computes its products
-with."""
+"""Split backward passes, whose gradients equal those of a single backward."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from tests.pool import Pool
 
 
 class Products(nn.Module):
-    """Every way in which a model multiplies with a parameter, one parameter used twice, and one
-    product that is not understood."""
+    """Module with all kinds of products, one shared parameter and one unsupported product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +84,7 @@ def _assert_same(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
         )
 
 
-def test_every_kind_of_product() -> None:
+def test_split_backward_of_every_product_kind() -> None:
     torch.manual_seed(0)
     module = Products().double()
     x = torch.randn(3, 4, 6, dtype=torch.float64)
@@ -105,7 +103,7 @@ def test_every_kind_of_product() -> None:
     _assert_same(_halves(module, x, between), _whole(module, x))
 
 
-def test_several_microbatches_add_up_and_tell_when_each_parameter_is_complete() -> None:
+def test_microbatches_accumulate_and_report_complete_parameters() -> None:
     torch.manual_seed(0)
     module = Products().double()
     store, done = WeightGradients(), []
@@ -126,7 +124,7 @@ def test_several_microbatches_add_up_and_tell_when_each_parameter_is_complete() 
     assert len({id(p) for p in done}) == len(done) == 6
 
 
-def test_without_collecting_an_intercepted_product_is_a_usual_one() -> None:
+def test_intercepted_products_without_collecting_are_unchanged() -> None:
     torch.manual_seed(0)
     module = Products().double()
     x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
@@ -139,7 +137,7 @@ def test_without_collecting_an_intercepted_product_is_a_usual_one() -> None:
     _assert_same(found, _whole(module, x.detach()))
 
 
-def test_a_watched_parameter_does_not_wait() -> None:
+def test_parameter_with_hook_is_not_deferred() -> None:
     module = nn.Linear(4, 4)
     seen: list[Tensor] = []
     module.weight.register_hook(seen.append)
@@ -153,7 +151,7 @@ def test_a_watched_parameter_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "ours", "somebody's", "offload"])
-def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
+def test_split_backward_of_gpt_with_autocast_and_recomputation(recompute: str) -> None:
     torch.manual_seed(0)
     sizes = {
         "vocabulary_size": 31,
@@ -186,7 +184,7 @@ def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
         value = loss()
     with store.collecting(0):
         torch.autograd.backward(value)
-    # Weight and bias of four products a block, and the head.
+    # Weights and biases of four products per block, and the head.
     assert len(store.parameters(0)) == (0 if recompute == "somebody's" else 2 * 8 + 1)
     store.run(0)
     for name, parameter in model.named_parameters():
@@ -199,9 +197,11 @@ def test_gpt_under_autocast_and_recomputation(recompute: str) -> None:
         )
 
 
-def test_the_graph_is_free_between_the_halves() -> None:
-    """Only the operands of the products stay: not the exponential's output, which the backward
-    itself needs."""
+def test_graph_is_freed_between_backward_halves() -> None:
+    """Only the operands of the products are kept.
+
+    The output of the exponential, which only the first half needs, is freed.
+    """
 
     class Exponential(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_layers(sequence_parallel: bool, pool: Pool) -> None:
+def test_split_backward_of_tensor_parallel_layers(sequence_parallel: bool, pool: Pool) -> None:
     whole = pool.run(_pair, world_size=2, args=(sequence_parallel, False))
     halves = pool.run(_pair, world_size=2, args=(sequence_parallel, True))
     for expected, found in zip(whole, halves, strict=True):

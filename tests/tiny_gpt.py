@@ -58,14 +58,15 @@ class Run(Training):
 
 
 class PaddedTokens(Dataset):
-    """Sequences of different true lengths, so that samples, microbatches and replicas ignore
-    different numbers of labels.
+    """Padded sequences of different lengths.
+
+    Samples, microbatches and replicas therefore ignore different numbers of labels.
 
     Args:
         count: Number of samples.
-        ignore_padding: Whether labels behind the true length are ignored.
-        batch: If given, a batch of this many samples is a token shorter than the one before it; the
-            fourth is long again.
+        ignore_padding: Ignore the labels after the true length.
+        batch: If given, each batch of this many samples is one token shorter than the previous
+            one; the fourth has the full length again.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ def gpt_config(run: Run) -> GPTConfig:
 
 
 class LitTiny(L.LightningModule):
-    """An ordinary module: nothing in its steps knows about ranks."""
+    """An ordinary module whose steps do not depend on ranks."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class LitTiny(L.LightningModule):
 
 
 class LitValidated(LitTiny):
-    """Evaluates too."""
+    """Module with a validation step."""
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         self.log("val_loss", self.loss(batch))

@@ -33,13 +33,13 @@ from lightning_ptdp.planner import (
     Choice,
     Job,
     device_here,
+    figures_source,
     find_precision,
     find_software,
     fullest_rank,
     known_peak_flops,
     simulated_step_time,
     step_time,
-    whose_figures,
 )
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.generators import schedule_name
@@ -300,7 +300,7 @@ def predicted(
         return Prediction(
             seconds=timed(job, choice).total * accumulated,
             nbytes=memory.total - memory.communicators,
-            figures=whose_figures(device, job.processes),
+            figures=figures_source(device, job.processes),
         )
     except (ValueError, KeyError):  # the planner does not know the precision or the schedule
         return Prediction()

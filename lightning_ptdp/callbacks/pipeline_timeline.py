@@ -88,7 +88,7 @@ class PipelineTimeline(Callback):
         self._stop(trainer)
         measured = recorder.gather(trainer.strategy.mesh.group("pipeline"))
         if measured is not None:
-            self._tell(trainer, measured, ideal_timeline(measured))
+            self._log(trainer, measured, ideal_timeline(measured))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Discard a step that was not completed."""
@@ -110,7 +110,7 @@ class PipelineTimeline(Callback):
             observers.remove(self._recorder)
         self._recorder = None
 
-    def _tell(self, trainer: Trainer, measured: Timeline, ideal: Timeline) -> None:
+    def _log(self, trainer: Trainer, measured: Timeline, ideal: Timeline) -> None:
         """Write and log a step, on the first rank of the pipeline, which is global rank 0."""
         titles = [
             f"{measured.schedule.name}, step {self._step}, measured",

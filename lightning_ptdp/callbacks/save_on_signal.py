@@ -118,7 +118,7 @@ class SaveOnSignal(pl.Callback):
         """Restore the signal handlers.
 
         The launcher is notified of a SIGTERM after which no step ended."""
-        if signal.SIGTERM in self._notes.received and hasattr(trainer.strategy, "asked_to_end"):
+        if signal.SIGTERM in self._notes.received and hasattr(trainer.strategy, "stop_requested"):
             trainer.strategy.run.stop_request.received = True
         self._close()
 

@@ -96,7 +96,7 @@ class WriteSamples(Callback):
             shown = [
                 new if self.chat else [*row, *new] for row, new in zip(rows, written, strict=True)
             ]
-            self._tell(trainer, texts, [self._tokenizer.decode(ids) for ids in shown])
+            self._log(trainer, texts, [self._tokenizer.decode(ids) for ids in shown])
 
     def _encoded(
         self, trainer: Trainer, module: LightningModule
@@ -125,7 +125,7 @@ class WriteSamples(Callback):
 
         return on_rank_zero(trainer, encode)
 
-    def _tell(self, trainer: Trainer, prompts: Sequence[str], texts: Sequence[str]) -> None:
+    def _log(self, trainer: Trainer, prompts: Sequence[str], texts: Sequence[str]) -> None:
         step = trainer.global_step
         rows = [
             {"step": step, "prompt": prompt, "text": text}

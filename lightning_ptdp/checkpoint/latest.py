@@ -28,7 +28,7 @@ __all__ = [
     "is_folder_of_checkpoints",
     "latest_follows",
     "latest_leaves",
-    "leads_nowhere",
+    "is_dangling",
     "mark_latest",
     "newest_checkpoint",
     "written_at",
@@ -79,7 +79,7 @@ def latest_follows(target: Path) -> Callable[[Path], None]:
 
     ``latest`` may also lead to a temporary name of ``target``. Any other ``latest`` is kept.
     """
-    led = _led_to(target.parent)
+    led = _target_of(target.parent)
     if led is None or target not in (led, files.leftover_of(led)):
         return lambda _: None
     return mark_latest
@@ -90,7 +90,7 @@ def latest_leaves(checkpoint: Path) -> None:
 
     Call this before ``checkpoint`` is removed.
     """
-    if _led_to(checkpoint.parent) != checkpoint:
+    if _target_of(checkpoint.parent) != checkpoint:
         return
     left = [other for other in complete_checkpoints(checkpoint.parent) if other != checkpoint]
     if left:
@@ -99,15 +99,15 @@ def latest_leaves(checkpoint: Path) -> None:
         (checkpoint.parent / LATEST).unlink(missing_ok=True)
 
 
-def _led_to(folder: Path) -> Path | None:
+def _target_of(folder: Path) -> Path | None:
     """Return the path to which the ``latest`` of ``folder`` leads, whether or not it exists."""
     link = folder / LATEST
     return folder / os.readlink(link) if link.is_symlink() else None
 
 
-def leads_nowhere(folder: Path) -> bool:
+def is_dangling(folder: Path) -> bool:
     """Return True if ``latest`` leads to a missing name, because a rename was interrupted."""
-    led = _led_to(folder)
+    led = _target_of(folder)
     return led is not None and not led.exists()
 
 
@@ -200,7 +200,7 @@ def choose_checkpoint(
 def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
     """Return the requested checkpoint, and a function that returns the older ones."""
     folder = given if is_folder_of_checkpoints(given) else given.parent
-    if folder == given or (given.name == LATEST and _tells_nothing(given)):
+    if folder == given or (given.name == LATEST and _is_stale(given)):
         found = complete_checkpoints(folder)
         if not found:
             raise CheckpointError(f"there is no complete checkpoint in {folder}")
@@ -222,13 +222,13 @@ def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
     return first, earlier
 
 
-def _tells_nothing(latest: Path) -> bool:
+def _is_stale(latest: Path) -> bool:
     """Return True if ``latest`` does not identify a checkpoint.
 
     ``latest`` is not a link (the file system has none, or a copy turned it into a folder, which no
     save moves), leads to a missing path, or leads to the temporary name of an interrupted save.
     """
-    led = _led_to(latest.parent)
+    led = _target_of(latest.parent)
     return led is None or not led.exists() or files.leftover_of(led) is not None
 
 

@@ -21,8 +21,8 @@ from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.checksums import DATA_SUFFIX, SUMS_SUFFIX
 from lightning_ptdp.checkpoint.latest import (
     complete_checkpoints,
+    is_dangling,
     latest_follows,
-    leads_nowhere,
     mark_latest,
     written_at,
 )
@@ -115,7 +115,7 @@ class SaveFolders:
             with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
                 if all(stack.enter_context(self._abandoned.taken_over(lock)) for lock in locks):
                     _settle(target, entries)
-        if leads_nowhere(folder) and (complete := complete_checkpoints(folder)):
+        if is_dangling(folder) and (complete := complete_checkpoints(folder)):
             mark_latest(complete[0])
 
     def _look(self, folder: Path) -> None:

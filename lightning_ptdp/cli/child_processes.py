@@ -37,13 +37,13 @@ def ending_workers(trainer: Trainer) -> Iterator[None]:
             with suppress(psutil.NoSuchProcess):
                 workers += process.children(recursive=True)
         if isinstance(error, Terminated):
-            _tell(started, signal.SIGTERM)
+            _signal(started, signal.SIGTERM)
         _, workers = psutil.wait_procs(
             workers, timeout=_SAVING_S if isinstance(error, Terminated) else _PATIENCE_S
         )
-        _tell(workers, signal.SIGINT)
+        _signal(workers, signal.SIGINT)
         _, workers = psutil.wait_procs(workers, timeout=_GRACE_S)
-        _tell(workers, signal.SIGKILL)
+        _signal(workers, signal.SIGKILL)
         psutil.wait_procs(workers, timeout=_GRACE_S)
         raise
 
@@ -56,7 +56,7 @@ def _started(trainer: Trainer) -> list[psutil.Process]:
     return found
 
 
-def _tell(processes: list[psutil.Process], number: int) -> None:
+def _signal(processes: list[psutil.Process], number: int) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)

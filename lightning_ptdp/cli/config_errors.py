@@ -67,8 +67,8 @@ def readable(message: str, known: Iterable[str]) -> str:
     if unknown:
         return _unknown_key(message, key, unknown, known)
     absent = re.search(r"No module named '(\w+)'", message)
-    if absent and (mend := explain(ModuleNotFoundError(name=absent[1]))) is not None:
-        return mend
+    if absent and (remedy := explain(ModuleNotFoundError(name=absent[1]))) is not None:
+        return remedy
     missing = re.search(r"Expected a dot import path string: (\S+)", message)
     if missing:
         names = [kind.__name__ for kind in _subclasses(_BASES[key])] if key in _BASES else []

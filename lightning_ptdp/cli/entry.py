@@ -179,7 +179,7 @@ def _report(error: Exception, debug: bool) -> int:
         return 2
     if failure is not None:
         _say(failure.message)
-        return 2 if failure.mendable else 1
+        return 2 if failure.fixable else 1
     return 1
 
 

@@ -29,7 +29,7 @@ __all__ = [
 
 
 # Classes are listed by name, because an import of Lightning's class would import torch.
-_MENDABLE = (
+_FIXABLE = (
     "ValueError",
     "FileNotFoundError",
     "PermissionError",
@@ -55,7 +55,7 @@ class WorkerFailure:
     """An error of a worker process, of which only the text is known."""
 
     message: str
-    mendable: bool
+    fixable: bool
 
 
 def explain(error: BaseException) -> str | None:
@@ -66,7 +66,7 @@ def explain(error: BaseException) -> str | None:
         return next(
             (library.missing for library in read_declared() if library.name == error.name), None
         )
-    return str(error) if _is_mendable(type(error)) else None
+    return str(error) if _is_fixable(type(error)) else None
 
 
 def worker_failure(error: BaseException) -> WorkerFailure | None:
@@ -78,21 +78,21 @@ def worker_failure(error: BaseException) -> WorkerFailure | None:
     text, kind = getattr(error, "msg", None), type(error).__name__
     if isinstance(text, str) and kind == "ProcessExitedException":
         return WorkerFailure(
-            message=_ended(text, getattr(error, "signal_name", None)), mendable=False
+            message=_ended(text, getattr(error, "signal_name", None)), fixable=False
         )
     if not isinstance(text, str) or kind != "ProcessRaisedException":
         return None
     for line in reversed(list(re.finditer(r"^([A-Za-z_][\w.]*): ", text, re.MULTILINE))):
         error_type = _class_of(line[1])
         if issubclass(error_type, BaseException):  # else the match is a line of the message itself
-            if _is_mendable(error_type):
-                return WorkerFailure(message=text[line.end() :].strip(), mendable=True)
+            if _is_fixable(error_type):
+                return WorkerFailure(message=text[line.end() :].strip(), fixable=True)
             break
-    return WorkerFailure(message=text.strip(), mendable=False)
+    return WorkerFailure(message=text.strip(), fixable=False)
 
 
-def _is_mendable(kind: type) -> bool:
-    return any(base.__name__ in _MENDABLE for base in kind.__mro__)
+def _is_fixable(kind: type) -> bool:
+    return any(base.__name__ in _FIXABLE for base in kind.__mro__)
 
 
 def _class_of(name: str) -> type:

@@ -188,12 +188,12 @@ def _of_path(path: str) -> GPTConfig | BertConfig:
         return gpt_sizes(config_values(path))
     except ValueError as error:
         said = "" if str(error).startswith("path=") else f"path={path!r}: "
-        mend = (
+        remedy = (
             ""
             if "as options" in str(error)
             else ". Or give the sizes as options, such as --layers 24 --hidden 2048"
         )
-        raise UserError(f"{said}{error}{mend}") from error
+        raise UserError(f"{said}{error}{remedy}") from error
 
 
 def _with_adapters(job: Job, config: Mapping[str, Any]) -> Job:

@@ -163,7 +163,7 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
             with ending_workers(cli.trainer):
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
         except BaseException:
-            _tell_what_is_left(RunReport.read(cli.report.file))
+            _print_leftovers(RunReport.read(cli.report.file))
             raise
     return 0
 
@@ -212,6 +212,6 @@ def _launches(trainer: Trainer) -> bool:
     return environment is None or not environment.creates_processes_externally
 
 
-def _tell_what_is_left(record: RunRecord | None) -> None:
+def _print_leftovers(record: RunRecord | None) -> None:
     if record is not None and not record.finished:
         print("\ntraining ended early\n" + "\n".join(record.lines()), file=sys.stderr, flush=True)

@@ -32,10 +32,10 @@ class StoreError(DataError):
 
 
 @contextmanager
-def reading(what: str | Path, kind: type[DataError], mend: str = "") -> Iterator[None]:
+def reading(what: str | Path, kind: type[DataError], remedy: str = "") -> Iterator[None]:
     """Convert errors of the enclosed code, which reads ``what``, into a ``kind``.
 
-    The message names ``what`` and gives the correction ``mend``.
+    The message names ``what`` and gives the correction ``remedy``.
     """
     try:
         yield
@@ -48,4 +48,4 @@ def reading(what: str | Path, kind: type[DataError], mend: str = "") -> Iterator
         )
         raise kind(f"{name} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise kind(f"{what} is damaged: {reason(error)}. {mend}") from error
+        raise kind(f"{what} is damaged: {reason(error)}. {remedy}") from error

@@ -57,7 +57,7 @@ class GradientBuckets:
     _hooks: list[Any] = field(default_factory=list)
     _weighed: list[Tensor] = field(default_factory=list)
     _arrived: set[int] = field(default_factory=set)
-    _beside: OverlappedReduction | None = None
+    _overlapped: OverlappedReduction | None = None
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -149,8 +149,8 @@ class GradientBuckets:
         """
         for chunk in self._chunks:
             self.reduce(chunk)
-        if self._beside is not None:
-            self._beside.join()
+        if self._overlapped is not None:
+            self._overlapped.join()
         add_up(self._sums)
         for bucket in self.buckets():
             bucket.state = bucket.state.to(GradientState.REDUCED)
@@ -207,9 +207,9 @@ class GradientBuckets:
         for _, hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._beside is not None:
-            self._beside.close()
-            self._beside = None
+        if self._overlapped is not None:
+            self._overlapped.close()
+            self._overlapped = None
         self.hide()
         for managed in self.parameters:
             set_gradient_dtype(managed.parameter, managed.parameter.dtype)
@@ -293,9 +293,9 @@ class GradientBuckets:
         bucket.state = bucket.state.to(GradientState.REDUCING)
         if bucket.reduction.size == 1:
             return
-        if self._beside is None:
-            self._beside = OverlappedReduction(bucket.buffer.device)
+        if self._overlapped is None:
+            self._overlapped = OverlappedReduction(bucket.buffer.device)
         pending = bucket.reduction.prepare(bucket.buffer)
         if self.launched is not None:
             self.launched(bucket.chunk, pending)
-        self._beside.launch(pending, shares=bucket.reduction.outer.size == 1)
+        self._overlapped.launch(pending, shares=bucket.reduction.outer.size == 1)

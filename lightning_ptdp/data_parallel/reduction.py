@@ -150,7 +150,7 @@ class PendingReduction:
         self._steps = steps
         self._work: Work | None = None
         self._begun = self.is_done = False
-        self._told: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     def begin(self) -> None:
         """Start the first collective, unless it has been started."""
@@ -170,21 +170,21 @@ class PendingReduction:
         while not self.is_done:
             self.advance()
 
-    def when_done(self, tell: Callable[[], None]) -> None:
-        """Register ``tell``, to be called after the last collective.
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Register ``callback``, to be called after the last collective.
 
         The thread that waits for the collective calls it. On CUDA the current stream is then the
-        one that has waited for the collective. An event that ``tell`` records therefore follows the
+        one that has waited for the collective. An event that ``callback`` records therefore follows the
         order of the reductions and delays no other stream.
         """
-        self._told.append(tell)
+        self._callbacks.append(callback)
 
     def _next(self) -> None:
         self._work = next(self._steps, None)
         if self._work is None:
             self.is_done = True
-            for tell in self._told:
-                tell()
+            for callback in self._callbacks:
+                callback()
 
 
 class Work(Protocol):

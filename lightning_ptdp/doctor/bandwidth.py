@@ -73,11 +73,11 @@ def check_links(measurements: Sequence[Measurement]) -> Check:
     rates = dict.fromkeys(f"{one.bytes_per_s / 1e9:.2f}" for one in (slowest, quickest))
     found = f"{' to '.join(rates)} GB/s between neighbours"
     if slowest.bytes_per_s < _SLOW * quickest.bytes_per_s:
-        mend = (
+        remedy = (
             "do not use this link for tensor-parallel ranks, or check its cable, its PCIe "
             "slot and nvidia-smi topo -m"
         )
-        return warning("links", f"{found}; the slowest is {slowest.operation}", mend)
+        return warning("links", f"{found}; the slowest is {slowest.operation}", remedy)
     return ok("links", found)
 
 

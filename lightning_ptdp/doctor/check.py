@@ -24,13 +24,13 @@ class Check:
         subject: Checked subject, in a word or two.
         status: Whether training can work with it.
         found: State of the subject.
-        mend: Remedy; "" if none is necessary.
+        remedy: What solves the problem; "" if there is none.
     """
 
     subject: str
     status: Status
     found: str
-    mend: str = ""
+    remedy: str = ""
 
 
 def ok(subject: str, found: str) -> Check:
@@ -38,16 +38,16 @@ def ok(subject: str, found: str) -> Check:
     return Check(subject=subject, status=Status.OK, found=found)
 
 
-def warning(subject: str, found: str, mend: str) -> Check:
+def warning(subject: str, found: str, remedy: str) -> Check:
     """Return a result with which training works, but not at its best."""
-    return Check(subject=subject, status=Status.WARNING, found=found, mend=mend)
+    return Check(subject=subject, status=Status.WARNING, found=found, remedy=remedy)
 
 
-def enough(is_enough: bool, subject: str, found: str, mend: str) -> Check:
+def enough(is_enough: bool, subject: str, found: str, remedy: str) -> Check:
     """Return an ``ok`` result if ``is_enough``, else a warning."""
-    return ok(subject, found) if is_enough else warning(subject, found, mend)
+    return ok(subject, found) if is_enough else warning(subject, found, remedy)
 
 
-def failed(subject: str, found: str, mend: str) -> Check:
+def failed(subject: str, found: str, remedy: str) -> Check:
     """Return a result with which training cannot work."""
-    return Check(subject=subject, status=Status.FAILED, found=found, mend=mend)
+    return Check(subject=subject, status=Status.FAILED, found=found, remedy=remedy)

@@ -34,8 +34,8 @@ def _lines(inspection: Inspection) -> Iterator[str]:
         yield section.title
         for check in section.checks:
             yield f"  {check.status:8} {check.subject:{width}}  {check.found}"
-            if check.mend:
-                yield f"  {'':8} {'':{width}}  -> {check.mend}"
+            if check.remedy:
+                yield f"  {'':8} {'':{width}}  -> {check.remedy}"
         yield ""
     if inspection.measurements:
         yield _table(inspection.measurements)

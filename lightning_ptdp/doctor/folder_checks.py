@@ -34,7 +34,7 @@ def check_root_dir(folder: Path) -> Check:
 
     The file is written, flushed, read and removed.
     """
-    subject, mend = f"--root-dir {folder}", "use a folder with write permission: --root-dir"
+    subject, remedy = f"--root-dir {folder}", "use a folder with write permission: --root-dir"
     existing = _existing(folder)
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".ptdp-doctor-") as file:
@@ -48,10 +48,10 @@ def check_root_dir(folder: Path) -> Check:
                     "use another file system",
                 )
     except OSError as error:
-        return failed(subject, f"{existing} cannot be written: {error.strerror or error}", mend)
+        return failed(subject, f"{existing} cannot be written: {error.strerror or error}", remedy)
     free = shutil.disk_usage(existing).free
-    mend = "free some space: a checkpoint needs about 12 to 16 bytes per parameter"
-    return enough(free >= _DISK_BYTES, subject, f"writable, {free / _GIB:.1f} GiB free", mend)
+    remedy = "free some space: a checkpoint needs about 12 to 16 bytes per parameter"
+    return enough(free >= _DISK_BYTES, subject, f"writable, {free / _GIB:.1f} GiB free", remedy)
 
 
 def check_database_locks(folder: Path) -> Check:
@@ -68,11 +68,11 @@ def check_database_locks(folder: Path) -> Check:
             database.execute("create table t (x integer)")
             database.execute("insert into t values (1)")
     except (sqlite3.Error, OSError) as error:
-        mend = (
+        remedy = (
             "use an MLflow server (--trainer.logger.tracking_uri http://host:5000) or a local "
             "folder (--trainer.logger.save_dir)"
         )
-        return failed("SQLite store", f"{type(error).__name__}: {error}", mend)
+        return failed("SQLite store", f"{type(error).__name__}: {error}", remedy)
     return ok("SQLite store", "a database can be written and locked")
 
 
@@ -118,11 +118,11 @@ def check_clock(folder: Path) -> Check:
             "see --root-dir",
         )
     if abs(off) > _CLOCK_S:
-        mend = (
+        remedy = (
             "synchronize both clocks with the same time server (chrony, ntpd), because the "
             "newest checkpoint is found by its time"
         )
-        return warning("clock", f"the file system's clock is off by {off:+.1f} s", mend)
+        return warning("clock", f"the file system's clock is off by {off:+.1f} s", remedy)
     return ok(
         "clock",
         f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, equal to the file system's within "

@@ -46,11 +46,11 @@ def check_cores(*, cores: int, processes: int, accelerated: bool) -> Check:
     found = f"{cores} for {processes} processes" + (
         ", which share the cores" if takes_turns else ""
     )
-    mend = (
+    remedy = (
         "training works, but its speed says nothing about the layout; use fewer processes "
         "to measure"
     )
-    return enough(not takes_turns, "CPU cores", found, mend)
+    return enough(not takes_turns, "CPU cores", found, remedy)
 
 
 def check_memory(*, available: int, total: int, limit: int | None, processes: int) -> Check:
@@ -59,10 +59,10 @@ def check_memory(*, available: int, total: int, limit: int | None, processes: in
     found = f"{usable / _GIB:.1f} GiB free of {total / _GIB:.1f}"
     if limit is not None and limit < total:
         found += f" (the container may use {limit / _GIB:.1f})"
-    mend = (
+    remedy = (
         f"use fewer processes: {processes} need about {processes * _PROCESS_BYTES / _GIB:.0f} GiB"
     )
-    return enough(usable >= processes * _PROCESS_BYTES, "memory", found, mend)
+    return enough(usable >= processes * _PROCESS_BYTES, "memory", found, remedy)
 
 
 def check_shared_memory(free: int | None) -> Check:
@@ -75,8 +75,8 @@ def check_shared_memory(free: int | None) -> Check:
         return warning(
             "/dev/shm", "missing", "mount it: data workers (num_workers > 0) and NCCL need it"
         )
-    mend = "data workers and NCCL may fail; in Docker: --shm-size=8g or --ipc=host"
-    return enough(free >= _SHARED_BYTES, "/dev/shm", f"{free / _GIB:.2f} GiB free", mend)
+    remedy = "data workers and NCCL may fail; in Docker: --shm-size=8g or --ipc=host"
+    return enough(free >= _SHARED_BYTES, "/dev/shm", f"{free / _GIB:.2f} GiB free", remedy)
 
 
 def check_open_files(soft: int, hard: int) -> Check:
@@ -103,8 +103,8 @@ def check_python(version: str | None = None) -> Check:
     try:
         requirements.check_python(version)
     except RequirementError as error:
-        found, _, mend = str(error).partition(". Run: ")
-        return failed("python", found, mend)
+        found, _, remedy = str(error).partition(". Run: ")
+        return failed("python", found, remedy)
     return ok("python", version or platform.python_version())
 
 
@@ -125,21 +125,23 @@ def check_packages(
         elif problem == declared.missing and declared.extra:
             yield ok(name, f"not installed; optional: {declared.command}")
         else:
-            found, _, mend = problem.rpartition(". Run: ")
-            yield (warning if declared.extra else failed)(name, found, mend)
+            found, _, remedy = problem.rpartition(". Run: ")
+            yield (warning if declared.extra else failed)(name, found, remedy)
 
 
 def check_entry_points(environment: Mapping[str, str]) -> Check:
     """Check that ``Trainer(strategy="ptdp")`` works without an import of this package."""
-    subject, mend = 'strategy="ptdp"', "import lightning_ptdp before creating the Trainer"
+    subject, remedy = 'strategy="ptdp"', "import lightning_ptdp before creating the Trainer"
     names = [entry.name for entry in metadata.entry_points(group="torch.backends")]
     if "lightning_ptdp" not in names:
         return warning(
-            subject, "the entry point is not installed", f"{mend}, or install {DISTRIBUTION} again"
+            subject,
+            "the entry point is not installed",
+            f"{remedy}, or install {DISTRIBUTION} again",
         )
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         return warning(
-            subject, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 prevents torch from registering it", mend
+            subject, "TORCH_DEVICE_BACKEND_AUTOLOAD=0 prevents torch from registering it", remedy
         )
     return ok(subject, "registered when torch is imported")
 

@@ -46,7 +46,7 @@ class GradientChecks(StepObserver):
     ) -> None:
         self._action, self._mesh, self._gradients = action, mesh, gradients
         self._notes: list[tuple[int, Tensor]] = []
-        self._mixed = self._told = False
+        self._mixed = self._warned = False
 
     # ---- events ----------------------------------------------------------------------------------
 
@@ -88,8 +88,8 @@ class GradientChecks(StepObserver):
             NonFiniteError: With ``check_finite="raise"``, on all ranks: a loss or gradient is not
                 finite.
         """
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             self._warn_of_unused()
         if self._action is None or norm is None:
             return

@@ -155,7 +155,7 @@ class BatchAgreement:
         self, mesh: ProcessMesh, *, sizes: Callable[[Nested], Sequence[int]], device: torch.device
     ) -> None:
         self._mesh, self._sizes, self._device = mesh, sizes, device
-        self._is_uneven = self._told = False
+        self._is_uneven = self._warned = False
         self.expected_tokens = 0
 
     def collect(self, batch: Nested, *, training: bool) -> Tensor | None:
@@ -177,7 +177,7 @@ class BatchAgreement:
                 sizes = ()
             tokens = expected_tokens(batch, sum(sizes))
             parts.append(torch.tensor([tokens]).to(self._device, non_blocking=True))
-            parts.append(label_spread(batch, () if self._told else sizes, device=self._device))
+            parts.append(label_spread(batch, () if self._warned else sizes, device=self._device))
         return torch.cat(parts) if parts else None
 
     def take(self, numbers: Sequence[int], *, training: bool) -> None:
@@ -194,7 +194,7 @@ class BatchAgreement:
     def collect_alone(self, batch: Nested, sizes: Sequence[int]) -> Tensor | None:
         """Return the spread of labels for a single process; None after the warning was issued."""
         self.expected_tokens = expected_tokens(batch, sum(sizes))
-        return None if self._told else label_spread(batch, sizes, device=self._device)
+        return None if self._warned else label_spread(batch, sizes, device=self._device)
 
     def note_spread(self, spread: Sequence[float]) -> None:
         """Record whether labels are unevenly ignored, from values of ``label_spread``.
@@ -206,6 +206,6 @@ class BatchAgreement:
 
     def warn_of_uneven(self, batch: Nested, *, counted: bool) -> None:
         """Warn once, on rank 0, of uneven labels in a step that does not count its tokens."""
-        if self._is_uneven and not counted and not self._told and self._mesh.rank == 0:
+        if self._is_uneven and not counted and not self._warned and self._mesh.rank == 0:
             warnings.warn(describe_uneven(batch, batch_size(batch)), stacklevel=2)
-        self._told |= self._is_uneven
+        self._warned |= self._is_uneven

@@ -125,12 +125,12 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
             stacklevel=2,
         )
     if any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
-        mend = "Use num_microbatches=1 or a larger micro_batch_size"
+        remedy = "Use num_microbatches=1 or a larger micro_batch_size"
         if replicas:
-            mend = "Compare with samples gathered from all replicas"
+            remedy = "Compare with samples gathered from all replicas"
         warnings.warn(
             f"the loss compares samples within their {part} (contrastive, in-batch negatives), "
-            f"which has fewer samples than the batch. {mend} ({_PAGE})",
+            f"which has fewer samples than the batch. {remedy} ({_PAGE})",
             stacklevel=2,
         )
 
@@ -154,14 +154,14 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
     with reductions:
         yield
     if reductions.place is not None:
-        part, mend = (
+        part, remedy = (
             ("replica", "gather the samples of all replicas first")
             if replicas
             else ("microbatch", "use num_microbatches=1")
         )
         warnings.warn(
             f"{reductions.place} over dimension 0, the samples of one {part}, but one process "
-            f"computes it over the whole batch. If the loss depends on it, {mend} ({_PAGE})",
+            f"computes it over the whole batch. If the loss depends on it, {remedy} ({_PAGE})",
             stacklevel=3,
         )
 

@@ -17,7 +17,7 @@ from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, files, read_state
 from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.state_dict_files import converted
-from lightning_ptdp.exchange.tokenizers import files_beside
+from lightning_ptdp.exchange.tokenizers import tokenizer_files
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
 from lightning_ptdp.models.pretrained_folder import BASE_WEIGHTS, fingerprint, local_folder
 
@@ -143,7 +143,7 @@ def merge_adapters(
     with files.replacing(target) as part:
         model.save_pretrained(part, max_shard_size=shard_bytes)
         (part / files.EXPORT_MARK).touch()
-        for name, content in files_beside(folder).items():
+        for name, content in tokenizer_files(folder).items():
             (part / name).write_bytes(content)
         files.sync_folder(part)
 

@@ -21,7 +21,7 @@ from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.exchange.model_folder import CONFIG_FILE, read_config
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.exchange.state_dict_files import common_prefix, converted
-from lightning_ptdp.exchange.tokenizers import files_beside, tokenizer_of
+from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_of
 from lightning_ptdp.models.pretrained_folder import config_of_sizes, local_folder
 
 __all__ = ["MODEL", "Described", "described_by_folder", "described_by_module", "described_by_state"]
@@ -112,7 +112,7 @@ def described_by_folder(path: Path, state: Mapping[str, Any] | None = None) -> D
     Raises:
         CheckpointError: The configuration is missing or damaged.
     """
-    return Described(config=read_config(path), documents=files_beside(path, state))
+    return Described(config=read_config(path), documents=tokenizer_files(path, state))
 
 
 def described_by_state(state: Mapping[str, Any]) -> Described:
@@ -161,7 +161,7 @@ def described_by_module(model: Any, state: Mapping[str, Any]) -> Described:
     )
     if model.config.name_or_path:
         with contextlib.suppress(ValueError):
-            documents |= files_beside(local_folder(model.config.name_or_path), state)
+            documents |= tokenizer_files(local_folder(model.config.name_or_path), state)
     else:
         documents |= tokenizer_of(state)
     return Described(config=config, documents=documents, kind=type(model))

@@ -15,7 +15,7 @@ from lightning_ptdp.checkpoint import reading
 if TYPE_CHECKING:  # imported lazily
     from lightning_ptdp.data import Tokenizer
 
-__all__ = ["files_beside", "tokenizer_folder", "tokenizer_of"]
+__all__ = ["tokenizer_files", "tokenizer_folder", "tokenizer_of"]
 
 _TOKENIZER = (
     "tokenizer*",
@@ -41,7 +41,7 @@ _SPACE = "\u2581"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def files_beside(config: Path, state: Mapping[str, object] | None = None) -> dict[str, bytes]:
+def tokenizer_files(config: Path, state: Mapping[str, object] | None = None) -> dict[str, bytes]:
     """Return the files of the tokenizer and of generation beside a ``config.json``, by name.
 
     If ``state`` (of a checkpoint) names the tokenizer and the chat template of the data, these are

@@ -143,7 +143,7 @@ class LitBert(pl.LightningModule):
         losses = self._losses(masked, output.order, batch)
         return {
             **losses,
-            "tokens": _likeliest(output.masked, batch),
+            "tokens": _most_likely(output.masked, batch),
             "orders": output.order.argmax(-1),
         }
 
@@ -158,7 +158,7 @@ class LitBert(pl.LightningModule):
         is (b, 2).
         """
         output = self(batch)
-        return {"tokens": _likeliest(output.masked, batch), "order_logits": output.order}
+        return {"tokens": _most_likely(output.masked, batch), "order_logits": output.order}
 
     def on_validation_batch_end(
         self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
@@ -283,7 +283,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(wide, labels, ignore_index=_IGNORED_LABEL, reduction="none")
 
 
-def _likeliest(logits: Tensor, batch: Batch) -> Tensor:
+def _most_likely(logits: Tensor, batch: Batch) -> Tensor:
     """Return the most likely tokens (b, s) at the positions of ``logits``, -1 elsewhere."""
     tokens, positions = logits.argmax(-1), _positions(batch)
     if positions is None:

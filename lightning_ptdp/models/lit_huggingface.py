@@ -135,10 +135,10 @@ class _LitHuggingFace(LitTokens):
                 given = name == "vocabulary_size" and getattr(datamodule, "hparams", {}).get(
                     "tokenizer_dir"
                 )
-                mend = TOO_MANY_IDS.format(offered) if given else f"Set --data.{name} {there}"
+                remedy = TOO_MANY_IDS.format(offered) if given else f"Set --data.{name} {there}"
                 raise ValueError(
                     f"data.{name}={offered} is more than the {there} {what} of the model in "
-                    f"{self._said}. {mend}"
+                    f"{self._said}. {remedy}"
                 )
 
     def _check_adapter(self, adapter: LoraOptions) -> None:

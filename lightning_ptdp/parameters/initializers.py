@@ -49,7 +49,7 @@ class Initializers:
         """
         chain = self._chain(name)
         module = chain[-1]
-        owner, resets = self._who(chain)
+        owner, resets = self._initializer_of(chain)
         if owner is None and not resets:
             return None
         tensors = dict(module._parameters), dict(module._buffers)
@@ -78,10 +78,10 @@ class Initializers:
 
     def knows(self, name: str) -> bool:
         """Return True if an initializer of the module is known."""
-        owner, resets = self._who(self._chain(name))
+        owner, resets = self._initializer_of(self._chain(name))
         return owner is not None or bool(resets)
 
-    def _who(self, chain: list[Any]) -> tuple[Any, list[Callable[[], object]]]:
+    def _initializer_of(self, chain: list[Any]) -> tuple[Any, list[Callable[[], object]]]:
         """Return the initializing model of the chain's last module, and earlier initializers."""
         adapter = adapter_initializer(chain)
         return (None, [adapter]) if adapter is not None else (self._owner(chain), _resets(chain))

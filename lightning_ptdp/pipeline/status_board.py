@@ -117,17 +117,17 @@ class StatusStore:
                 request.set()
 
     def _listen(self) -> None:
-        store, told = (
+        store, listed = (
             self.store,
             [rank for rank in self.others if rank in self.heard or self.store.check([_key(rank)])],
         )
-        keys = [_key(rank) for rank in told]
+        keys = [_key(rank) for rank in listed]
         texts = (
             store.multi_get(keys)
             if keys and store.has_extended_api()
             else [store.get(key) for key in keys]
         )
-        for rank, text in zip(told, texts, strict=True):
+        for rank, text in zip(listed, texts, strict=True):
             status = RankStatus.decode(text)
             before = self.heard.get(rank)
             if before is None or before.status != status:

@@ -21,9 +21,9 @@ from lightning_ptdp.planner.calibrated_device import (
     MACHINE_FILE,
     Calibration,
     device_here,
+    figures_source,
     load_calibration,
     save_calibration,
-    whose_figures,
 )
 from lightning_ptdp.planner.configured_shape import gpt_sizes
 from lightning_ptdp.planner.device_presets import (
@@ -108,5 +108,5 @@ __all__ = [
     "stage_parameters",
     "static_bytes",
     "step_time",
-    "whose_figures",
+    "figures_source",
 ]

@@ -25,7 +25,7 @@ __all__ = [
     "load_calibration",
     "machine",
     "save_calibration",
-    "whose_figures",
+    "figures_source",
 ]
 
 MACHINE_FILE = Path("ptdp-machine.json")
@@ -139,20 +139,20 @@ def device_here(name: str) -> Device | None:
     return known_device(name)
 
 
-def whose_figures(device: Device, processes: int) -> str:
+def figures_source(device: Device, processes: int) -> str:
     """Return the source of a device's figures in a few words, and how to obtain better ones.
 
     Args:
         device: The device of an estimate.
         processes: Number of processes per node in that estimate.
     """
-    measured, mend = device.measured, f"ptdp doctor --calibrate --devices {processes}"
+    measured, remedy = device.measured, f"ptdp doctor --calibrate --devices {processes}"
     if measured is None:
-        return f"data sheet of {device.name}, not calibrated; to calibrate, run {mend}"
+        return f"data sheet of {device.name}, not calibrated; to calibrate, run {remedy}"
     if measured.processes != processes:
         return (
             f"calibrated with --devices {measured.processes} instead of {processes}; to "
-            f"calibrate, run {mend}"
+            f"calibrate, run {remedy}"
         )
     return f"calibrated with --devices {processes}"
 

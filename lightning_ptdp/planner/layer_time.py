@@ -84,7 +84,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         + exposed
     )
     forward += experts.forward + travel
-    forward, waited = _beside(job, host, forward), sent + exposed
+    forward, waited = _host_and_device(job, host, forward), sent + exposed
     weight = (
         sum(one.weight_gradient for one in products)
         + experts.weight
@@ -97,7 +97,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         + between_backward / stream
     )
     backward += experts.backward - experts.weight + travel
-    backward = _beside(
+    backward = _host_and_device(
         job, 2 * host, backward + fresh_backward + moved_backward + sent_backward + exposed_backward
     )
     again = choice.recompute == "full"
@@ -156,7 +156,7 @@ def _layer_stream(job: Job, layer: LayerShape) -> float:
     return measured.gated if measured is not None and layer.gated else job.device.stream
 
 
-def _beside(job: Job, host: float, device: float) -> float:
+def _host_and_device(job: Job, host: float, device: float) -> float:
     """Combine host and device: a GPU runs while the host launches, a CPU does both in turn."""
     return host + device if job.device.kind == "cpu" else max(host, device)
 

@@ -41,16 +41,16 @@ def why_nothing_fits(plan: Plan, space: Space) -> str:
         f"{least.choice.describe()} needs the least memory, {least.memory.total / _GIB:.3g} "
         f"GiB, mostly for {part}"
     )
-    mends = [
-        mend
-        for mend in (
+    remedies = [
+        remedy
+        for remedy in (
             _smaller_reserve(job, least.memory.total),
             _unrestricted(job),
             _more_devices(job, space),
         )
-        if mend
+        if remedy
     ]
-    return f"{need}; {', or '.join(mends) if mends else 'use devices with more memory, or a smaller model'}"
+    return f"{need}; {', or '.join(remedies) if remedies else 'use devices with more memory, or a smaller model'}"
 
 
 def _smallest(space: Space) -> Space:
@@ -78,18 +78,18 @@ def _other_sizes(job: Job, space: Space) -> str:
         replace(job, world_size=world)
         for world in range(job.world_size - 1, max(0, job.world_size - _NEAR), -1)
     ]
-    mends = []
+    remedies = []
     for other in (tried[:1], tried[1:]):
         found = next(
             (one for one in other if search(one, space, count=1, simulate=False).best), None
         )
         if found is not None:
-            mends.append(
+            remedies.append(
                 f"--batch {found.global_batch_size}"
                 if found.world_size == job.world_size
                 else f"--world {found.world_size}"
             )
-    return f"Use {' or '.join(mends)}" if mends else "Use other sizes, or fewer restrictions"
+    return f"Use {' or '.join(remedies)}" if remedies else "Use other sizes, or fewer restrictions"
 
 
 def _smaller_reserve(job: Job, needed: float) -> str:

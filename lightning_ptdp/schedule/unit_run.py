@@ -131,7 +131,7 @@ def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]
             )
         waiting[missing] = rank
     if waiting:
-        raise _standing_still(
+        raise _deadlock(
             order,
             {rank: len(done[rank]) for rank in sorted(waiting.values())},
             times,
@@ -170,7 +170,7 @@ def _advance(
     return None
 
 
-def _standing_still(
+def _deadlock(
     order: Schedule,
     stuck: dict[int, int],
     times: UnitTimes,

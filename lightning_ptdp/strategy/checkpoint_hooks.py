@@ -200,8 +200,8 @@ class CheckpointHooks(World):
         super().on_exception(exception)
         if self._run is not None:
             self._run.watchdog.annotate(exception)
-            asked_to_end = isinstance(exception, (KeyboardInterrupt, SystemExit))
-            if asked_to_end and not isinstance(exception, StoppedNow):
+            stop_requested = isinstance(exception, (KeyboardInterrupt, SystemExit))
+            if stop_requested and not isinstance(exception, StoppedNow):
                 # ask now, because the answer is known at the end of the run
                 self._run.interruption.is_of_this_rank_alone()
         self._saves.end(exception, self.config.timeout)

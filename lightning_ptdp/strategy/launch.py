@@ -205,7 +205,7 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                 peer_lost = isinstance(error, PeerError) or is_communication_error(error)
                 # The main process shows the error of the rank that ends first, and ends the other
                 # ranks by SIGTERM. Wait for SIGTERM, so that the lost rank ends first.
-                if peer_lost and not self._strategy.asked_to_end:
+                if peer_lost and not self._strategy.stop_requested:
                     time.sleep(_LAST_WORD_S)
                 if _FORKED_TOO_LATE in str(error):
                     error.add_note(

@@ -20,10 +20,10 @@ from lightning_ptdp.planner import (
     Device,
     Job,
     Space,
+    figures_source,
     find_precision,
     find_software,
     search,
-    whose_figures,
 )
 from lightning_ptdp.strategy.fork_safety import in_child
 from lightning_ptdp.strategy.planning import described, trained_share
@@ -177,8 +177,8 @@ def choose(
         except ValueError as error:
             refusals.append(f"{candidate.choice.describe()}: {error}")
             continue
-        text = _told(candidate, seconds, found[i + 1 :])
-        figures = whose_figures(device, training.world_size)
+        text = _describe_choice(candidate, seconds, found[i + 1 :])
+        figures = figures_source(device, training.world_size)
         return chosen, Forecast(
             seconds=candidate.time.total, memory=candidate.memory.total, text=text, figures=figures
         )
@@ -228,7 +228,9 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
     return sorted(best.values(), key=lambda pair: pair[0])[:_TRIED]
 
 
-def _told(candidate: Candidate, seconds: float, others: Sequence[tuple[float, Candidate]]) -> str:
+def _describe_choice(
+    candidate: Candidate, seconds: float, others: Sequence[tuple[float, Candidate]]
+) -> str:
     def line(what: str, one: Candidate) -> str:
         return (
             f"{what} {one.choice.describe()}, {one.time.total:.3g} s per step, "
@@ -257,12 +259,12 @@ def replica_rows(sources: Sequence[Any]) -> Callable[[int], int | None]:
     It asks the first loader or data module that knows its batch size."""
 
     def rows(replicas: int) -> int | None:
-        return next(_told_rows(sources, replicas), None)
+        return next(_declared_rows(sources, replicas), None)
 
     return rows
 
 
-def _told_rows(sources: Sequence[Any], replicas: int) -> Iterator[int]:
+def _declared_rows(sources: Sequence[Any], replicas: int) -> Iterator[int]:
     for source in sources:
         if hasattr(source, "batch_plans"):
             try:

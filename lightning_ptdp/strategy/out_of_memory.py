@@ -62,10 +62,10 @@ def explain_memory(strategy: RunningStrategy) -> str:
     )
     rows = batch if isinstance(batch, int) else (b or 1) * (config.usual_microbatches or 1)
     note = memory_note(expected, found, config=config, layout=layout, mixture=mixture)
-    return note + _what_fits(strategy, rows=rows, precision=str(trainer.precision))
+    return note + _fitting_options(strategy, rows=rows, precision=str(trainer.precision))
 
 
-def _what_fits(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
+def _fitting_options(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
     """Return the fastest layouts that fit by the planner's estimate.
 
     The result is "" if the planner does not know the model or the device."""

@@ -9,7 +9,7 @@ keys::
     rank 0    answers every N that it finds with the name of this life, L, until all ranks have set L/came/r; then it sets L/all
 
 torch waits without a limit, in C++, for a store that does not respond. All requests to a store
-therefore run in another thread (``_Beside``). The calling thread watches the time and lost ranks,
+therefore run in another thread (``_InThread``). The calling thread watches the time and lost ranks,
 and logs the ranks for which it waits."""
 
 from __future__ import annotations
@@ -69,35 +69,35 @@ def join(
         PeerError: Some rank did not join, or a rank was lost meanwhile. Names the ranks that did
             not join, or else the ranks that did not notice the loss.
     """
-    beside = _Beside(crowd, limit, ended)
+    thread = _InThread(crowd, limit, ended)
     shared: dist.Store | None = None
     life = ""
     try:
-        shared = beside.run(
+        shared = thread.run(
             open_store, f"connecting to the store at {crowd.where}", crowd.first_of_all
         )
         shared.set_timeout(limit)
         if crowd.rank == 0:
             life = uuid.uuid4().hex
         else:
-            life = beside.run(
+            life = thread.run(
                 lambda: _called(shared, crowd.rank), "contacting rank 0", crowd.first_of_all
             )
         own = dist.PrefixStore(life, shared)
-        beside.listen(shared, life)
+        thread.listen(shared, life)
         missing = list(range(crowd.world_size))
-        beside.run(
+        thread.run(
             lambda: _meet(shared, own, life, crowd, missing, limit),
             "waiting for all ranks",
             lambda: crowd.missing([*missing]),
         )
-        made = beside.run(lambda: make(own), "creating the process groups", lambda: "")
-        beside.close(patience_s=limit.total_seconds())
+        made = thread.run(lambda: make(own), "creating the process groups", lambda: "")
+        thread.close(patience_s=limit.total_seconds())
         return made
     except Exception as error:
         if not is_communication_error(error):
             raise
-        missed = beside.lost
+        missed = thread.lost
         if not missed:
             missed = (
                 _lost(shared, life, crowd)
@@ -105,14 +105,14 @@ def join(
                 else crowd.unanswered(shared is not None)
             )
         raise PeerError(
-            f"rank {crowd.rank} could not join the other ranks: {missed}, while {beside.doing}: "
+            f"rank {crowd.rank} could not join the other ranks: {missed}, while {thread.doing}: "
             f"{error}"
         ) from error
     finally:
-        beside.close()
+        thread.close()
 
 
-class _Beside:
+class _InThread:
     """Runner of blocking calls in another thread, which are abandoned after a limit."""
 
     def __init__(self, crowd: ExpectedRanks, limit: timedelta, ended: Callable[[], str]) -> None:

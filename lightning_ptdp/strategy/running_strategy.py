@@ -81,7 +81,7 @@ class RunningStrategy(StrategyBase):
         return error
 
     @property
-    def asked_to_end(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return True if this rank got SIGTERM in the run."""
         return self._run is not None and self._run.stop_request.received
 

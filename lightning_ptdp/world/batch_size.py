@@ -112,12 +112,12 @@ def _quotient(global_batch_size: int, field: str, value: int, replicas: int) -> 
     if global_batch_size % unit == 0:
         return global_batch_size // unit
     sizes = sorted({global_batch_size // unit * unit, -(-global_batch_size // unit) * unit} - {0})
-    mend = f"Use global_batch_size={' or '.join(map(str, sizes))}"
+    remedy = f"Use global_batch_size={' or '.join(map(str, sizes))}"
     if global_batch_size % replicas == 0:
-        mend += f", or {field}={' or '.join(map(str, nearest_divisors(global_batch_size // replicas, value)))}"
+        remedy += f", or {field}={' or '.join(map(str, nearest_divisors(global_batch_size // replicas, value)))}"
     raise ValueError(
         f"global_batch_size={global_batch_size} is not divisible by {field} * "
-        f"data_parallel_size = {value} * {replicas}. {mend}"
+        f"data_parallel_size = {value} * {replicas}. {remedy}"
     )
 
 

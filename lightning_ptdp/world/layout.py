@@ -212,8 +212,7 @@ class ParallelLayout(Degrees, Stages):
         blocked = self._blocked(axis)
         if blocked is not None and axis == blocked.others:
             return self.size(blocked.within or "") // self.size(blocked.name)
-        size: int = getattr(self, f"{axis}_parallel_size")
-        return size
+        return int(getattr(self, f"{axis}_parallel_size"))
 
     @property
     def last_stage_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Ring and all-to-all attention equal whole attention: output and every gradient."""
+"""Ring and all-to-all attention match unsharded attention in output and all gradients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_mask(name: str | None, heads: int, dtype: torch.dtype) -> Tensor | None:
-    """A mask of the whole sequence, broadcasting to (2, heads, s, s)."""
+    """Return a mask of the whole sequence that broadcasts to (2, heads, s, s)."""
     generator = torch.Generator().manual_seed(1)
     if name is None:
         return None
@@ -89,7 +89,9 @@ def _all_cases(rank: int, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_equals_whole_attention(pool: Pool, kind: str, size: int, dtype: torch.dtype) -> None:
+def test_context_parallel_attention_matches_unsharded(
+    pool: Pool, kind: str, size: int, dtype: torch.dtype
+) -> None:
     pool.run(_all_cases, world_size=size, args=(kind, dtype))
 
 
@@ -108,7 +110,7 @@ def _bfloat16(rank: int) -> None:
         assert_close(mine.double(), own(whole, 2, group), torch.bfloat16)
 
 
-def test_ring_in_bfloat16(pool: Pool) -> None:
+def test_bfloat16_ring_matches_float64_reference(pool: Pool) -> None:
     pool.run(_bfloat16, world_size=4)
 
 
@@ -133,8 +135,7 @@ def test_values_narrower_than_keys(pool: Pool) -> None:
 
 
 def _dropout(rank: int) -> tuple[Tensor, Tensor]:
-    """Gradients of a forward with dropout are those of the same draws: compared with finite
-    differences."""
+    """Return derivatives from autograd and finite differences, and sums of kept weights."""
     group = context_group(rank)
     q, k, v, grad = (
         own(x, 2, group)
@@ -163,14 +164,14 @@ def _dropout(rank: int) -> tuple[Tensor, Tensor]:
     return torch.stack((torch.as_tensor(along), (high - low) / (2 * step))), kept
 
 
-def test_dropout_in_the_ring(pool: Pool) -> None:
+def test_ring_dropout_gradient_matches_finite_differences(pool: Pool) -> None:
     results = pool.run(_dropout, world_size=2)
     along, numeric = sum(result[0] for result in results)
     assert along.item() == pytest.approx(numeric.item(), rel=1e-6)
     kept = torch.cat([result[1] for result in results], 2)[..., 0]
-    assert 0.5 < kept.mean() < 1.5  # of 8 weights of 1/8 each
+    assert 0.5 < kept.mean() < 1.5  # sums of 8 weights of 1/8, some dropped
     assert len(kept.flatten().round(decimals=6).unique()) > 2
-    assert not torch.equal(results[0][1], results[1][1]), "ranks drew alike from equal seeds"
+    assert not torch.equal(results[0][1], results[1][1]), "ranks with equal seeds drew equal masks"
 
 
 def _too_few_heads(rank: int) -> str:
@@ -181,7 +182,7 @@ def _too_few_heads(rank: int) -> str:
     return str(error.value)
 
 
-def test_all_to_all_needs_heads_for_all(pool: Pool) -> None:
+def test_all_to_all_with_indivisible_heads_is_refused(pool: Pool) -> None:
     (message, _) = pool.run(_too_few_heads, world_size=2)
     assert "the 3 heads of" in message
     assert "Use a context_parallel_size of 1, 3" in message

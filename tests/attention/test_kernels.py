@@ -1,5 +1,5 @@
-"""Attention on a block: every kernel equals the plain one, and blocks put together equal the whole.
-Watches torch's private names."""
+"""Block attention: fused kernels match the plain kernel, and blocks combine to full attention.
+These tests also detect changes of torch's private names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALE = 1 / math.sqrt(8)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, straight from the definition."""
+    """Return output and log-sum-exp, computed from the definition."""
     heads = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
     scores = q @ k.transpose(-1, -2) * block.scale
@@ -58,7 +58,7 @@ def make_block(name: str) -> AttentionBlock:
 @pytest.mark.parametrize("tile", [2**24, 100], ids=["one tile", "tiles"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("name", ["full", "causal", "bias", "causal bias", "blind row"])
-def test_the_plain_kernel(name: str, kv_heads: int, tile: int) -> None:
+def test_plain_kernel_matches_reference(name: str, kv_heads: int, tile: int) -> None:
     q, k, v, grad = qkv(heads=4, kv_heads=kv_heads, length=12, dtype=torch.float64)
     block = make_block(name)
     assert fused_kernel(q, k, v, block) is None
@@ -78,7 +78,7 @@ def test_the_plain_kernel(name: str, kv_heads: int, tile: int) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_fused_kernels_equal_the_plain_one(
+def test_fused_kernels_match_plain_kernel(
     device: str, bias: bool, causal: bool, kv_heads: int, dtype: torch.dtype
 ) -> None:
     q, k, v, grad = (x.to(device) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype))
@@ -89,7 +89,7 @@ def test_fused_kernels_equal_the_plain_one(
     hidden[1, :, 5] = -torch.inf
     block = AttentionBlock(scale=SCALE, causal=causal, bias=hidden if bias else None)
     if fused_kernel(q, k, v, block) is None:
-        assert device == "cuda", "the CPU kernel takes all of these"
+        assert device == "cuda", "the fused CPU kernel must support this case"
         pytest.skip(f"no fused kernel for {dtype} on {device}, bias={bias}")
     assert fused_kernel(q, k, v, block) == device
     out, lse = attend(q, k, v, block)
@@ -109,7 +109,7 @@ def test_fused_kernels_equal_the_plain_one(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_backward_with_the_whole_rows_sum_gives_a_blocks_share(dtype: torch.dtype) -> None:
+def test_block_backward_with_full_lse_gives_partial_gradients(dtype: torch.dtype) -> None:
     q, k, v, grad = qkv(heads=2, kv_heads=2, length=16, dtype=dtype)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*inputs)
@@ -127,7 +127,7 @@ def test_a_backward_with_the_whole_rows_sum_gives_a_blocks_share(dtype: torch.dt
         assert_close(share[2], dv[:, :, half])
 
 
-def test_dropout_keeps_the_same_weights_in_the_backward() -> None:
+def test_backward_reuses_dropout_mask_of_forward() -> None:
     q, k, v, _ = qkv(heads=2, kv_heads=1, length=16, dtype=torch.float64)
     block = AttentionBlock(scale=0.0, dropout_p=0.5, seed=3)
     out, lse = attend(q, k, v, block)
@@ -135,12 +135,12 @@ def test_dropout_keeps_the_same_weights_in_the_backward() -> None:
     other, _ = attend(q, k, v, AttentionBlock(scale=0.0, dropout_p=0.5, seed=4))
     assert torch.equal(out, again)
     assert not torch.equal(out, other)
-    # With equal weights the output is linear in v: its gradient tells which weights were kept.
+    # With equal weights the output is linear in v, so its gradient shows the kept weights.
     dv = attend_backward(torch.ones_like(out), q, k, v, out, lse, block)[2]
     assert_close((dv * v).sum(), out.sum())
 
 
-def test_what_the_fused_kernels_are_not_given() -> None:
+def test_unsupported_blocks_do_not_use_fused_kernel() -> None:
     q, k, v, _ = qkv(heads=2, kv_heads=2, length=8, dtype=torch.float32)
     assert fused_kernel(q, k, v, AttentionBlock(scale=1.0)) == "cpu"
     exact = torch.zeros(1, 1, 8, 8, dtype=torch.float64)

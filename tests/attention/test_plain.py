@@ -1,4 +1,4 @@
-"""Attention in one process, masks, and the table of kinds."""
+"""Single-process attention, masks and the table of attention kinds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(kv_heads: int = 4) -> list[Tensor]:
 
 
 def hidden_keys(dtype: torch.dtype) -> Tensor:
-    """Hides the last key of the second sample."""
+    """Return a mask that hides the last key of the second sample."""
     seen = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     seen[1, ..., -1] = False
     return seen if dtype is torch.bool else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
@@ -37,7 +37,7 @@ def hidden_keys(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bool, torch.float64])
-def test_keyed_weights_without_dropped_ones_are_plain(
+def test_keyed_attention_without_dropout_matches_plain_attention(
     dtype: torch.dtype | None, causal: bool, kv_heads: int
 ) -> None:
     options: dict[str, Any] = {"causal": causal, "scale": 0.3}
@@ -49,7 +49,7 @@ def test_keyed_weights_without_dropped_ones_are_plain(
     torch.testing.assert_close(found, 0.5 * plain_attention(AttentionCall(*qkv, **options)))
 
 
-def test_a_mask_and_causal_hide_together() -> None:
+def test_mask_and_causal_mask_are_combined() -> None:
     q, k, v = inputs()
     past = torch.ones(6, 6, dtype=torch.bool).tril()
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden_keys(torch.bool) & past)
@@ -57,7 +57,7 @@ def test_a_mask_and_causal_hide_together() -> None:
     torch.testing.assert_close(plain_attention(call), expected)
 
 
-def test_a_models_call_becomes_an_attention_call() -> None:
+def test_sdpa_call_is_intercepted_as_attention_call() -> None:
     q, k, v = inputs(2)
     calls = list[AttentionCall]()
 
@@ -74,17 +74,17 @@ def test_a_models_call_becomes_an_attention_call() -> None:
     assert AttentionCall(q, k, v).factor == pytest.approx(8**-0.5)
 
 
-def test_documents_of_packed_sequences() -> None:
+def test_document_mask_of_packed_sequences() -> None:
     assert find_documents(torch.arange(4)[None]) is None
     documents = find_documents(torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]))
     assert documents is not None
     assert documents.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
-    found = document_mask(documents, torch.tensor([1, 3]))  # a rank's queries
+    found = document_mask(documents, torch.tensor([1, 3]))  # queries of one rank
     assert found[:, 0].int().tolist() == [
         [[1, 1, 0, 0], [1, 1, 1, 1]],
         [[1, 1, 0, 0], [0, 0, 1, 1]],
     ]
 
 
-def test_every_kind_has_its_class() -> None:
+def test_attention_table_covers_every_kind() -> None:
     assert set(ATTENTIONS) == set(get_args(AttentionKind))

@@ -1,4 +1,4 @@
-"""Tests of the communication volume and of the activation memory of context parallelism."""
+"""Communication volume and activation memory of context parallelism."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _count(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
-def test_bytes_and_messages_are_the_formulas(
+def test_communication_volume_matches_formulas(
     pool: Pool, kind: AttentionKind, size: int, dtype: torch.dtype
 ) -> None:
     for causal, kv_heads in ((True, 4), (False, 2)):
-        # 2 (c-1) blocks of keys and values forward, as many backward with as many gradients of at
-        # least 32 bits; or (c-1)/c of q, k, v and the output in each direction, keys and values
-        # copied to a multiple of c heads.
+        # Ring: 2 (c-1) blocks of keys and values in forward; the same blocks and their gradients,
+        # in at least 32 bits, in backward. All-to-all: (c-1)/c of q, k, v and the output in each
+        # direction, with keys and values repeated to a multiple of c heads.
         head, bytes_each = 2 * (16 // size) * 8, dtype.itemsize
         if kind == "ring":
             blocks = 2 * (size - 1) * kv_heads * head
@@ -72,13 +72,13 @@ def _saved_bytes(rank: int, length: int) -> int:
     return sum(kept.values())
 
 
-def test_what_the_ring_keeps_for_the_backward_shrinks_with_the_ranks(pool: Pool) -> None:
+def test_memory_of_ring_attention_is_sharded_over_ranks(pool: Pool) -> None:
     samples, length, heads, kv_heads, channels = 2, 64, 4, 2, 16
     # q and out, k and v, log-sum-exp
     whole = 4 * samples * length * (2 * heads * channels + 2 * kv_heads * channels + heads)
     for size in (2, 4):
         assert pool.run(_saved_bytes, world_size=size, args=(length,)) == [whole // size] * size
-    # So at a fixed memory a rank, the sequence grows with the ranks.
+    # At fixed memory per rank, the sequence length scales with the number of ranks.
     assert (
         pool.run(_saved_bytes, world_size=4, args=(2 * length,))
         == pool.run(_saved_bytes, world_size=2, args=(length,)) * 2

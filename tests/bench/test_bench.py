@@ -1,4 +1,4 @@
-"""Results and synthetic batches."""
+"""Benchmark results and synthetic batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def result(**changes: Any) -> BenchResult:
     return BenchResult(**(values | changes))
 
 
-def test_what_follows_from_the_measured_steps() -> None:
+def test_statistics_of_measured_steps() -> None:
     found = result(peak_flops=4e12)
     assert (
         found.median_s,
@@ -41,14 +41,14 @@ def test_what_follows_from_the_measured_steps() -> None:
     assert result(seconds=(3.0,)).percentile_s(90) == 3.0
 
 
-def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_result_survives_json_round_trip(tmp_path: Path) -> None:
     found = result(bubble=0.25, ideal_bubble=0.2)
     found.write(tmp_path / "result.json")
     assert BenchResult.read(json.loads((tmp_path / "result.json").read_text())) == found
     assert BenchResult.read(json.loads(json.dumps(found.as_dict()))) == found
 
 
-def test_layouts_are_ranked_and_stand_beside_what_the_planner_expected() -> None:
+def test_layouts_are_ranked_next_to_planner_predictions() -> None:
     second = result(predicted_s=0.5, layout="t2 p1 d1")
     first = result(
         layout="p2 d1",
@@ -72,7 +72,7 @@ def test_layouts_are_ranked_and_stand_beside_what_the_planner_expected() -> None
     assert "bubble" not in render(second)
 
 
-def test_batches_have_the_sizes_of_the_data_module_which_is_not_read(tmp_path: Path) -> None:
+def test_synthetic_batches_have_sizes_of_data_module(tmp_path: Path) -> None:
     common: dict[str, Any] = {
         "data_dir": str(tmp_path),
         "vocabulary_size": 320,

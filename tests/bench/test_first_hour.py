@@ -1,4 +1,4 @@
-"""The first hour on GPUs: one case runs without a GPU, and all cases find their place on the page."""
+"""First-hour benchmark: one case without a GPU, and the page of all cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hour(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("first_hour")
 
 
-def test_a_case_runs_in_a_process_and_one_that_hangs_is_ended(hour: ModuleType) -> None:
+def test_case_runs_in_own_process_with_time_limit(hour: ModuleType) -> None:
     found = hour.run("layouts", "one, m4", 200.0, on_gpu=False)
     losses = found["losses"]
     assert len(losses) == hour.STEPS and losses[-1] < losses[0], found
@@ -29,7 +29,7 @@ def test_a_case_runs_in_a_process_and_one_that_hangs_is_ended(hour: ModuleType) 
     assert failed["failed"] == "exit code 1" and "KeyError" in failed["output"]
 
 
-def test_the_page_has_every_case_and_says_what_is_left_out(
+def test_page_lists_every_case_and_omissions(
     hour: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(part: str, name: str, limit_s: float, *, on_gpu: bool) -> Mapping[str, Any]:

@@ -1,5 +1,4 @@
-"""The benchmark for GPUs runs, with toy sizes, where there is none; and what it says of what it
-measured."""
+"""GPU benchmark with toy sizes on a CPU, and the report of its measurements."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def _run(*arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_every_engine_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks() -> None:
+def test_every_engine_runs_without_gpu_and_optional_packages() -> None:
     wanted = (
         "124M s=1024,|175B, a rank of t8 p12, sp|BERT-large s=512, ptdp|3B s=2048, ptdp|LoRA|m=4, "
         "lightning|host"
@@ -76,7 +75,7 @@ def test_every_engine_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks() 
     assert all(row.keys() == {"name", "ours", "peer", "peer_name", "ratio", "unit"} for row in rows)
 
 
-def test_what_does_not_fit_into_the_budget_is_said(module: ModuleType) -> None:
+def test_cases_over_budget_are_reported_as_not_run(module: ModuleType) -> None:
     gpu, cases = module("gpu"), module("gpu_cases")  # type: ignore[operator]
     todo = list(cases.jobs(cases.CASES[:1]))
     found = list(gpu.measure_all(todo, 1.0, False, None))
@@ -84,18 +83,18 @@ def test_what_does_not_fit_into_the_budget_is_said(module: ModuleType) -> None:
     assert {said for _, said in found} == {"not run: the budget is spent"}
 
 
-def test_operations_are_those_of_the_papers(module: object) -> None:
+def test_flops_match_published_formulas(module: object) -> None:
     cases = module("gpu_cases")  # type: ignore[operator]
     by_name = {case.name: case for case in cases.CASES}
     whole = by_name["175B, a rank of t8 p12"]
     b, s, h, layers = whole.microbatches * whole.samples, 2048, 12288, 8
-    # arXiv 2104.04473, section 5.1, without the head; everything is recomputed.
+    # arXiv 2104.04473, section 5.1, without the head, with full recomputation.
     causal, full = cases.flops(whole)
-    # forward twice, backward for two: half of 4 s^2 h each
+    # two forwards, and a backward that costs two: half of 4 s^2 h each
     assert full - causal == b * 4 * 2 * s**2 * h * layers / 8
     assert full == pytest.approx(96 * b * s * layers * h**2 * (1 + s / (6 * h)) / 8, rel=1e-12)
     causal, full = cases.flops(by_name["GPT-2 124M s=1024"])
-    # half of forward and backward, 3 * 4 s^2 h a layer
+    # half of forward and backward, 3 * 4 s^2 h per layer
     assert full - causal == 16 * 6 * 1024**2 * 768 * 12
     bert = cases.flops(by_name["BERT-large s=512"])
     assert bert[0] == bert[1]
@@ -106,7 +105,7 @@ def test_operations_are_those_of_the_papers(module: object) -> None:
     )
 
 
-def test_the_device_is_idle_where_no_kernel_runs(module: object) -> None:
+def test_idle_share_counts_time_without_kernels(module: object) -> None:
     idle_share = module("gpu_measure").idle_share  # type: ignore[operator]
     spans = [
         ("kernel", 10, 20),
@@ -120,7 +119,7 @@ def test_the_device_is_idle_where_no_kernel_runs(module: object) -> None:
     assert idle_share([{"cat": "cpu_op", "ts": 0, "dur": 1}]) is None
 
 
-def test_rows_compare_with_every_peer_that_was_measured_and_with_the_paper(
+def test_rows_compare_with_measured_peers_and_paper(
     module: ModuleType,
 ) -> None:
     gpu, cases, measure = (module(name) for name in ("gpu", "gpu_cases", "gpu_measure"))  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""A CPU's tensors, counted."""
+"""Memory of tensors, counted on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEBI = 2**20
 
 def peak(*, frees: bool) -> int:
     kept = torch.nn.Parameter(torch.zeros(MEBI))
-    kept.grad = torch.zeros(2 * MEBI)[:MEBI]  # of a larger one
+    kept.grad = torch.zeros(2 * MEBI)[:MEBI]  # a view of a larger tensor
     other = kept.detach()  # the same memory
     with CountedMemory() as count:
         if frees:
@@ -24,7 +24,7 @@ def peak(*, frees: bool) -> int:
     return count.peak_bytes
 
 
-def test_the_peak_is_that_of_the_tensors() -> None:
+def test_peak_memory_counts_live_tensors() -> None:
     with CountedMemory() as nothing:
         torch.zeros(8)
     whole = 4 * MEBI
@@ -32,7 +32,7 @@ def test_the_peak_is_that_of_the_tensors() -> None:
     assert peak(frees=True) - nothing.peak_bytes == pytest.approx((1 + 5) * whole, rel=0.01)
 
 
-def test_tensors_without_data_do_not_count() -> None:
+def test_tensors_without_data_are_not_counted() -> None:
     with without_data():
         planned = torch.zeros(1000 * MEBI)
     with CountedMemory() as count:

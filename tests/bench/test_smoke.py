@@ -1,5 +1,4 @@
-"""Every benchmark runs and ends with rows of the form that docs/benchmarks.md describes; its
-figures mean nothing here."""
+"""Every benchmark runs and prints rows in the format of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from tests.processes import run
 pytestmark = pytest.mark.thorough
 
 BENCHMARKS = Path(__file__).parents[2] / "ci" / "benchmarks"
-# gpu.py and its first hour have tests of their own
+# gpu.py and first_hour.py have separate tests
 NAMES = sorted(
     path.stem
     for path in BENCHMARKS.glob("*.py")
@@ -24,7 +23,7 @@ FIELDS = {"name", "ours", "peer", "peer_name", "ratio", "unit"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_runs(name: str) -> None:
+def test_benchmark_runs(name: str) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke"]
     done = run(command)
     if "two namespaces cannot be made here" in done.stderr:

@@ -1,5 +1,4 @@
-"""The callbacks inside a real Trainer, on one device and with strategies that have nothing of
-ours."""
+"""Callbacks in a real Trainer, on one device and with Lightning's own strategies."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def fit(tmp_path: Path, *callbacks: Callback, **options: Any) -> Keep:
 
 
 class Clock:
-    """A clock that only moves when told to."""
+    """A clock that moves only when it is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -81,7 +80,7 @@ class Clock:
 
 
 class Work(Callback):
-    """Steps take 2 s, the first one 50 s; a validation 1000 s."""
+    """Advances the clock: 50 s for the first step, 2 s for later ones, 1000 s for validation."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -95,7 +94,7 @@ class Work(Callback):
         self.clock.now += 1000.0
 
 
-def test_throughput_counts_neither_the_first_step_nor_validation(
+def test_throughput_excludes_first_step_and_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
@@ -116,7 +115,7 @@ def test_throughput_counts_neither_the_first_step_nor_validation(
         assert step["model_tflops_per_s"] == pytest.approx(BATCH * LENGTH * FLOPS / 2 / 1e12)
 
 
-def test_throughput_of_data_that_is_not_tokens(tmp_path: Path) -> None:
+def test_throughput_without_tokens_logs_samples_only(tmp_path: Path) -> None:
     throughput = Throughput()
     logged: dict[str, float] = {}
     throughput.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
@@ -134,12 +133,12 @@ def test_throughput_of_data_that_is_not_tokens(tmp_path: Path) -> None:
     assert set(logged) == {"samples_per_s"}
 
 
-def test_throughput_needs_a_window() -> None:
+def test_throughput_rejects_zero_window() -> None:
     with pytest.raises(ValueError, match="window=0"):
         Throughput(window=0)
 
 
-def test_gradient_norm_is_the_one_before_clipping(tmp_path: Path) -> None:
+def test_gradient_norm_is_measured_before_clipping(tmp_path: Path) -> None:
     seen: list[float] = []
 
     class Expect(Callback):
@@ -169,7 +168,7 @@ def test_train_perplexity(tmp_path: Path) -> None:
         ({"max_steps": -1, "max_epochs": 1, "limit_train_batches": 7}, 3),
     ],
 )
-def test_the_last_validation_is_after_the_last_step_and_there_only_once(
+def test_final_validation_runs_once_after_last_step(
     tmp_path: Path, limits: dict[str, int], expected: int
 ) -> None:
     assert (
@@ -180,7 +179,7 @@ def test_the_last_validation_is_after_the_last_step_and_there_only_once(
     )
 
 
-def test_the_configuration_is_kept_and_never_overwritten(tmp_path: Path) -> None:
+def test_config_is_saved_and_never_overwritten(tmp_path: Path) -> None:
     for text in ("a: 1\n", "a: 1\n", "a: 2\n"):
         fit(tmp_path, SaveResolvedConfig(text), max_steps=1)
     assert {path.name: path.read_text() for path in tmp_path.glob("*.yaml")} == {
@@ -189,7 +188,7 @@ def test_the_configuration_is_kept_and_never_overwritten(tmp_path: Path) -> None
     }
 
 
-def test_the_configuration_goes_beside_the_logs(tmp_path: Path) -> None:
+def test_config_is_saved_next_to_logs(tmp_path: Path) -> None:
     fit(
         tmp_path,
         SaveResolvedConfig("a: 1\n"),
@@ -199,7 +198,9 @@ def test_the_configuration_goes_beside_the_logs(tmp_path: Path) -> None:
     assert (tmp_path / "exp" / "version_7" / "config.yaml").read_text() == "a: 1\n"
 
 
-def test_report_says_where_things_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_report_lists_checkpoints_and_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "record.json"
     checkpoints = ModelCheckpoint(
         tmp_path / "checkpoints", monitor="val_loss", save_last=True, filename="best"
@@ -232,7 +233,7 @@ def test_report_says_where_things_are(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"best:        {record.best_checkpoint} (val_loss {record.best_score:.4g})" in out
 
 
-def test_report_of_a_run_that_broke(tmp_path: Path) -> None:
+def test_run_report_marks_failed_run_unfinished(tmp_path: Path) -> None:
     class Break(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             raise RuntimeError("broken")
@@ -245,7 +246,7 @@ def test_report_of_a_run_that_broke(tmp_path: Path) -> None:
 
 
 class MLFlowLogger(CSVLogger):
-    """A logger that takes tags and texts as Lightning's MLflow logger does."""
+    """A logger with the tag and text methods of Lightning's MLflow logger."""
 
     run_id = "r1"
 
@@ -269,7 +270,7 @@ class MLFlowLogger(CSVLogger):
     def save(self) -> None: ...
 
 
-def test_layout_summary_prints_once_and_keeps_it_with_the_run(
+def test_layout_summary_is_printed_once_and_logged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = MLFlowLogger(tmp_path)
@@ -287,7 +288,7 @@ def test_layout_summary_prints_once_and_keeps_it_with_the_run(
     assert (logger.tags["layout"], logger.tags["tensor_parallel_size"]) == ("t1 p1 d1", 1)
 
 
-def test_layout_summary_leaves_other_strategies_alone(
+def test_layout_summary_ignores_other_strategies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path, LayoutSummary())

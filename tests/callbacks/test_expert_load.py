@@ -1,6 +1,6 @@
-"""Tests of the expert load that the callback ``ExpertLoad`` logs.
+"""Expert loads that the callback ``ExpertLoad`` logs.
 
-Every layout logs the same numbers. They reach the loggers of rank 0 even if other ranks hold the
+Every layout logs the same numbers. The loggers of rank 0 receive them even if other ranks hold the
 layers."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMES = (
 
 
 class MLFlowLogger(DummyLogger):
-    """Keeps what is logged, and files as MLflow's logger does."""
+    """A logger that records metrics, and files like MLflow's logger."""
 
     run_id = "r1"
 
@@ -74,14 +74,14 @@ class MLFlowLogger(DummyLogger):
 
 
 class LitHuggingFace(unseen.LitUnseen):
-    """With a validation."""
+    """A Hugging Face module with a validation step."""
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
 
 class OwnGPT(LitGPT):
-    """With a capacity every choice that is kept is a token of its own."""
+    """A GPT with a capacity: each kept choice is dispatched as a separate token."""
 
     def __init__(self) -> None:
         experts: Any = {
@@ -106,8 +106,7 @@ class OwnGPT(LitGPT):
 
 
 class LitBatched(LitHuggingFace):
-    """Experts as batched products, which a compiler can look into with every release of torch and
-    transformers."""
+    """Experts as batched products, which every release of torch and transformers can compile."""
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -159,7 +158,7 @@ def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
 
 
 def _counted(module: LitMixture, ids: Tensor) -> dict[str, list[float]]:
-    """Over the mean, by what the model says when it is asked once more."""
+    """Return the loads relative to the mean, recomputed from the router outputs."""
     x, found = module.embedding(ids[:, :-1]), {}
     for number, layer in enumerate(module.layers):
         chosen = (
@@ -193,7 +192,7 @@ def _same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     ],
     ids=["e2 recompute", "p2 v2 e2", "p2 zb_h1"],
 )
-def test_same_as_one_process(
+def test_loads_equal_single_process(
     world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path
 ) -> None:
     (expected,) = pool.run(fit, world_size=1, args=(Run(), str(tmp_path / "one")))
@@ -227,7 +226,7 @@ def test_same_as_one_process(
     ],
     ids=["t2 e2", "t2 sp", "c2 e2"],
 )
-def test_hugging_face_same_as_one_process(
+def test_hugging_face_loads_equal_single_process(
     name: str, world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
@@ -236,7 +235,7 @@ def test_hugging_face_same_as_one_process(
     _same(pool.run(fit, world_size=world_size, args=(run, str(tmp_path))), expected)
 
 
-def test_own_gpt_same_as_one_process(pool: Pool, tmp_path: Path) -> None:
+def test_lit_gpt_loads_equal_single_process(pool: Pool, tmp_path: Path) -> None:
     layout = {E: 2, P: 2, M: 2}
     (expected,) = pool.run(fit, world_size=1, args=(OwnRun(), str(tmp_path)))
     _same(
@@ -259,13 +258,15 @@ def _fit_compiled(rank: int, compiled: bool, folder: str) -> dict[str, Any]:
     }
 
 
-def test_compiled_blocks_count_in_their_one_graph(pool: Pool, tmp_path: Path) -> None:
+def test_compiled_blocks_count_without_graph_breaks(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     expected, found = (
         pool.run(_fit_compiled, world_size=1, args=(compiled, str(tmp_path)))[0]
         for compiled in (False, True)
     )
-    assert (found["graphs"], found["breaks"]) == (2, 0), "one of training, one of evaluation"
+    assert (found["graphs"], found["breaks"]) == (2, 0), (
+        "expected one graph for training and one for evaluation"
+    )
     assert found["logged"] == {
         step: pytest.approx(values, rel=1e-5) for step, values in expected["logged"].items()
     }
@@ -292,7 +293,7 @@ def _fit_by_lightning(rank: int, world_size: int, folder: str) -> dict[str, floa
     module.configure_model()
     for layer in module.layers:
         layer.experts.reset_parameters()
-    vars(module)["configure_model"] = lambda: None  # it is built
+    vars(module)["configure_model"] = lambda: None  # the model is already built
     module.scripted = torch.jit.script(torch.nn.Identity())
     trainer.fit(module, data, data)
     return {
@@ -302,14 +303,14 @@ def _fit_by_lightning(rank: int, world_size: int, folder: str) -> dict[str, floa
     }
 
 
-def test_by_lightnings_own_strategies(pool: Pool, tmp_path: Path) -> None:
+def test_ddp_loads_equal_single_device(pool: Pool, tmp_path: Path) -> None:
     (expected,) = pool.run(_fit_by_lightning, world_size=1, args=(1, str(tmp_path)))
     assert len(expected) == 2 * len(NAMES)
     for found in pool.run(_fit_by_lightning, world_size=2, args=(2, str(tmp_path))):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_one_expert_gets_everything(pool: Pool, tmp_path: Path) -> None:
+def test_load_metrics_with_all_tokens_on_one_expert(pool: Pool, tmp_path: Path) -> None:
     (found,) = pool.run(fit, world_size=1, args=(Run(routing="one"), str(tmp_path)))
     values = {
         "expert_load_max": EXPERTS,
@@ -321,7 +322,7 @@ def test_one_expert_gets_everything(pool: Pool, tmp_path: Path) -> None:
     assert 0 < found["known"]["val_router_entropy"] < 1
 
 
-def test_what_was_taken_or_set_aside_is_not_counted_again() -> None:
+def test_taken_and_set_aside_counts_are_excluded() -> None:
     module = LitMixture(Run())
     module.configure_model()
     for layer in module.layers:
@@ -351,7 +352,7 @@ def test_what_was_taken_or_set_aside_is_not_counted_again() -> None:
     assert counts.take(trainer).layers == ()
 
 
-def test_entropies() -> None:
+def test_metrics_of_even_and_uneven_loads() -> None:
     even = LayerLoad(name="a", loads=(1.0,) * 4, router_entropy=None)
     half = LayerLoad(name="b", loads=(2.0, 0.0, 2.0, 0.0), router_entropy=0.25)
     assert even.entropy == pytest.approx(1)
@@ -367,7 +368,7 @@ def test_entropies() -> None:
     assert ExpertLoads(layers=()).metrics() == {}
 
 
-def test_a_picture_of_layers_with_unequally_many_experts(tmp_path: Path) -> None:
+def test_plot_of_layers_with_different_numbers_of_experts(tmp_path: Path) -> None:
     loads = [(1.0, 1.0), (4.0, 0.0, 0.0, 0.0)]
     layers = tuple(
         LayerLoad(name=f"layers.{i}.experts", loads=load, router_entropy=None)
@@ -378,4 +379,4 @@ def test_a_picture_of_layers_with_unequally_many_experts(tmp_path: Path) -> None
         colours = {
             colour for count, colour in picture.convert("RGB").getcolors(2**16) or [] if count > 500
         }
-    assert (0, 0, 0) in colours, "what got nothing is black"
+    assert (0, 0, 0) in colours, "experts without tokens must be black"

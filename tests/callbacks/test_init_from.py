@@ -1,4 +1,4 @@
-"""Training begins with weights of another layout, of other names, or with a new head."""
+"""Initial weights from a checkpoint with another layout, other names or missing tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
 class Weights(L.Callback):
-    """The weights that training begins with."""
+    """Records the weights at the start of training."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy: Any = trainer.strategy
@@ -52,7 +52,7 @@ def _fit(
 
 
 def _rewritten(source: Path, target: Path, change: Any) -> None:
-    """A checkpoint of weights alone, under other names."""
+    """Write a checkpoint with weights only, under changed names."""
     full = read_full(source)
     tensors = {
         f"model/{change(name)}": value
@@ -70,7 +70,7 @@ def _rewritten(source: Path, target: Path, change: Any) -> None:
     )
 
 
-def test_weights_of_any_layout_and_other_names(pool: Pool, tmp_path: Path) -> None:
+def test_weights_load_across_layouts_and_names(pool: Pool, tmp_path: Path) -> None:
     trained, p2, t2 = (
         tmp_path / "trained",
         {"pipeline_parallel_size": 2, "num_microbatches": 2},
@@ -99,7 +99,7 @@ def test_weights_of_any_layout_and_other_names(pool: Pool, tmp_path: Path) -> No
         assert "has weights but no training state" in message
 
 
-def test_two_names_cannot_become_one(tmp_path: Path) -> None:
+def test_rename_collision_is_refused(tmp_path: Path) -> None:
     one = {name: (torch.ones(2), Placement.replicated((2,))) for name in ("a.x", "b.x")}
     save_checkpoint(tmp_path / "c", tensors={"c.x": one["a.x"]}, state={}, metadata={})
     with pytest.raises(CheckpointError, match=r"'a\.x' and 'b\.x' are both 'c\.x'"):

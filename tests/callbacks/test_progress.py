@@ -1,4 +1,4 @@
-"""The progress of a fit, as it is shown."""
+"""Progress display of training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fit(*callbacks: Any, **options: Any) -> Trainer:
     return trainer
 
 
-def test_lines_count_optimizer_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_count_optimizer_steps(capsys: pytest.CaptureFixture[str]) -> None:
     fit(StepProgress(), Throughput(), max_steps=7, log_every_n_steps=3, accumulate_grad_batches=2)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
@@ -38,7 +38,7 @@ def test_lines_count_optimizer_steps(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("style", ["rich", "tqdm"])
-def test_bars_end_at_the_last_step_also_with_validation_in_between(
+def test_bar_ends_at_last_step_despite_validation(
     capsys: pytest.CaptureFixture[str], style: Any
 ) -> None:
     trainer = Trainer(
@@ -53,13 +53,13 @@ def test_bars_end_at_the_last_step_also_with_validation_in_between(
     trainer.fit(LitNet(), loader(), loader())
     said = capsys.readouterr().out
     assert "8/8" in said
-    assert "-2" not in said, "Lightning's own bar"
+    assert "-2" not in said, "Lightning's own bar is shown"
 
 
-def test_log_messages_go_above_a_bar_on_a_terminal(
+def test_log_messages_print_above_terminal_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     log, handler = logging.getLogger("tests.progress"), logging.StreamHandler(sys.stderr)
     monkeypatch.setattr(log, "handlers", [handler])
     before = handler.stream
@@ -70,12 +70,14 @@ def test_log_messages_go_above_a_bar_on_a_terminal(
 
     fit(StepProgress(style="rich"), Tells(), max_steps=1)
     said = capsys.readouterr()
-    assert re.search(r"^\S*a message\S*\s*$", said.out, re.MULTILINE), "a line of its own"
+    assert re.search(r"^\S*a message\S*\s*$", said.out, re.MULTILINE), (
+        "the message is not on a separate line"
+    )
     assert "a message" not in said.err
     assert handler.stream is before
 
 
-def test_a_bar_goes_on_where_a_checkpoint_ended() -> None:
+def test_refresh_rate_and_last_step_are_shown() -> None:
     shown: list[tuple[int, str]] = []
 
     class Recorded(StepProgress):
@@ -88,7 +90,7 @@ def test_a_bar_goes_on_where_a_checkpoint_ended() -> None:
     assert [step for step, _ in shown] == [2, 4, 5]
 
 
-def test_only_one_rank_shows_and_a_trainer_with_a_bar_can_be_copied(
+def test_disabled_progress_is_silent_and_can_be_copied(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     progress = StepProgress(style="lines")
@@ -99,14 +101,14 @@ def test_only_one_rank_shows_and_a_trainer_with_a_bar_can_be_copied(
     assert isinstance(copied, StepProgress)
 
 
-def test_metrics_in_a_line() -> None:
+def test_metrics_are_formatted_on_one_line() -> None:
     metrics = {"train_loss": 3.14159, "tokens_per_s": 12345.0, "mfu": 0.4123, "name": "text"}
     assert describe(metrics) == "train_loss 3.142, 12.3k tokens/s, MFU 41.2%"
     assert describe({"tokens_per_s": 1.5e6}) == "1.5M tokens/s"
     assert describe({}) == ""
 
 
-def test_mfu_is_logged_against_a_named_peak() -> None:
+def test_mfu_is_logged_only_with_peak_tflops() -> None:
     trainer = fit(Throughput(peak_tflops=0.5), max_steps=4, enable_progress_bar=False)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert found["mfu"] == pytest.approx(found["model_tflops_per_s"] / 0.5)
@@ -114,6 +116,6 @@ def test_mfu_is_logged_against_a_named_peak() -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("style", "fancy"), ("refresh_rate", 0)])
-def test_mistakes(option: str, value: Any) -> None:
+def test_invalid_options_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option}={value!r}"):
         StepProgress(**{option: value})

@@ -1,4 +1,4 @@
-"""SIGTERM or Ctrl-C to one rank: all save, end, and go on later as if nothing had happened."""
+"""SIGTERM or Ctrl-C to one rank: all ranks save and stop, and a resumed run is bitwise equal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.thorough
 
 
 class Terminate(L.Callback):
-    """Signals this process when a step begins."""
+    """Sends a signal to this process at the start of a step."""
 
     def __init__(self, step: int, number: int) -> None:
         self._step, self._number = step, number
@@ -51,7 +51,7 @@ def _train(
     saver: str = "SaveOnSignal",
 ) -> tuple[int, dict[str, torch.Tensor]]:
     L.seed_everything(3, verbose=False)
-    # what runs in a shell's background ignores it
+    # background processes of a shell ignore SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
     before = _handlers()
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
@@ -77,7 +77,7 @@ def _train(
             trainer.fit(LitTiny(Run(layers=4)), loader)
         assert isinstance(info.value, SIGTERMException) == (sent == signal.SIGTERM)
         assert signal.getsignal(signal.SIGINT) == before[1]
-        signal.signal(signal.SIGTERM, before[0])  # the process is used again
+        signal.signal(signal.SIGTERM, before[0])  # the pool reuses this process
     return trainer.global_step, strategy.gather_state_dict() if signalled is None else {}
 
 
@@ -91,7 +91,7 @@ def _train(
         (1, signal.SIGINT, True, "OnExceptionCheckpoint"),
     ],
 )
-def test_all_ranks_save_and_end(
+def test_signal_to_one_rank_saves_and_stops_all_ranks(
     pool: Pool, tmp_path: Path, signalled: int, sent: int, async_save: bool, saver: str
 ) -> None:
     args = (str(tmp_path), signalled, sent, async_save, None, saver)
@@ -108,8 +108,7 @@ def test_all_ranks_save_and_end(
 
 
 class Preempt(L.Callback):
-    """SLURM's signal arrives in the middle of a step; ``seen`` is what Lightning's handler
-    found."""
+    """Sends SLURM's signal during a step; ``seen`` records the calls of Lightning's handler."""
 
     def __init__(self) -> None:
         self.inside, self.seen = False, list[tuple[bool, int]]()
@@ -124,7 +123,7 @@ class Preempt(L.Callback):
         self.inside = True
         if trainer.global_step == 1:
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert self.seen == [], "the handler is called in the middle of a step"
+            assert self.seen == [], "the handler ran during a step"
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.inside = False
@@ -136,7 +135,7 @@ def slurm() -> SLURMEnvironment:
     return environment
 
 
-def test_lightnings_handler_runs_between_steps(tmp_path: Path) -> None:
+def test_lightning_signal_handler_runs_between_steps(tmp_path: Path) -> None:
     before, preempt = signal.getsignal(signal.SIGUSR2), Preempt()
     trainer = make_trainer(
         "auto", max_steps=5, default_root_dir=tmp_path, callbacks=[preempt, SaveOnSignal()]
@@ -146,12 +145,12 @@ def test_lightnings_handler_runs_between_steps(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert trainer.global_step == 5, (
-        "Lightning's handler saves and asks for the job again; ending it is SLURM's business"
+        "training must continue: Lightning's handler saves and requeues, SLURM ends the job"
     )
     assert preempt.seen == [(False, 3)]
 
 
-def test_slurms_signal_is_put_off_too() -> None:
+def test_slurm_requeue_signal_is_deferred() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     assert _signals(trainer)[2:] == ()
     environment = trainer.strategy.cluster_environment = slurm()

@@ -1,4 +1,4 @@
-"""Recording training steps with a real Trainer."""
+"""Recording of training steps with a real Trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 
 
 class MLFlowLogger(DummyLogger):
-    """Keeps files as MLflow's logger does."""
+    """A logger that records files like MLflow's logger."""
 
     run_id = "r1"
 
@@ -41,7 +41,7 @@ class MLFlowLogger(DummyLogger):
 
 
 class Members(L.Callback):
-    """Number of step observers at the end of each training batch."""
+    """Records the number of step observers at the end of each training batch."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -86,7 +86,7 @@ def _metrics(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def _times(trace: Path) -> list[tuple[float, float]]:
-    """Step time and bubble of the two timelines in a trace of two ranks without reductions."""
+    """Return step time and bubble of both timelines in a trace of two ranks without reductions."""
     found = []
     for pid in (0, 1):
         spans = [
@@ -100,7 +100,7 @@ def _times(trace: Path) -> list[tuple[float, float]]:
     return found
 
 
-def test_the_chosen_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
+def test_selected_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(_fit, world_size=2, args=(2, P2, str(tmp_path), {"steps": [0, 2]}, 1))
     files = ["step-000000.json", "step-000000.png", "step-000002.json", "step-000002.png"]
     (folder,) = tmp_path.rglob("timeline")
@@ -108,7 +108,7 @@ def test_the_chosen_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == files
     assert sorted(results[0][0]) == [("r1", name, "timeline") for name in files]
     assert results[1][0] == []
-    # While a step is recorded one more looks on; the watchdog always does.
+    # The watchdog always observes; the recorder observes recorded steps only.
     assert [counts for _, counts in results] == [[2, 1, 2, 1]] * 2
     metrics = _metrics(tmp_path)
     assert sorted(metrics) == [0, 2]
@@ -120,7 +120,7 @@ def test_the_chosen_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
         assert found["timeline/bubble_ideal"] == pytest.approx(ideal_idle)
 
 
-def test_a_full_disk_does_not_end_training(pool: Pool, tmp_path: Path) -> None:
+def test_unwritable_folder_does_not_abort_training(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("where no folder can be made")
     results = pool.run(
         _fit,
@@ -130,11 +130,11 @@ def test_a_full_disk_does_not_end_training(pool: Pool, tmp_path: Path) -> None:
     assert [counts for _, counts in results] == [[2, 1, 1, 1]] * 2
 
 
-def test_the_trace_holds_what_every_rank_did(pool: Pool, tmp_path: Path) -> None:
+def test_trace_holds_operations_of_every_rank(pool: Pool, tmp_path: Path) -> None:
     layout = {**P2, "schedule": "zb_h1"}
     options = {"every_n_steps": 1, "dirpath": str(tmp_path / "mine")}
     results = pool.run(_fit, world_size=4, args=(4, layout, str(tmp_path), options, 1))
-    # The pipeline of the first replica are the ranks 0 and 2.
+    # Ranks 0 and 2 form the pipeline of the first replica.
     assert [counts for _, counts in results] == [[1, 2], [1, 1]] * 2
     files = sorted((tmp_path / "mine").iterdir())
     assert [path.name for path in files] == ["step-000001.json", "step-000001.png"]
@@ -156,7 +156,7 @@ def test_the_trace_holds_what_every_rank_did(pool: Pool, tmp_path: Path) -> None
     assert measured["R0"]["ts"] >= measured["B0.3"]["ts"]
 
 
-def test_of_an_accumulated_step_the_last_batch_counts(pool: Pool, tmp_path: Path) -> None:
+def test_accumulated_step_records_last_batch(pool: Pool, tmp_path: Path) -> None:
     results = pool.run(_fit, world_size=2, args=(2, P2, str(tmp_path), {"steps": [1]}, 2))
     assert [name for _, name, _ in results[0][0]] == ["step-000001.png", "step-000001.json"]
     assert results[0][1] == [1, 1, 2, 2]
@@ -168,8 +168,7 @@ def _fit_alone(
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    # Both of Lightning's packages write through one module, to the logger of the one that was
-    # imported last.
+    # Both Lightning packages log through one module, to the logger of the package imported last.
     sources = [
         logging.getLogger(f"{name}.utilities.rank_zero")
         for name in ("lightning.pytorch", "pytorch_lightning")
@@ -188,7 +187,7 @@ def _fit_alone(
 
 
 @pytest.mark.parametrize("layout", [None, {}, {"num_microbatches": 2}])
-def test_without_a_pipeline_it_says_so_once(
+def test_missing_pipeline_is_reported_once(
     pool: Pool, tmp_path: Path, layout: dict[str, Any] | None
 ) -> None:
     ((said, files),) = pool.run(_fit_alone, world_size=1, args=(str(tmp_path), layout))
@@ -197,7 +196,7 @@ def test_without_a_pipeline_it_says_so_once(
 
 
 class _Fails(LitNet):
-    """On every rank, before the schedule starts and after the recorder was added."""
+    """Fails on every rank, after the recorder was added and before the schedule starts."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -214,11 +213,11 @@ def _fail(rank: int, folder: str) -> tuple[bool, list[str]]:
     return callback._recorder is None, [path.name for path in Path(folder).rglob("step-*")]
 
 
-def test_a_step_that_fails_is_forgotten(pool: Pool, tmp_path: Path) -> None:
+def test_failed_step_is_not_recorded(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(_fail, world_size=2, args=(str(tmp_path),)) == [(True, [])] * 2
 
 
-def test_mlflow_takes_files_like_this() -> None:
+def test_mlflow_client_accepts_artifact_arguments() -> None:
     from mlflow import MlflowClient
 
     inspect.signature(MlflowClient.log_artifact).bind(None, "run id", "/a/file", "timeline")
@@ -235,6 +234,6 @@ def test_mlflow_takes_files_like_this() -> None:
         ({"steps": [3, -1]}, r"steps=\[3, -1\]"),
     ],
 )
-def test_bad_input(options: dict[str, Any], words: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         PipelineTimeline(**options)

@@ -1,4 +1,4 @@
-"""A module that knows how many tokens it reads."""
+"""A small language model with ``flops_per_sample``, and its data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LENGTH, BATCH, FLOPS = 6, 4, 1e9
 
 
 class Tokens(LightningModule):
-    """A language model of one table."""
+    """A language model that consists of one embedding."""
 
     def __init__(self) -> None:
         super().__init__()

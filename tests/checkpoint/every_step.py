@@ -1,4 +1,4 @@
-"""A training that saves a checkpoint folder after every step."""
+"""Training run that saves a checkpoint folder after every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["fit_saving"]
 
 
 def fit_saving(folder: Path, steps: int, ckpt_path: Path | None = None, **saves: Any) -> L.Trainer:
-    """Train up to step ``steps``; ``saves`` are options of ``ModelCheckpoint``."""
+    """Train up to step ``steps``. ``saves`` are options of ``ModelCheckpoint``."""
     saver = ModelCheckpoint(
         folder, filename="{step}", **{"every_n_train_steps": 1, "save_top_k": -1} | saves
     )

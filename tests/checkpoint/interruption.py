@@ -1,4 +1,4 @@
-"""Saves that end between two operations of the file system."""
+"""Saves that are interrupted between two file system operations."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ UNLIMITED = 10_000
 
 
 class Killed(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
+    """Stand-in for SIGKILL, which no handler catches."""
 
 
 class Cut:
-    """Fails one operation of the file system, and looks at ``latest`` around all of them.
+    """Fails one file system operation and checks ``latest`` before and after each of them.
 
     Args:
-        patch: Undone by pytest.
-        folder: Where ``latest`` is; None: it is not looked at.
-        number: Which operation fails, from 1.
-        behind: Whether it is done first.
-        error: What is raised.
+        patch: Monkeypatch that pytest undoes.
+        folder: Folder of ``latest``. None skips the check.
+        number: Number of the operation that fails, from 1.
+        behind: True to carry out the operation before it fails.
+        error: Exception to raise.
     """
 
     def __init__(

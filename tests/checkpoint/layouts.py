@@ -1,4 +1,4 @@
-"""Full tensors, and what a rank of a layout holds of them: the strategy's part, made small."""
+"""Full tensors and the shards that each rank of a layout holds, without the strategy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FUSED_PARTS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """world = d * t * p ranks; tensor innermost, pipeline outermost."""
+    """Layout of world = d * t * p ranks, tensor innermost, pipeline outermost."""
 
     world: int
     t: int = 1
@@ -50,7 +50,7 @@ LAYOUTS = [
 
 
 def full_model(*, offset: int = 0) -> dict[str, tuple[torch.Tensor, str]]:
-    """Name -> (full tensor with distinct values, how it is cut)."""
+    """Return name -> (full tensor with distinct values, kind of sharding)."""
 
     def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         count = torch.Size(shape).numel()
@@ -70,8 +70,10 @@ def full_model(*, offset: int = 0) -> dict[str, tuple[torch.Tensor, str]]:
 
 
 def shard(full: torch.Tensor, kind: str, *, size: int, rank: int) -> tuple[torch.Tensor, Placement]:
-    """The local tensor of tensor rank ``rank`` of ``size``, and its record; local elements of no
-    piece are ``PADDING``."""
+    """Return the local tensor of tensor rank ``rank`` of ``size``, and its placement.
+
+    Local elements outside every piece are ``PADDING``.
+    """
     match kind:
         case "column":
             sharding = shard_columns(full.shape, parts=[full.shape[0]], size=size, index=rank)
@@ -109,7 +111,7 @@ def held(
 def blank(
     tensors: dict[str, tuple[torch.Tensor, Placement]],
 ) -> dict[str, tuple[torch.Tensor, Placement]]:
-    """The same tensors, filled with the padding value."""
+    """Return the same tensors, filled with the padding value."""
     return {
         name: (torch.full_like(tensor, PADDING), sharding)
         for name, (tensor, sharding) in tensors.items()
@@ -117,7 +119,7 @@ def blank(
 
 
 def replicated(values: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, Placement]]:
-    """Parameters that every rank holds in full."""
+    """Return parameters that every rank holds in full."""
     return {
         f"model/{name}": (value, Placement.replicated(tuple(value.shape)))
         for name, value in values.items()
@@ -131,7 +133,7 @@ def save(
     state: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Save parameters that every rank holds in full, and the rest that is given."""
+    """Save parameters that every rank holds in full, with ``state`` and ``metadata``."""
     tensors = replicated(values or {})
     save_checkpoint(path, tensors=tensors, state=state or {}, metadata=metadata or {})
     return path

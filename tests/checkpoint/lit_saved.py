@@ -1,5 +1,4 @@
-"""A module with hyperparameters, for both of Lightning's namespaces; imports nothing of this
-package."""
+"""Module with hyperparameters for both Lightning namespaces, without imports of this package."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 
 def make(lightning: Any, data: Any = None) -> tuple[type, type]:
-    """The module's and the data module's class in the namespace ``lightning``."""
+    """Return the module class and the data module class in the namespace ``lightning``."""
 
     class LitSaved(lightning.LightningModule):
         def __init__(

@@ -1,4 +1,4 @@
-"""Targets that a command must not write to, because it reads from there."""
+"""Targets that are refused because they overlap a source of the same command."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def base(tmp_path: Path) -> Path:
     "target",
     ["models/base", "models/base/tuned", "models", "link", "models/../models/base/", "link/x/y"],
 )
-def test_target_over_inside_or_around_what_is_read_is_refused(
-    base: Path, tmp_path: Path, target: str
-) -> None:
+def test_target_overlapping_source_is_refused(base: Path, tmp_path: Path, target: str) -> None:
     with pytest.raises(
         CheckpointError,
         match=r"^--export .* would change .*base, which is the source. Choose another path$",
@@ -35,20 +33,22 @@ def test_target_over_inside_or_around_what_is_read_is_refused(
         check_apart(tmp_path / target, [tmp_path / "absent", base], what="--export")
 
 
-def test_relative_target_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_target_overlapping_source_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(base.parent)
     with pytest.raises(CheckpointError, match="would change"):
         check_apart("base", [base])
 
 
-def test_target_beside_what_is_read(base: Path, tmp_path: Path) -> None:
+def test_target_next_to_source_is_accepted(base: Path, tmp_path: Path) -> None:
     (base / "data.jsonl").write_text("")
     check_apart(
         tmp_path / "models" / "base-tuned", [base, base / "data.jsonl", tmp_path / "absent"]
     )
 
 
-def test_paths_in_options(base: Path) -> None:
+def test_existing_paths_are_found_in_options(base: Path) -> None:
     options = {
         "path": str(base),
         "rows": 3,
@@ -59,7 +59,7 @@ def test_paths_in_options(base: Path) -> None:
     assert list(existing_paths(options)) == [base, base / "config.json", base]
 
 
-def test_export_over_the_base_model_is_refused(base: Path, tmp_path: Path) -> None:
+def test_export_over_base_model_is_refused(base: Path, tmp_path: Path) -> None:
     (base / EXPORT_MARK).touch()
     with pytest.raises(CheckpointError, match=r"export folder .* would change"):
         ExportHuggingFace(tmp_path / "link").check([{"init_args": {"path": os.fspath(base)}}])
@@ -72,7 +72,7 @@ def test_export_over_another_model_is_refused(base: Path) -> None:
         ExportHuggingFace(base)
 
 
-def test_export_below_a_file_is_refused(base: Path) -> None:
+def test_export_below_file_is_refused(base: Path) -> None:
     with pytest.raises(
         ValueError, match=r"config\.json is a file, so no folder can be created there"
     ):

@@ -1,4 +1,4 @@
-"""Saving in the background: what is saved, when it counts, and what a failure leaves."""
+"""Tests of background saving: saved values, completion and failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIMIT = timedelta(seconds=30)
 
 
 class Gate:
-    """Holds writing back until it is opened."""
+    """Gate that blocks writing until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.opened, self.reached, self._error = threading.Event(), threading.Event(), error
@@ -68,15 +68,16 @@ def _start(
 
 
 class OnGPU(torch.Tensor):
-    """Says that it is on a GPU."""
+    """Tensor that claims to be on a GPU."""
 
     is_cuda = True
 
 
 class Driver:
-    """Stand-in for CUDA's runtime: the pages that are locked, by address.
+    """Stand-in for the CUDA runtime that records locked pages by address.
 
-    ``calls`` has the bytes of each lock, and "unlock"."""
+    ``calls`` lists the bytes of each lock, and "unlock".
+    """
 
     def __init__(self, answer: int = 0) -> None:
         self.answer, self.calls, self.locked = answer, list[int | str](), dict[int, int]()
@@ -101,11 +102,10 @@ def on_gpu(*values: torch.Tensor) -> dict[str, torch.Tensor]:
     return {str(index): value.as_subclass(OnGPU) for index, value in enumerate(values)}
 
 
-def test_pages_are_locked_once_in_one_piece(
+def test_pinned_buffer_is_reused_until_shape_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By count, over three saves: one buffer, another one where a shape has changed; each tensor
-    begins at a multiple of 64 bytes."""
+    """The last of three saves has another shape. Tensors begin at multiples of 64 bytes."""
     driver, waited = Driver(), list[threading.Thread]()
     monkeypatch.setattr(torch.cuda, "cudart", driver.runtime)
     monkeypatch.setattr(
@@ -124,13 +124,15 @@ def test_pages_are_locked_once_in_one_piece(
         saver.save(tmp_path / str(step), tensors=tensors, state={}, metadata={}, then=lambda: None)
     saver.close()
     assert driver.calls == [128, "unlock", 192, "unlock"]
-    assert waited == [threading.main_thread()] * 3, "once a save, before the parameters may change"
+    assert waited == [threading.main_thread()] * 3, (
+        "each save must synchronize once, in the main thread"
+    )
     for step in range(3):
         assert torch.equal(read_full(tmp_path / str(step))["a"], torch.full((4,), float(step)))
 
 
 @pytest.mark.parametrize("answer", [0, 1])
-def test_copies_are_equal_whether_or_not_the_driver_locks_pages(
+def test_host_copies_are_equal_with_and_without_page_locking(
     answer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(answer)
@@ -152,9 +154,7 @@ def test_copies_are_equal_whether_or_not_the_driver_locks_pages(
     assert not driver.locked
 
 
-def test_the_values_at_the_time_of_the_save_are_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_captures_values_at_call_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, saver, tensor = Gate(monkeypatch), BackgroundSaver(limit=LIMIT), torch.ones(4)
     _start(saver, tmp_path / "a", tensor)
     tensor.fill_(2)
@@ -170,9 +170,7 @@ def test_the_values_at_the_time_of_the_save_are_saved(
     assert os.readlink(tmp_path / "latest") == "c"
 
 
-def test_nothing_is_removed_before_the_new_one_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removal_waits_for_pending_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, saver, removed = Gate(monkeypatch), BackgroundSaver(limit=LIMIT), []
     saver.after(lambda: removed.append("idle"))
     _start(saver, tmp_path / "a", torch.ones(4), then=lambda: removed.append("then"))
@@ -183,7 +181,7 @@ def test_nothing_is_removed_before_the_new_one_is_complete(
     assert removed == ["idle", "then", "after"]
 
 
-def test_a_failure_is_raised_by_the_next_save_and_removes_nothing(
+def test_failure_is_raised_by_next_save_and_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver, removed = BackgroundSaver(limit=LIMIT), []
@@ -195,7 +193,7 @@ def test_a_failure_is_raised_by_the_next_save_and_removes_nothing(
         saver.after(lambda: removed.append("a"))
         gate.opened.set()
         with pytest.raises(
-            CheckpointError, match=r"saving the checkpoint .*b failed|no space left"
+            CheckpointError, match=r"saving the checkpoint .*b failed.*no space left"
         ):
             _start(saver, tmp_path / "c", torch.ones(4))
     assert removed == []
@@ -205,7 +203,7 @@ def test_a_failure_is_raised_by_the_next_save_and_removes_nothing(
     assert os.readlink(tmp_path / "latest") == "c"
 
 
-def test_a_lost_rank_is_told_as_torch_told_it(
+def test_connection_error_of_torch_is_raised_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
@@ -218,12 +216,10 @@ def test_a_lost_rank_is_told_as_torch_told_it(
     _start(saver, tmp_path / "a", torch.ones(4))
     with pytest.raises(RuntimeError) as caught:
         saver.wait()
-    assert caught.value is lost, (
-        "by its class and text the strategy knows it, and adds what each rank did last"
-    )
+    assert caught.value is lost, "the strategy recognizes the error by its class and text"
 
 
-def test_waiting_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, saver = Gate(monkeypatch), BackgroundSaver(limit=LIMIT)
     _start(saver, tmp_path / "a", torch.ones(4))
     with pytest.raises(CheckpointError, match=r"a did not end within 0\.01 s"):
@@ -255,7 +251,7 @@ def _train(
     return strategy.gather_state_dict()
 
 
-def test_a_run_saves_in_the_background_and_goes_on_from_latest(pool: Pool, tmp_path: Path) -> None:
+def test_async_run_resumes_bitwise_equal_despite_damage(pool: Pool, tmp_path: Path) -> None:
     whole = pool.run(_train, world_size=2, args=(str(tmp_path / "sync"), False, None, 4))[0]
     pool.run(_train, world_size=2, args=(str(tmp_path / "async"), True, None, 3))
     found = sorted(path.name for path in (tmp_path / "async").iterdir())

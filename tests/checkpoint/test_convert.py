@@ -1,4 +1,4 @@
-"""Lightning's single-file checkpoint out of ours."""
+"""Conversion of checkpoint folders to Lightning's single file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lit(pl.LightningModule):
 
 
 def _fit_and_save(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A real Trainer's checkpoint, taken apart and stored our way."""
+    """Train, and store the Trainer's checkpoint as a checkpoint folder too."""
     callbacks = [
         pl.callbacks.EarlyStopping("missing", strict=False),
         pl.callbacks.ModelCheckpoint(folder),
@@ -58,7 +58,7 @@ def fitted(
     return (folder, *pool.run(_fit_and_save, world_size=1, args=(str(folder),))[0])
 
 
-def test_load_from_checkpoint_reads_it(
+def test_load_from_checkpoint_reads_converted_file(
     fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
 ) -> None:
     folder, weights, state = fitted
@@ -84,7 +84,7 @@ class Tied(pl.LightningModule):
         self.head.weight = self.embedding.weight
 
 
-def test_tied_parameters_have_all_their_names(tmp_path: Path) -> None:
+def test_tied_parameters_keep_all_names(tmp_path: Path) -> None:
     weight = torch.randn(5, 3)
     aliases = {"head.weight": "embedding.weight"}
     save(tmp_path / "c", {"embedding.weight": weight}, metadata={"aliases": aliases})
@@ -95,7 +95,7 @@ def test_tied_parameters_have_all_their_names(tmp_path: Path) -> None:
     assert (tmp_path / "single.ckpt").stat().st_size < 4000
 
 
-def test_a_folder_is_not_overwritten(
+def test_folder_target_and_missing_source_are_refused(
     fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
 ) -> None:
     folder, _, _ = fitted

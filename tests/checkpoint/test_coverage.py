@@ -1,4 +1,4 @@
-"""Rectangles make up a tensor, or it is said where they do not."""
+"""Tests of the check that rectangles cover a tensor exactly once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_ptdp.parameters.rectangle import Rectangle
 
 @st.composite
 def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Rectangle]]:
-    """A shape, cut again and again at random."""
+    """Draw a shape and rectangles that partition it."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     parts: list[Rectangle] = [Rectangle((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
@@ -37,7 +37,7 @@ def _counts(shape: tuple[int, ...], parts: list[Rectangle]) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=60)
 @given(drawn=cut(), data=st.data())
-def test_it_agrees_with_counting(
+def test_cover_check_agrees_with_counting(
     drawn: tuple[tuple[int, ...], list[Rectangle]], data: st.DataObject
 ) -> None:
     shape, parts = drawn
@@ -59,7 +59,7 @@ def test_it_agrees_with_counting(
     assert region.eq(0).all() if "is not covered" in str(error.value) else region.gt(1).any()
 
 
-def test_what_reaches_beyond_is_said() -> None:
+def test_rectangle_outside_tensor_is_refused() -> None:
     with pytest.raises(
         CheckpointError,
         match=r"'w': of the rectangles to save, \[0:5, 0:3\] is outside the tensor of shape \(4, 3\)",
@@ -67,14 +67,14 @@ def test_what_reaches_beyond_is_said() -> None:
         check_cover("w", (4, 3), [Rectangle((0, 0), (5, 3))], "to save")
 
 
-def test_numbers_and_empty_tensors() -> None:
+def test_cover_check_of_scalar_and_empty_tensor() -> None:
     check_cover("w", (), [Rectangle((), ())], "to save")
     check_cover("w", (0, 3), [], "to save")
     with pytest.raises(CheckpointError, match=r"cover 0 of 1 elements"):
         check_cover("w", (), [], "to load")
 
 
-def test_a_checkerboard_is_judged_at_once() -> None:
+def test_cover_check_handles_40000_rectangles() -> None:
     side = 200
     squares = [Rectangle.at((row, column), (1, 1)) for row in range(side) for column in range(side)]
     check_cover("w", (side, side), squares, "to save")

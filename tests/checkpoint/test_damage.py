@@ -1,4 +1,4 @@
-"""Torn, truncated, flipped and foreign checkpoints are refused with a typed error."""
+"""Damaged, incomplete and foreign checkpoints are refused with a CheckpointError."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def read_all(path: Path) -> None:
     load_tensors(path, blank(held(Layout(1), 0)))
 
 
-def test_the_whole_one_reads(torn: Path) -> None:
+def test_undamaged_checkpoint_is_readable(torn: Path) -> None:
     assert sorted(os.listdir(torn)) == sorted(FILES)
     read_all(torn)
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0, None], ids=["0.0", "0.5", "1.0", "missing"])
-def test_truncated_or_missing(torn: Path, file: str, keep: float | None) -> None:
+def test_truncated_or_missing_file_is_named(torn: Path, file: str, keep: float | None) -> None:
     content = (torn / file).read_bytes()
     if keep is None:
         (torn / file).unlink()
@@ -75,7 +75,7 @@ def test_truncated_or_missing(torn: Path, file: str, keep: float | None) -> None
         read_all(torn)
 
 
-def test_a_flip_anywhere_is_found_by_verify(torn: Path) -> None:
+def test_verify_finds_flipped_bit_in_any_file(torn: Path) -> None:
     for file in FILES:
         content = (torn / file).read_bytes()
         for place in range(0, len(content), max(1, len(content) // 150)):
@@ -88,7 +88,7 @@ def test_a_flip_anywhere_is_found_by_verify(torn: Path) -> None:
     assert verify_checkpoint(torn) == read_metadata(torn)
 
 
-def test_every_cut_is_found_by_verify(torn: Path) -> None:
+def test_verify_finds_truncation_of_any_file(torn: Path) -> None:
     for file in FILES:
         content = (torn / file).read_bytes()
         for length in range(0, len(content), max(1, len(content) // 50)):
@@ -98,7 +98,7 @@ def test_every_cut_is_found_by_verify(torn: Path) -> None:
         (torn / file).write_bytes(content)
 
 
-def test_all_that_is_damaged_is_named_and_parts_find_their_own(pool: Pool, tmp_path: Path) -> None:
+def test_verify_names_every_damaged_file_of_its_part(pool: Pool, tmp_path: Path) -> None:
     pool.run(_save_two, world_size=2, args=(str(tmp_path / "c"),))
     for name in ("rank0-0.safetensors", "rank1-0.safetensors"):
         flip(tmp_path / "c" / name)
@@ -117,7 +117,7 @@ def _save_two(rank: int, path: str) -> None:
     save_checkpoint(path, tensors=held(Layout(2, t=2), rank), state={}, metadata={})
 
 
-def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path) -> None:
+def test_load_checks_only_bytes_it_reads(tmp_path: Path) -> None:
     full = torch.arange(300_000.0).view(3000, 100)
     file = save(tmp_path / "c", {"w": full}) / "rank0-0.safetensors"
     content = bytearray(file.read_bytes())
@@ -135,7 +135,7 @@ def test_a_flip_in_what_is_read_is_an_error_and_elsewhere_is_not(tmp_path: Path)
         read_full(tmp_path / "c")
 
 
-def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_byte_of_metadata_is_detected(tmp_path: Path) -> None:
     save(tmp_path / "c", {"w": torch.ones(2)}, metadata={"layout": "t1"})
     file = tmp_path / "c" / "metadata.json"
     content = file.read_bytes()
@@ -148,7 +148,7 @@ def test_every_flipped_byte_of_the_metadata_is_noticed(tmp_path: Path) -> None:
 
 
 def _rewrite(path: Path, **changes: object) -> None:
-    """Change metadata.json and keep its digest right."""
+    """Change metadata.json and update its digest."""
     file = path / "metadata.json"
     content = {**json.loads(file.read_bytes()), **changes}
     del content["sha256"]
@@ -156,7 +156,7 @@ def _rewrite(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("version", [3, 5])
-def test_another_format(torn: Path, version: int) -> None:
+def test_other_format_version_is_refused(torn: Path, version: int) -> None:
     _rewrite(torn, version=version)
     with pytest.raises(
         CheckpointError, match=f"format version {version}, but this lightning-ptdp reads version 4"
@@ -164,7 +164,7 @@ def test_another_format(torn: Path, version: int) -> None:
         read_all(torn)
 
 
-def test_other_things_than_checkpoints(tmp_path: Path) -> None:
+def test_path_without_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "single.ckpt").write_bytes(b"x")
     for name, words in (
         ("", "has no metadata.json"),

@@ -1,4 +1,4 @@
-"""A save that fails anywhere fails everywhere, and leaves what was there."""
+"""A save that fails on one rank fails on all ranks and keeps the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def _half(
 
 @contextlib.contextmanager
 def _full_disk(limit: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond ``limit`` bytes: a real failing write, also for
-    root."""
+    """Limit files of this process to ``limit`` bytes, so that writes fail, even for root."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
@@ -124,7 +123,7 @@ def _save_then_fail(rank: int, case: Callable[[int], dict[str, Any]], path: str)
 
 
 @pytest.mark.parametrize(("case", "words"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_failing_rank_fails_all_and_leaves_the_old_checkpoint(
+def test_failing_rank_fails_all_ranks_and_keeps_checkpoint(
     pool: Pool, tmp_path: Path, case: Callable[[int], dict[str, Any]], words: str
 ) -> None:
     messages = pool.run(_save_then_fail, world_size=2, args=(case, str(tmp_path / "last.ckpt")))
@@ -133,7 +132,7 @@ def test_a_failing_rank_fails_all_and_leaves_the_old_checkpoint(
     assert torch.equal(read_full(tmp_path / "last.ckpt")["w"], torch.ones(20))
 
 
-def test_rectangles_must_cover_in_one_process_too(
+def test_single_process_checks_cover_on_save_load_and_verify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = _half(0, 1.0, rows=10)
@@ -158,7 +157,7 @@ def _save_twice(rank: int, path: str) -> None:
     save_checkpoint(path, tensors=_half(rank, 2.0, rows=11), state={}, metadata={"save": 2})
 
 
-def test_a_checkpoint_is_replaced(pool: Pool, tmp_path: Path) -> None:
+def test_second_save_replaces_checkpoint_and_leftovers(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "last.ckpt.old-0123").mkdir()
     (tmp_path / "last.ckpt.tmp-0123").mkdir()
     pool.run(_save_twice, world_size=2, args=(str(tmp_path / "last.ckpt"),))
@@ -172,12 +171,12 @@ def _save_one(path: Path, value: float) -> None:
 
 
 def _check_kept(path: Path) -> None:
-    """The first checkpoint is whole, and alone."""
+    """Check that the first checkpoint is intact and alone in its folder."""
     assert read_full(path)["w"].item() == 1.0
     assert os.listdir(path.parent) == ["last.ckpt"]
 
 
-def test_a_file_and_an_empty_folder_are_replaced(tmp_path: Path) -> None:
+def test_file_and_empty_folder_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("Lightning's single file")
     (tmp_path / "folder").mkdir()
     for name in ("file", "folder", "new/deep"):
@@ -185,7 +184,7 @@ def test_a_file_and_an_empty_folder_are_replaced(tmp_path: Path) -> None:
         assert read_full(tmp_path / name)["w"].item() == 1.0
 
 
-def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+def test_folder_with_other_content_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="is a folder with other content"):
         _save_one(tmp_path, 1.0)
@@ -194,7 +193,7 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
         save_checkpoint("s3://bucket/c", tensors={}, state={}, metadata={})
 
 
-def test_a_rename_that_fails_puts_the_old_one_back(
+def test_failed_rename_restores_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "last.ckpt"
@@ -212,7 +211,9 @@ def test_a_rename_that_fails_puts_the_old_one_back(
     _check_kept(path)
 
 
-def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_folder_fails_save_and_keeps_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, mkdir = tmp_path / "last.ckpt", os.mkdir
     _save_one(path, 1.0)
 
@@ -230,7 +231,7 @@ def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _check_kept(path)
 
 
-def test_storage_that_vanishes_while_it_is_written_to(
+def test_storage_lost_during_save_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, gone = tmp_path / "kept" / "a.ckpt", tmp_path / "gone" / "b.ckpt"
@@ -251,7 +252,7 @@ def test_storage_that_vanishes_while_it_is_written_to(
     assert read_full(kept)["w"].item() == 1.0
 
 
-def test_a_save_killed_between_the_renames_is_explained(
+def test_error_names_leftover_of_interrupted_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "last.ckpt"
@@ -275,7 +276,7 @@ def _raise_on(rank: int, failing: list[int]) -> str:
     return str(error.value)
 
 
-def test_same_outcome_names_the_ranks(pool: Pool) -> None:
+def test_same_outcome_names_failing_ranks(pool: Pool) -> None:
     for failing, words in (
         ([0, 2, 3], "rank 0, 2: KeyError: 'key 0'; rank 3: KeyError: 'key 1'"),
         ([2], "rank 2: KeyError"),

@@ -1,5 +1,4 @@
-"""Checkpoints that somebody else wrote, with every digest right: they can say what they like, and
-nothing of it is believed or run."""
+"""Untrusted checkpoints with valid digests: their content is checked and never executed."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def new(tmp_path: Path) -> Path:
     return save(tmp_path / "new", {"w": torch.arange(6.0).view(2, 3)})
 
 
-def test_one_odd_folder_spoils_nothing_for_its_neighbours(new: Path, tmp_path: Path) -> None:
+def test_malformed_metadata_does_not_hide_other_checkpoints(new: Path, tmp_path: Path) -> None:
     content = json.loads((new / "metadata.json").read_bytes())
     odd = tmp_path / "odd"
     shutil.copytree(new, odd)
@@ -84,7 +83,7 @@ def test_one_odd_folder_spoils_nothing_for_its_neighbours(new: Path, tmp_path: P
         ({"created": float("nan")}, r"created is nan, but must be a number"),
     ],
 )
-def test_what_cannot_be_true_is_said(new: Path, change: dict[str, Any], words: str) -> None:
+def test_impossible_metadata_is_refused(new: Path, change: dict[str, Any], words: str) -> None:
     forge(new, {**json.loads((new / "metadata.json").read_bytes()), **change})
     with pytest.raises(CheckpointError, match=rf"new/metadata\.json is damaged: {words}"):
         read_metadata(new)
@@ -115,7 +114,7 @@ def check_refused(path: Path, words: str) -> None:
         ),
     ],
 )
-def test_what_the_index_says_is_compared(new: Path, chunks: list[Any], words: str) -> None:
+def test_inconsistent_index_is_refused(new: Path, chunks: list[Any], words: str) -> None:
     content = json.loads((new / "index.json").read_bytes())
     begin = content["tensors"]["model/w"][0][1]
     chunks = [[begin if field is None else field for field in chunk] for chunk in chunks]
@@ -125,7 +124,7 @@ def test_what_the_index_says_is_compared(new: Path, chunks: list[Any], words: st
 
 
 @pytest.mark.parametrize("sums", [b"", b"\0" * 11, b"\0" * 8, b"\0" * 12])
-def test_sums_that_leave_out_a_part_of_the_file(new: Path, sums: bytes) -> None:
+def test_incomplete_checksums_are_refused(new: Path, sums: bytes) -> None:
     (new / "rank0-0.crc").write_bytes(sums)
     sign(new)
     check_refused(new, r"rank0-0\.crc is damaged: it has (0|8|11|12) bytes")
@@ -134,9 +133,7 @@ def test_sums_that_leave_out_a_part_of_the_file(new: Path, sums: bytes) -> None:
 @pytest.mark.parametrize(
     "name", ["metadata.json", "index.json", "state.json", "rank0-0.safetensors", "rank0-0.crc"]
 )
-def test_links_that_lead_elsewhere_and_pipes_are_not_read(
-    new: Path, tmp_path: Path, name: str
-) -> None:
+def test_links_to_outside_and_pipes_are_refused(new: Path, tmp_path: Path, name: str) -> None:
     (new / name).rename(tmp_path / "elsewhere")
     (new / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
@@ -156,7 +153,7 @@ def test_links_that_lead_elsewhere_and_pipes_are_not_read(
     verify_checkpoint(new)
 
 
-def test_a_file_with_holes_needs_all_its_sums(new: Path) -> None:
+def test_sparse_file_needs_checksums_of_all_blocks(new: Path) -> None:
     os.truncate(new / "rank0-0.safetensors", 1 << 42)
     sign(new)
     with pytest.raises(
@@ -166,7 +163,7 @@ def test_a_file_with_holes_needs_all_its_sums(new: Path) -> None:
         verify_checkpoint(new)
 
 
-def test_what_would_be_refused_is_not_written(tmp_path: Path) -> None:
+def test_save_refuses_invalid_metadata_and_state(tmp_path: Path) -> None:
     for metadata, state, words in (
         ({"aliases": {"v": 3}}, {}, r"aliases\.v is 3, but must be text"),
         ({"global_step": "x"}, {}, "global_step is 'x', but must be an integer"),

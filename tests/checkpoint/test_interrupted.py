@@ -1,5 +1,4 @@
-"""A save that is cut off at any operation of the file system: `latest` leads to a whole checkpoint,
-and nothing whole is lost."""
+"""Saves interrupted at any file system operation lose no complete checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "behind"), [("last.ckpt", False), ("last.ckpt", True), ("other.ckpt", True)]
 )
-def test_a_save_that_is_killed_at_any_operation(
+def test_save_killed_at_any_operation_keeps_complete_checkpoint(
     one: Path, tmp_path: Path, name: str, behind: bool
 ) -> None:
     for number in range(1, UNLIMITED):
@@ -47,7 +46,7 @@ def test_a_save_that_is_killed_at_any_operation(
         save(folder / name, 3)
         assert step_of(folder / "latest") == step_of(choose_checkpoint(folder / "latest")) == 3
         assert sorted(os.listdir(folder)) == sorted({"last.ckpt", name, "latest"}), (
-            "what was left behind is gone"
+            "leftovers remain after the next save"
         )
         if not was_cut:
             return
@@ -55,7 +54,7 @@ def test_a_save_that_is_killed_at_any_operation(
 
 @pytest.mark.filterwarnings("ignore:.*cannot be created")
 @pytest.mark.parametrize("behind", [False, True])
-def test_an_operation_that_fails_leaves_a_whole_one(
+def test_save_failing_at_any_operation_keeps_complete_checkpoint(
     one: Path, tmp_path: Path, behind: bool
 ) -> None:
     for number in range(1, UNLIMITED):
@@ -74,7 +73,7 @@ def test_an_operation_that_fails_leaves_a_whole_one(
 
 
 @pytest.mark.parametrize("left", [["a"], []])
-def test_latest_leaves_what_is_removed(tmp_path: Path, left: list[str]) -> None:
+def test_latest_moves_off_removed_checkpoint(tmp_path: Path, left: list[str]) -> None:
     for step, name in enumerate([*left, "b"]):
         save(tmp_path / name, step)
     latest_leaves(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""The newest whole checkpoint is found, whatever happened to newer ones."""
+"""The newest complete checkpoint is found, even if newer ones are damaged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def three(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_latest_is_moved_in_one_step(three: list[Path]) -> None:
+def test_latest_link_is_moved_without_leftovers(three: list[Path]) -> None:
     link = three[0].parent / "latest"
     assert os.readlink(link) == "b"
     mark_latest(three[0])
@@ -42,7 +42,7 @@ def test_latest_is_moved_in_one_step(three: list[Path]) -> None:
     assert sorted(os.listdir(link.parent)) == ["a", "b", "c", "latest"]
 
 
-def test_without_links_latest_means_the_newest(
+def test_latest_means_newest_without_symlink_support(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -58,9 +58,8 @@ def test_without_links_latest_means_the_newest(
     assert choose_checkpoint(tmp_path / "latest") == tmp_path / "a"
 
 
-def test_a_run_that_was_moved_or_copied(three: list[Path], tmp_path: Path) -> None:
-    """The link is relative; a copy that follows links makes a folder of it, which does not move
-    with the next save."""
+def test_latest_works_in_moved_or_copied_folder(three: list[Path], tmp_path: Path) -> None:
+    """The link is relative. A copy that follows links turns it into a folder."""
     moved = (tmp_path / "a").parent.rename(tmp_path.with_name("moved"))
     assert choose_checkpoint(moved / "latest") == moved / "b"
     copied = Path(shutil.copytree(moved, moved / "copied", symlinks=False))
@@ -69,13 +68,13 @@ def test_a_run_that_was_moved_or_copied(three: list[Path], tmp_path: Path) -> No
     assert choose_checkpoint(copied / "latest") == copied / "d"
 
 
-def test_something_else_called_latest_is_left_alone(tmp_path: Path) -> None:
+def test_other_file_named_latest_is_kept(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("news")
     mark_latest(_save(tmp_path / "a", 1.0))
     assert (tmp_path / "latest").read_text() == "news"
 
 
-def test_newest_first_wherever_they_are(three: list[Path], tmp_path: Path) -> None:
+def test_newest_checkpoint_is_found_in_nested_folders(three: list[Path], tmp_path: Path) -> None:
     assert complete_checkpoints(tmp_path) == three[::-1]
     deep = _save(tmp_path / "runs" / "0" / "d", 1.0)
     (tmp_path / "runs" / "1").mkdir()
@@ -86,7 +85,7 @@ def test_newest_first_wherever_they_are(three: list[Path], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("given", ["latest", ".", "b"])
-def test_the_one_before_a_damaged_one_is_used_and_that_is_said(
+def test_damaged_checkpoint_falls_back_to_previous_with_warning(
     three: list[Path], tmp_path: Path, given: str
 ) -> None:
     assert choose_checkpoint(tmp_path / given) == three[2]
@@ -107,7 +106,7 @@ def test_the_one_before_a_damaged_one_is_used_and_that_is_said(
         choose_checkpoint(tmp_path / given)
 
 
-def test_a_newer_one_does_not_stand_in_for_the_one_that_is_named(three: list[Path]) -> None:
+def test_fallback_needs_older_checkpoint_or_unknown_age(three: list[Path]) -> None:
     flip(three[0] / VALUES)
     with pytest.raises(CheckpointError, match=r"c/rank0-0\.safetensors is damaged"):
         choose_checkpoint(three[0])
@@ -118,7 +117,7 @@ def test_a_newer_one_does_not_stand_in_for_the_one_that_is_named(three: list[Pat
         assert choose_checkpoint(three[1]) == three[2]
 
 
-def test_a_save_that_was_cut_off_between_its_renames(tmp_path: Path) -> None:
+def test_latest_resolves_after_save_interrupted_between_renames(tmp_path: Path) -> None:
     mark_latest(_save(tmp_path / "last.ckpt", 1.0))
     _save(tmp_path / "new", 2.0).rename(tmp_path / "last.ckpt.tmp-01")
     (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.old-01")
@@ -128,7 +127,7 @@ def test_a_save_that_was_cut_off_between_its_renames(tmp_path: Path) -> None:
         assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.old-01"
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_checkpoint_and_unknown_on_damage_are_refused(tmp_path: Path) -> None:
     for name in ("latest", "other"):
         with pytest.raises(CheckpointError, match=r"does not exist|no complete checkpoint"):
             choose_checkpoint(tmp_path / name)
@@ -138,7 +137,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         choose_checkpoint(tmp_path, on_damage="ignore")  # type: ignore[arg-type]
 
 
-def test_whole_ones_are_chosen_silently(three: list[Path]) -> None:
+def test_undamaged_checkpoint_is_chosen_without_warning(three: list[Path]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose_checkpoint(three[0]) == three[0]

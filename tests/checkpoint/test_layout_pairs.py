@@ -1,9 +1,9 @@
-"""Save -> load -> save keeps every element, whatever the two layouts: ranks played one after the
-other in one process.
+"""Save -> load -> save keeps every element for any two layouts.
 
-A layout cuts uneven layers into p v stages, matrices over t ranks (padded vocabulary, fused
-projection), and with ZeRO the optimizer's states over the d c ranks that hold the same parameters.
-The embedding is tied: the first and the last stage have it."""
+A single process plays all ranks in turn. A layout shards layers of unequal cost over p v stages,
+matrices over t ranks (padded vocabulary, fused projection), and with ZeRO the optimizer state over
+the d c ranks that hold the same parameters. The first and the last stage share a tied embedding.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Tensors = dict[str, tuple[torch.Tensor, Placement]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees by their letters."""
+    """Parallel degrees by their letters."""
 
     t: int = 1
     p: int = 1
@@ -52,8 +52,7 @@ class Layout:
     zero: bool = False
 
     def coordinates(self) -> Iterator[tuple[int, int, int]]:
-        """(stage, tensor rank, which of the ranks with the same parameters) of every chunk of every
-        rank."""
+        """Return (stage, tensor rank, replica) of every chunk of every rank."""
         return itertools.product(range(self.p * self.v), range(self.t), range(self.d * self.c))
 
 
@@ -66,7 +65,7 @@ LAYOUTS = [
 
 
 def _full() -> dict[str, tuple[torch.Tensor, str]]:
-    """Parameters and how they are cut."""
+    """Return the parameters and their kinds of sharding."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"wte.weight": ((29, 6), "vocabulary"), "norm.weight": ((6,), "replicated")}
     for layer in range(LAYERS):
@@ -119,8 +118,7 @@ def _held(layout: Layout, stage: int, tensor_rank: int, replica: int) -> Tensors
 
 
 def _load(layout: Layout, source: Path | None) -> list[LocalRectangle]:
-    """Every rank's rectangles: as they are at first, or as they come from a checkpoint; then all of
-    them are compared."""
+    """Return the rectangles of all ranks, loaded from ``source`` and compared if it is given."""
     rectangles = []
     for coordinate in layout.coordinates():
         expected = _held(layout, *coordinate)
@@ -163,7 +161,7 @@ def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
-def test_through_all_layouts_one_after_the_other(tmp_path: Path) -> None:
+def test_checkpoint_survives_resharding_through_all_layouts(tmp_path: Path) -> None:
     layouts = random.Random(0).sample(LAYOUTS, len(LAYOUTS))
     assert len(layouts) == 42
     tensors = _save(tmp_path / "0", layouts[0], None).tensors
@@ -185,7 +183,7 @@ degrees = st.builds(
 
 @settings(deadline=None, max_examples=12)
 @given(before=degrees, after=degrees)
-def test_any_two_layouts(before: Layout, after: Layout) -> None:
+def test_checkpoint_is_equal_in_any_two_layouts(before: Layout, after: Layout) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         _save(path / "one", before, None)

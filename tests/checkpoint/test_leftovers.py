@@ -1,6 +1,6 @@
 """Tests of the leftovers of killed saves.
 
-The next training finishes or removes them. A save that a living process is writing is left alone.
+The next training finishes or removes them. A save of a running process is not touched.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _run_killed(action: Callable[[], object], at: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def _elsewhere(part: Path) -> Iterator[BaseProcess]:
-    """A living process that writes ``part``."""
+    """Start a process that writes ``part`` and holds its lock."""
     context = multiprocessing.get_context("fork")
     taken = context.Event()
 
@@ -80,7 +80,7 @@ def _elsewhere(part: Path) -> Iterator[BaseProcess]:
 @pytest.mark.parametrize(
     "given", [newest_checkpoint, lambda folder: folder / "latest", lambda folder: folder]
 )
-def test_a_save_that_was_complete_is_finished_before_training_goes_on_from_it(
+def test_complete_but_unrenamed_save_is_finished_on_resume(
     tmp_path: Path, given: Callable[[Path], Path]
 ) -> None:
     L.seed_everything(1, verbose=False)
@@ -99,9 +99,7 @@ def test_a_save_that_was_complete_is_finished_before_training_goes_on_from_it(
 
 
 @pytest.mark.parametrize(("name", "last"), [("write_metadata", 2), ("write_index", 2)])
-def test_a_torn_save_is_gone_after_the_next_training_also_one_from_the_beginning(
-    tmp_path: Path, name: str, last: int
-) -> None:
+def test_incomplete_save_is_removed_by_next_training(tmp_path: Path, name: str, last: int) -> None:
     from lightning_ptdp.checkpoint import save as save_module
 
     L.seed_everything(1, verbose=False)
@@ -118,7 +116,7 @@ def test_a_torn_save_is_gone_after_the_next_training_also_one_from_the_beginning
     ]
 
 
-def test_what_a_living_process_writes_is_left_alone_and_its_name_is_refused(tmp_path: Path) -> None:
+def test_save_of_running_process_is_kept_and_its_name_refused(tmp_path: Path) -> None:
     part = part_name(tmp_path / "a.ckpt")
     with _elsewhere(part) as writer:
         save(tmp_path / "b.ckpt", 1)
@@ -135,10 +133,10 @@ def test_what_a_living_process_writes_is_left_alone_and_its_name_is_refused(tmp_
     assert sorted(os.listdir(tmp_path)) == ["b.ckpt", "latest"]
 
 
-def test_a_process_of_another_machine_is_gone_when_it_was_silent_for_two_minutes(
+def test_lock_of_other_machine_expires_after_two_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locks need not reach from one machine to the other; its clock is not compared with ours."""
+    """File locks may not work across machines. The clocks of two machines are not compared."""
     save(tmp_path / "b.ckpt", 1)
     part = (tmp_path / "b.ckpt").rename(part_name(tmp_path / "a.ckpt"))
     lock = Path(f"{part}.lock")
@@ -159,7 +157,7 @@ def test_a_process_of_another_machine_is_gone_when_it_was_silent_for_two_minutes
     assert os.readlink(tmp_path / "latest") == "a.ckpt"
 
 
-def test_other_peoples_files_with_such_names(tmp_path: Path) -> None:
+def test_other_files_named_like_leftovers_are_kept(tmp_path: Path) -> None:
     for name in ("thesis.tmp-01", "photos.old-ab"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "years.tex").write_text("of work")
@@ -169,7 +167,7 @@ def test_other_peoples_files_with_such_names(tmp_path: Path) -> None:
     assert (tmp_path / "photos.old-ab" / "years.tex").is_file()
 
 
-def test_a_removal_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path) -> None:
+def test_killed_removal_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "a.ckpt", 1)
     _run_killed(functools.partial(discard, tmp_path / "a.ckpt"), os, "unlink")
     assert complete_checkpoints(tmp_path) == []
@@ -179,9 +177,8 @@ def test_a_removal_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_finishing_that_is_killed_is_finished_by_the_next(tmp_path: Path, behind: bool) -> None:
-    """At any operation, after a save of a new name and of one that was there was killed at any
-    operation."""
+def test_killed_cleanup_is_finished_by_next_cleanup(tmp_path: Path, behind: bool) -> None:
+    """Kill the save of an existing and of a new name at any operation, then the cleanup too."""
     for name in ("last.ckpt", "other.ckpt"):
         for first in range(1, UNLIMITED):
             made = tmp_path / f"{name} {first}"

@@ -1,5 +1,4 @@
-"""``LitX.load_from_checkpoint`` and Lightning's own strategies read our folders, without the
-strategy and without processes."""
+"""Checkpoint folders read by ``load_from_checkpoint`` and by Lightning's own strategies."""
 
 from __future__ import annotations
 
@@ -42,14 +41,14 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 @pytest.mark.parametrize("weights_only", [None, True, False])
-def test_weights_and_hyperparameters(
+def test_weights_and_hyperparameters_are_loaded(
     written: tuple[Path, dict[str, Tensor]], weights_only: bool | None
 ) -> None:
     path, trained = written
     module = LitSaved.load_from_checkpoint(path, weights_only=weights_only)
     assert_weights(module.state_dict(), trained, tolerance=0)
     assert dict(module.hparams) == OTHER
-    assert sorted(module.seen) == sorted(trained), "on_load_checkpoint sees the whole model"
+    assert sorted(module.seen) == sorted(trained), "on_load_checkpoint must see the whole model"
     assert SavedData.load_from_checkpoint(path).hparams == {"batch_size": 8}
     assert_weights(LitSaved.load_from_checkpoint(path.as_uri()).state_dict(), trained, tolerance=0)
     assert_weights(
@@ -57,7 +56,7 @@ def test_weights_and_hyperparameters(
     )
 
 
-def test_what_is_given_wins_over_what_is_stored(
+def test_arguments_override_stored_hyperparameters(
     written: tuple[Path, dict[str, Tensor]], tmp_path: Path
 ) -> None:
     path, trained = written
@@ -83,7 +82,7 @@ def test_what_is_given_wins_over_what_is_stored(
     )
 
 
-def test_map_location(written: tuple[Path, dict[str, Tensor]]) -> None:
+def test_map_location_is_applied(written: tuple[Path, dict[str, Tensor]]) -> None:
     path, _ = written
     for place in (
         "meta",
@@ -98,7 +97,7 @@ def test_map_location(written: tuple[Path, dict[str, Tensor]]) -> None:
         ), nowhere
 
 
-def test_lightnings_own_strategies_evaluate_it_and_say_who_goes_on(
+def test_lightning_strategies_evaluate_but_refuse_to_resume(
     written: tuple[Path, dict[str, Tensor]],
 ) -> None:
     path, trained = written
@@ -118,7 +117,9 @@ def test_lightnings_own_strategies_evaluate_it_and_say_who_goes_on(
         quiet_trainer(max_epochs=2).fit(LitSaved(**OTHER), SavedData(), ckpt_path=path)
 
 
-def test_a_torn_folder_is_named(written: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_incomplete_or_missing_folder_is_refused(
+    written: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
     (tmp_path / "torn.ckpt").mkdir()
     (tmp_path / "torn.ckpt" / "state.json").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is incomplete"):
@@ -138,13 +139,13 @@ def save_with_cli(rank: int, path: str) -> None:
     cli.trainer.save_checkpoint(path)
 
 
-def test_what_lightningcli_trained(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoint_of_lightningcli_is_loaded(pool: Pool, tmp_path: Path) -> None:
     pool.run(save_with_cli, world_size=1, args=(str(tmp_path / "cli.ckpt"),))
     assert torch.load(tmp_path / "cli.ckpt", weights_only=True)["hyper_parameters"]["_instantiator"]
     assert LitSaved.load_from_checkpoint(tmp_path / "cli.ckpt").net[0].out_features == 3
 
 
-def test_lightningcli_takes_hyperparameters_from_a_folder(
+def test_lightningcli_takes_hyperparameters_from_checkpoint(
     written: tuple[Path, dict[str, Tensor]], tmp_path: Path
 ) -> None:
     quiet = [*QUIET, f"default_root_dir={tmp_path}"]
@@ -177,7 +178,7 @@ for lightning in (lightning.pytorch, pytorch_lightning):
 
 
 @pytest.mark.parametrize("autoload", [True, False])
-def test_without_an_import_and_with_a_late_one(
+def test_loading_works_with_autoload_and_with_late_import(
     autoload: bool, written: tuple[Path, dict[str, Tensor]]
 ) -> None:
     script = SCRIPT.format(

@@ -1,4 +1,4 @@
-"""Optimizer states saved under one layout and continued under another, against one process."""
+"""Optimizer state saved in one layout and resumed in another, against a reference run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Parameters = dict[str, tuple[torch.nn.Parameter, Placement]]
 
 
 def _parameters(layout: Layout, rank: int) -> Parameters:
-    """This rank's float32 parameters by global name; padding is zero, as the strategy keeps it."""
+    """Return this rank's float32 parameters by global name, with zero padding."""
     found = {}
     for name, (tensor, sharding) in held(layout, rank).items():
         if tensor.dtype == torch.float32 and tensor.numel():
@@ -40,7 +40,7 @@ def _parameters(layout: Layout, rank: int) -> Parameters:
 
 
 def _local(tensor: torch.Tensor, sharding: Placement) -> torch.Tensor:
-    """float32 with everything that no piece covers set to zero."""
+    """Return a float32 copy with zeros outside every piece."""
     local = torch.zeros(tensor.shape)
     for piece in sharding.pieces:
         cut = tuple(
@@ -52,7 +52,7 @@ def _local(tensor: torch.Tensor, sharding: Placement) -> torch.Tensor:
 
 
 def _optimizer(parameters: Parameters, kind: str, *, lr: float = 0.1) -> torch.optim.Optimizer:
-    """Two groups, as weight decay wants them; one may be empty on a pipeline rank."""
+    """Return an optimizer with two weight decay groups. One may be empty on a stage."""
     groups = [
         {
             "params": [p for p, s in parameters.values() if (len(s.full_shape) > 1) == matrix],
@@ -70,8 +70,7 @@ def _optimizer(parameters: Parameters, kind: str, *, lr: float = 0.1) -> torch.o
 def _train(
     parameters: Parameters, optimizer: torch.optim.Optimizer, *, start: int, steps: int
 ) -> None:
-    """Gradients that depend on the element and the step only, so that every layout sees its part of
-    the same ones."""
+    """Train with gradients that depend only on element and step, to be equal in every layout."""
     for step in range(start, start + steps):
         for parameter, _ in parameters.values():
             parameter.grad = torch.cos(parameter.detach() * 3 + step) * (parameter.detach() != 0)
@@ -88,7 +87,7 @@ def _all_groups(optimizer: torch.optim.Optimizer, parameters: Parameters) -> lis
 
 
 def _named(parameters: Parameters) -> dict[str, Any]:
-    """The names of parameters, and their placements."""
+    """Return the names and placements of parameters."""
     return {
         "names": {p: name for name, (p, _) in parameters.items()},
         "placements": {name: sharding for name, (_, sharding) in parameters.items()},
@@ -107,8 +106,7 @@ def _save(rank: int, layout: Layout, kind: str, path: str) -> None:
 
 
 def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
-    """Restore and take two more steps; compare state and parameters with one process that took
-    five."""
+    """Resume for two steps; compare state and parameters with a five-step reference run."""
     parameters = _parameters(layout, rank)
     expected = _parameters(layout, rank)
     reference = _optimizer(expected, kind)
@@ -140,7 +138,7 @@ def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
         ("sgd", Layout(1), [Layout(2, p=2)]),
     ],
 )
-def test_training_continues_in_another_layout(
+def test_optimizer_resumes_in_other_layout(
     pool: Pool, tmp_path: Path, kind: str, saved: Layout, loaded: list[Layout]
 ) -> None:
     path = str(tmp_path / "c")
@@ -150,7 +148,7 @@ def test_training_continues_in_another_layout(
 
 
 class Counting(torch.optim.Optimizer):
-    """States as user optimizers keep them: an int, a float, a flag, None."""
+    """User optimizer whose state holds an int, a float, a flag and None."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -169,12 +167,12 @@ class Counting(torch.optim.Optimizer):
 
 
 def _one(tensor: torch.Tensor) -> tuple[dict[str, Any], torch.nn.Parameter]:
-    """A parameter, with its name and placement."""
+    """Return the name and placement of a new parameter, and the parameter."""
     parameter = torch.nn.Parameter(tensor)
     return _named({"w": (parameter, Placement.replicated(tuple(tensor.shape)))}), parameter
 
 
-def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
+def test_scalar_optimizer_state_keeps_its_types(tmp_path: Path) -> None:
     named, parameter = _one(torch.ones(2, 3))
     optimizer = Counting([parameter])
     optimizer.step()
@@ -192,7 +190,7 @@ def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
     assert "nothing" not in found
 
 
-def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> None:
+def test_tensor_learning_rate_is_restored_in_place(tmp_path: Path) -> None:
     named, parameter = _one(torch.ones(2))
     optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.5))
     tensors = optimizer_tensors(optimizer, **named)
@@ -210,7 +208,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> N
     assert isinstance(plain.param_groups[0]["lr"], float)
 
 
-def test_how_the_update_is_computed_is_not_restored(tmp_path: Path) -> None:
+def test_foreach_option_is_not_restored(tmp_path: Path) -> None:
     named, parameter = _one(torch.ones(2))
     path = save(tmp_path / "c")
     groups = optimizer_groups(torch.optim.AdamW([parameter], lr=0.5, foreach=True), named["names"])
@@ -219,7 +217,7 @@ def test_how_the_update_is_computed_is_not_restored(tmp_path: Path) -> None:
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["foreach"]) == (0.5, False)
 
 
-def test_states_that_depend_on_the_layout_are_refused() -> None:
+def test_layout_dependent_optimizer_state_is_refused() -> None:
     named, parameter = _one(torch.ones(4, 6))
     optimizer = torch.optim.Adafactor([parameter])
     parameter.grad = torch.ones(4, 6)
@@ -242,7 +240,7 @@ def test_states_that_depend_on_the_layout_are_refused() -> None:
         optimizer_groups(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]), named["names"])
 
 
-def test_groups_are_merged_over_pipeline_ranks() -> None:
+def test_parameter_groups_are_merged_over_stages() -> None:
     first = [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.2, "params": []}]
     second = [{"lr": 0.1, "params": ["c", "a"]}, {"lr": 0.2, "params": ["d"]}]
     assert merge_groups([first, second]) == [
@@ -257,7 +255,7 @@ def test_groups_are_merged_over_pipeline_ranks() -> None:
         merge_groups([first, second[:1]])
 
 
-def test_groups_that_do_not_fit_leave_the_optimizer_alone(tmp_path: Path) -> None:
+def test_mismatched_groups_leave_optimizer_unchanged(tmp_path: Path) -> None:
     named, parameter = _one(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.ones(2)

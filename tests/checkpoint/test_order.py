@@ -37,7 +37,7 @@ def _save(path: Path, step: int, keeper: SaveFolders | None = None) -> Path:
 
 
 @pytest.mark.parametrize("of_one_training", [True, False])
-def test_a_clock_that_is_set_back_between_saves(
+def test_order_ignores_clock_changes_between_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_one_training: bool
 ) -> None:
     keeper = SaveFolders() if of_one_training else None
@@ -54,7 +54,7 @@ def test_a_clock_that_is_set_back_between_saves(
     ]
 
 
-def test_a_copy_keeps_the_order_and_a_rewritten_one_its_place(tmp_path: Path) -> None:
+def test_order_survives_copy_and_reshard(tmp_path: Path) -> None:
     old, new = _save(tmp_path / "runs" / "a", 1), _save(tmp_path / "runs" / "b", 2)
     reshard_checkpoint(old, tmp_path / "runs" / "a again")
     for path in (new, *new.iterdir()):
@@ -65,11 +65,13 @@ def test_a_copy_keeps_the_order_and_a_rewritten_one_its_place(tmp_path: Path) ->
     )
 
 
-def test_what_goes_on_is_newer_wherever_it_is_saved_and_so_is_a_new_beginning(
+def test_resumed_or_restarted_run_is_newer_in_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second machine whose clock is a day behind goes on in another folder; then the user goes
-    back, and begins again."""
+    """A machine whose clock is a day behind resumes in another folder.
+
+    Then the user resumes from an earlier step, and starts again.
+    """
     L.seed_everything(1, verbose=False)
     fit_saving(tmp_path / "one", 3)
     monkeypatch.setattr(time, "time", lambda: CLOCK() - DAY)

@@ -1,4 +1,4 @@
-"""Only what is needed is read, and all of it."""
+"""Loading reads only the bytes that a rank needs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _cut(kind: str, full: torch.Tensor, size: int, index: int) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_resharding_reads_what_it_needs(
+def test_resharding_reads_only_needed_bytes(
     whole: tuple[Path, dict[str, torch.Tensor]], size: int
 ) -> None:
     path, full = whole
@@ -72,7 +72,7 @@ def test_resharding_reads_what_it_needs(
     assert needed <= read < 1.05 * needed
 
 
-def test_strips_of_a_shard_lie_where_those_of_the_whole_lie() -> None:
+def test_strips_of_shard_align_with_strips_of_full_tensor() -> None:
     full = torch.arange(2048.0 * 1536).view(2048, 1536)
     offsets = {
         strip.offset
@@ -97,7 +97,7 @@ def test_strips_of_a_shard_lie_where_those_of_the_whole_lie() -> None:
     shape=st.lists(st.integers(1, 5), max_size=4),
     itemsize=st.sampled_from([1, 4, 5000]),
 )
-def test_runs_hold_the_rectangle(data: st.DataObject, shape: list[int], itemsize: int) -> None:
+def test_runs_contain_rectangle(data: st.DataObject, shape: list[int], itemsize: int) -> None:
     offset = [data.draw(st.integers(0, extent - 1)) for extent in shape]
     size = [
         data.draw(st.integers(1, extent - begin))

@@ -1,4 +1,4 @@
-"""Saved under one layout, loaded under another: every element."""
+"""Checkpoints saved in one layout and loaded in another, compared in every element."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_reads_every_layout(pool: Pool, saved: Path, layout: Layout) -> None:
+def test_every_layout_loads_from_every_layout(pool: Pool, saved: Path, layout: Layout) -> None:
     pool.run(_load, world_size=layout.world, args=(layout, str(saved)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_one_process_without_a_group_reads_all(saved: Path, layout: Layout) -> None:
+def test_single_process_without_group_reads_every_layout(saved: Path, layout: Layout) -> None:
     full = read_full(saved / str(layout))
     assert full.keys() == {name.removeprefix("model/") for name in full_model()}
     for name, (tensor, _) in full_model().items():
@@ -76,7 +76,7 @@ def test_one_process_without_a_group_reads_all(saved: Path, layout: Layout) -> N
     assert metadata.packages["torch"] == torch.__version__
 
 
-def test_only_checkpoints_are_left_in_the_folder(saved: Path) -> None:
+def test_only_checkpoints_remain_in_folder(saved: Path) -> None:
     assert sorted(entry.name for entry in saved.iterdir()) == sorted(map(str, LAYOUTS))
 
 
@@ -84,7 +84,7 @@ def _save_replicas(rank: int, folder: str) -> None:
     save(Path(folder), {str(index): torch.full((5000,), float(index)) for index in range(8)})
 
 
-def test_replicas_are_written_once_and_by_all_ranks_alike(pool: Pool, tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once_and_evenly(pool: Pool, tmp_path: Path) -> None:
     pool.run(_save_replicas, world_size=4, args=(str(tmp_path / "c"),))
     sizes = [
         entry.size
@@ -96,7 +96,7 @@ def test_replicas_are_written_once_and_by_all_ranks_alike(pool: Pool, tmp_path: 
     assert sum(sizes) < 1.2 * 8 * 5000 * 4
 
 
-def test_values_are_converted_to_the_targets_dtype(tmp_path: Path) -> None:
+def test_values_are_converted_to_target_dtype(tmp_path: Path) -> None:
     full = torch.randn(7, 5)
     save(tmp_path / "c", {"a": full, "b": full.bfloat16()})
     target = {"a": full.bfloat16() * 0, "b": full.double() * 0}
@@ -118,7 +118,7 @@ def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
     assert parameter.requires_grad
 
 
-def test_names_and_shapes_that_differ_are_told(saved: Path) -> None:
+def test_mismatched_names_and_shapes_are_refused(saved: Path) -> None:
     source = saved / "t1p1d1"
     target = blank(held(Layout(1), 0))
     target |= replicated({"h.9.new": torch.zeros(2)})
@@ -152,7 +152,7 @@ def _load_where_one_rank_asks_too_much(rank: int, source: str) -> str:
     return str(error.value)
 
 
-def test_an_error_while_loading_is_everybodys(pool: Pool, saved: Path) -> None:
+def test_load_error_on_one_rank_is_raised_on_all_ranks(pool: Pool, saved: Path) -> None:
     messages = pool.run(
         _load_where_one_rank_asks_too_much, world_size=2, args=(str(saved / "t2p1d1"),)
     )

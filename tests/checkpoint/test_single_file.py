@@ -1,5 +1,4 @@
-"""Lightning's single file: where it is written, who reads it, and that training goes on from it in
-any layout."""
+"""Tests of Lightning's single file: when it is written, its readers, and resuming from it."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ PIPELINE, MICROBATCHES = Place(world_size=2, layout=P2), Place(layout={"num_micr
 
 
 class LitGroups(LitNet):
-    """Groups of parameters whose order is not the model's, with a number among the states."""
+    """Module whose parameter groups differ in order from the model."""
 
     def __init__(self, width: int = 3) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class LitGroups(LitNet):
 
 
 class InOrder(torch.utils.data.DistributedSampler[Any]):
-    """Without a shuffle, and of the replicas."""
+    """Sampler over the data-parallel replicas, without shuffling."""
 
     def __init__(self, trainer: Any) -> None:
         given = getattr(
@@ -78,8 +77,7 @@ def train(
 def written(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The weights after two epochs of one process, and files that one process and two wrote after
-    the first."""
+    """Return single-process weights after two epochs, and files of three places after one."""
     folder = tmp_path_factory.mktemp("written")
     expected, _ = pool.run(train, world_size=1, args=(ONE, str(folder / "whole"), 2))[0]
     found = {}
@@ -91,7 +89,7 @@ def written(
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "m2"])
-def test_it_is_lightnings_file(written: Any, name: str) -> None:
+def test_file_has_lightning_format(written: Any, name: str) -> None:
     path = written[1][name]
     assert Path(path).is_file() and sorted(Path(path).parent.iterdir()) == [Path(path)]
     content = torch.load(path, weights_only=True)
@@ -108,7 +106,7 @@ def test_it_is_lightnings_file(written: Any, name: str) -> None:
     "place", [ONE, D2, SHARDED, PIPELINE, MICROBATCHES], ids=["one", "d2", "sharded", "p2", "m2"]
 )
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_training_goes_on_in_any_layout(
+def test_single_file_resumes_in_any_layout(
     written: Any, name: str, place: Place, pool: Pool, tmp_path: Path
 ) -> None:
     expected, paths = written
@@ -120,7 +118,7 @@ def test_training_goes_on_in_any_layout(
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_lightning_goes_on_without_us(
+def test_lightning_strategies_resume_from_file(
     written: Any, strategy: str, pool: Pool, tmp_path: Path
 ) -> None:
     expected, paths = written
@@ -129,7 +127,7 @@ def test_lightning_goes_on_without_us(
     assert_weights(pool.run(train, world_size=world_size, args=args)[0][0], expected)
 
 
-def test_a_file_of_lightnings_own_goes_on_with_a_sharded_optimizer(
+def test_lightning_file_resumes_with_sharded_optimizer(
     written: Any, pool: Pool, tmp_path: Path
 ) -> None:
     expected, _ = written
@@ -138,19 +136,19 @@ def test_a_file_of_lightnings_own_goes_on_with_a_sharded_optimizer(
     assert_weights(found, expected)
 
 
-def test_a_folder_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_folder_is_written_on_request(tmp_path: Path) -> None:
     _, path = train(0, Place(layout={"checkpoint_format": "folder"}), str(tmp_path), 1)
     assert is_checkpoint(path)
 
 
 class Reader(L.Callback):
-    """Reads checkpoint folders."""
+    """Callback that reads checkpoint folders."""
 
     needs_checkpoint_folders = True
 
 
 class LitWithReader(LitNet):
-    """Brings the callback itself."""
+    """Module that configures the callback itself."""
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [Reader()]
@@ -158,7 +156,7 @@ class LitWithReader(LitNet):
 
 @pytest.mark.parametrize("format", ["auto", "file"])
 @pytest.mark.parametrize("module", [LitNet, LitWithReader])
-def test_a_folder_where_a_callback_needs_it_and_no_file_is_asked_for(
+def test_folder_is_written_for_callback_unless_file_is_requested(
     module: type[LitNet], format: str, tmp_path: Path
 ) -> None:
     own: list[L.Callback] = [Reader()] if module is LitNet else []
@@ -170,7 +168,7 @@ def test_a_folder_where_a_callback_needs_it_and_no_file_is_asked_for(
     assert is_checkpoint(trainer.checkpoint_callback.best_model_path) == (format == "auto")
 
 
-def test_a_plugin_that_writes_files_beside_a_callback_that_needs_folders_is_refused(
+def test_file_plugin_with_folder_callback_is_refused(
     tmp_path: Path,
 ) -> None:
     options = {"plugins": [Counting()], "callbacks": [Reader()], "default_root_dir": tmp_path}
@@ -185,13 +183,13 @@ def test_a_plugin_that_writes_files_beside_a_callback_that_needs_folders_is_refu
 @pytest.mark.parametrize(
     ("place", "options", "words"),
     [
-        (PIPELINE, {}, "pipeline 2 cuts|cuts the model"),
+        (PIPELINE, {}, "t1 p2 d1 cuts the model"),
         (SHARDED, {}, "shard_optimizer=True"),
         (Place(layout={"async_save": True}), {}, "async_save=True"),
         (ONE, {"precision": "bf16-true"}, "master_weights=True"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_before_launch(
+def test_single_file_with_unsupported_option_is_refused(
     place: Place, options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     asked = Place(world_size=place.world_size, layout={**place.layout, "checkpoint_format": "file"})
@@ -203,7 +201,7 @@ def test_a_file_that_cannot_be_is_refused_before_launch(
 
 
 class Counting(TorchCheckpointIO):
-    """A user's plugin."""
+    """User plugin that counts its saves."""
 
     saved = 0
 
@@ -212,7 +210,7 @@ class Counting(TorchCheckpointIO):
         super().save_checkpoint(*args, **kwargs)
 
 
-def test_a_plugin_of_the_user_writes_files(tmp_path: Path) -> None:
+def test_user_plugin_writes_files(tmp_path: Path) -> None:
     plugin = Counting()
     saves = {"plugins": [plugin], "max_epochs": 1, "default_root_dir": tmp_path}
     trainer = make_trainer(ONE, enable_checkpointing=True, **saves)
@@ -223,7 +221,7 @@ def test_a_plugin_of_the_user_writes_files(tmp_path: Path) -> None:
     )
 
 
-def test_a_plugin_that_is_not_used_is_no_reason_to_refuse(pool: Pool) -> None:
+def test_unused_plugin_is_accepted(pool: Pool) -> None:
     pool.run(fit_with_plugin, world_size=2, args=(PIPELINE,))
 
 
@@ -236,7 +234,7 @@ class Broken:
         raise OSError("no space left")
 
 
-def test_what_was_there_stays_whole(tmp_path: Path) -> None:
+def test_failed_write_keeps_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     write_file({"state_dict": {"a": torch.ones(2)}}, path)
     with pytest.raises(CheckpointError, match="no space left"):
@@ -255,7 +253,7 @@ class LitTyped(LitNet):
         self.save_hyperparameters()
 
 
-def test_types_come_back_without_trust(tmp_path: Path) -> None:
+def test_hyperparameter_types_are_restored_with_weights_only(tmp_path: Path) -> None:
     saves = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     trainer = make_trainer(ONE, max_epochs=1, **saves)
     trainer.fit(LitTyped(tmp_path, Mode.FAST), loader())
@@ -271,7 +269,7 @@ def test_types_come_back_without_trust(tmp_path: Path) -> None:
     )
 
 
-def test_objects_are_lightnings(tmp_path: Path) -> None:
+def test_object_hyperparameters_load_without_weights_only(tmp_path: Path) -> None:
     trainer = make_trainer(ONE, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
     trainer.fit(LitTyped(tmp_path, Mode.FAST, torch.nn.L1Loss()), loader())
     found = LitTyped.load_from_checkpoint(
@@ -280,7 +278,7 @@ def test_objects_are_lightnings(tmp_path: Path) -> None:
     assert isinstance(found.loss, torch.nn.L1Loss) and found.root == tmp_path
 
 
-def test_hyperparameters_that_cannot_be_pickled_do_not_cost_the_weights(tmp_path: Path) -> None:
+def test_unpicklable_hyperparameters_are_dropped_with_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="without hyperparameters"):
         write_file({"state_dict": {}, "hyper_parameters": {"f": lambda: 0}}, tmp_path / "a.ckpt")
     assert torch.load(tmp_path / "a.ckpt") == {"state_dict": {}}

@@ -86,13 +86,13 @@ STORED: list[tuple[Any, Any]] = [
 
 
 def kept(path: Path, value: Any) -> Any:
-    """A value of the state as it is read from a checkpoint."""
+    """Save a value as state and return it as read from the checkpoint."""
     return read_state(save(path, state={"key": value}))["key"]
 
 
 @pytest.mark.parametrize(("value", "stored"), STORED, ids=lambda value: type(value).__name__)
-def test_common_types_come_back(tmp_path: Path, value: Any, stored: Any) -> None:
-    """Types come back; ``portable`` makes plain values, which torch reads without us."""
+def test_common_types_are_restored(tmp_path: Path, value: Any, stored: Any) -> None:
+    """``portable`` makes plain values, which torch reads without this package."""
     (found,) = kept(tmp_path / "c", [value])
     assert found == value
     assert type(found) is type(value)
@@ -103,13 +103,13 @@ def test_common_types_come_back(tmp_path: Path, value: Any, stored: Any) -> None
     assert torch.load(tmp_path / "plain.pt", weights_only=True) == stored
 
 
-def test_a_dictionary_that_fills_itself_goes_on(tmp_path: Path) -> None:
+def test_defaultdict_keeps_its_factory(tmp_path: Path) -> None:
     found = kept(tmp_path / "c", collections.defaultdict(list, a=[1]))
     found["b"].append(2)
     assert found == {"a": [1], "b": [2]}
 
 
-def test_what_would_change_its_type_is_refused_by_name(tmp_path: Path) -> None:
+def test_lossy_types_are_refused_by_name(tmp_path: Path) -> None:
     class Local(enum.Enum):
         ONE = 1
 
@@ -127,7 +127,7 @@ def test_what_would_change_its_type_is_refused_by_name(tmp_path: Path) -> None:
             kept(tmp_path / "c", value)
 
 
-def test_a_class_that_is_not_imported_leaves_a_plain_value_and_is_not_lost_by_a_copy(
+def test_unimported_class_gives_plain_value_and_survives_reshard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "c", state={"key": {"colour": Colour.RED, "root": Path("a")}})
@@ -143,7 +143,7 @@ def test_a_class_that_is_not_imported_leaves_a_plain_value_and_is_not_lost_by_a_
 
 
 class Called(dict[str, Any]):
-    """Would notice that it is made."""
+    """Container that records every instantiation."""
 
     calls: ClassVar[list[Any]] = []
 
@@ -181,7 +181,7 @@ class Called(dict[str, Any]):
         ("bytearray", [3], None),
     ],
 )
-def test_a_tag_makes_nothing_but_enums_and_containers(tag: str, parts: Any, plain: Any) -> None:
+def test_tags_create_only_enums_and_containers(tag: str, parts: Any, plain: Any) -> None:
     text = json.dumps({"a": {f"${tag}": parts}}).encode()
     if plain is None:
         with pytest.raises(ValueError):
@@ -191,45 +191,45 @@ def test_a_tag_makes_nothing_but_enums_and_containers(tag: str, parts: Any, plai
     assert missing == {parts[0]} and found == {"a": plain} and not Called.calls
 
 
-def test_empty_bytes_come_back(tmp_path: Path) -> None:
-    """torch itself reads no empty bytes without trust."""
+def test_empty_bytes_are_restored(tmp_path: Path) -> None:
+    """torch itself cannot read empty bytes with weights_only=True."""
     assert kept(tmp_path / "c", b"") == b""
 
 
-def test_a_tensor_is_taken_once() -> None:
+def test_tensor_referenced_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="has a tensor that cannot be created"):
         decode(b'[{"$tensor":[0]},{"$tensor":[0]}]', [torch.ones(1)])
 
 
 @pytest.mark.parametrize("parts", [[], [None], [1], [["cpu"]], [{}], ["cpu", "cpu"], ["outside"]])
-def test_what_is_no_device_is_refused_in_one_sentence(parts: list[Any]) -> None:
+def test_invalid_device_is_refused_in_one_line(parts: list[Any]) -> None:
     with pytest.raises(ValueError, match="has a device that cannot be created") as error:
         decode(json.dumps({"$device": parts}).encode(), [])
     assert "\n" not in str(error.value)
 
 
-def test_what_holds_itself_is_refused_by_name(tmp_path: Path) -> None:
+def test_self_referencing_value_is_refused_by_name(tmp_path: Path) -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(CheckpointError, match=r"state\['key'\]\[0\].* contains itself"):
         kept(tmp_path / "c", value)
 
 
-def test_as_deep_as_is_allowed(tmp_path: Path) -> None:
+def test_deepest_allowed_nesting_is_restored(tmp_path: Path) -> None:
     value: Any = 0
     for number in range(39):
         value = {1: (value,)} if number % 2 else ([value],)
     assert kept(tmp_path / "c", value) == value
 
 
-def test_ordered_dictionaries_keep_their_order_and_type(tmp_path: Path) -> None:
+def test_ordered_dict_keeps_order_and_type(tmp_path: Path) -> None:
     items = [("b", 1), ("a", collections.Counter("aab"))]
     found = kept(tmp_path / "c", collections.OrderedDict(items))
     assert type(found) is collections.OrderedDict
     assert list(found.items()) == items
 
 
-def test_tensors_are_plain_copies_of_their_own_values_only(tmp_path: Path) -> None:
+def test_tensors_are_stored_as_plain_copies(tmp_path: Path) -> None:
     big = torch.zeros(1_000_000)
     state = {
         "slice": big[3:5],
@@ -243,7 +243,7 @@ def test_tensors_are_plain_copies_of_their_own_values_only(tmp_path: Path) -> No
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 10_000
 
 
-def test_every_kind_of_tensor(tmp_path: Path) -> None:
+def test_tensors_of_every_kind_are_restored(tmp_path: Path) -> None:
     dtypes = (torch.bfloat16, torch.complex128, torch.bool, torch.uint16, torch.float8_e4m3fn)
     value = [torch.ones(2, 3).to(dtype) for dtype in dtypes]
     value += [
@@ -261,7 +261,7 @@ def test_every_kind_of_tensor(tmp_path: Path) -> None:
         read_full(tmp_path / "c")
 
 
-def test_numpys_random_state_can_be_restored(tmp_path: Path) -> None:
+def test_numpy_random_state_is_restored(tmp_path: Path) -> None:
     generator = np.random.RandomState(3)
     found = kept(tmp_path / "c", generator.get_state(legacy=True))
     expected = generator.rand(5)
@@ -285,7 +285,7 @@ def test_numpys_random_state_can_be_restored(tmp_path: Path) -> None:
         ({"n": np.array([object()])}, r"state\['n'\] is a numpy\.ndarray"),
     ],
 )
-def test_what_cannot_be_read_back_is_refused_by_name(
+def test_unsupported_types_are_refused_by_name(
     tmp_path: Path, state: dict[str, Any], words: str
 ) -> None:
     for write in (lambda: save(tmp_path / "c", state=state), lambda: portable(state)):
@@ -293,7 +293,7 @@ def test_what_cannot_be_read_back_is_refused_by_name(
             write()
 
 
-def test_registered_classes_are_kept(tmp_path: Path) -> None:
+def test_registered_classes_are_restored(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Registered]):
         assert kept(tmp_path / "c", Registered(3)) == Registered(3)
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Two trainings that save into one folder, and remove there what is no longer among the best."""
+"""Two trainings that save to one folder and remove their outdated checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT_S = 60
 
 
 class Together(L.Callback):
-    """Both are at the same step."""
+    """Callback that keeps both trainings at the same step."""
 
     def __init__(self, barrier: Any) -> None:
         self._barrier = barrier
@@ -64,7 +64,7 @@ def train(folder: Path, barrier: Any, told: Any) -> None:
         told.put(f"{type(error).__name__}: {error}")
 
 
-def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
+def test_two_trainings_in_one_folder_leave_valid_checkpoints(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     barrier, told = context.Barrier(2), context.Queue()
     processes = [
@@ -77,9 +77,9 @@ def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
     for process in processes:
         process.join(LIMIT_S)
     for outcome in outcomes:
-        mend = "Give each training its own folder" in outcome
-        # the other one ended
-        assert not outcome or mend or outcome.startswith("BrokenBarrierError"), outcomes
+        remedy = "Give each training its own folder" in outcome
+        # or the other training ended first
+        assert not outcome or remedy or outcome.startswith("BrokenBarrierError"), outcomes
     found = complete_checkpoints(tmp_path / "both")
     assert found
     for checkpoint in found:
@@ -87,7 +87,7 @@ def test_two_trainings_in_one_folder(tmp_path: Path) -> None:
     assert (tmp_path / "both" / "latest").exists()
 
 
-def test_what_another_training_has_removed_is_gone(tmp_path: Path) -> None:
+def test_removal_tolerates_concurrent_removal(tmp_path: Path) -> None:
     files.discard(tmp_path / "nothing")
     target = tmp_path / "step=1.ckpt"
     save(target, 1)
@@ -100,7 +100,7 @@ def test_what_another_training_has_removed_is_gone(tmp_path: Path) -> None:
     assert not (tmp_path / "latest").is_symlink()
 
 
-def test_latest_is_marked_although_another_training_takes_the_new_link_for_a_leftover(
+def test_latest_is_marked_despite_removal_of_new_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, link = tmp_path / "step=1.ckpt", latest.os.symlink
@@ -119,7 +119,7 @@ def test_latest_is_marked_although_another_training_takes_the_new_link_for_a_lef
     assert (tmp_path / "latest").resolve() == target
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_replaced(tmp_path: Path) -> None:
+def test_checkpoint_is_replaced_despite_concurrent_removal(tmp_path: Path) -> None:
     target = tmp_path / "last.ckpt"
     save(target, 1)
     save(tmp_path / "new", 2)
@@ -131,10 +131,10 @@ def test_a_checkpoint_that_is_removed_while_it_is_replaced(tmp_path: Path) -> No
     assert not files.leftovers(target)
 
 
-def test_a_lock_that_is_being_created_is_not_abandoned(
+def test_lock_under_creation_is_not_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process looks at the file between its creation and its locking."""
+    """Another process checks the lock file between its creation and its locking."""
     part = tmp_path / "step=1.ckpt.tmp-0123456789ab"
     looks, created, answers = threading.Event(), threading.Event(), list[bool]()
 

@@ -1,4 +1,4 @@
-"""Options that the commands of several tests share."""
+"""Command-line options shared by several tests."""
 
 from __future__ import annotations
 

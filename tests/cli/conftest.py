@@ -1,4 +1,4 @@
-"""A corpus and a configuration small enough to train in a second."""
+"""Corpus and configuration that train within a second."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus as tokens, made once."""
+    """Return the folder of the tokenized corpus, prepared once."""
     folder = tmp_path_factory.mktemp("prepared") / "data"
     config = tmp_path_factory.mktemp("config") / "tiny.yaml"
     config.write_text(tiny(corpus, folder, folder.parent))
@@ -50,7 +50,7 @@ def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny(corpus: Path, data_dir: Path, folder: Path) -> str:
-    """The configuration, as YAML."""
+    """Return the configuration as YAML."""
     config = {
         "seed_everything": 1,
         "trainer": {
@@ -108,7 +108,7 @@ def tiny(corpus: Path, data_dir: Path, folder: Path) -> str:
 
 @pytest.fixture
 def config(corpus: Path, prepared: Path, tmp_path: Path) -> str:
-    """A configuration file whose run writes below ``tmp_path`` only."""
+    """Return a configuration file whose run writes only below ``tmp_path``."""
     path = tmp_path / "tiny.yaml"
     path.write_text(tiny(corpus, prepared, tmp_path))
     return str(path)
@@ -116,7 +116,7 @@ def config(corpus: Path, prepared: Path, tmp_path: Path) -> str:
 
 @pytest.fixture
 def ptdp(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run ``ptdp`` in this process: exit code, stdout, stderr."""
+    """Run ``ptdp`` in this process and return its exit code, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

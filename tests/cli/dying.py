@@ -1,4 +1,4 @@
-"""A callback that a configuration can name: it ends its process as the kernel does."""
+"""Callback that kills its process, for use in a configuration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import lightning.pytorch as L
 
 
 class DiesOnce(L.Callback):
-    """Rank 1 dies when ``step`` begins, unless torchrun has started it again; writes down where
-    training begins."""
+    """Kills rank 1 at the start of ``step``, unless torchrun has restarted it; records the step at
+    which training starts."""
 
     def __init__(self, step: int, notes: str) -> None:
         self._step, self._notes = step, Path(notes)

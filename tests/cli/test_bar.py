@@ -1,4 +1,4 @@
-"""The progress that ``ptdp fit`` shows."""
+"""Progress output of ``ptdp fit``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Callable
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_fit_counts_its_steps_unless_it_is_told_to_show_something_else(
-    ptdp: Run, config: str
-) -> None:
+def test_fit_prints_step_lines_unless_replaced_or_disabled(ptdp: Run, config: str) -> None:
     fit = ["fit", "--config", config, "--sample=null", "--trainer.max_steps=2"]
     code, out, err = ptdp(*fit, "--trainer.enable_progress_bar=true")
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""``ptdp bench``: real steps, no data."""
+"""``ptdp bench``: training steps without data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def no_data(config: str, tmp_path: Path) -> str:
-    """The configuration with a data folder that is not there."""
+    """Return the configuration with a missing data folder."""
     values = yaml.safe_load(Path(config).read_text())
     values["data"]["init_args"] |= {
         "data_dir": str(tmp_path / "nothing"),
@@ -31,9 +31,7 @@ def no_data(config: str, tmp_path: Path) -> str:
     return config
 
 
-def test_a_pipeline_is_measured_without_data_and_leaves_nothing(
-    ptdp: Run, no_data: str, tmp_path: Path
-) -> None:
+def test_bench_needs_no_data_and_leaves_no_files(ptdp: Run, no_data: str, tmp_path: Path) -> None:
     code, out, err = ptdp(
         "bench",
         "--config",
@@ -57,18 +55,15 @@ def test_a_pipeline_is_measured_without_data_and_leaves_nothing(
         len(found["peak_memory_bytes"]),
     ) == (8, 128, 2, 4)
     assert found["bubble"] > 0
-    # On a CPU tensors are counted, not what the process has besides.
+    # On a CPU only tensors are counted, not the other memory of the process.
     assert max(found["peak_memory_bytes"]) < 20 * 2**20
     assert "ptdp doctor --calibrate --devices 4" in found["predicted_by"]
     assert found["mfu"] == pytest.approx(found["flops"] / found["median_s"] / 4 / 1e12)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
-def test_layouts_are_compared_in_steps_of_as_many_samples(
-    ptdp: Run, no_data: str, tmp_path: Path
-) -> None:
-    """From a recipe, whose text is what is handed on, with a layout as the listings print it, and
-    one that the model does not take."""
+def test_layouts_are_compared_at_equal_batch_size(ptdp: Run, no_data: str, tmp_path: Path) -> None:
+    """The recipe has a base. The model supports the first layout, but not the second."""
     (tmp_path / "based.yaml").write_text(f"base: {Path(no_data).name}")
     strategy = [
         "--trainer.strategy=lightning_ptdp.PTDPStrategy",
@@ -95,12 +90,12 @@ def test_layouts_are_compared_in_steps_of_as_many_samples(
     devices, _, _, *lines = out.splitlines()[-8:]
     # two replicas, accumulated twice
     assert "2 x cpu" in devices and "a step: 32 samples" in devices, out
-    # 32 samples of 2, accumulated twice
+    # 32 samples in microbatches of 2, accumulated twice
     assert [line for line in lines if re.search(r"t2 p1 d1 +8 ", line)], out
     assert "to use 1, add:" in out
 
 
-def test_layouts_as_options() -> None:
+def test_layout_text_is_parsed_to_options() -> None:
     found = {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 4,
@@ -111,7 +106,9 @@ def test_layouts_as_options() -> None:
     }
     assert layout_options(" p4 v2 ", 8) == layout_options("t1 p4 v2 d2", 8) == found
     assert layout_options("t2 sp", 2)["sequence_parallel"] is True
-    assert "sequence_parallel" not in layout_options("t2", 2), "the configuration's is kept"
+    assert "sequence_parallel" not in layout_options("t2", 2), (
+        "the value of the configuration is overridden"
+    )
     for text, words in {
         "t2 d4": "Use d2",
         "t3": "tensor_parallel_size",
@@ -122,6 +119,6 @@ def test_layouts_as_options() -> None:
             layout_options(text, 4)
 
 
-def test_a_warm_up_is_needed(ptdp: Run, no_data: str) -> None:
+def test_zero_warmup_steps_are_refused(ptdp: Run, no_data: str) -> None:
     code, _, err = ptdp("bench", "--config", no_data, "--warmup=0")
     assert (code, "--warmup 0" in err) == (2, True)

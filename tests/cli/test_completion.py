@@ -1,4 +1,4 @@
-"""Tests of shell completion."""
+"""Shell completion."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Run = Callable[..., tuple[int, str, str]]
         ("fti --config ", []),
     ],
 )
-def test_words(line: str, offered: list[str]) -> None:
+def test_completion_offers_matching_words(line: str, offered: list[str]) -> None:
     assert (
         complete([*shlex.split(line), ""] if line.endswith(" ") else shlex.split(line)) == offered
     )
 
 
-def test_every_verb_has_options_and_those_of_fit_exist(ptdp: Run) -> None:
+def test_completed_options_are_listed_in_help(ptdp: Run) -> None:
     for verb in VERBS:
         assert "--help" in complete([verb, "--"])
     for verb in ("fit", "predict", "bench"):
@@ -53,7 +53,7 @@ def test_every_verb_has_options_and_those_of_fit_exist(ptdp: Run) -> None:
         assert own - known <= {"--debug", "--launcher", "--seed_everything"}
 
 
-def test_bash_asks_and_does_not_wait_for_torch(tmp_path: Path) -> None:
+def test_bash_completion_does_not_import_torch(tmp_path: Path) -> None:
     command = tmp_path / "ptdp"
     check = 'assert "torch" not in sys.modules'
     code = (
@@ -85,6 +85,6 @@ def test_bash_asks_and_does_not_wait_for_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_scripts_are_printed(ptdp: Run, shell: str) -> None:
+def test_completion_script_is_printed(ptdp: Run, shell: str) -> None:
     code, out, _ = ptdp("completion", shell)
     assert (code, "ptdp completion words -- " in out) == (0, True)

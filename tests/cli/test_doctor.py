@@ -14,7 +14,9 @@ from lightning_ptdp.doctor.inspection import Section, _limited
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_the_whole_inspection_of_this_machine(ptdp: Run, tmp_path: Path, prepared: Path) -> None:
+def test_full_inspection_passes_and_leaves_no_files(
+    ptdp: Run, tmp_path: Path, prepared: Path
+) -> None:
     code, out, _ = ptdp(
         "doctor", "--root-dir", str(tmp_path), "--data-dir", str(prepared), "--json"
     )
@@ -37,7 +39,7 @@ def test_the_whole_inspection_of_this_machine(ptdp: Run, tmp_path: Path, prepare
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_failed_is_in_the_text_and_in_the_exit_code(ptdp: Run, tmp_path: Path) -> None:
+def test_failed_check_sets_exit_code_and_shows_fix(ptdp: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, out, _ = ptdp("doctor", "--devices", "1", "--root-dir", str(tmp_path / "file"))
     assert code == 1
@@ -46,27 +48,27 @@ def test_what_failed_is_in_the_text_and_in_the_exit_code(ptdp: Run, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("option", "value"), [("--devices", "0"), ("--timeout", "-1")])
-def test_numbers_out_of_range(ptdp: Run, option: str, value: str) -> None:
+def test_out_of_range_number_is_refused(ptdp: Run, option: str, value: str) -> None:
     code, _, err = ptdp("doctor", option, value)
     assert (code, option in err) == (2, True)
 
 
-def test_columns_are_even() -> None:
+def test_columns_are_aligned() -> None:
     checks = (
         Check(subject="a", status=Status.OK, found="found"),
-        Check(subject="longer", status=Status.WARNING, found="found", mend="mend"),
+        Check(subject="longer", status=Status.WARNING, found="found", remedy="remedy"),
     )
     lines = render(Inspection(sections=(Section(title="title", checks=checks),))).splitlines()
     assert lines[:4] == [
         "title",
         "  ok       a       found",
         "  warning  longer  found",
-        "                   -> mend",
+        "                   -> remedy",
     ]
     assert lines[-1] == "1 ok, 1 warning, 0 failed"
 
 
-def test_a_file_system_that_does_not_answer() -> None:
+def test_unresponsive_file_system_fails_check() -> None:
     import threading
 
     def dead() -> tuple[Check, ...]:

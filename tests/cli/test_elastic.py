@@ -1,4 +1,4 @@
-"""Under torchrun a lost rank starts all of them again, and the world may be another one by then."""
+"""Elastic training under torchrun: restart after a lost rank, also with another world size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 6
 def configure(
     config: str, path: Path, *, devices: int, steps: int, callbacks: Sequence[Any] = ()
 ) -> str:
-    """The tiny configuration with a global batch that is the same for any number of replicas."""
+    """Write the tiny configuration with a global batch independent of the number of replicas."""
     settings = yaml.safe_load(Path(config).read_text())
     settings["trainer"] |= {
         "devices": devices,
@@ -45,7 +45,7 @@ def configure(
         "callbacks": [SAVE_EACH_STEP, *callbacks],
     }
     settings["model"]["init_args"]["optimizer"]["decay_steps"] = (
-        100  # else it would follow from max_steps
+        100  # otherwise derived from max_steps
     )
     settings["data"]["init_args"] |= {
         "global_batch_size": 16,
@@ -64,8 +64,8 @@ def _fit(config: str) -> str:
 
 
 def _torchrun(rank: int, config: str, folder: str) -> dict[int, str]:
-    """As ``torchrun --standalone --nproc-per-node 2 --max-restarts 2``, with processes that are
-    forked, which have torch loaded."""
+    """Run like ``torchrun --standalone --nproc-per-node 2 --max-restarts 2``, but fork processes,
+    which have torch loaded."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name)
     launch = LaunchConfig(
@@ -85,8 +85,10 @@ def _torchrun(rank: int, config: str, folder: str) -> dict[int, str]:
     return elastic_launch(launch, _fit)(config)
 
 
-def test_four_replicas_then_two_of_which_one_dies(ptdp: Run, config: str, tmp_path: Path) -> None:
-    """2 steps on 4 replicas; on 2 replicas to step 4, where one dies; started again to the end."""
+def test_run_resumes_on_fewer_replicas_and_after_lost_rank(
+    ptdp: Run, config: str, tmp_path: Path
+) -> None:
+    """Train 2 steps on 4 replicas, then on 2 replicas, of which one is killed at step 4."""
     code, _, err = ptdp(
         "fit", "--config", configure(config, tmp_path / "whole.yaml", devices=1, steps=STEPS)
     )
@@ -103,7 +105,7 @@ def test_four_replicas_then_two_of_which_one_dies(ptdp: Run, config: str, tmp_pa
         "init_args": {"step": 4, "notes": str(tmp_path)},
     }
     two = configure(config, tmp_path / "two.yaml", devices=2, steps=STEPS, callbacks=[dies])
-    # a worker that has trained has threads, which do not outlive a fork
+    # a worker that has trained has threads, which do not survive a fork
     with contextlib.closing(Pool()) as fresh:
         (restarts,) = fresh.run(_torchrun, world_size=1, args=(two, str(tmp_path)))
     assert restarts == {0: "1", 1: "1"}

@@ -1,4 +1,4 @@
-"""Verbs, help, recipes, and what is said about mistakes in them."""
+"""Verbs, help, recipes and their error messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ VERBS = [
 ]
 
 
-def test_help_and_mistakes_do_not_wait_for_torch() -> None:
+def test_help_and_typos_do_not_import_torch() -> None:
     code = """
 import sys
 from lightning_ptdp.cli import main
@@ -76,7 +76,7 @@ assert "torch" not in sys.modules and "lightning" not in sys.modules
     assert "did you mean 'gpt/nano'?" in result.stderr
 
 
-def test_what_needs_no_trainer_does_not_wait_for_lightning(tmp_path: Path) -> None:
+def test_plan_and_convert_do_not_import_lightning(tmp_path: Path) -> None:
     code = f"""
 import sys
 import torch
@@ -90,14 +90,14 @@ print([name for name in ("lightning.pytorch", "torchmetrics", "transformers") if
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_a_recipe_is_resolved_without_what_it_does_not_need(ptdp: Run) -> None:
+def test_resolving_recipe_skips_unneeded_imports(ptdp: Run) -> None:
     code = """
 import sys
 from lightning_ptdp.cli import main
 assert main(["recipes", "show", "gpt/nano", "--resolved"]) == 0
 print([name for name in ("mlflow", "transformers", "torchvision", "scipy", "matplotlib", "litdata") if name in sys.modules])
 """
-    # as a user starts it, without tests/starts
+    # as a user runs it, without tests/starts on the path
     env = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -128,7 +128,7 @@ def test_help_of_fit_is_complete(ptdp: Run) -> None:
         assert key in out
 
 
-def test_short_help_says_what_the_classes_say(ptdp: Run) -> None:
+def test_short_help_matches_class_signatures(ptdp: Run) -> None:
     package = recipe_files.recipe_folder().parent / "lightning_ptdp"
     read = {one.name: one for one in options_in_source(package / "config.py", "PTDPConfig")}
     defaults = {name: one.default for name, one in inspect.signature(PTDPConfig).parameters.items()}
@@ -160,14 +160,14 @@ def test_short_help_says_what_the_classes_say(ptdp: Run) -> None:
     assert "short form -t" in " ".join(said.split())
 
 
-def test_debug_shows_the_traceback(ptdp: Run) -> None:
+def test_debug_shows_traceback(ptdp: Run) -> None:
     assert "Traceback" not in ptdp("nothing")[2]
     code, _, err = ptdp("nothing", "--debug")
     assert code == 2
     assert "Traceback" in err
 
 
-def test_recipes(ptdp: Run) -> None:
+def test_recipes_are_listed_and_shown(ptdp: Run) -> None:
     code, out, _ = ptdp("recipes", "list")
     assert code == 0
     assert "gpt/nano" in out
@@ -179,7 +179,7 @@ def test_recipes(ptdp: Run) -> None:
 
 @pytest.mark.parametrize("name", ["gpt/nano", "gpt/nano.yaml", "recipes/gpt/nano.yaml"])
 @pytest.mark.parametrize("form", [["--config", "{}"], ["-c", "{}"], ["--config={}"]])
-def test_a_recipe_is_found_by_name_from_anywhere(
+def test_recipe_is_found_by_name_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -192,14 +192,14 @@ def test_a_recipe_is_found_by_name_from_anywhere(
     ]
 
 
-def test_a_file_wins_over_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_takes_precedence_over_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "nano").write_text("")
     assert recipe_files.find_config("gpt/nano") == Path("gpt/nano")
 
 
-def test_an_installed_package_has_its_recipes_inside(
+def test_installed_package_contains_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "lightning_ptdp" / "cli" / "recipe_files.py"
@@ -211,12 +211,12 @@ def test_an_installed_package_has_its_recipes_inside(
         assert recipe_files.recipe_folder() == folder
 
 
-def test_nearest() -> None:
+def test_nearest_name_is_suggested() -> None:
     assert nearest("hiden_size", ["hidden_size", "num_heads"]) == "; did you mean 'hidden_size'?"
     assert nearest("zzz", ["hidden_size"]) == ""
 
 
-def test_what_jsonargparse_says_about_several_types_becomes_one_line() -> None:
+def test_jsonargparse_error_becomes_one_line() -> None:
     message = (
         'Parser key "model":\n  Does not validate against any of the Union subtypes\n  Errors:\n'
     )
@@ -250,7 +250,7 @@ def test_what_jsonargparse_says_about_several_types_becomes_one_line() -> None:
 
 
 class ProcessRaisedException(Exception):
-    """torch's, without starting a process."""
+    """Replacement for torch's exception that needs no process."""
 
     def __init__(self, msg: str) -> None:
         self.msg = msg
@@ -263,7 +263,7 @@ TRACE = (
 
 
 @pytest.mark.parametrize(
-    ("error", "mendable"),
+    ("error", "fixable"),
     [
         *(
             (f"lightning_ptdp.{name}", True)
@@ -284,15 +284,15 @@ TRACE = (
         ("KeyError", False),
     ],
 )
-def test_which_errors_of_workers_are_the_users(error: str, mendable: bool) -> None:
+def test_worker_errors_are_classified_by_type(error: str, fixable: bool) -> None:
     failure = worker_failure(ProcessRaisedException(f"{TRACE}{error}: so it is\nlayer: 3\n"))
     assert failure is not None
-    assert failure.mendable == mendable
-    if mendable:
+    assert failure.fixable == fixable
+    if fixable:
         assert failure.message == "so it is\nlayer: 3"
 
 
-def test_every_error_has_one_base_class() -> None:
+def test_every_error_derives_from_ptdp_error() -> None:
     for module in pkgutil.walk_packages(lightning_ptdp.__path__, "lightning_ptdp."):
         if module.name.endswith("__main__"):
             continue
@@ -306,32 +306,32 @@ def test_every_error_has_one_base_class() -> None:
                 assert issubclass(value, PTDPError), f"{module.name}.{name}"
 
 
-def test_errors_of_workers() -> None:
+def test_worker_failure_reports_message_or_process() -> None:
     trace = TRACE
     ours = ProcessRaisedException(
         trace + "lightning_ptdp.checkpoint.checkpoint_error.CheckpointError: no 'a'\nin here\n"
     )
     failure = worker_failure(ours)
     assert failure is not None
-    assert (failure.message, failure.mendable) == ("no 'a'\nin here", True)
+    assert (failure.message, failure.fixable) == ("no 'a'\nin here", True)
     other = worker_failure(ProcessRaisedException(trace + "ZeroDivisionError: division by zero\n"))
     assert other is not None
-    assert not other.mendable
+    assert not other.fixable
     assert "Process 2" in other.message
     assert worker_failure(RuntimeError("x")) is None
 
 
-def test_a_worker_that_was_killed() -> None:
+def test_killed_worker_is_reported() -> None:
     failure = worker_failure(
         ProcessExitedException("process 3 terminated with signal SIGKILL", 3, 99, -9, "SIGKILL")  # type: ignore[no-untyped-call]
     )
     assert failure is not None
-    assert not failure.mendable
+    assert not failure.fixable
     for words in ("process 3", "SIGKILL", "memory", "--resume auto"):
         assert words in failure.message
 
 
-def test_which_errors_are_the_users() -> None:
+def test_only_user_errors_are_explained() -> None:
     assert explain(UserError("so")) == "so"
     assert explain(FileNotFoundError("gone")) == "gone"
     assert explain(RuntimeError("broken")) is None
@@ -341,7 +341,7 @@ def test_which_errors_are_the_users() -> None:
     assert explain(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
 
 
-def test_the_recipe_of_a_bert(ptdp: Run) -> None:
+def test_bert_recipe_is_resolved(ptdp: Run) -> None:
     resolved = yaml.safe_load(ptdp("recipes", "show", "bert/nano", "--resolved")[1])
     model, data = resolved["model"]["init_args"], resolved["data"]["init_args"]
     assert (

@@ -1,4 +1,4 @@
-"""``base:`` in a configuration, and where values come from."""
+"""Inheritance of configurations through ``base:``, and the origin of each value."""
 
 from __future__ import annotations
 
@@ -56,16 +56,20 @@ def merged(folder: Path, base: str, over: str) -> Any:
         ("a: 1e-4", "b: 1E5", {"a": 1e-4, "b": 1e5}),
     ],
 )
-def test_merging(tmp_path: Path, base: str, over: str, expected: Any) -> None:
+def test_configuration_is_merged_into_base(
+    tmp_path: Path, base: str, over: str, expected: Any
+) -> None:
     assert merged(tmp_path, base, over) == expected
 
 
-def test_order_is_that_of_the_base(tmp_path: Path) -> None:
+def test_merged_keys_keep_order_of_base(tmp_path: Path) -> None:
     values = merged(tmp_path, "b: 1\na: 2", "c: 3\nb: 4")
     assert list(values) == ["b", "a", "c"]
 
 
-def test_origins_follow_a_chain_of_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_origin_is_traced_through_chain_of_bases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "team" / "base.yaml", "base: gpt/124m\ntrainer: {max_steps: 7}\n")
     config = resolve_config(write(tmp_path / "mine.yaml", "base: team/base.yaml\nsample: null\n"))
@@ -88,9 +92,7 @@ def test_origins_follow_a_chain_of_bases(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path: config.origin(path) for path in expected} == expected
 
 
-def test_a_base_is_found_beside_the_file_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_base_is_resolved_relative_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "configs" / "gpt" / "nano", "a: 1")
     file = write(tmp_path / "configs" / "mine.yaml", "base: gpt/nano")
     monkeypatch.chdir("/")
@@ -118,13 +120,13 @@ def test_a_base_is_found_beside_the_file_that_names_it(
         ("a: [", "mine.yaml: is not YAML: while parsing"),
     ],
 )
-def test_mistakes(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_configuration_is_refused(tmp_path: Path, text: str, words: str) -> None:
     write(tmp_path / "other.yaml", "base: mine.yaml")
     with pytest.raises(UserError, match=words):
         resolve_config(write(tmp_path / "mine.yaml", text))
 
 
-def test_a_file_without_a_base_stays_a_path(tmp_path: Path) -> None:
+def test_file_without_base_is_passed_as_path(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.yaml", "sample: null")
     assert resolve_configs(["--config", str(file), "--sample", "null"]) == [
         f"--config={file}",
@@ -133,7 +135,7 @@ def test_a_file_without_a_base_stays_a_path(tmp_path: Path) -> None:
     ]
 
 
-def test_a_users_file_with_a_base_is_printed_merged(ptdp: Run, tmp_path: Path) -> None:
+def test_print_config_shows_merged_configuration(ptdp: Run, tmp_path: Path) -> None:
     text = (
         "base: gpt/124m\nmodel: {init_args: {optimizer: {learning_rate: 1e-3}}}\ntrainer: "
         "{logger: {class_path: CSVLogger}}\n"
@@ -153,9 +155,7 @@ def test_a_users_file_with_a_base_is_printed_merged(ptdp: Run, tmp_path: Path) -
     assert "experiment_name" not in values["trainer"]["logger"]["init_args"]
 
 
-def test_a_run_from_a_base_saves_the_merged_configuration(
-    ptdp: Run, config: str, tmp_path: Path
-) -> None:
+def test_run_saves_merged_configuration(ptdp: Run, config: str, tmp_path: Path) -> None:
     child = write(
         tmp_path / "child.yaml",
         f"base: {os.path.basename(config)}\ntrainer: {{max_steps: 1}}\nsample: null\n",
@@ -172,12 +172,12 @@ def test_a_run_from_a_base_saves_the_merged_configuration(
 
 
 def origins_of(shown: str) -> dict[str, str]:
-    """Last comment of each line by the line's text without indentation."""
+    """Return the last comment of each line, keyed by its text without indentation."""
     lines = [line.rpartition("  # ") for line in shown.splitlines() if "  # " in line]
     return {text.strip().removeprefix("- "): origin for text, _, origin in lines}
 
 
-def test_show_resolved_tells_where_every_value_comes_from(ptdp: Run, tmp_path: Path) -> None:
+def test_show_resolved_names_origin_of_every_value(ptdp: Run, tmp_path: Path) -> None:
     mine = write(
         tmp_path / "mine.yaml", "base: gpt/124m\ntrainer: {max_steps: 33, callbacks: []}\n"
     )
@@ -203,7 +203,7 @@ def test_show_resolved_tells_where_every_value_comes_from(ptdp: Run, tmp_path: P
         "recompute: full": "command line",
         "class_path: lightning.pytorch.loggers.CSVLogger": "command line",
         "name: lightning_logs": "default of CSVLogger",
-        "save_dir: runs": "common",  # CSVLogger takes it too
+        "save_dir: runs": "common",  # CSVLogger accepts it too
         "top_k: 7": "command line",
         "temperature: 0.8": "gpt/common",
         "norm_eps: 1.0e-05": "default of GPTConfig",
@@ -219,7 +219,7 @@ def test_show_resolved_tells_where_every_value_comes_from(ptdp: Run, tmp_path: P
     assert yaml.safe_load(out) == yaml.safe_load(printed)
 
 
-def test_show_resolved_of_a_class_named_again_and_of_an_entry_added(ptdp: Run) -> None:
+def test_origin_of_repeated_class_and_added_callback(ptdp: Run) -> None:
     overrides = ["--data=TextDataModule", "--trainer.callbacks+=RichProgressBar"]
     code, out, err = ptdp("recipes", "show", "gpt/nano", "--resolved", *overrides)
     assert code == 0, err
@@ -230,7 +230,7 @@ def test_show_resolved_of_a_class_named_again_and_of_an_entry_added(ptdp: Run) -
     assert origins["class_path: lightning.pytorch.callbacks.ModelCheckpoint"] == "common"
 
 
-def test_show_takes_options_of_fit_only_when_it_resolves(ptdp: Run) -> None:
+def test_show_accepts_fit_options_only_with_resolved(ptdp: Run) -> None:
     code, _, err = ptdp("recipes", "show", "gpt/nano", "--trainer.max_steps=3")
     assert code == 2
     assert "--trainer.max_steps=3: options of ptdp fit need --resolved" in err
@@ -239,7 +239,7 @@ def test_show_takes_options_of_fit_only_when_it_resolves(ptdp: Run) -> None:
     assert "max_stepz" in err
 
 
-def test_list_has_a_line_a_recipe_with_size_and_layout(ptdp: Run) -> None:
+def test_recipe_list_shows_size_and_layout(ptdp: Run) -> None:
     code, out, _ = ptdp("recipes", "list")
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]

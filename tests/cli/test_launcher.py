@@ -1,4 +1,4 @@
-"""Scripts for SLURM and torchrun, looked at and run."""
+"""Launch scripts for SLURM and torchrun: their text and a run of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRATEGY = [
     "--trainer.strategy=lightning_ptdp.PTDPStrategy",
     "--trainer.strategy.pipeline_parallel_size=2",
 ]
-# srun starts a task with the variables that SLURM sets; scontrol names the only host.
+# Fake srun starts two tasks with the variables of SLURM; fake scontrol prints the only host.
 SRUN = """#!/bin/bash
 while [[ "$1" == -* ]]; do shift; done
 for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & done
@@ -41,14 +41,16 @@ def script(ptdp: Run, *arguments: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """The command that the script becomes."""
+    """Return the words of the command that the script executes."""
     (command,) = [
         line for line in text.replace("\\\n", " ").splitlines() if line.startswith("exec ")
     ]
     return shlex.split(command)
 
 
-def test_a_script_for_slurm(ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_script_has_directives_and_command(
+    ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     options = [
         "--nodes",
@@ -103,7 +105,7 @@ def test_a_script_for_slurm(ptdp: Run, tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
-def test_the_page_shows_the_script_that_its_command_makes(ptdp: Run) -> None:
+def test_documented_script_equals_generated_script(ptdp: Run) -> None:
     page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
     (command,) = [
         line
@@ -118,13 +120,11 @@ def test_the_page_shows_the_script_that_its_command_makes(ptdp: Run) -> None:
     )
 
 
-def test_a_script_for_torchrun(ptdp: Run) -> None:
+def test_torchrun_script_has_launch_options_and_resume(ptdp: Run) -> None:
     one = words(script(ptdp, "--launcher=torchrun", "-c", "gpt/nano", "--ckpt_path", "x.ckpt"))
     assert one[1:5] == [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
     assert {"--nproc-per-node=4", "--standalone", "--max-restarts=3"} <= set(one)
-    assert "--resume=auto" in one, (
-        "the job continues its own run, and starts from the named checkpoint only once"
-    )
+    assert "--resume=auto" in one, "a restarted job would load the named checkpoint again"
     chosen = words(script(ptdp, "--launcher=torchrun", "-c", "gpt/nano", "--resume=auto"))
     assert chosen.count("--resume=auto") == 1
     many = script(ptdp, "--launcher=torchrun", "--config=gpt/nano", "--nodes=2", "--max-restarts=0")
@@ -142,7 +142,7 @@ def test_a_script_for_torchrun(ptdp: Run) -> None:
     assert "--rdzv-endpoint=node0:1234" in at
 
 
-def test_sizes_come_from_the_options_of_fit_too_and_another_strategy_is_left_alone(
+def test_script_uses_trainer_sizes_and_keeps_other_strategy(
     ptdp: Run,
 ) -> None:
     text = script(
@@ -187,12 +187,12 @@ def test_sizes_come_from_the_options_of_fit_too_and_another_strategy_is_left_alo
         ([], "Use --config"),
     ],
 )
-def test_mistakes(ptdp: Run, arguments: list[str], said: str) -> None:
+def test_invalid_launch_options_are_refused(ptdp: Run, arguments: list[str], said: str) -> None:
     code, _, err = ptdp("fit", "--launcher=torchrun", *arguments)
     assert (code, said in err) == (2, True), err
 
 
-def test_without_slurm_nothing_is_submitted(
+def test_missing_sbatch_is_reported(
     ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -200,7 +200,9 @@ def test_without_slurm_nothing_is_submitted(
     assert (code, "there is no sbatch" in err) == (2, True)
 
 
-def test_a_job_is_submitted(ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_script_is_submitted_with_sbatch(
+    ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     install(tmp_path, "sbatch", f"#!/bin/bash\ncat > {tmp_path}/submitted\nexit 3\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert ptdp("fit", "--launcher=slurm", "--config=gpt/nano")[0] == 3
@@ -220,7 +222,7 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.timeout(400)
-def test_torchrun_and_then_slurm_really_train_and_continue(
+def test_slurm_job_resumes_torchrun_run(
     ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "srun", SRUN)
@@ -271,4 +273,4 @@ def test_torchrun_and_then_slurm_really_train_and_continue(
     }
     done = run(["./train.sbatch"], env=clean | slurm)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert steps(tmp_path) == [3], "the same run goes on where the first job ended"
+    assert steps(tmp_path) == [3], "the second job did not resume the run of the first"

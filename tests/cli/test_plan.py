@@ -32,7 +32,7 @@ Run = Callable[..., tuple[int, str, str]]
 SIZES = ["--layers", "24", "--hidden", "2048", "--heads", "16", "--sequence", "2048"]
 
 
-def test_a_recipe(ptdp: Run) -> None:
+def test_plan_of_recipe_lists_layouts_and_explains(ptdp: Run) -> None:
     code, out, err = ptdp(
         "plan", "--recipe", "gpt/nano", "--world", "8", "--device", "cpu", "--top", "3", "--explain"
     )
@@ -49,7 +49,7 @@ def test_a_recipe(ptdp: Run) -> None:
     assert "times the time of the best" in out
 
 
-def test_what_is_printed_can_be_pasted(ptdp: Run) -> None:
+def test_printed_strategy_call_is_valid(ptdp: Run) -> None:
     _, out, _ = ptdp(
         "plan",
         *SIZES,
@@ -77,8 +77,7 @@ def test_what_is_printed_can_be_pasted(ptdp: Run) -> None:
     assert PTDPStrategy(**options).config.layout(64).data_parallel_size == 4
 
 
-def test_what_is_printed_for_fit_works_as_it_is(ptdp: Run, tmp_path: Path) -> None:
-    """On a file that says otherwise: nothing of its layout is left."""
+def test_printed_fit_options_replace_layout_of_base(ptdp: Run, tmp_path: Path) -> None:
     code, out, _ = ptdp(
         "plan", *SIZES, "--world", "4", "--batch", "16", "--tp", "1", "--pp", "2", "--vpp", "1"
     )
@@ -97,7 +96,7 @@ def test_what_is_printed_for_fit_works_as_it_is(ptdp: Run, tmp_path: Path) -> No
     assert layout.data_parallel_size * data["micro_batch_size"] * data["num_microbatches"] == 16
 
 
-def test_pictures(ptdp: Run, tmp_path: Path) -> None:
+def test_pictures_of_plan_and_what_if_are_written(ptdp: Run, tmp_path: Path) -> None:
     small = [*SIZES, "--world", "8", "--batch", "64", "--top", "3"]
     _, out, _ = ptdp("plan", *small, "--picture", str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -111,9 +110,8 @@ def test_pictures(ptdp: Run, tmp_path: Path) -> None:
     assert rows == [["8", "64"], ["16", "64"], ["8", "128"], ["16", "128"]]
 
 
-def test_labels_of_a_picture_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four batches of about the same throughput on each of four worlds; and both limits of the
-    memory."""
+def test_picture_labels_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw four batches of similar throughput on four world sizes, and both memory limits."""
     drawn: list[Figure] = []
     saved = Figure.savefig
     monkeypatch.setattr(
@@ -140,8 +138,8 @@ def test_labels_of_a_picture_do_not_meet(tmp_path: Path, monkeypatch: pytest.Mon
     assert memory.get_xlim()[1] > limits[1]
 
 
-def test_what_shares_out_parameters_is_not_pasted(ptdp: Run) -> None:
-    """A layout that fits because of it would not fit in ours."""
+def test_plan_with_sharded_parameters_prints_no_strategy(ptdp: Run) -> None:
+    """A layout that fits only with sharded parameters would not fit in PTDPStrategy."""
     arguments = [*SIZES, "--world", "8", "--batch", "64", "--top", "1"]
     code, out, _ = ptdp("plan", *arguments, "--software", "fsdp2-fp8", "--recompute", "selective")
     assert code == 0
@@ -156,7 +154,7 @@ def test_what_shares_out_parameters_is_not_pasted(ptdp: Run) -> None:
     assert "less a reserve of 20%" in out and "| reserve" in out
 
 
-def test_json(ptdp: Run) -> None:
+def test_json_output(ptdp: Run) -> None:
     code, out, _ = ptdp(
         "plan",
         *SIZES,
@@ -190,7 +188,7 @@ def test_json(ptdp: Run) -> None:
     assert data["rejected"] and {"what", "reason"} == set(data["rejected"][0])
 
 
-def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
+def test_size_options_override_configuration(ptdp: Run, tmp_path: Path) -> None:
     config = {
         "trainer": {
             "devices": 8,
@@ -336,13 +334,13 @@ def test_sizes_change_those_of_a_file(ptdp: Run, tmp_path: Path) -> None:
         ([*SIZES, "--batch", "8"], "--world"),
     ],
 )
-def test_mistakes(ptdp: Run, arguments: list[str], words: str) -> None:
+def test_invalid_option_is_refused(ptdp: Run, arguments: list[str], words: str) -> None:
     code, _, err = ptdp("plan", *arguments)
     assert code == 2
     assert words in err
 
 
-def test_a_bert_is_planned(ptdp: Run) -> None:
+def test_bert_recipe_is_planned(ptdp: Run) -> None:
     arguments = ("plan", "--recipe", "bert/nano", "--world", "4", "--device", "cpu")
     code, out, _ = ptdp(*arguments)
     assert code == 0
@@ -364,7 +362,9 @@ def test_a_bert_is_planned(ptdp: Run) -> None:
         ),
     ],
 )
-def test_files_that_hold_no_model(ptdp: Run, tmp_path: Path, text: str, words: str) -> None:
+def test_file_without_valid_model_is_refused(
+    ptdp: Run, tmp_path: Path, text: str, words: str
+) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     code, _, err = ptdp("plan", "--config", str(path), "--world", "8", "--batch", "8")
@@ -417,7 +417,7 @@ GPT2 = {
     ],
     ids=["Llama 3 8B", "GPT-2", "Mixtral 8x7B", "Qwen3-30B-A3B"],
 )
-def test_a_model_of_hugging_faces(
+def test_hugging_face_model_is_planned(
     ptdp: Run, tmp_path: Path, config: dict[str, object], size: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -456,7 +456,7 @@ def test_a_model_of_hugging_faces(
         ),
     ],
 )
-def test_models_that_are_not_planned(
+def test_unsupported_hugging_face_model_is_refused(
     ptdp: Run, tmp_path: Path, changes: dict[str, object] | None, words: str
 ) -> None:
     if changes is not None:
@@ -466,10 +466,10 @@ def test_models_that_are_not_planned(
 
 
 @pytest.mark.parametrize("recipe", ["nano", "sft", "lora", "continue"])
-def test_recipes_of_hugging_faces(
+def test_hugging_face_recipe_is_planned(
     ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    """By the model that they train without ``model.path``; it is not made for it."""
+    """The plan uses the default model of the recipe without creating its folder."""
     monkeypatch.chdir(tmp_path)
     code, out, err = ptdp(
         "plan", "--recipe", f"hf/{recipe}", "--world", "4", "--top", "1", "--json"
@@ -489,7 +489,7 @@ def test_recipes_of_hugging_faces(
         assert job["trained"] == 1
 
 
-def test_a_tiny_model_is_planned_as_it_is_made(ptdp: Run, tmp_path: Path) -> None:
+def test_tiny_model_has_equal_plan_before_and_after_creation(ptdp: Run, tmp_path: Path) -> None:
     given = ["--world", "2", "--batch", "8", "--sequence", "64", "--json"]
     sizes = ptdp("plan", "--model", f"tiny:{tmp_path / 'tiny'}", *given)[1]
     make_tiny(tmp_path / "tiny")
@@ -497,7 +497,7 @@ def test_a_tiny_model_is_planned_as_it_is_made(ptdp: Run, tmp_path: Path) -> Non
     assert ptdp("plan", "--model", str(tmp_path / "tiny"), *given)[1] == sizes
 
 
-def test_adapters_take_less(ptdp: Run, tmp_path: Path) -> None:
+def test_adapters_reduce_memory_and_time(ptdp: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     file = tmp_path / "mine.yaml"
     found = []
@@ -524,19 +524,21 @@ def test_adapters_take_less(ptdp: Run, tmp_path: Path) -> None:
             json.loads(ptdp("plan", "--config", str(file), *arguments, "--json")[1])["best"][0]
         )
     whole, adapted = found
-    # 14 bytes of 16 a parameter are gradients and optimizer state.
+    # 14 of 16 bytes per parameter are gradients and optimizer state.
     assert (
         adapted["memory"]["optimizer"] + adapted["memory"]["gradients"]
         < 0.02 * whole["memory"]["optimizer"]
     )
-    # of another rank, which is now the fullest
+    # now of another rank, which uses the most memory
     assert adapted["memory"]["weights"] > 0.75 * whole["memory"]["weights"]
     assert 0.7 * whole["time"]["total"] < adapted["time"]["total"] < 0.9 * whole["time"]["total"]
     assert adapted["mfu"] == pytest.approx(whole["mfu"], rel=0.15)
 
 
-def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that is never answered is not waited for, and the sentence says what to do."""
+def test_unreachable_hub_is_reported_after_timeout(
+    ptdp: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection without an answer ends in a one-line error that names the fix."""
     started, ended = threading.Event(), threading.Event()
 
     def hangs(
@@ -564,7 +566,7 @@ def test_a_name_on_the_hub_without_a_connection(ptdp: Run, monkeypatch: pytest.M
     ended.set()
 
 
-def test_experts(ptdp: Run, tmp_path: Path) -> None:
+def test_mixture_of_experts_is_planned(ptdp: Run, tmp_path: Path) -> None:
     """Check ``ptdp plan`` for given sizes of a mixture of experts and given degrees.
 
     The printed ``PTDPStrategy(...)`` can be pasted into code. An imbalance slows the experts.
@@ -621,7 +623,7 @@ def test_experts(ptdp: Run, tmp_path: Path) -> None:
     assert code == 2 and "e3: num_experts=8 is not divisible by it" in err
 
 
-def test_any_module_of_a_configuration(ptdp: Run, tmp_path: Path) -> None:
+def test_custom_module_of_configuration_is_planned(ptdp: Run, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     model = {"class_path": "tests.planner.test_trace.Lit", "init_args": {}}
     path.write_text(yaml.safe_dump({"model": model, "trainer": {"devices": 2}}))

@@ -1,4 +1,4 @@
-"""``ptdp predict``: the same lines in every layout."""
+"""``ptdp predict`` writes the same predictions in every layout."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def checkpoint(ptdp: Run, config: str, tmp_path: Path) -> str:
     return str(found)
 
 
-def test_every_layout_writes_what_one_process_writes(
+def test_predictions_equal_single_process_in_every_layout(
     ptdp: Run, config: str, tmp_path: Path, checkpoint: str
 ) -> None:
-    # 9 samples in batches of 8: the last batch is mostly filled up, and not everywhere in the same
-    # place.
+    # 9 samples in batches of 8: the last batch is mostly padding, at different positions in each
+    # layout.
     common = [
         "predict",
         "--config",
@@ -73,13 +73,13 @@ def test_every_layout_writes_what_one_process_writes(
     assert [json.loads(line) for line in out.splitlines() if line.startswith("{")] == found["one"]
 
 
-def test_an_output_that_cannot_be_written(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(ptdp: Run, config: str, tmp_path: Path) -> None:
     for output in (tmp_path, tmp_path / "tiny.yaml" / "x.jsonl"):
         code, _, err = ptdp("predict", "--config", config, "--output", str(output))
         assert (code, f"--output {output}" in err) == (2, True)
 
 
-def test_rows_become_records() -> None:
+def test_batch_is_split_into_records() -> None:
     assert list(_records(torch.tensor([[1, 2], [3, 4]]), None)) == [
         {"prediction": [1, 2]},
         {"prediction": [3, 4]},

@@ -1,4 +1,4 @@
-"""A SLURM job that is put back into the queue, and its continuation."""
+"""Requeued SLURM jobs and their continuation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_ptdp.parameters.placement import Placement
 from tests.cli.commands import SAVE_EACH_STEP
 from tests.pool import Pool
 
-# SLURM ends the processes of a job that is put back into the queue.
+# SLURM ends the processes of a requeued job.
 SCONTROL = """#!/bin/bash
 echo "$@" >> {notes}
 kill -TERM $PPID
@@ -79,7 +79,7 @@ def _job(rank: int, config: str, folder: str, restarts: int, signalled: bool) ->
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
-def test_an_early_signal_requeues_the_job_and_the_next_one_ends_like_an_undisturbed_run(
+def test_early_signal_requeues_job_that_resumes_bitwise_equal(
     pool: Pool, config: str, tmp_path: Path
 ) -> None:
     (tmp_path / "scontrol").write_text(SCONTROL.format(notes=tmp_path / "requeued"))
@@ -129,9 +129,7 @@ def test_only_older_checkpoints_of_the_same_run_are_superseded(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("job", "held"), [("77", True), (None, False)])
-def test_the_signal_is_held_before_the_first_import_of_a_verb_in_slurms_jobs_only(
-    job: str | None, held: bool
-) -> None:
+def test_signal_is_held_before_imports_in_slurm_jobs_only(job: str | None, held: bool) -> None:
     code = """
 import signal, sys
 from lightning_ptdp.cli import main

@@ -1,4 +1,4 @@
-"""Which checkpoint ``--resume auto`` takes: that of its own experiment, and never another's."""
+"""Checkpoint choice of ``--resume auto``: only from the same experiment."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def values(
 
 
 def experiment(values: dict[str, Any], num_replicas: int = 1, **changed: Any) -> Experiment:
-    """The experiment of the configuration, after changes of ``a__b=value``."""
+    """Return the experiment of the configuration with changes given as ``a__b=value``."""
     values = copy.deepcopy(values)
     for name, value in changed.items():
         *path, last = name.split("__")
@@ -78,7 +78,7 @@ def experiment(values: dict[str, Any], num_replicas: int = 1, **changed: Any) ->
         },
     ],
 )
-def test_layout_length_and_output_do_not_make_another_experiment(
+def test_layout_length_and_output_keep_same_experiment(
     values: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     assert differences(experiment(values), experiment(values, **changed)) == []
@@ -98,7 +98,7 @@ def test_layout_length_and_output_do_not_make_another_experiment(
         ({"init_from": "weights.ckpt"}, "init_from"),
     ],
 )
-def test_an_option_that_changes_the_training_makes_another_experiment(
+def test_training_option_changes_experiment(
     values: dict[str, Any], changed: dict[str, Any], name: str
 ) -> None:
     assert name in differences(experiment(values), experiment(values, **changed))
@@ -126,9 +126,7 @@ def trainer(tmp_path: Path) -> L.Trainer:
     )
 
 
-def test_the_newest_of_its_own_experiment_is_found_behind_newer_ones_of_others(
-    trainer: L.Trainer, tmp_path: Path
-) -> None:
+def test_newest_checkpoint_of_own_experiment_is_found(trainer: L.Trainer, tmp_path: Path) -> None:
     save(tmp_path / "a" / "1.ckpt", 1, experiment={"seed": "1"})
     own = save(tmp_path / "a" / "2.ckpt", 2, experiment={"seed": "1"})
     other = save(tmp_path / "b" / "9.ckpt", 9, experiment={"seed": "2"})
@@ -139,7 +137,7 @@ def test_the_newest_of_its_own_experiment_is_found_behind_newer_ones_of_others(
 
 
 @pytest.mark.parametrize("experiment_there", [None, "seed 1", ["seed"]])
-def test_a_checkpoint_without_an_experiment_is_left_alone(
+def test_checkpoint_without_experiment_is_not_resumed(
     trainer: L.Trainer, tmp_path: Path, experiment_there: object
 ) -> None:
     old = save(
@@ -152,7 +150,7 @@ def test_a_checkpoint_without_an_experiment_is_left_alone(
     assert "does not name its experiment" in found.why
 
 
-def test_a_run_that_starts_from_a_named_checkpoint_continues_its_own(
+def test_run_from_named_checkpoint_resumes_its_own_checkpoint(
     trainer: L.Trainer, tmp_path: Path
 ) -> None:
     save(tmp_path / "a.ckpt", 5, experiment={"seed": "1"}, started_from=None)
@@ -162,7 +160,7 @@ def test_a_run_that_starts_from_a_named_checkpoint_continues_its_own(
     assert find_newest(trainer, {"seed": "1"}).own == own
 
 
-def test_a_requeued_job_is_known_by_slurms_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requeued_job_is_detected_by_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     assert not was_requeued()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
@@ -171,10 +169,10 @@ def test_a_requeued_job_is_known_by_slurms_count(monkeypatch: pytest.MonkeyPatch
     assert was_requeued()
 
 
-def test_a_second_experiment_in_one_folder_starts_afresh_and_says_so(
+def test_second_experiment_in_folder_starts_afresh_and_reports(
     ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under SLURM Lightning would take the first one's ``hpc_ckpt_1.ckpt``."""
+    """Under SLURM, Lightning alone would load ``hpc_ckpt_1.ckpt`` of the first experiment."""
     settings = yaml.safe_load(Path(config).read_text())
     settings["trainer"] |= {
         "logger": False,

@@ -1,4 +1,4 @@
-"""fit, prepare, validate and generate for real, on a tiny corpus."""
+"""fit, prepare, validate and generate on a tiny corpus."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mlflow_run(folder: Path, run_id: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", [[], PTDP], ids=["one process", "t2 p2 v2"])
-def test_fit_then_validate_then_generate(
+def test_fit_validate_and_generate(
     ptdp: Run, config: str, tmp_path: Path, layout: list[str]
 ) -> None:
     code, out, err = ptdp("fit", "--config", config, *layout)
@@ -58,7 +58,7 @@ def test_fit_then_validate_then_generate(
     checkpoint = run / "checkpoints" / "last.ckpt"
     (sample,) = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
     assert (sample["step"], sample["prompt"], sample["text"][:9]) == (4, "the stage", "the stage")
-    if not layout:  # pytest sees what this process prints, not what its children do
+    if not layout:  # pytest captures the output of this process only
         assert f"sample at step 4 ('the stage'):\n{sample['text']}\n" in out
         assert f"checkpoint:  {checkpoint}" in out
         assert re.search(rf"MLflow run:  http://\S+/#/experiments/\d+/runs/{run.name}\?", out)
@@ -87,7 +87,7 @@ def test_fit_then_validate_then_generate(
     assert code == 0, err
 
 
-def test_an_epoch_without_a_validation_is_found_before_the_ranks_start(
+def test_epoch_without_validation_is_refused_before_start(
     ptdp: Run, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_ptdp.cli.run._fit", lambda *_: pytest.fail("started"))
@@ -101,7 +101,9 @@ def test_an_epoch_without_a_validation_is_found_before_the_ranks_start(
     assert (code, "=9999 is longer than an epoch" in err.splitlines()[-1]) == (2, True), err
 
 
-def test_a_second_run_and_a_resumed_one(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_resumed_run_keeps_folder_and_new_run_gets_its_own(
+    ptdp: Run, config: str, tmp_path: Path
+) -> None:
     first = ["--trainer.max_steps=2", "--sample=null"]
     assert ptdp("fit", "--config", config, *first)[0] == 0
     run = only_run(tmp_path)
@@ -120,7 +122,7 @@ def test_a_second_run_and_a_resumed_one(ptdp: Run, config: str, tmp_path: Path) 
     assert len(list((tmp_path / "runs" / "tiny").iterdir())) == 2
 
 
-def test_a_recipe_without_a_logger(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_fit_without_logger_writes_no_run_folder(ptdp: Run, config: str, tmp_path: Path) -> None:
     code, said, err = ptdp(
         "fit", "--config", config, "--trainer.logger=false", "--trainer.max_steps=1"
     )
@@ -147,9 +149,7 @@ def test_print_config_round_trip(ptdp: Run, config: str, tmp_path: Path) -> None
     assert ptdp("fit", "--config", str(again), "--print_config")[1] == printed
 
 
-def test_prepare_says_what_it_does_and_finds_what_is_there(
-    ptdp: Run, config: str, tmp_path: Path
-) -> None:
+def test_prepare_reports_progress_and_reuses_data(ptdp: Run, config: str, tmp_path: Path) -> None:
     where = f"--data.data_dir={tmp_path / 'data'}"
     code, out, err = ptdp("prepare", "--config", config, where)
     assert code == 0, err
@@ -183,7 +183,7 @@ MISTAKES = [
 @pytest.mark.parametrize(
     ("arguments", "words"), MISTAKES, ids=[" ".join(m[0][-1:]) for m in MISTAKES]
 )
-def test_mistakes_are_found_before_anything_is_written(
+def test_invalid_option_is_refused_before_any_write(
     ptdp: Run,
     config: str,
     tmp_path: Path,
@@ -202,7 +202,7 @@ def test_mistakes_are_found_before_anything_is_written(
 
 
 @pytest.mark.parametrize("kind", ["missing", "not a checkpoint", "packed"])
-def test_generate_from_something_else(ptdp: Run, tmp_path: Path, kind: str) -> None:
+def test_generate_refuses_invalid_checkpoint(ptdp: Run, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "last.ckpt"
     if kind == "not a checkpoint":
         torch.save({"state_dict": {}}, path)
@@ -221,7 +221,7 @@ def test_generate_from_something_else(ptdp: Run, tmp_path: Path, kind: str) -> N
     assert "Traceback" not in err
 
 
-# A process of its own: torch refuses to fork workers from a process that was itself forked.
+# A separate process: torch refuses to fork workers from a process that was itself forked.
 COMMAND = [
     sys.executable,
     "-c",
@@ -239,7 +239,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_end_all_processes(
+def test_signal_saves_checkpoint_and_ends_all_processes(
     config: str, tmp_path: Path, sent: signal.Signals, expected: int
 ) -> None:
     with session([*COMMAND, "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
@@ -256,7 +256,7 @@ def test_signals_end_all_processes(
     assert f"saved {run}/checkpoints/on_signal.ckpt" in fit.output
 
 
-def test_a_rank_that_is_killed_ends_the_run_with_a_sentence(config: str, tmp_path: Path) -> None:
+def test_killed_rank_ends_run_with_short_error(config: str, tmp_path: Path) -> None:
     with session([*COMMAND, "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
         fit.wait_until(
             lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint"
@@ -269,7 +269,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_sentence(config: str, tmp_pat
     assert "frame #" not in fit.output
 
 
-def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weights(
+def test_resume_auto_continues_run_and_init_from_starts_one(
     ptdp: Run, config: str, tmp_path: Path
 ) -> None:
     arguments = [
@@ -297,7 +297,7 @@ def test_resume_auto_goes_on_from_the_newest_and_init_from_begins_with_its_weigh
     assert (code, shard in err, "rank " in err) == (2, True, False), err
     (tmp_path / shard).rename(kept / shard)
     assert ptdp(*arguments, "--trainer.max_steps=3")[0] == 0
-    assert only_run(tmp_path) == run, "it goes on"
+    assert only_run(tmp_path) == run, "the run was not continued"
     assert read_metadata(latest).run["global_step"] == 3
     code, _, err = ptdp("fit", "--config", config, "--resume=auto")
     assert (code, "Use --trainer.strategy ptdp" in err) == (2, True)

@@ -1,5 +1,4 @@
-"""``ptdp generate``, ``ptdp chat`` and samples during training: a Hugging Face folder or a
-checkpoint, on one process and in a layout."""
+"""``ptdp generate``, ``ptdp chat`` and samples during training, with and without a layout."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ PROMPTS = ["def main(", "import"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder."""
+    """Return a Hugging Face folder."""
     place = tmp_path_factory.mktemp("served") / "model"
     make_tiny(place, vocabulary_size=400, num_hidden_layers=2, seed=5)
     return place
@@ -40,8 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def said(capfd: pytest.CaptureFixture[str]) -> Said:
-    """Run ``ptdp`` in this process: exit code, what it and the processes that it starts print,
-    stderr."""
+    """Run ``ptdp`` and return its exit code, stdout and stderr, child processes included."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -52,7 +50,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> Said:
     return run
 
 
-def test_generate_writes_what_transformers_writes_in_a_layout_too(said: Said, folder: Path) -> None:
+def test_generated_text_equals_transformers(said: Said, folder: Path) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -67,7 +65,7 @@ def test_generate_writes_what_transformers_writes_in_a_layout_too(said: Said, fo
     assert (code, written) == (0, expected), err
 
 
-def test_generate_reads_adapters_of_peft_over_their_base_model(
+def test_generate_loads_peft_adapter_and_refuses_invalid_one(
     said: Said, folder: Path, tmp_path: Path
 ) -> None:
     import peft
@@ -102,7 +100,7 @@ def test_generate_reads_adapters_of_peft_over_their_base_model(
     ]
     expected = tokenizer.decode(ids, skip_special_tokens=True) + "\n"
     assert said("generate", "--checkpoint", str(folder), *arguments[3:])[1] != expected, (
-        "the adapters change the answer"
+        "the adapter does not change the text"
     )
     for layout in ([], ["-t", "2", "-p", "2", "--start_method", "fork"]):
         code, written, err = said(*arguments, *layout)
@@ -122,7 +120,7 @@ def test_generate_reads_adapters_of_peft_over_their_base_model(
         assert words in err.splitlines()[-1]
 
 
-def test_a_prompt_longer_than_the_model_is_told(said: Said, folder: Path) -> None:
+def test_truncated_prompt_is_reported(said: Said, folder: Path) -> None:
     code, _, err = said("generate", "--checkpoint", str(folder), "--prompt", "a " * 300, *GREEDY)
     assert code == 0
     assert "(the model accepts 256 tokens and ignores the first" in err
@@ -130,7 +128,7 @@ def test_a_prompt_longer_than_the_model_is_told(said: Said, folder: Path) -> Non
     assert "indexing errors" not in err
 
 
-def test_chat_answers_line_by_line(
+def test_chat_answers_each_line_and_resets_on_new(
     said: Said, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "questions"
@@ -148,12 +146,12 @@ def test_chat_answers_line_by_line(
 
     alone = chat()
     assert chat("-p", "2", "--start_method", "fork") == alone
-    assert alone[0] == alone[-1], "a new conversation knows nothing of the old one"
-    monkeypatch.setattr("sys.stdin", None)  # closed by who started it
+    assert alone[0] == alone[-1], "/new did not reset the conversation"
+    monkeypatch.setattr("sys.stdin", None)  # closed by the parent process
     assert said("chat", "--checkpoint", str(folder), *GREEDY)[:2] == (0, "")
 
 
-def test_ctrl_c_ends_a_conversation_behind_its_answer() -> None:
+def test_ctrl_c_ends_chat_after_current_answer() -> None:
     from lightning_ptdp.cli.serving import _stopper
 
     lines: SimpleQueue[str | None] = SimpleQueue()
@@ -174,7 +172,7 @@ class Rows(L.LightningDataModule):
     val_dataloader = train_dataloader
 
 
-def test_samples_are_written_while_a_model_is_trained_and_from_its_checkpoint(
+def test_samples_during_training_equal_text_from_checkpoint(
     said: Said, folder: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "prompts.txt"
@@ -193,7 +191,7 @@ def test_samples_are_written_while_a_model_is_trained_and_from_its_checkpoint(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # A learning rate at which six steps change the text, whatever the initial weights are.
+    # At this learning rate six steps change the text for any initial weights.
     trainer.fit(
         LitCausalLM(str(folder), optimizer=AdamWConfig(learning_rate=0.05)), datamodule=Rows()
     )
@@ -204,7 +202,7 @@ def test_samples_are_written_while_a_model_is_trained_and_from_its_checkpoint(
     assert [(row["step"], row["prompt"]) for row in rows] == [
         (step, prompt) for step in (2, 6) for prompt in PROMPTS
     ]
-    assert rows[0]["text"] != rows[2]["text"], "it has learned"
+    assert rows[0]["text"] != rows[2]["text"], "training did not change the text"
     latest = tmp_path / "log" / "1" / "checkpoints" / "latest"
     code, written, err = said(
         "generate", "--checkpoint", str(latest), "--prompt", PROMPTS[0], *GREEDY
@@ -212,7 +210,7 @@ def test_samples_are_written_while_a_model_is_trained_and_from_its_checkpoint(
     assert (code, written) == (0, rows[2]["text"] + "\n"), err
 
 
-def test_mistakes(said: Said, folder: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(said: Said, folder: Path, tmp_path: Path) -> None:
     bert = tmp_path / "bert.ckpt"
     torch.save(
         {"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": {"config": {}, "masking": {}}},

@@ -1,5 +1,4 @@
-"""``generate``, ``convert`` and ``--init_from`` read Lightning's single file as they read a
-folder."""
+"""``generate``, ``convert`` and ``--init_from`` with a single-file checkpoint of Lightning."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ STRATEGY = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
 def written(
     corpus: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """The same training, saved as a file and as a folder."""
+    """Return checkpoints of the same training as a file and as a folder."""
     found = {}
     for kind in FORMATS:
         folder = tmp_path_factory.mktemp(kind)
@@ -40,7 +39,7 @@ def written(
     return found
 
 
-def test_generate_writes_the_same(written: dict[str, Path], ptdp: Run) -> None:
+def test_generated_text_is_equal_for_file_and_folder(written: dict[str, Path], ptdp: Run) -> None:
     texts = []
     for kind in FORMATS:
         code, text, err = ptdp(
@@ -59,7 +58,7 @@ def test_generate_writes_the_same(written: dict[str, Path], ptdp: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["hf", "x.safetensors"])
-def test_convert_makes_the_same(
+def test_converted_weights_are_equal_for_file_and_folder(
     written: dict[str, Path], ptdp: Run, tmp_path: Path, name: str
 ) -> None:
     for kind in FORMATS:
@@ -80,7 +79,7 @@ def test_convert_makes_the_same(
             assert mine.read_bytes() == theirs.read_bytes()
 
 
-def test_convert_verifies_and_makes_a_folder(
+def test_convert_verifies_file_and_writes_folder(
     written: dict[str, Path], ptdp: Run, tmp_path: Path
 ) -> None:
     code, said, err = ptdp("convert", str(written["file"]), str(tmp_path / "hf"), "--verify")
@@ -90,7 +89,7 @@ def test_convert_verifies_and_makes_a_folder(
     assert (tmp_path / "start.ckpt" / "metadata.json").is_file()
 
 
-def test_it_is_inspected_verified_and_resharded(
+def test_file_is_inspected_verified_and_resharded(
     written: dict[str, Path], ptdp: Run, tmp_path: Path
 ) -> None:
     said = {}
@@ -126,7 +125,7 @@ def test_it_is_inspected_verified_and_resharded(
     assert (tmp_path / "small.ckpt" / "metadata.json").is_file()
 
 
-def test_training_begins_with_a_file(written: dict[str, Path], ptdp: Run) -> None:
+def test_init_from_accepts_file(written: dict[str, Path], ptdp: Run) -> None:
     options = [
         "--config",
         str(written["file"].parents[4] / "tiny.yaml"),
@@ -140,7 +139,7 @@ def test_training_begins_with_a_file(written: dict[str, Path], ptdp: Run) -> Non
     assert (code, "has the shape" in err) == (2, True)
 
 
-def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
+def test_code_in_file_is_not_executed(tmp_path: Path) -> None:
     class Runs:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",)

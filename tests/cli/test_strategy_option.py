@@ -1,4 +1,4 @@
-"""A strategy named on the command line keeps the options that the configuration gives it."""
+"""A strategy named on the command line keeps its options from the configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ MODEL = "--model=LitGPT"
         ([f"--config={OURS}", "--trainer.strategy=ddp"], None),
     ],
 )
-def test_arguments(arguments: list[str], microbatches: int | None) -> None:
+def test_strategy_keeps_options_of_configuration(
+    arguments: list[str], microbatches: int | None
+) -> None:
     strategy = parsed_values([MODEL, *arguments])["trainer"]["strategy"]
     if microbatches is None:
         assert strategy == "ddp"
@@ -45,7 +47,7 @@ def test_arguments(arguments: list[str], microbatches: int | None) -> None:
 
 
 @pytest.mark.parametrize("value", ["lightning_ptdp.PTDPStrategy", "PTDPStrategy", "ptdp"])
-def test_a_recipe_keeps_its_layout(ptdp: Run, value: str) -> None:
+def test_recipe_keeps_layout_if_strategy_is_repeated(ptdp: Run, value: str) -> None:
     code, out, err = ptdp(
         "fit",
         "--config",
@@ -64,7 +66,7 @@ def test_a_recipe_keeps_its_layout(ptdp: Run, value: str) -> None:
     ) == (2, 2, 3.0)
 
 
-def test_the_class_alone_is_the_strategy(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_class_name_selects_strategy(ptdp: Run, config: str, tmp_path: Path) -> None:
     code, out, err = ptdp(
         "fit", "--config", config, "--trainer.strategy=PTDPStrategy", "--print_config"
     )

@@ -20,9 +20,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_picture_and_the_trace_are_written_unless_asked_otherwise(
-    ptdp: Run, tmp_path: Path
-) -> None:
+def test_picture_and_trace_are_written_by_default(ptdp: Run, tmp_path: Path) -> None:
     sizes = ["--pp", "4", "--vpp", "2", "--microbatches", "8", "--schedule", "interleaved_1f1b"]
     code, out, _ = ptdp("timeline", *sizes)
     assert code == 0
@@ -42,7 +40,7 @@ def test_the_picture_and_the_trace_are_written_unless_asked_otherwise(
     ]
 
 
-def test_schedules_are_compared_at_the_same_work(ptdp: Run) -> None:
+def test_schedules_are_compared_at_equal_work(ptdp: Run) -> None:
     names = "gpipe,1f1b, interleaved_1f1b,zb_h1,zb_v,dualpipe_v"
     _, out, _ = ptdp(
         "timeline",
@@ -72,7 +70,7 @@ def test_schedules_are_compared_at_the_same_work(ptdp: Run) -> None:
     assert work == [pytest.approx(4 * 8 * 3e6)] * 6
 
 
-def test_costs(ptdp: Run) -> None:
+def test_costs_change_step_time(ptdp: Run) -> None:
     sizes = ["timeline", "--pp", "2", "--microbatches", "4", "--output", "t.json"]
 
     def time(*options: str) -> float:
@@ -87,7 +85,7 @@ def test_costs(ptdp: Run) -> None:
     assert time("--schedule", "zb_h1", "--weight", "1") == 13
 
 
-def test_a_schedule_from_a_file(ptdp: Run) -> None:
+def test_schedule_is_loaded_from_file(ptdp: Run) -> None:
     schedule = build_schedule(
         "zb_v", pipeline_parallel_size=2, virtual_pipeline_size=2, num_microbatches=4
     )
@@ -122,7 +120,9 @@ def test_a_schedule_from_a_file(ptdp: Run) -> None:
         (["--microbatches", "0"], "num_microbatches=0"),
     ],
 )
-def test_mistakes(ptdp: Run, arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_invalid_option_is_refused(
+    ptdp: Run, arguments: list[str], words: str, tmp_path: Path
+) -> None:
     code, _, err = ptdp("timeline", "--pp", "2", "--microbatches", "2", *arguments)
     assert code == 2
     assert words in err
@@ -130,7 +130,7 @@ def test_mistakes(ptdp: Run, arguments: list[str], words: str, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib_the_trace_is_offered(
+def test_missing_matplotlib_error_suggests_trace(
     ptdp: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -139,7 +139,7 @@ def test_without_matplotlib_the_trace_is_offered(
     assert "pip install matplotlib" in err and "--output timeline.json" in err
 
 
-def test_a_trace_needs_no_matplotlib() -> None:
+def test_trace_does_not_import_matplotlib() -> None:
     code = """
 import sys
 from lightning_ptdp.cli import main

@@ -30,7 +30,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize(("model", "code"), [("Lit", 0), ("Summed", 1)])
-def test_the_exit_code_says_whether_they_are_equal(
+def test_exit_code_reports_equality_with_single_process(
     ptdp: Run, tmp_path: Path, model: str, code: int
 ) -> None:
     config = tmp_path / "config.yaml"

@@ -1,4 +1,4 @@
-"""Commands as users type them, with recipes: exit codes, and the last line that is read."""
+"""Commands with recipes, end to end: exit codes and the last line of the output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models.theirs import hf_gpt2
 
 pytestmark = pytest.mark.thorough
 
-# What makes a recipe's run one of a second: a tiny model on a tiny text.
+# Options that shrink the run of a recipe to a second: a tiny model on a tiny text.
 TINY = (
     "--data.source text --data.data_dir tokens --data.vocabulary_size 320 --data.sequence_length "
     "32 --data.micro_batch_size 2 "
@@ -104,7 +104,7 @@ WALK = [
     (f"ptdp bench {ONE} --steps 1 --warmup 1", "^planner's estimate, fullest rank"),
 ]
 
-# What is wrong, and what the last line says.
+# Invalid commands and a pattern for the last line of their output.
 BAD = [
     ("ptdp docter", "did you mean 'doctor'"),
     ("ptdp fit", "there is no model. Use --config"),
@@ -398,7 +398,7 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def desk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with what users have lying about, which the commands are given in."""
+    """Change into a folder of valid and invalid files for the commands."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "text").symlink_to(corpus)
     (folder / "empty.yaml").touch()
@@ -425,7 +425,7 @@ def desk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 def last_line(
     line: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, str, str]:
-    """Type it: the exit code, the last line that is read, and all of them."""
+    """Run the command and return its exit code, last line of output and all output."""
     words = shlex.split(line)
     while words[0] != "ptdp":
         monkeypatch.setenv(*words.pop(0).split("=", 1))
@@ -434,12 +434,12 @@ def last_line(
     code = main(
         [word.replace("RUN", runs[-1].name) if "/RUN/" in word else word for word in words[1:]]
     )
-    read = "".join(reversed(capfd.readouterr()))  # what is wrong is said behind all the rest
+    read = "".join(reversed(capfd.readouterr()))  # stderr before stdout
     return code, next((one for one in reversed(read.splitlines()) if one.strip()), ""), read
 
 
 @pytest.mark.timeout(600)
-def test_a_walk(
+def test_valid_commands_succeed_in_sequence(
     desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(WALK) >= 60
@@ -462,7 +462,7 @@ def test_a_walk(
     BAD,
     ids=[line.removeprefix("ptdp ").replace(TINY, "").replace(ALONE, "") for line, _ in BAD],
 )
-def test_bad_input(
+def test_invalid_command_is_refused(
     line: str,
     said: str,
     desk: Path,
@@ -470,7 +470,7 @@ def test_bad_input(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One sentence, exit code 2, and nothing is left behind."""
+    """The command prints one line, exits with code 2 and changes no file."""
     before = {
         path: path.stat().st_mtime_ns for path in desk.rglob("*") if "__pycache__" not in str(path)
     }
@@ -480,9 +480,9 @@ def test_bad_input(
         )
     assert code == 2, read
     assert re.search(said, last), read
-    # a verdict on every checkpoint that is named
+    # ckpt verify prints a verdict for every checkpoint
     assert len(read.splitlines()) == (2 if "ckpt verify" in line else 1), read
-    assert not caplog.messages  # which is where Lightning's words go here
+    assert not caplog.messages  # Lightning's messages
     assert {
         path: path.stat().st_mtime_ns for path in desk.rglob("*") if "__pycache__" not in str(path)
     } == before

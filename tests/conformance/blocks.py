@@ -1,4 +1,4 @@
-"""A small language model with tied ends, and the layouts that cut it."""
+"""A small language model with tied embeddings, and the layouts that split it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class LitBlocks(L.LightningModule):
-    """An ordinary module; nothing in it knows about ranks."""
+    """An ordinary module without any code for ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class LitBlocks(L.LightningModule):
 
 
 def batches(place: Place, rank: int, count: int = 32) -> DataLoader:
-    """This replica's part of batches that are the same in all places."""
+    """Return this replica's part of batches that are the same in all layouts."""
     data = torch.randint(
         0, VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(4)
     )
@@ -82,7 +82,7 @@ def batches(place: Place, rank: int, count: int = 32) -> DataLoader:
 
 
 def run_refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
-    """Return the error that a fit with validation ends with, if it does."""
+    """Return the error of a fit with validation, or an empty string."""
     trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
     try:
         trainer.fit(kind(), batches(place, rank), batches(place, rank))

@@ -1,4 +1,4 @@
-"""Fixture of the comparison with Lightning's own strategies."""
+"""Fixtures for the comparison with Lightning's own strategies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def conformance(pool: Pool) -> Conformance:
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process can be started while the test runs."""
+    """Fail the test if it starts a process."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")

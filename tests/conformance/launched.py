@@ -1,4 +1,4 @@
-"""A script that is started from outside, and what its ranks have trained."""
+"""Runs of ``script.py`` under a launcher, and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def started(
     inside: Sequence[str] = (),
     **env: str,
 ) -> contextlib.AbstractContextManager[Session]:
-    """The script as a process of its own session; ``inside`` runs it elsewhere."""
+    """Start the script in its own session. ``inside`` is a prefix such as ``ip netns exec``."""
     command = [*inside, sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)]
     return session(command, folder=folder, **env)
 

@@ -23,7 +23,7 @@ L = importlib.import_module(SETTINGS.get("namespace", "lightning.pytorch"))
 
 
 class Even(torch.nn.Linear):
-    """A layer with initial values that need no random numbers."""
+    """A linear layer with deterministic initial values."""
 
     def reset_parameters(self):
         for parameter in self.parameters():
@@ -46,7 +46,7 @@ def deep_net():
 
 
 class LitScript(L.LightningModule):
-    """Trains a sequence of layers; misbehaves where it is told to."""
+    """Trains a sequence of layers, and fails where the settings ask for it."""
 
     def __init__(self) -> None:
         super().__init__()

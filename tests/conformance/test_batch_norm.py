@@ -1,4 +1,4 @@
-"""``Trainer(sync_batchnorm=True)``: replicas share the statistics of what they hold alike."""
+"""``Trainer(sync_batchnorm=True)``: replicas of a stage share batch statistics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def evaluate(rank: int, place: Place, sync: bool) -> Any:
     [(Place(world_size=2), [[0, 1]] * 2), (Place(world_size=4, layout=P2), [[0, 1], [2, 3]])],
     ids=["d2", "d2p2"],
 )
-def test_layers_are_synchronized_over_the_replicas(
+def test_sync_batchnorm_normalizes_over_replicas(
     place: Place, members: list[list[int]], conformance: Conformance
 ) -> None:
     expected = conformance.ranks(evaluate, place, False)
@@ -53,7 +53,7 @@ def fit(rank: int) -> list[str]:
     return [str(one.message) for one in told if "normalize over the batch" in str(one.message)]
 
 
-def test_layers_that_are_not_synchronized_are_told(pool: Pool) -> None:
+def test_unsynchronized_batch_norm_warns_on_rank_zero_only(pool: Pool) -> None:
     (first, others) = pool.run(fit, world_size=2)
     assert len(first) == 1 and first[0].startswith(
         "net.1, net.8 normalize over the batch, which here is one replica's part"

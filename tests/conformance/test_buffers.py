@@ -1,4 +1,4 @@
-"""Buffers of replicas: broadcast from rank 0 as by DDP, and saved as rank 0 has them."""
+"""Buffers of replicas: broadcast from rank 0 like in DDP, and saved by rank 0."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ pytestmark = pytest.mark.thorough
 
 
 class LitStatistics(LitNet):
-    """Running statistics in a block, a codebook of the module's own, and one that no state
-    holds."""
+    """Running statistics in blocks, a buffer of the module and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class LitStatistics(LitNet):
 
 
 class Buffers(L.Callback):
-    """The buffers that this rank has behind each batch."""
+    """Records the buffers of this rank after each batch."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Tensor]] = []
@@ -69,13 +68,13 @@ def fit(rank: int, place: Place, accumulate: int = 1, folder: str = "") -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_as_under_ddp(accumulate: int, conformance: Conformance) -> None:
+def test_buffers_match_ddp(accumulate: int, conformance: Conformance) -> None:
     pairs = conformance.pairs(fit, "d2", accumulate)
     for ours, reference in pairs:
         for mine, true in zip(ours["buffers"], reference["buffers"], strict=True):
             assert_weights(mine, true)
         assert ours["val"] == pytest.approx(reference["val"])
-    # gather_state_dict gives rank 0's to all.
+    # gather_state_dict returns rank 0's buffers on all ranks.
     for ours, _ in pairs:
         assert_weights(ours["final"], pairs[0][1]["final"])
 
@@ -91,7 +90,7 @@ def test_as_under_ddp(accumulate: int, conformance: Conformance) -> None:
     ],
     ids=["d2", "d2 m2", "d2 p2", "d2 p2 v2"],
 )
-def test_a_checkpoint_has_those_of_rank_zero(
+def test_checkpoint_has_buffers_of_first_replica(
     size: int, layout: dict[str, Any], broadcast: bool, pool: Pool, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "saved.ckpt")
@@ -115,7 +114,7 @@ def test_a_checkpoint_has_those_of_rank_zero(
         torch.testing.assert_close(found[size - 1]["final"][name], first[name])
 
 
-def test_each_replica_may_keep_its_own(conformance: Conformance) -> None:
+def test_replicas_keep_own_buffers_without_broadcast(conformance: Conformance) -> None:
     with_broadcast, without = (
         conformance.ranks(fit, Place(world_size=2, layout={"broadcast_buffers": flag}))
         for flag in (True, False)

@@ -1,4 +1,4 @@
-"""Tests that changes by checkpoint hooks are saved and loaded."""
+"""State dicts changed by checkpoint hooks or weight averaging are saved and loaded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def ema() -> Any:
 
 
 def average(rank: int, place: Place, callback: Any, path: str) -> Any:
-    """Three epochs, and the last two of them again from the checkpoint after the first."""
+    """Train three epochs, then repeat the last two from the checkpoint of the first."""
     here, found = Path(path, place.folder), []
     for name, resume in (("whole", None), ("resumed", here / "whole" / "0.ckpt")):
         L.seed_everything(1, verbose=False)
@@ -102,7 +102,7 @@ def average(rank: int, place: Place, callback: Any, path: str) -> Any:
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("callback", [ema, WeightAveraging, swa])
-def test_averaged_weights_are_stored_and_averaging_goes_on(
+def test_averaged_weights_are_saved_and_resumed(
     name: str, callback: Any, conformance: Conformance, tmp_path: Path
 ) -> None:
     for mine, theirs in conformance.pairs(average, WHOLE[name], callback, str(tmp_path)):
@@ -112,7 +112,7 @@ def test_averaged_weights_are_stored_and_averaging_goes_on(
             other_final,
             other_files,
         ) in zip(mine, theirs, strict=True):
-            # ours is the replica's mean; DDP's callback sees the rank's own loss as well
+            # callbacks get the mean loss of their replica, as in DDP
             if name != "m4":
                 assert losses == pytest.approx(other_losses, rel=1e-4)
             assert val_loss == pytest.approx(other_val, rel=1e-4)
@@ -120,14 +120,13 @@ def test_averaged_weights_are_stored_and_averaging_goes_on(
             assert len(files) == len(other_files) > 1
             for file, other in zip(files, other_files, strict=True):
                 assert_weights(file, other)
-        assert_weights(mine[1][2], mine[0][2])  # resumed, and not interrupted
+        assert_weights(mine[1][2], mine[0][2])  # the resumed run equals the uninterrupted one
         if callback is not swa:
             assert not torch.equal(mine[0][3][0]["net.0.weight"], mine[0][3][-1]["net.0.weight"])
 
 
 class LitHooked(LitNet):
-    """Saves less, more and other than it has, and undoes it when it loads; does not know where it
-    runs."""
+    """Removes, adds, renames and scales entries on saving, and reverts this on loading."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
@@ -161,7 +160,7 @@ def hooked(rank: int, place: Place, path: str, module: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_hooks_make_of_the_state_dict_is_saved_and_loaded(
+def test_state_dict_changed_by_hooks_is_saved_and_loaded(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     for (file, final), (other_file, other_final) in conformance.pairs(
@@ -172,7 +171,7 @@ def test_what_hooks_make_of_the_state_dict_is_saved_and_loaded(
 
 
 class LitRankZero(LitNet):
-    """Changes what is saved on one rank only, which is the one that Lightning saves."""
+    """Changes the state dict differently on rank 0, whose state Lightning saves."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.trainer.is_global_zero:
@@ -182,7 +181,7 @@ class LitRankZero(LitNet):
             checkpoint["state_dict"]["other"] = torch.zeros(1)
 
 
-def test_what_rank_zeros_hooks_made_is_saved(conformance: Conformance, tmp_path: Path) -> None:
+def test_state_dict_changed_on_rank_zero_is_saved(conformance: Conformance, tmp_path: Path) -> None:
     for (file, _), (other_file, _) in conformance.pairs(hooked, "d2", str(tmp_path), LitRankZero):
         assert_weights(file, other_file)
         assert not file["net.0.bias"].any()
@@ -190,7 +189,7 @@ def test_what_rank_zeros_hooks_made_is_saved(conformance: Conformance, tmp_path:
 
 
 class LitLoads(LitNet):
-    """Reads the whole model and changes what is loaded, on every rank, wherever its own part is."""
+    """Reads the whole state dict on loading and changes every entry."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
@@ -200,7 +199,7 @@ class LitLoads(LitNet):
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_hooks_change_what_is_loaded_in_every_layout(
+def test_load_hook_changes_state_dict_in_every_layout(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     for (_, found), (_, expected) in conformance.pairs(hooked, name, str(tmp_path), LitLoads):
@@ -208,7 +207,7 @@ def test_hooks_change_what_is_loaded_in_every_layout(
 
 
 class LitHalves(LitNet):
-    """Saves what there is in half precision, and something more."""
+    """Saves weights in half precision and an additional entry."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = {
@@ -226,7 +225,7 @@ def change_a_part(rank: int, place: Place, path: str) -> str:
     return str(error.value)
 
 
-def test_where_no_rank_holds_the_model_a_change_is_an_error_that_names_the_entry(
+def test_added_state_dict_entry_is_refused_under_pipeline(
     conformance: Conformance, tmp_path: Path
 ) -> None:
     for message in conformance.ranks(change_a_part, Place(world_size=2, layout=P2), str(tmp_path)):
@@ -253,7 +252,7 @@ class LitLateLoads(LitLate, LitLoads):
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
 @pytest.mark.parametrize("module", [LitLate, LitLateLoads])
-def test_a_module_built_late_takes_the_checkpoints_values(
+def test_module_built_in_configure_model_loads_checkpoint(
     name: str, module: Any, conformance: Conformance, tmp_path: Path
 ) -> None:
     for found, expected in conformance.pairs(late, name, str(tmp_path), module):

@@ -1,5 +1,4 @@
-"""Optimizers that evaluate the loss several times in a step: LBFGS, and others whose step takes a
-closure."""
+"""Optimizers that evaluate a closure several times per step, such as LBFGS."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ D2, PIPELINE = Place(world_size=2), Place(world_size=2, layout=P2)
 
 
 class Ascends(torch.optim.Optimizer):
-    """Sharpness-aware minimization in a few lines: looks at the gradient a step uphill."""
+    """Sharpness-aware minimization: uses the gradient at a point one step uphill."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -80,14 +79,14 @@ def run(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> An
     trainer = make_trainer(
         place, callbacks=[losses], **({"precision": "64-true", "max_epochs": 4} | settings)
     )
-    # All samples are one batch, so that it does not matter which of them a replica gets.
+    # All samples form one batch, so their split over replicas does not matter.
     trainer.fit(LitClosure(optimizer), loader(batch_size=32 // place.world_size))
     return weights(trainer), losses.values
 
 
 @pytest.mark.parametrize("place", [M4, D2, D2M4], ids=["m4", "d2", "d2m4"])
 @pytest.mark.parametrize("optimizer", ["plain", "searching", "weighted", "ascends"])
-def test_every_evaluation_is_that_of_one_device(
+def test_closure_optimizer_matches_single_process(
     optimizer: str, place: Place, conformance: Conformance
 ) -> None:
     ((expected, losses),) = conformance.expected(run, ONE, optimizer, {})
@@ -122,7 +121,7 @@ def stop_and_go_on(rank: int, place: Place, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("place", [ONE, M4, D2], ids=["one", "m4", "d2"])
-def test_its_history_goes_on_with_a_checkpoint(
+def test_lbfgs_history_resumes_from_checkpoint(
     place: Place, conformance: Conformance, tmp_path: Path
 ) -> None:
     ((expected, _),) = conformance.expected(run, ONE, "plain", {})
@@ -146,7 +145,7 @@ def refuse(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) ->
     ],
     ids=["p2", "sharded", "bfloat16"],
 )
-def test_where_a_rank_has_not_all_it_is_refused(
+def test_closure_optimizer_is_refused_with_unsupported_options(
     optimizer: str, place: Place, settings: Any, words: list[str], conformance: Conformance
 ) -> None:
     for message in conformance.ranks(refuse, place, optimizer, settings):

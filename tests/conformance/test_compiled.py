@@ -1,5 +1,4 @@
-"""``trainer.fit(torch.compile(module))``: where ranks hold the whole model it trains as the module
-does, elsewhere it is refused."""
+"""``trainer.fit(torch.compile(module))`` trains whole models and is refused if they are split."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.conformance.toys import (
 
 
 class LitSilent(LitNet):
-    """Logs nothing: what Lightning does there takes the compiler a minute."""
+    """Logs nothing, because compiling Lightning's logging takes a minute."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -48,7 +47,7 @@ def fit(rank: int, place: Place) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("name", ["one", "one m2", "d2"])
-def test_a_compiled_module_trains_as_the_module_does(name: str, conformance: Conformance) -> None:
+def test_compiled_module_trains_like_eager_module(name: str, conformance: Conformance) -> None:
     for (found, graphs), (expected, _) in conformance.pairs(fit, name):
         assert_weights(found, expected)
         assert graphs == 1
@@ -59,7 +58,7 @@ LAYOUTS = {"p2": P2, "t2": {"tensor_parallel_size": 2}, "c2": {"context_parallel
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.usefixtures("nothing_starts")
-def test_one_that_would_be_cut_is_refused_before_launch(name: str) -> None:
+def test_compiled_module_is_refused_if_layout_splits_it(name: str) -> None:
     trainer = make_trainer(Place(world_size=2, layout={**LAYOUTS[name], "start_method": "fork"}))
     with pytest.raises(Exception, match=r"given torch.compile\(module\).*compile='blocks'"):
         trainer.fit(torch.compile(LitNet(), backend="aot_eager"), loader())

@@ -1,5 +1,4 @@
-"""``configure_model`` may build nothing but buffers, which are as much without values as parameters
-are."""
+"""Buffers and parameters built in ``configure_model`` or later are restored or refused."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from tests.conformance.toys import FEATURES, P2, Conformance, LitNet, Place, loa
 
 
 class LitStatistics(LitNet):
-    """Its parameters are there; the statistics that it keeps are not."""
+    """Parameters built in ``__init__``, running statistics in ``configure_model``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +27,7 @@ class LitStatistics(LitNet):
         return super().loss((self.norm(batch[0]), batch[1]))
 
 
-def test_buffers_that_are_built_late_are_restored(tmp_path: Path) -> None:
+def test_buffers_built_in_configure_model_are_restored(tmp_path: Path) -> None:
     module, path = LitStatistics(), str(tmp_path / "last.ckpt")
     trainer = make_trainer(Place(), max_epochs=1)
     trainer.fit(module, loader())
@@ -46,14 +45,14 @@ class LitBuffer(LitNet):
         self.register_buffer("scale", torch.rand(2))
 
 
-def test_what_nothing_gives_a_value_is_the_error_that_is_shown() -> None:
+def test_buffer_without_initializer_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"LitBuffer.*meta device.*reset_parameters.*meta_init=False"
     ):
         make_trainer(Place()).fit(LitBuffer(), loader())
 
 
-def test_it_is_known_before_launch_where_the_model_is_cut() -> None:
+def test_buffer_without_initializer_is_refused_before_launch() -> None:
     with pytest.raises(
         ValueError, match=r"^LitBuffer.*meta device.*reset_parameters.*meta_init=False"
     ):
@@ -61,7 +60,7 @@ def test_it_is_known_before_launch_where_the_model_is_cut() -> None:
 
 
 class LitLate(LitNet):
-    """Builds something behind ``configure_model``."""
+    """Creates a module in ``configure_optimizers``."""
 
     def __init__(self, *, trains: bool) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ def _fit_late(rank: int, place: Place, trains: bool) -> str:
     [(Place(), True), (Place(world_size=2, layout=P2), False)],
     ids=["one", "p2"],
 )
-def test_a_parameter_that_was_not_laid_out_is_named(
+def test_parameter_created_after_distribution_is_refused(
     place: Place, trains: bool, conformance: Conformance
 ) -> None:
     for told in conformance.ranks(_fit_late, place, trains):
@@ -94,5 +93,5 @@ def test_a_parameter_that_was_not_laid_out_is_named(
         )
 
 
-def test_what_is_frozen_and_the_same_everywhere_may_come_late() -> None:
+def test_frozen_parameter_may_be_created_late() -> None:
     assert _fit_late(0, Place(), trains=False) == "trained"

@@ -1,5 +1,4 @@
-"""A precision plugin may put other modules and parameters into the model, as those for float8 and
-quantized layers do."""
+"""Precision plugins that replace modules and parameters, as float8 and quantization plugins do."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.thorough
 
 
 class Scaled(nn.Linear):
-    """Computes what ``nn.Linear`` does, with a parameter more."""
+    """``nn.Linear`` with an additional parameter."""
 
     def __init__(self, old: nn.Linear) -> None:
         super().__init__(old.in_features, old.out_features, device=old.weight.device)
@@ -44,7 +43,7 @@ class Scaled(nn.Linear):
 
 
 class Fresh(nn.Linear):
-    """Only its parameters are new."""
+    """``nn.Linear`` with new parameters."""
 
 
 class Converts(Precision):
@@ -62,8 +61,7 @@ class Converts(Precision):
 
 
 class Copies(Converts):
-    """Makes layers with memory of their own and copies the values, as Transformer Engine's plugin
-    does."""
+    """Allocates new layers and copies the values, like Transformer Engine's plugin."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         for name, child in list(module.named_modules()):
@@ -112,7 +110,7 @@ def run(rank: int, place: Place, kind: type[nn.Linear]) -> Any:
         (Fresh, "t2"),
     ],
 )
-def test_replaced_parameters_train_as_on_one_device(
+def test_replaced_parameters_train_like_single_process(
     kind: type[nn.Linear], name: str, conformance: Conformance
 ) -> None:
     for found, expected in conformance.pairs(run, T2 if name == "t2" else name, kind):
@@ -121,7 +119,7 @@ def test_replaced_parameters_train_as_on_one_device(
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_what_cannot_be_split_after_the_conversion_is_refused_before_launch() -> None:
+def test_unsplittable_converted_layer_is_refused_before_launch() -> None:
     place = Place(world_size=2, layout={**T2.layout, "start_method": "fork"})
     with pytest.raises(
         ValueError, match=r"'net.2' is a Scaled.* its forward is not that of nn.Linear"
@@ -130,7 +128,7 @@ def test_what_cannot_be_split_after_the_conversion_is_refused_before_launch() ->
 
 
 class LitGrows(LitNet):
-    """Makes a parameter after the model was cut."""
+    """Creates a parameter after the model was distributed."""
 
     def configure_optimizers(self) -> Any:
         self.late = nn.Linear(2, 2)
@@ -144,7 +142,9 @@ def grow(rank: int, place: Place) -> str:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2", "one m2"])
-def test_a_parameter_that_was_made_too_late_is_named(name: str, conformance: Conformance) -> None:
+def test_parameter_created_in_configure_optimizers_is_refused(
+    name: str, conformance: Conformance
+) -> None:
     place, _ = PLACES[name]
     assert all("__init__ or configure_model" in text for text in conformance.ranks(grow, place))
 
@@ -169,25 +169,21 @@ def run_late(
 
 
 @pytest.mark.parametrize("place", [PLACES["p2"][0], T2], ids=["p2", "t2"])
-def test_a_module_on_the_meta_device_is_converted_too(
-    place: Place, conformance: Conformance
-) -> None:
+def test_module_on_meta_device_is_converted(place: Place, conformance: Conformance) -> None:
     (expected,) = conformance.expected(run_late, Place(), None)
     for found in conformance.ranks(run_late, place, Converts):
         assert_weights(found, expected)
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "one m2"])
-def test_who_copies_values_is_given_a_module_that_has_them(
-    name: str, conformance: Conformance
-) -> None:
+def test_copying_plugin_gets_initialized_module(name: str, conformance: Conformance) -> None:
     place, _ = PLACES[name]
     expected = conformance.expected(run_late, place, None)[0]
     for found in conformance.ranks(run_late, place, Copies):
         assert_weights(found, expected)
 
 
-def test_a_module_with_values_is_converted_on_every_stage(conformance: Conformance) -> None:
+def test_initialized_module_is_converted_on_every_stage(conformance: Conformance) -> None:
     for found, expected in conformance.pairs(run_late, "p2", Copies, LitSplit):
         assert_weights(found, expected)
 
@@ -198,7 +194,7 @@ def test_a_module_with_values_is_converted_on_every_stage(conformance: Conforman
     ids=["p2", "t2"],
 )
 @pytest.mark.usefixtures("nothing_starts")
-def test_who_cannot_be_given_values_is_refused_before_launch(
+def test_copying_plugin_without_values_is_refused_before_launch(
     place: Place, module: type[LitSplit], way: str
 ) -> None:
     place = Place(world_size=2, layout={**place.layout, "start_method": "fork"})

@@ -1,5 +1,4 @@
-"""A save that has begun in the background is whole when the process has ended, however it ends
-(ci/endings.py does the same at length)."""
+"""Background saves complete, however the process ends (ci/endings.py runs more cases)."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ import pytest
 from tests.processes import session
 
 PROGRAM = Path(__file__).parents[2] / "ci" / "endings.py"
-# Several starts, each of minutes beside many busy processes.
+# Several starts, each of which takes minutes on a busy machine.
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("launcher", ["one", "ranks", "fork"])
-def test_no_save_that_has_begun_is_lost(launcher: str, tmp_path: Path) -> None:
+def test_started_background_save_completes(launcher: str, tmp_path: Path) -> None:
     with session(
         [sys.executable, str(PROGRAM), "--runs", "4", "--launchers", launcher], folder=tmp_path
     ) as endings:
@@ -27,7 +26,7 @@ def test_no_save_that_has_begun_is_lost(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["Ctrl-C", "Ctrl-C to one"])
-def test_ctrl_c_under_lightnings_launcher(way: str, tmp_path: Path) -> None:
+def test_ctrl_c_saves_checkpoint_under_lightnings_launcher(way: str, tmp_path: Path) -> None:
     case = {
         "launcher": "popen",
         "way": way,

@@ -1,5 +1,5 @@
-"""Behaviour 23: an exception of the user's is the error that is shown, callbacks that save on it do
-not hang, and collectives that only one stage would enter are refused where they are."""
+"""Behaviour 23: a user's exception is the error that is shown, callbacks that save on it do not
+hang, and collectives that only one stage would enter are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHARDED = Place(world_size=2, layout={"shard_optimizer": True})
 
 
 class Mistake(L.Callback):
-    """Raises in the third batch on some ranks, before or inside the step."""
+    """Raises before the third batch on some ranks."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
@@ -53,7 +53,7 @@ class Mistake(L.Callback):
 
 
 def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> Any:
-    """The error of this rank and its warnings."""
+    """Return this rank's error and its warnings about skipped saves."""
     stopping._PATIENCE_S = 1.0
     savers = [
         OnExceptionCheckpoint(path),
@@ -67,13 +67,13 @@ def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> A
     ):
         trainer.fit(LitNet(), loader())
     if rank in ranks and len(ranks) < place.world_size:
-        dist.destroy_process_group()  # as when the process ends
+        dist.destroy_process_group()  # as at the end of the process
     said = [str(warning.message) for warning in caught if "is not saved" in str(warning.message)]
     return f"{info.typename}: {info.value}", said
 
 
 @pytest.mark.parametrize(("place", "rank"), [(PLACES["p2"], 0), (PLACES["p2"], 1), (SHARDED, 1)])
-def test_what_is_saved_on_an_exception_of_one_rank_is_skipped_with_a_sentence(
+def test_save_on_exception_of_one_rank_is_skipped_with_warning(
     place: Place, rank: int, conformance: Conformance, tmp_path: Path
 ) -> None:
     outcomes = conformance.ranks(interrupted, place, (rank,), str(tmp_path))
@@ -88,15 +88,11 @@ def test_what_is_saved_on_an_exception_of_one_rank_is_skipped_with_a_sentence(
         f"The cause is on rank {rank}: ZeroDivisionError: the user's own mistake "
         "(test_exceptions.py, line "
     )
-    assert error.startswith(f"PeerError: {cause}"), (
-        "the cause comes first, not what the network said"
-    )
+    assert error.startswith(f"PeerError: {cause}"), "the error does not start with the cause"
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_that_holds_everything_saves_on_an_exception_of_another(
-    conformance: Conformance, tmp_path: Path
-) -> None:
+def test_replica_saves_on_exception_of_other_rank(conformance: Conformance, tmp_path: Path) -> None:
     outcomes = conformance.ranks(interrupted, PLACES["d2"], (1,), str(tmp_path))
     assert outcomes[0][0].startswith("PeerError: The cause is on rank 1") and not outcomes[0][1]
     assert torch.load(tmp_path / "on_exception.ckpt")["global_step"] > 0
@@ -112,7 +108,7 @@ def interrupted_and_resumed(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["p2", "d2"])
-def test_an_exception_of_all_ranks_is_saved_and_resumed(
+def test_checkpoint_of_exception_on_all_ranks_resumes(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     for (outcome, files, found), (_, expected_files, expected) in conformance.pairs(
@@ -120,12 +116,14 @@ def test_an_exception_of_all_ranks_is_saved_and_resumed(
     ):
         assert outcome == ("ZeroDivisionError: the user's own mistake", [])
         assert set(expected_files) == {"on_exception.ckpt", "model.ckpt"}
-        assert set(files) - {"latest"} == set(expected_files), "beside folders there is a link"
+        assert set(files) - {"latest"} == set(expected_files), (
+            "files other than the link 'latest' differ"
+        )
         assert_weights(found, expected)
 
 
 class FailsOnOne(LitNet):
-    """On the last stage, inside the step."""
+    """Raises inside the step, on the last stage."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -149,15 +147,13 @@ def forked(rank: int, path: str) -> str:
 
 @pytest.fixture
 def fresh() -> Iterator[Pool]:
-    """A worker that has not run a backward yet: after one, torch cannot be forked."""
+    """Yield a pool that has not run a backward pass, after which torch cannot be forked."""
     workers = Pool()
     yield workers
     workers.close()
 
 
-def test_the_process_that_forked_the_ranks_shows_the_exception_and_saves_nothing(
-    fresh: Pool, tmp_path: Path
-) -> None:
+def test_forking_process_shows_exception_and_saves_nothing(fresh: Pool, tmp_path: Path) -> None:
     (error,) = fresh.run(forked, world_size=1, args=(str(tmp_path),), limit=60.0)
     *_, said, where = error.rstrip().splitlines()
     assert said == "ZeroDivisionError: the user's own mistake", error
@@ -167,8 +163,8 @@ def test_the_process_that_forked_the_ranks_shows_the_exception_and_saves_nothing
 
 
 def freed(rank: int, place: Place, mistaken: tuple[int, ...]) -> bool:
-    """Return True if nothing of a run is held, the groups with their connections included."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without the handler of an earlier run
+    """Return True if the strategy is freed after a run, including its process groups."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # remove the handler of an earlier run
     trainer = make_trainer(place, callbacks=[Mistake(mistaken)])
     strategy = weakref.ref(trainer.strategy)
     with contextlib.suppress(ZeroDivisionError):
@@ -180,12 +176,14 @@ def freed(rank: int, place: Place, mistaken: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("mistaken", [(), (0, 1)], ids=["ended", "failed"])
 @pytest.mark.parametrize("name", ["d2", "p2"])
-def test_a_run_is_freed(name: str, mistaken: tuple[int, ...], conformance: Conformance) -> None:
+def test_strategy_is_freed_after_run(
+    name: str, mistaken: tuple[int, ...], conformance: Conformance
+) -> None:
     assert conformance.ranks(freed, PLACES[name], mistaken) == [True, True]
 
 
 class Communicates(LitNet):
-    """Asks for a collective in a step."""
+    """Calls a collective in a step."""
 
     def __init__(self, hook: str, name: str) -> None:
         super().__init__()
@@ -221,7 +219,7 @@ def communicates(rank: int, place: Place, hook: str, name: str) -> str:
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
     if outcome and dist.is_initialized() and rank == place.world_size - 1:
-        # gloo closes the connections of a group when it is freed, as the end of a process does
+        # gloo closes a group's connections when it is freed, like the end of a process does
         dist.destroy_process_group()
         del trainer
         gc.collect()
@@ -237,7 +235,7 @@ def communicates(rank: int, place: Place, hook: str, name: str) -> str:
         ("validation_step", "reduce"),
     ],
 )
-def test_a_collective_in_a_step_of_a_pipeline_is_named_at_once(
+def test_collective_in_pipeline_step_is_refused(
     hook: str, name: str, conformance: Conformance
 ) -> None:
     first, last = conformance.ranks(communicates, PLACES["p2"], hook, name)
@@ -249,14 +247,14 @@ def test_a_collective_in_a_step_of_a_pipeline_is_named_at_once(
     assert f"The cause is on rank 1: MisconfigurationException: {name} in {hook}" in first
 
 
-def test_collectives_in_a_step_of_replicas_are_entered_by_all(conformance: Conformance) -> None:
+def test_collectives_in_steps_of_replicas_complete(conformance: Conformance) -> None:
     place = Place(world_size=2, layout={"num_microbatches": 2})
     for name in ("all_gather", "barrier"):
         assert conformance.ranks(communicates, place, "training_step", name) == ["", ""]
 
 
 class Gathers(LitNet):
-    """Gathers in a hook what the steps returned."""
+    """Gathers the outputs of steps in a hook."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.gathered = self.all_gather(
@@ -272,7 +270,7 @@ def gathers(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["p2", "d2", "p2d2"])
-def test_all_gather_in_hooks_has_every_replica_once(name: str, conformance: Conformance) -> None:
+def test_all_gather_in_hook_has_every_replica_once(name: str, conformance: Conformance) -> None:
     place = PLACES[name]
     expected = conformance.expected(gathers, DDP)[0]
     for rank, found in enumerate(conformance.ranks(gathers, place)):

@@ -1,4 +1,4 @@
-"""Tests of freezing and unfreezing during training: weights are as in one process."""
+"""Freezing and unfreezing during training gives the weights of a single process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.thorough
 
 
 def own(rank: int, place: Place) -> DataLoader:
-    """This replica's part of batches that are the same in all places."""
+    """Return this replica's part of batches that are the same in all layouts."""
     replicas = 1 if "pipeline_parallel_size" in place.layout else place.world_size
     return DataLoader(
         Subset(samples(), range(rank if replicas > 1 else 0, 32, replicas)),
@@ -36,7 +36,7 @@ def own(rank: int, place: Place) -> DataLoader:
 
 
 class Turns(L.Callback):
-    """Trains the first layer in the odd epochs and the last one in the even ones."""
+    """Trains the first layer in odd epochs and the last one in even epochs."""
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         odd = trainer.current_epoch % 2 == 1
@@ -62,7 +62,7 @@ def in_turns(rank: int, place: Place, clip: float | None, accumulate: int) -> An
 
 @pytest.mark.parametrize(("clip", "accumulate"), [(0.05, 1), (None, 2)])
 @pytest.mark.parametrize("name", ["m3", "d2", "d2 m2", "p2"])
-def test_layers_that_are_frozen_in_turn(
+def test_layers_frozen_in_turn_train_like_single_process(
     name: str, clip: float | None, accumulate: int, conformance: Conformance
 ) -> None:
     for (other, found), (losses, expected) in conformance.pairs(
@@ -96,7 +96,7 @@ def unfreeze(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["m3", "d2", "d2 m2"])
-def test_a_backbone_that_is_unfrozen_trains(
+def test_unfrozen_backbone_trains_after_resume(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     for (sizes, found), (groups, expected) in conformance.pairs(

@@ -1,4 +1,4 @@
-"""Norms and clipping in hooks are of the whole model, the documented way."""
+"""The documented calls for norms and clipping in hooks cover the whole model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACES = {"p2": Place(world_size=2, layout=P2), "d2p2 sharded": Place(world_size
 
 
 class LitClips(LitNet):
-    """Logs the norm and clips by itself."""
+    """Logs the gradient norm and clips in Lightning's hooks."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy
@@ -55,7 +55,9 @@ def clip(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_norms_and_clipping_in_hooks(name: str, conformance: Conformance) -> None:
+def test_norm_and_clipping_in_hooks_match_single_process(
+    name: str, conformance: Conformance
+) -> None:
     for (norm, found), (expected_norm, expected) in conformance.pairs(clip, PLACES[name]):
         assert norm == pytest.approx(expected_norm, rel=1e-5)
         assert_weights(found, expected)

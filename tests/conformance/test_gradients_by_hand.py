@@ -1,5 +1,4 @@
-"""Gradients that users' hooks look at and change are the whole model's, or the hook is refused by
-name."""
+"""Hooks that read or change gradients act on the whole model, or are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.thorough
 
 
 class LitHook(LitBlocks):
-    """Learns from the size of its gradients, too."""
+    """Uses SGD, whose steps depend on the scale of the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class LitClips(LitHook):
 
 
 class LitClipsPieces(LitHook):
-    """By other norms, of other parts of the model."""
+    """Clips parts of the model by other norms."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.norms.append(float(clip_grad_norm_(self.h.parameters(), 0.01, norm_type=float("inf"))))
@@ -86,7 +85,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_hooks_change_the_whole_gradient(
+def test_gradients_changed_by_hooks_match_single_process(
     layout: str, kind: type[LitHook], conformance: Conformance
 ) -> None:
     for (found_norms, found), (norms, expected) in conformance.pairs(train, LAYOUTS[layout], kind):
@@ -126,7 +125,7 @@ def refused(rank: int, place: Place, kind: type[LitHook]) -> str:
 @pytest.mark.parametrize(
     ("layout", "kind"), [("p2", LitLogsNorms), ("t2", LitAdds), ("d2 sharded", LitLooksForNaN)]
 )
-def test_numbers_of_a_part_are_refused(
+def test_numbers_computed_from_partial_gradients_are_refused(
     layout: str, kind: type[LitHook], conformance: Conformance
 ) -> None:
     for message in conformance.ranks(refused, LAYOUTS[layout], kind):

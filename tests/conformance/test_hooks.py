@@ -1,4 +1,4 @@
-"""Behaviour 1: every hook of callbacks and modules fires in Lightning's own order."""
+"""Behaviour 1: every hook of callbacks and modules fires in Lightning's order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def _recording(base: type, names: list[str], who: str) -> Any:
-    """A subclass of ``base`` that notes the calls of ``names`` in ``self.events``."""
+    """Return a subclass of ``base`` that records calls of ``names`` in ``self.events``."""
 
     def method(name: str) -> Any:
         original = getattr(base, name)
@@ -67,7 +67,7 @@ MODULE_HOOKS = [
 
 
 def record(rank: int, place: Place, path: str) -> dict[str, list[str]]:
-    """The hooks of fit, validate, test and predict."""
+    """Return the hooks called by fit, validate, test and predict."""
     L.seed_everything(1, verbose=False)
     events: list[str] = []
     module = _recording(LitNet, MODULE_HOOKS, "module")()
@@ -101,12 +101,12 @@ def test_hooks_fire_in_lightnings_order(
     for found, expected in conformance.pairs(record, name, str(tmp_path)):
         for stage, events in expected.items():
             assert len(events) > 20, "the reference recorded nothing"
-            # The step itself runs once a microbatch.
+            # The step itself runs once per microbatch.
             assert _once(found[stage]) == events, stage
 
 
 def record_resumed(rank: int, place: Place, path: str) -> dict[str, list[str]]:
-    """The hooks of a fit and an evaluation that begin from a checkpoint."""
+    """Return the hooks called by a fit and a validation that load a checkpoint."""
     L.seed_everything(1, verbose=False)
     events: list[str] = []
     file = Path(path, place.folder, "first.ckpt")
@@ -131,7 +131,7 @@ def record_resumed(rank: int, place: Place, path: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_hooks_of_a_resumed_run_fire_in_lightnings_order(
+def test_hooks_of_resumed_run_fire_in_lightnings_order(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     for found, expected in conformance.pairs(record_resumed, name, str(tmp_path)):
@@ -141,7 +141,7 @@ def test_hooks_of_a_resumed_run_fire_in_lightnings_order(
 
 
 def _once(events: list[str]) -> list[str]:
-    """Repeated calls of one step in a row count as one."""
+    """Merge consecutive calls of the same step."""
     return [
         e
         for name, run in groupby(events)

@@ -1,4 +1,4 @@
-"""Profilers, graphs, values of rank 0 only, and reductions by hand."""
+"""Profilers, graph logging, values logged by rank 0 only, and ``strategy.reduce``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ D2, D2M2, P2D2 = (
 
 
 class LogsOnRankZero(LitNet):
-    """The idioms of Lightning's guide for a value of rank 0; counts its samples as tokens."""
+    """Logs values on rank 0 only, as in Lightning's guide, and counts samples as tokens."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -61,7 +61,7 @@ def log_on_rank_zero(rank: int, place: Place) -> Any:
 @pytest.mark.parametrize(
     "place", [Place(world_size=2, layout=P2), D2, D2M2, P2D2], ids=["p2", "d2", "d2 m2", "d2 p2"]
 )
-def test_a_value_of_rank_zero_only_is_logged(place: Place, conformance: Conformance) -> None:
+def test_rank_zero_only_value_is_logged(place: Place, conformance: Conformance) -> None:
     replicas = place.world_size // place.layout.get("pipeline_parallel_size", 1)
     found = conformance.ranks(log_on_rank_zero, place)
     expected = conformance.expected(log_on_rank_zero, DDP if replicas > 1 else ONE)
@@ -71,7 +71,7 @@ def test_a_value_of_rank_zero_only_is_logged(place: Place, conformance: Conforma
 
 
 class Reduces(L.Callback):
-    """Results of ``strategy.reduce``, and the values that it leaves in its input."""
+    """Records the results of ``strategy.reduce`` and the values left in its input."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[float, ...]] = {}
@@ -96,18 +96,18 @@ def reduce(rank: int, place: Place) -> Any:
     return reduces.found
 
 
-def test_a_sum_adds_one_value_of_each_replica(conformance: Conformance) -> None:
+def test_reduce_counts_each_replica_once(conformance: Conformance) -> None:
     found = conformance.ranks(reduce, P2D2)
     for result in found:
         assert result["sum"] == result[str(ReduceOp.SUM)] == (3.0, 3.0)
         assert result["mean"] == (1.5, 1.5) and result["max"] == (2.0, 2.0)
         assert result["world"] == (10,)
-    # Values that differ inside a replica are added to those of the same rank of the other one, and
+    # Values that differ within a replica are added to those of the same rank in the other replica,
     # not averaged.
     assert [result["own"] for result in found] == [(3,), (3,), (7,), (7,)]
 
 
-def test_a_sum_over_one_replica_is_its_value(conformance: Conformance) -> None:
+def test_reduce_over_one_replica_returns_its_value(conformance: Conformance) -> None:
     first, second = conformance.ranks(reduce, Place(world_size=2, layout=P2))
     assert first["sum"] == second["sum"] == (1.0, 1.0)
     assert (first["own"], second["own"]) == ((1,), (2,))
@@ -136,7 +136,7 @@ def profile(rank: int, place: Place, folder: str) -> Any:
 @pytest.mark.parametrize(
     "place", [Place(), D2, Place(world_size=2, layout=P2)], ids=["one", "d2", "p2"]
 )
-def test_the_profiler_sees_the_modules_of_its_rank(
+def test_profiler_lists_modules_of_its_rank(
     place: Place, conformance: Conformance, tmp_path: Path
 ) -> None:
     tables = conformance.ranks(profile, place, str(tmp_path))
@@ -171,14 +171,14 @@ def log_graph(rank: int, place: Place, folder: str) -> str:
 
 
 @pytest.mark.parametrize("place", [Place(), D2], ids=["one", "d2"])
-def test_a_graph_is_logged_where_the_model_is_whole(
+def test_graph_of_whole_model_is_logged(
     place: Place, conformance: Conformance, tmp_path: Path
 ) -> None:
     assert not any(conformance.ranks(log_graph, place, str(tmp_path)))
     assert any(b"Linear[6]" in path.read_bytes() for path in tmp_path.rglob("events*"))
 
 
-def test_a_graph_of_a_cut_model_is_refused_before_launch(
+def test_graph_of_pipelined_model_is_refused_before_launch(
     conformance: Conformance, tmp_path: Path
 ) -> None:
     for told in conformance.ranks(log_graph, Place(world_size=2, layout=P2), str(tmp_path)):

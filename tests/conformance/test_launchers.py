@@ -1,5 +1,4 @@
-"""Behaviours 19, 21, 23 and 24: every way of starting the processes, and of ending them (fork is in
-test_names.py)."""
+"""Behaviours 19, 21, 23 and 24: starting and ending processes (fork is in test_names.py)."""
 
 from __future__ import annotations
 
@@ -64,22 +63,26 @@ def assert_trained(ranks: list[dict[str, Any]], environment: str, world_size: in
         assert result["environment"] == environment
 
 
-def test_popen_by_name_without_importing_the_package(tmp_path: Path) -> None:
+def test_popen_by_name_without_importing_package(tmp_path: Path) -> None:
     ranks = run(tmp_path, {"strategy": "ptdp"})
     assert_trained(ranks, "LightningEnvironment")
     assert ranks[0]["weights"] == ranks[1]["weights"]
     for rank in ranks:
-        assert not UNUSED.intersection(rank["libraries"]), "a rank imports what it does not use"
+        assert not UNUSED.intersection(rank["libraries"]), (
+            "a rank imports libraries that it does not use"
+        )
 
 
-def test_torchrun_in_the_other_namespace(tmp_path: Path) -> None:
+def test_torchrun_with_pytorch_lightning_namespace(tmp_path: Path) -> None:
     prefix = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     ranks = run(tmp_path, {"namespace": "pytorch_lightning", "layout": P2}, prefix)
     assert_trained(ranks, "TorchElasticEnvironment")
-    assert ranks[0]["parameters"] != ranks[1]["parameters"], "every rank holds its own stage"
+    assert ranks[0]["parameters"] != ranks[1]["parameters"], (
+        "both ranks hold the same number of parameters"
+    )
 
 
-def test_slurm_variables_and_the_import_where_torch_may_not_load_entry_points(
+def test_slurm_launch_without_torch_backend_autoload(
     tmp_path: Path,
 ) -> None:
     settings = {"strategy": "ptdp", "import_package": True}
@@ -107,14 +110,14 @@ def test_slurm_variables_and_the_import_where_torch_may_not_load_entry_points(
 
 
 def flat_net() -> torch.nn.Module:
-    """The script's own."""
+    """Build the model of ``script.py``."""
     return torch.nn.Sequential(
         torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
     )
 
 
 def even_net() -> torch.nn.Module:
-    """The script's own where ``configure_model`` builds it."""
+    """Build the model that ``script.py`` builds in ``configure_model``."""
     net = flat_net()
     for parameter in net.parameters():
         parameter.data.copy_(torch.linspace(-0.3, 0.4, parameter.numel()).view_as(parameter))
@@ -125,7 +128,7 @@ def even_net() -> torch.nn.Module:
     ("start_method", "configure_model", "then"),
     [("spawn", False, "test"), ("forkserver", True, "validate")],
 )
-def test_started_ranks_bring_the_whole_trained_model_home(
+def test_parent_process_gets_whole_model_from_spawned_ranks(
     start_method: str, configure_model: bool, then: str, tmp_path: Path
 ) -> None:
     settings = {
@@ -134,7 +137,7 @@ def test_started_ranks_bring_the_whole_trained_model_home(
         "evaluate": then,
     }
     (result,) = run(tmp_path, settings)
-    assert result["parameters"] == 8 * 9 * 2 + 9, "the parent's module is not whole"
+    assert result["parameters"] == 8 * 9 * 2 + 9, "the parent's module is incomplete"
     net = flat_net()
     alone = trained_alone(even_net if configure_model else flat_net)
     for name, value in alone.items():
@@ -145,7 +148,7 @@ def test_started_ranks_bring_the_whole_trained_model_home(
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
     loss = net(x).sub(x.sum(-1, keepdim=True)).square().mean().item()
     assert result["evaluated"] == pytest.approx(loss, rel=1e-5), (
-        "a further call of the same Trainer sees another model"
+        "the next call of the same Trainer uses another model"
     )
 
 
@@ -155,15 +158,15 @@ def wait_until_running(folder: Path, script: Session) -> None:
     )
 
 
-def test_on_one_machine_only_loopback_is_listened_on(tmp_path: Path) -> None:
+def test_single_machine_listens_on_loopback_only(tmp_path: Path) -> None:
     with started(tmp_path, {"layout": {**P2, "start_method": "fork"}, "max_steps": -1}) as script:
         wait_until_running(tmp_path, script)
         found = listening([process.pid for process in script.alive])
-    assert len(found) >= 3  # the store, and gloo's of each rank
+    assert len(found) >= 3  # the store's socket and gloo's of each rank
     assert all(address.startswith("127.") for address in found), found
 
 
-def test_exception_in_the_first_process_ends_all_and_is_shown(tmp_path: Path) -> None:
+def test_exception_in_first_process_ends_all_and_is_shown(tmp_path: Path) -> None:
     with started(tmp_path, {"layout": P2, "fail_on_ranks": [0], "max_steps": -1}) as script:
         assert script.finish() != 0
     assert "ZeroDivisionError: the user's own mistake" in script.output
@@ -173,12 +176,12 @@ def test_exception_in_the_first_process_ends_all_and_is_shown(tmp_path: Path) ->
 def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
     with started(tmp_path, {"layout": {**P2, "start_method": "fork"}, "max_steps": -1}) as script:
         wait_until_running(tmp_path, script)
-        # a terminal sends it to the whole process group
+        # a terminal signals the whole process group
         os.killpg(script.process.pid, signal.SIGINT)
         assert script.finish(40) != 0
 
 
-def test_sigterm_to_the_first_process_ends_all(tmp_path: Path) -> None:
+def test_sigterm_to_first_process_ends_all(tmp_path: Path) -> None:
     with started(tmp_path, {"layout": P2, "max_steps": -1}) as script:
         wait_until_running(tmp_path, script)
         script.process.send_signal(signal.SIGTERM)
@@ -188,7 +191,7 @@ def test_sigterm_to_the_first_process_ends_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "start_method"), [([0], "popen"), ([1], "fork"), ([0, 1], "fork")], ids=str
 )
-def test_sigterm_while_another_stage_waits_for_this_one(
+def test_sigterm_ends_all_stages_at_same_step(
     tmp_path: Path, ranks: list[int], start_method: str
 ) -> None:
     settings = {
@@ -201,10 +204,10 @@ def test_sigterm_while_another_stage_waits_for_this_one(
     assert [(tmp_path / f"step-{rank}").read_text() for rank in range(2)] == ["4", "4"], (
         script.output
     )
-    assert not results(tmp_path), "fit returned as if it was done"
+    assert not results(tmp_path), "fit returned as if training had completed"
 
 
-def test_sigterm_before_training_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_sigterm_before_training_leaves_no_process(tmp_path: Path) -> None:
     with started(tmp_path, {"layout": P2, "terminate_at_start": True}) as script:
         assert script.finish() == -signal.SIGTERM
     assert not list(tmp_path.glob("*-*"))

@@ -1,5 +1,4 @@
-"""Behaviours 8, 9 and 30: what is logged is seen by everyone, and is what Lightning logs on one
-device."""
+"""Behaviours 8, 9 and 30: logged values are the same on all ranks and as in Lightning."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.thorough
 
 
 class LogsEverything(LitNet):
-    """Every way of calling ``self.log`` in a step; a validation loss for each loader."""
+    """Calls ``self.log`` in every way, and logs a validation loss per loader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ class LogsEverything(LitNet):
 
 
 class SeenMetrics(L.Callback):
-    """All metrics after every batch, epoch and validation."""
+    """Records all metrics after every batch, epoch and validation."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, dict[str, float]]] = []
@@ -103,7 +102,7 @@ class SeenMetrics(L.Callback):
 def log_everything(rank: int, place: Place) -> list[dict[str, dict[str, float]]]:
     L.seed_everything(1, verbose=False)
     seen = SeenMetrics()
-    # 29 samples: the last batch holds fewer than the others, and its microbatches are uneven.
+    # 29 samples: the last batch is smaller and its microbatches are uneven.
     trainer = make_trainer(place, callbacks=[seen])
     trainer.fit(LogsEverything(), loader(29), loader(11, batch_size=6))
     return seen.seen
@@ -120,7 +119,7 @@ def assert_same_metrics(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "m3", "d2", "p2"])
-def test_every_kind_of_log_call(name: str, conformance: Conformance) -> None:
+def test_every_kind_of_log_call_matches_lightning(name: str, conformance: Conformance) -> None:
     for found, expected in conformance.pairs(log_everything, name):
         assert {
             "both_step",
@@ -135,7 +134,7 @@ def test_every_kind_of_log_call(name: str, conformance: Conformance) -> None:
 
 
 class Monitor(ThroughputMonitor):
-    """On devices whose peak is known."""
+    """A monitor that has the peak of the device."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -161,7 +160,7 @@ def monitor(rank: int, place: Place) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_lightnings_monitor_counts_replicas(name: str, conformance: Conformance) -> None:
+def test_throughput_monitor_counts_replicas(name: str, conformance: Conformance) -> None:
     found, expected = conformance.pairs(monitor, name)[0]
     assert found.keys() == expected.keys() > {"device/samples_per_sec", "device/mfu"}
     if name == "d2":
@@ -197,7 +196,7 @@ def validate_often(rank: int, place: Place, settings: dict[str, Any]) -> Any:
     ],
     ids=["twice an epoch", "every second epoch", "every third batch"],
 )
-def test_validation_runs_when_asked_with_several_loaders(
+def test_validation_interval_with_several_loaders(
     name: str, settings: dict[str, Any], conformance: Conformance
 ) -> None:
     for (found_at, found), (expected_at, expected) in conformance.pairs(
@@ -220,7 +219,7 @@ def log_to(rank: int, place: Place, path: str) -> Any:
     return loggers[2].run_id
 
 
-def test_loggers_write_once_and_the_same_values(conformance: Conformance, tmp_path: Path) -> None:
+def test_loggers_write_same_values_once(conformance: Conformance, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

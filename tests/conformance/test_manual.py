@@ -1,5 +1,4 @@
-"""Manual optimization without microbatches is Lightning's own: two optimizers, toggled, saved and
-continued, on any number of replicas."""
+"""Manual optimization without microbatches matches Lightning, also with replicas and on resume."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ pytestmark = pytest.mark.thorough
 
 
 class LitGAN(LitNet):
-    """A generator and a critic that share the batch, not the optimizer; closures, schedulers and
-    gradient accumulation by hand."""
+    """A generator and a critic with separate optimizers, a closure, a scheduler and manual gradient
+    accumulation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +84,7 @@ def fit(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
-def test_two_optimizers_train_and_continue_as_lightnings_own(precision: str, tmp_path: Any) -> None:
+def test_two_optimizers_train_and_resume_like_lightning(precision: str, tmp_path: Any) -> None:
     expected = fit(ONE, tmp_path / "reference.ckpt", epochs=4, precision=precision)
     ours = Place(layout={})
     fit(ours, tmp_path / "half.ckpt", epochs=2, precision=precision)
@@ -101,8 +100,7 @@ def test_two_optimizers_train_and_continue_as_lightnings_own(precision: str, tmp
 
 
 class LitRouted(LitGAN):
-    """Without toggling, with accumulation over two batches, and a part that only some replicas
-    use."""
+    """Accumulates over two batches without toggling; only some replicas use one of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +137,7 @@ class LitUnseen(LitGAN):
 
 
 def fit_replicas(rank: int, place: Place, module: Any, path: str, saves: bool) -> Any:
-    """Every replica has the rows of one process's batch that are its own."""
+    """Train with the batches of a single process split over the replicas."""
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, max_epochs=3)
     sampler = torch.utils.data.DistributedSampler(
@@ -154,7 +152,7 @@ def fit_replicas(rank: int, place: Place, module: Any, path: str, saves: bool) -
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_replicas_train_like_one_process(
+def test_replicas_train_like_single_process(
     world_size: int, conformance: Conformance, tmp_path: Any
 ) -> None:
     args = (LitGAN, str(tmp_path / "a.ckpt"), True)
@@ -166,7 +164,7 @@ def test_replicas_train_like_one_process(
     assert len(torch.load(tmp_path / "a.ckpt")["optimizer_states"]) == 2
 
 
-def test_parts_that_some_replicas_use_and_accumulation_are_ddps(conformance: Conformance) -> None:
+def test_unused_parameters_and_accumulation_match_ddp(conformance: Conformance) -> None:
     places = Place(world_size=2), Place(world_size=2, reference="ddp_find_unused_parameters_true")
     for (one, logged), (other, wanted) in conformance.pairs(
         fit_replicas, places, LitRouted, "", False
@@ -183,7 +181,7 @@ def see_nothing(rank: int) -> str:
     return ""
 
 
-def test_a_backward_that_replicas_cannot_follow_is_refused(pool: Pool) -> None:
+def test_direct_backward_call_is_refused_with_replicas(pool: Pool) -> None:
     assert all(
         "Call self.manual_backward(loss) instead" in told
         for told in pool.run(see_nothing, world_size=2)
@@ -197,9 +195,7 @@ def test_a_backward_that_replicas_cannot_follow_is_refused(pool: Pool) -> None:
         ({"reduce_dtype": "bfloat16"}, "reduce_dtype='bfloat16'"),
     ],
 )
-def test_what_replicas_cannot_do_by_hand_is_refused_before_launch(
-    layout: dict[str, Any], word: str
-) -> None:
+def test_unsupported_option_is_refused_before_launch(layout: dict[str, Any], word: str) -> None:
     trainer = make_trainer(Place(world_size=2, layout=layout | {"start_method": "fork"}))
     with pytest.raises(
         MisconfigurationException, match=rf"manual optimization\) (cannot run with|ignores) {word}"

@@ -1,4 +1,4 @@
-"""Lightning's table of modules tells of the whole model, not of a rank's part with placeholders."""
+"""Lightning's model summary shows the whole model, without placeholders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conformance.toys import Conformance, LitNet, Place, loader, make_trai
 
 
 class Told(ModelSummary):
-    """Keeps what is shown."""
+    """Records the summary."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         found = self._summary(trainer, pl_module)
@@ -33,7 +33,7 @@ def _fit(rank: int, place: Place, folder: str) -> Any:
     return told.told
 
 
-def test_the_summary_is_that_of_one_process(conformance: Conformance, tmp_path: Path) -> None:
+def test_model_summary_matches_single_process(conformance: Conformance, tmp_path: Path) -> None:
     for found, single in conformance.pairs(_fit, "p2", str(tmp_path)):
         assert found == single
         assert "Linear" in found[0] and not re.search("Absent|Earlier|Later|Stub", found[0])

@@ -1,5 +1,4 @@
-"""Behaviours 19 (fork), 20, 21, 22 and 23: the strategy's names, copies of a Trainer, and processes
-forked by it."""
+"""Behaviours 19 (fork) to 23: names of the strategy, copies of a Trainer and forked processes."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ QUIET = {
 
 @pytest.fixture
 def fresh() -> Iterator[Pool]:
-    """A worker that has not run a backward yet: after one, torch cannot be forked."""
+    """Yield a pool that has not run a backward pass, after which torch cannot be forked."""
     workers = Pool()
     yield workers
     workers.close()
@@ -87,7 +86,7 @@ def other_namespace(rank: int, strategy: Any, devices: int) -> Any:
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("ptdp", 1), ("ptdp", 2), (P2, 2)], ids=["one", "d2", "p2"]
 )
-def test_the_other_namespace_by_name_and_by_class(strategy: Any, devices: int, pool: Pool) -> None:
+def test_strategy_in_pytorch_lightning_namespace(strategy: Any, devices: int, pool: Pool) -> None:
     steps = 4 if strategy == P2 or devices == 1 else 2
     for found in pool.run(other_namespace, world_size=devices, args=(strategy, devices)):
         assert found == ("PTDPStrategy", steps, True)
@@ -95,7 +94,7 @@ def test_the_other_namespace_by_name_and_by_class(strategy: Any, devices: int, p
 
 def by_name(rank: int, name: str) -> Any:
     trainer = L.Trainer(strategy=name, devices=1, **QUIET)
-    if name != "ptdp_spawn":  # which would cost the imports of a new process
+    if name != "ptdp_spawn":  # skip the imports of a new process
         trainer.fit(LitNet(), loader())
     return isinstance(trainer.strategy, PTDPStrategy), trainer.strategy.config.start_method
 
@@ -103,14 +102,14 @@ def by_name(rank: int, name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "method"), [("ptdp", "popen"), ("ptdp_spawn", "spawn"), ("ptdp_fork", "fork")]
 )
-def test_names_with_one_device(name: str, method: str, fresh: Pool) -> None:
+def test_strategy_names_with_one_device(name: str, method: str, fresh: Pool) -> None:
     assert fresh.run(by_name, world_size=1, args=(name,)) == [(True, method)]
 
 
 def copy_around_fit(rank: int, place: Place) -> None:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, callbacks=[Losses()])
-    for _ in range(2):  # before and after it has run
+    for _ in range(2):  # before and after a fit
         for other in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
             assert isinstance(other.strategy, PTDPStrategy)
             assert other.strategy.config == trainer.strategy.config
@@ -119,12 +118,12 @@ def copy_around_fit(rank: int, place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", [Place(), Place(world_size=2, layout=P2)], ids=["one", "p2"])
-def test_a_trainer_is_copied_and_pickled(place: Place, conformance: Conformance) -> None:
+def test_trainer_is_copied_and_pickled(place: Place, conformance: Conformance) -> None:
     conformance.ranks(copy_around_fit, place)
 
 
 class LitFails(LitNet):
-    """The user's mistake, on one rank."""
+    """Raises on rank 1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == 2 and own_rank() == 1:
@@ -143,7 +142,7 @@ def in_a_batch_script(rank: int) -> int:
     return trainer.global_step
 
 
-def test_one_device_in_a_slurm_job_without_srun(pool: Pool) -> None:
+def test_one_device_in_slurm_job_without_srun(pool: Pool) -> None:
     assert pool.run(in_a_batch_script, world_size=1) == [4]
 
 
@@ -183,7 +182,9 @@ def in_a_notebook(rank: int, strategy: Any, devices: int) -> str:
         ("ptdp_fork", 2, "1 epoch"),
     ],
 )
-def test_a_notebook_is_told_of_fork(strategy: Any, devices: int, answer: str, fresh: Pool) -> None:
+def test_notebook_requires_fork_for_several_devices(
+    strategy: Any, devices: int, answer: str, fresh: Pool
+) -> None:
     (found,) = fresh.run(in_a_notebook, world_size=1, args=(strategy, devices))
     assert found.startswith(answer)
     if "cannot" in answer:
@@ -191,7 +192,7 @@ def test_a_notebook_is_told_of_fork(strategy: Any, devices: int, answer: str, fr
 
 
 @pytest.mark.parametrize("namespace", ["lightning.fabric", "lightning_fabric"])
-def test_fabric_is_told_of_the_trainer(namespace: str) -> None:
+def test_fabric_is_refused(namespace: str) -> None:
     fabric = importlib.import_module(namespace)
     with pytest.raises(
         ValueError, match=r"'ptdp' does not work with Fabric.*Use lightning.pytorch.Trainer"
@@ -200,8 +201,7 @@ def test_fabric_is_told_of_the_trainer(namespace: str) -> None:
 
 
 def forked(rank: int, place: Place, module: Any) -> Any:
-    """Lightning starts the processes itself: the worker only looks like one that was started by
-    somebody."""
+    """Train with ranks that Lightning starts itself, and validate afterwards."""
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     L.seed_everything(1, verbose=False)
@@ -221,7 +221,7 @@ def alone(rank: int) -> Any:
     return weights(trainer)
 
 
-def test_forked_ranks_bring_the_whole_trained_model_home(fresh: Pool, pool: Pool) -> None:
+def test_parent_process_gets_whole_model_from_forked_ranks(fresh: Pool, pool: Pool) -> None:
     place = Place(world_size=2, layout={**P2, "start_method": "fork"})
     ((trained, val_loss, again),) = fresh.run(forked, world_size=1, args=(place, LitNet))
     assert_weights(trained, pool.run(alone, world_size=1)[0])
@@ -237,7 +237,7 @@ def test_exception_on_one_forked_rank_ends_all_and_is_shown(fresh: Pool) -> None
 
 
 class LitNotes(LitNet):
-    """Keeps what only the process that trains could know."""
+    """Records the id of the training process."""
 
     pid = 0
 
@@ -255,12 +255,12 @@ def one_process(rank: int, start_method: str) -> None:
     assert net.pid == os.getpid()
     assert len(trainer.predict(net, loader())) > 0
     assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {}, (
-        "a later Trainer would see it"
+        "the environment was changed for later Trainers"
     )
 
 
 @pytest.mark.parametrize("start_method", ["popen", "fork", "spawn"])
-def test_a_process_alone_is_this_one(pool: Pool, start_method: str) -> None:
+def test_single_process_run_uses_calling_process(pool: Pool, start_method: str) -> None:
     pool.run(one_process, world_size=1, args=(start_method,))
 
 
@@ -269,5 +269,5 @@ def _fit_and_look(rank: int) -> list[str]:
     return [name for name in os.environ if name.endswith("_SOCKET_IFNAME")]
 
 
-def test_a_fit_leaves_no_interface_in_the_environment(pool: Pool) -> None:
+def test_fit_leaves_no_network_interface_in_environment(pool: Pool) -> None:
     assert pool.run(_fit_and_look, world_size=2) == [[], []]

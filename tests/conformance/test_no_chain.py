@@ -1,5 +1,5 @@
-"""Models whose blocks are no chain are refused before a process starts: U-Net, N-BEATS, the
-temporal fusion transformer."""
+"""Models whose blocks do not form a chain are refused before launch: U-Net, N-BEATS, temporal
+fusion transformer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conformance.toys import P2, Place, make_trainer
 
 
 class LitSeries(L.LightningModule):
-    """Fits the model's forward of the example to zeros."""
+    """Base class of the models. Its training step must not run."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise AssertionError("it was not refused before launch")
@@ -35,7 +35,7 @@ def convolutions(inputs: int, outputs: int) -> nn.Module:
 
 
 class UNet(LitSeries):
-    """Each block of the decoder is given what one of the encoder returned."""
+    """Each decoder block takes the output of an encoder block."""
 
     example_input_array = torch.zeros(1, 3, 16, 16)
 
@@ -59,7 +59,7 @@ class UNet(LitSeries):
 
 
 class Stack(nn.Module):
-    """A block of N-BEATS: what it explains of the past, and what it adds to the forecast."""
+    """A block of N-BEATS, which returns a backcast and a forecast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Stack(nn.Module):
 
 
 class NBeats(LitSeries):
-    """The residual is taken between the blocks."""
+    """Computes the residual between the blocks."""
 
     example_input_array = torch.zeros(1, 12)
 
@@ -104,7 +104,7 @@ class Gated(nn.Module):
 
 
 class Heads(nn.Module):
-    """Attention whose heads share their values; its lists are the only ones in the model."""
+    """Attention whose heads share their values. It has the only module lists of the model."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Heads(nn.Module):
 
 
 class FusionTransformer(LitSeries):
-    """Many small modules, none of them repeated. It has no example: its structure tells."""
+    """Many small modules, none of them repeated. It has no example input."""
 
     def __init__(self, hidden: int = 16) -> None:
         super().__init__()
@@ -137,13 +137,13 @@ class FusionTransformer(LitSeries):
 
 
 class AloneNBeats(NBeats):
-    """Without an example; the size of its first layer tells."""
+    """N-BEATS without an example input. Its first layer determines the input's size."""
 
     example_input_array = None
 
 
 class AloneUNet(LitSeries):
-    """Likewise, as the attribute of a module without a forward."""
+    """U-Net without an example input, in a module without a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class AloneUNet(LitSeries):
     ],
 )
 @pytest.mark.usefixtures("nothing_starts")
-def test_it_is_refused_before_a_process_starts(module: Any, words: list[str]) -> None:
+def test_model_without_block_chain_is_refused_before_launch(module: Any, words: list[str]) -> None:
     trainer = make_trainer(Place(world_size=2, layout={**P2, "start_method": "fork"}))
     with pytest.raises(ValueError) as error:
         trainer.fit(module(), DataLoader([0] * 4))

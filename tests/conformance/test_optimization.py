@@ -1,5 +1,5 @@
-"""Behaviours 7, 10 to 12 and 32: groups, schedulers, accumulation, clipping and precision give
-Lightning's numbers."""
+"""Behaviours 7, 10 to 12 and 32: parameter groups, schedulers, accumulation, clipping and precision
+match Lightning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL = ["one", "d2", "p2"]
 
 
 class LitGroups(LitNet):
-    """Two parameter groups under a chosen scheduler."""
+    """Two parameter groups with a selectable scheduler."""
 
     def __init__(self, schedule: str) -> None:
         super().__init__()
@@ -111,7 +111,9 @@ class EachEpoch(LitGroups):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("module", [Plateau, EachStep, EachEpoch])
-def test_parameter_groups_and_schedulers(name: str, module: Any, conformance: Conformance) -> None:
+def test_parameter_groups_and_schedulers_match_lightning(
+    name: str, module: Any, conformance: Conformance
+) -> None:
     for found, expected in conformance.pairs(run, name, module, {}, []):
         assert expected["rates"][0] < 0.1, "the scheduler did nothing"
         assert_same(found, expected)
@@ -128,7 +130,9 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_accumulation_and_clipping(name: str, settings: str, conformance: Conformance) -> None:
+def test_accumulation_and_clipping_match_lightning(
+    name: str, settings: str, conformance: Conformance
+) -> None:
     options, callbacks = SETTINGS[settings]
     for found, expected in conformance.pairs(run, name, EachStep, options, callbacks):
         assert_same(found, expected)
@@ -140,7 +144,7 @@ class OnlyMatrices(LitNet):
 
 
 @pytest.mark.parametrize("name", [*ALL, "d2 m2 sharded"])
-def test_clipping_counts_what_the_optimizer_steps_on(name: str, conformance: Conformance) -> None:
+def test_clipping_uses_optimizer_parameters_only(name: str, conformance: Conformance) -> None:
     for found, expected in conformance.pairs(
         run, name, OnlyMatrices, {"gradient_clip_val": 0.05}, []
     ):
@@ -152,7 +156,7 @@ def test_clipping_counts_what_the_optimizer_steps_on(name: str, conformance: Con
     ("precision", "tolerance"),
     [("32-true", 1e-5), ("64-true", 1e-10), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2)],
 )
-def test_precision_strings(
+def test_precision_matches_lightning(
     name: str, precision: str, tolerance: float, conformance: Conformance
 ) -> None:
     for found, expected in conformance.pairs(run, name, EachStep, {"precision": precision}, []):
@@ -170,10 +174,12 @@ def monitor_rates(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["p2"])
-def test_learning_rate_monitor(name: str, conformance: Conformance, tmp_path: Any) -> None:
+def test_learning_rate_monitor_matches_lightning(
+    name: str, conformance: Conformance, tmp_path: Any
+) -> None:
     for found, expected in conformance.pairs(monitor_rates, name, str(tmp_path)):
         assert found == expected
-        assert len(found) == 2, "one curve a parameter group"
+        assert len(found) == 2, "expected one curve per parameter group"
 
 
 class LitInfinite(LitNet):
@@ -203,7 +209,7 @@ def meet_infinity(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2"])
-def test_infinity_on_one_rank_is_met_by_all(name: str, pool: Pool) -> None:
+def test_infinite_loss_on_one_rank_affects_all_ranks(name: str, pool: Pool) -> None:
     ranks = pool.run(meet_infinity, world_size=2, args=(PLACES[name][0],))
     step, stopped_epoch, broken, total = ranks[0]
     assert ranks[1] == ranks[0]

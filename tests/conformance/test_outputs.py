@@ -1,5 +1,4 @@
-"""Behaviours 15, 16, 26, 27, 28, 29 and 31: what comes out of one Trainer, and goes into
-another."""
+"""Behaviours 15, 16, 26 to 29 and 31: outputs, predictions and checkpoints of a Trainer."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def all_stages_of_a_trainer(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_fit_validate_test_predict_and_fit_again(name: str, conformance: Conformance) -> None:
+def test_repeated_use_of_trainer_matches_lightning(name: str, conformance: Conformance) -> None:
     for (results, predictions, found, step), (
         other,
         expected_predictions,
@@ -65,7 +64,7 @@ def test_fit_validate_test_predict_and_fit_again(name: str, conformance: Conform
 
 
 class Writer(BasePredictionWriter):
-    """Keeps what it is given; one file a batch and rank."""
+    """Writes one file per batch and rank, and keeps the predictions of the epoch."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(write_interval="batch_and_epoch")
@@ -91,7 +90,7 @@ class Writer(BasePredictionWriter):
 
 
 class LitPredictsMore(LitNet):
-    """Predictions with a structure."""
+    """Returns nested predictions."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -122,7 +121,7 @@ def test_predictions_are_complete_and_in_order(
 
 
 class LitReturnsMore(LitNet):
-    """Outputs with a structure, which hooks get."""
+    """Returns nested outputs and records those that hooks get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +163,7 @@ def outputs_of_batches(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["m3", "d2", "p2"])
-def test_hooks_get_the_outputs_of_the_batch(name: str, conformance: Conformance) -> None:
+def test_hooks_get_outputs_of_whole_batch(name: str, conformance: Conformance) -> None:
     for found, expected in conformance.pairs(outputs_of_batches, name):
         for mine, theirs in zip(found, expected, strict=True):
             words = ("names", "part")
@@ -177,7 +176,7 @@ def test_hooks_get_the_outputs_of_the_batch(name: str, conformance: Conformance)
 
 
 class LitTwoCalls(LitNet):
-    """The model is called twice in one step."""
+    """Calls the model twice in one step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -194,17 +193,17 @@ def two_calls(rank: int, place: Place) -> str:
 
 
 def test_two_forward_calls_in_one_step_are_refused(pool: Pool, conformance: Conformance) -> None:
-    # The other rank waits for a message that does not come; the workers of a pool do not end, so it
-    # waits its limit out.
+    # The other rank waits for a message until its timeout, because the workers of a pool do not
+    # end.
     messages = conformance.ranks(two_calls, Place(world_size=2, layout={**P2, "timeout_s": 6}))
     assert messages[0].startswith("PeerError")
     assert messages[1].startswith("StageError")
     assert "calls the repeated blocks more than once" in messages[1]
-    assert "pipeline_parallel_size=1" in messages[1], "the message does not say what would work"
+    assert "pipeline_parallel_size=1" in messages[1], "the message does not name a working option"
 
 
 class LitLate(LitNet):
-    """Builds its layers in ``configure_model``, and counts."""
+    """Builds its layers in ``configure_model`` and counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +225,7 @@ def configure_twice(rank: int, place: Place) -> Any:
     return module.configured, module.built, before, weights(trainer)
 
 
-def test_configure_model_is_called_again_and_keeps_the_weights(conformance: Conformance) -> None:
+def test_second_configure_model_call_keeps_weights(conformance: Conformance) -> None:
     for configured, built, before, after in conformance.ranks(configure_twice, PIPELINE):
         assert (configured, built) == (2, 1)
         assert_weights(after, before, tolerance=0)
@@ -244,7 +243,7 @@ def load_before_fit(rank: int, place: Place) -> Any:
     return weights(trainer)
 
 
-def test_weights_loaded_before_fit_are_trained_on(conformance: Conformance) -> None:
+def test_weights_loaded_before_fit_are_trained(conformance: Conformance) -> None:
     for found, expected in conformance.pairs(load_before_fit, "p2"):
         assert_weights(found, expected)
 
@@ -270,7 +269,7 @@ def save_around_fit(rank: int, place: Place, path: str) -> Any:
     )
 
 
-def test_checkpoints_saved_after_fit_load_elsewhere_and_on_one_device(
+def test_checkpoint_saved_after_fit_loads_on_one_device(
     conformance: Conformance, tmp_path: Path
 ) -> None:
     for initial, trained, val_loss, loaded_val_loss, loaded in conformance.ranks(
@@ -301,13 +300,15 @@ def save_before_fit(rank: int, place: Place, path: str) -> Any:
     return initial, weights(other)
 
 
-def test_checkpoint_saved_before_fit(conformance: Conformance, tmp_path: Path) -> None:
+def test_checkpoint_saved_before_fit_has_initial_weights(
+    conformance: Conformance, tmp_path: Path
+) -> None:
     for initial, loaded in conformance.ranks(save_before_fit, PIPELINE, str(tmp_path)):
         assert_weights(loaded, initial, tolerance=0)
 
 
 class LitTied(LitNet):
-    """Words in, words out, with one weight at both ends."""
+    """A language model with tied embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +333,7 @@ def train_tied(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2"])
-def test_tied_embeddings(name: str, conformance: Conformance) -> None:
+def test_tied_embeddings_match_reference_run(name: str, conformance: Conformance) -> None:
     for (found, val_loss), (expected, expected_loss) in conformance.pairs(train_tied, name):
         assert torch.equal(found["words.weight"], found["head.weight"])
         assert_weights(found, expected)

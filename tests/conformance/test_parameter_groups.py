@@ -1,5 +1,4 @@
-"""Parameter groups of a cut model are those of the uncut one: members, options, order and
-schedules."""
+"""Parameter groups of a split model have the members, options and schedules of the whole one."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ ADAM = {"lr": 1e-2, "eps": 1e-5}
 
 
 class LitLayerwise(LitBlocks):
-    """Learning rates that shrink with the distance from the head, each with a schedule of its
-    own."""
+    """Learning rates that decrease with the distance from the head, each with its own schedule."""
 
     def configure_optimizers(self) -> Any:
         groups = [{"params": list(self.wte.parameters()), "lr": 1e-3}]
@@ -44,7 +42,7 @@ class LitLayerwise(LitBlocks):
 
 
 class LitNamed(LitBlocks):
-    """Groups by name, type and attributes of parameters."""
+    """Groups by name, module type and attributes of parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +98,7 @@ WIDE = 20
 
 
 class LitFrozen(LitBlocks):
-    """One block is trained."""
+    """Trains one block only."""
 
     def configure_optimizers(self) -> Any:
         self.requires_grad_(False)
@@ -118,7 +116,7 @@ class LitSome(LitBlocks):
 
 
 class LitMuon(LitBlocks):
-    """Whole matrices are updated, and nothing else."""
+    """Trains matrices only, which its optimizer needs whole."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Muon([p for p in self.h.parameters() if p.dim() == 2], lr=1e-2)
@@ -149,7 +147,7 @@ def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_groups_train_as_in_one_process(
+def test_parameter_groups_train_like_single_process(
     layout: str, kind: type[LitBlocks], conformance: Conformance
 ) -> None:
     for (found_losses, found, found_options), (losses, expected, options) in conformance.pairs(
@@ -179,7 +177,7 @@ def save_and_resume(rank: int, place: Place, kind: type[LitBlocks], path: str, l
         ("d2p2 sharded", "p2", LitLayerwise),
     ],
 )
-def test_groups_are_resumed_in_another_layout(
+def test_parameter_groups_resume_in_other_layout(
     first: str, second: str, kind: Any, conformance: Conformance, tmp_path: Path
 ) -> None:
     conformance.pairs(save_and_resume, LAYOUTS[first], kind, str(tmp_path), False)
@@ -204,7 +202,7 @@ class LitRates(LitBlocks):
 
 
 class LitComputes(LitBlocks):
-    """Values of parameters decide."""
+    """Selects parameters by their values."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.data.norm() > 1], lr=0.1)
@@ -268,7 +266,7 @@ class LitClipping(LitBlocks):
         ),
     ],
 )
-def test_groups_and_optimizers_that_would_train_otherwise_are_refused(
+def test_inconsistent_groups_and_mixing_optimizers_are_refused(
     kind: type[LitBlocks], layout: str, words: str, conformance: Conformance
 ) -> None:
     for message in conformance.ranks(run_refused, LAYOUTS[layout], kind):

@@ -1,5 +1,4 @@
-"""Parameters that a rank has not are missed by name in a step, in averages and in gradient
-hooks."""
+"""Uses of parameters that a rank lacks are refused in steps, averages and gradient hooks."""
 
 from __future__ import annotations
 
@@ -51,19 +50,19 @@ def run(rank: int, place: Place, kind: type[LitBlocks]) -> None:
         (LitLogsNorm, "t2", "validation_step loops over self.parameters()"),
     ],
 )
-def test_loops_over_parameters_in_a_step_are_refused(
+def test_loop_over_parameters_in_step_is_refused(
     kind: Any, layout: str, call: str, conformance: Conformance
 ) -> None:
     place = LAYOUTS[layout]
-    # under a pipeline the stages before the last one leave the step before the loop
+    # in a pipeline, stages before the last one leave the step before the loop
     with pytest.raises(WorkerFailure) as error:
         conformance.ranks(run, place, kind)
     assert f"PartialModelError: {call}, but this rank has only a part of them" in str(error.value)
 
 
 class LitRemedy(LitBlocks):
-    """The penalty of ``LitPenalty`` as the message recommends it; asks for a device and a dtype as
-    many do."""
+    """The penalty of ``LitPenalty`` as the error recommends it. The step reads the device and dtype
+    of a parameter."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         first = next(self.parameters())
@@ -82,7 +81,7 @@ def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["t2p2", "d2p2 sharded"])
-def test_the_recommended_penalty_trains_as_one_process_with_a_loop(
+def test_recommended_penalty_matches_loop_in_single_process(
     layout: str, conformance: Conformance
 ) -> None:
     (expected,) = conformance.expected(train, ONE, LitPenalty)
@@ -104,7 +103,7 @@ EVERYWHERE = ParallelPlan(
 )
 
 
-def test_an_average_that_each_stage_forms_of_its_own_weights_is_refused(
+def test_weight_average_of_partial_model_is_refused(
     conformance: Conformance,
 ) -> None:
     place = Place(world_size=2, layout={**P2, "plan": EVERYWHERE})
@@ -113,7 +112,7 @@ def test_an_average_that_each_stage_forms_of_its_own_weights_is_refused(
 
 
 class LitHooked(LitBlocks):
-    """Scales the gradient of a weight by ten."""
+    """Scales the gradient of a weight by ten with a tensor hook."""
 
     def __init__(self, name: str, late: bool) -> None:
         super().__init__()
@@ -141,14 +140,14 @@ class LitHookedNorm(LitHooked):
 
 
 @pytest.mark.parametrize(("layout", "kind"), [("p2", LitHookedBlock), ("t2", LitHookedNorm)])
-def test_gradient_hooks_of_whole_parameters_are_called(
+def test_gradient_hook_of_whole_parameter_is_called(
     layout: str, kind: Any, conformance: Conformance
 ) -> None:
     for found, expected in conformance.pairs(train, LAYOUTS[layout], kind):
         assert_weights(found, expected)
 
 
-def test_a_gradient_hook_of_a_split_parameter_is_refused() -> None:
+def test_gradient_hook_of_split_parameter_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"'h\.2\.up\.weight' has a hook on its gradient .*tensor_parallel_size=1"
     ):

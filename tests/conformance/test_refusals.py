@@ -1,5 +1,5 @@
-"""Behaviours 12, 17, 18 and 25: what a cut model cannot do is refused with the reason; without a
-cut it works as ever."""
+"""Behaviours 12, 17, 18 and 25: unsupported features of a split model are refused with the reason
+and work with a whole model."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ TWO_BY_TWO = Place(world_size=4, layout={**P2, "start_method": "fork"})
 
 
 class OwnCheckpointIO(TorchCheckpointIO):
-    """Somebody's."""
+    """A user's checkpoint plugin."""
 
 
 class OwnLayerSync(TorchSyncBatchNorm):
-    """Somebody's."""
+    """A user's layer synchronization plugin."""
 
 
 class LitManual(LitNet):
@@ -92,7 +92,9 @@ class LitTunable(LitNet):
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
-def test_a_cut_model_refuses_before_it_starts(settings: dict[str, Any], words: list[str]) -> None:
+def test_callback_or_plugin_is_refused_for_split_model(
+    settings: dict[str, Any], words: list[str]
+) -> None:
     with raises_with(words, MisconfigurationException):
         make_trainer(TWO_BY_TWO, **settings).fit(LitTunable(), loader())
 
@@ -105,7 +107,7 @@ def test_a_cut_model_refuses_before_it_starts(settings: dict[str, Any], words: l
         (Place(), {"precision": "bf16-true"}),
     ],
 )
-def test_pruning_of_what_the_optimizer_has_copies_of_is_refused(
+def test_pruning_of_sharded_or_master_weights_is_refused(
     place: Place, settings: dict[str, Any]
 ) -> None:
     with pytest.raises(MisconfigurationException, match=r"ModelPruning.*shard_optimizer=False"):
@@ -123,7 +125,7 @@ def test_pruning_of_what_the_optimizer_has_copies_of_is_refused(
         ({}, {"precision": "bf16-true"}, "master_weights=False"),
     ],
 )
-def test_unfreezing_what_the_optimizer_has_copies_or_parts_of_is_refused(
+def test_finetuning_of_partial_or_master_weights_is_refused(
     layout: dict[str, Any], settings: dict[str, Any], words: str
 ) -> None:
     place = Place(world_size=2, layout={**layout, "start_method": "fork"})
@@ -134,7 +136,7 @@ def test_unfreezing_what_the_optimizer_has_copies_or_parts_of_is_refused(
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_float16_without_masters_is_refused() -> None:
+def test_float16_without_master_weights_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match="'16-true' with master_weights=False"):
         make_trainer(
             Place(world_size=2, layout={"master_weights": False}), precision="16-true"
@@ -142,7 +144,7 @@ def test_float16_without_masters_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_the_tuner_and_manual_optimization_are_refused() -> None:
+def test_tuner_and_manual_optimization_are_refused_in_pipeline() -> None:
     with pytest.raises(MisconfigurationException, match="LearningRateFinder"):
         Tuner(make_trainer(PIPELINE)).lr_find(LitTunable(), loader())
     with pytest.raises(MisconfigurationException, match="manual optimization"):
@@ -177,14 +179,14 @@ class LitBackward(LitNet):
         ),
     ],
 )
-def test_who_runs_the_backward_decides(
+def test_user_backward_is_refused_with_unsupported_options(
     module: Any, layout: Any, settings: Any, words: list[str]
 ) -> None:
     with raises_with(words, MisconfigurationException):
         make_trainer(Place(layout=layout), **settings).fit(module(), loader())
 
 
-def test_an_overridden_backward_runs_where_lightning_runs_it() -> None:
+def test_overridden_backward_runs_without_microbatches() -> None:
     module = LitBackward()
     make_trainer(Place(), max_epochs=1).fit(module, loader())
     assert module.calls == len(loader())
@@ -203,7 +205,7 @@ class LitIteratesValidation(LitNet):
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_an_iterator_over_batches_cannot_be_cut() -> None:
+def test_dataloader_iter_step_is_refused_if_batches_are_split() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"training_step\(dataloader_iter\).*\(batch, batch_idx\)"
     ):
@@ -216,11 +218,7 @@ def test_an_iterator_over_batches_cannot_be_cut() -> None:
     )
 
 
-class LitManual(LitNet):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
+class LitEvaluatedOnly(LitManual):
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("nothing trains")
 
@@ -228,12 +226,14 @@ class LitManual(LitNet):
 def evaluate(rank: int, place: Place) -> Any:
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place)
-    found = trainer.validate(LitManual(), loader(), verbose=False)
+    found = trainer.validate(LitEvaluatedOnly(), loader(), verbose=False)
     return found[0]["val_loss"]
 
 
 @pytest.mark.parametrize("name", ["one m2", "d2", "p2"])
-def test_what_cannot_be_trained_so_is_evaluated(name: str, conformance: Conformance) -> None:
+def test_manual_optimization_module_is_evaluated_in_any_layout(
+    name: str, conformance: Conformance
+) -> None:
     for found, expected in conformance.pairs(evaluate, name):
         assert found == pytest.approx(expected, rel=1e-5)
 
@@ -248,7 +248,7 @@ class LitMadeBefore(LitNet):
 
 
 class LitOutside(LitNet):
-    """A loss with a parameter that Lightning does not know."""
+    """Optimizes a parameter that is not part of the module."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam([*self.parameters(), torch.nn.Parameter(torch.ones(3))], lr=1e-2)
@@ -272,7 +272,7 @@ def step_on_others(rank: int, place: Place, kind: Any) -> str:
     ],
     ids=["p2", "t2", "d2", "m2"],
 )
-def test_an_optimizer_of_other_parameters_is_refused(
+def test_optimizer_of_foreign_parameters_is_refused(
     kind: Any, place: Place, conformance: Conformance
 ) -> None:
     found = conformance.ranks(step_on_others, place, kind)
@@ -284,7 +284,7 @@ def test_an_optimizer_of_other_parameters_is_refused(
     [Place(), Place(layout={"num_microbatches": 2}), Place(world_size=2)],
     ids=["one", "m2", "d2"],
 )
-def test_an_optimizer_that_was_made_before_trains_where_the_model_is_whole(
+def test_optimizer_created_in_init_trains_whole_model(
     place: Place, conformance: Conformance
 ) -> None:
     assert conformance.ranks(step_on_others, place, LitMadeBefore) == [""] * place.world_size
@@ -296,7 +296,7 @@ class LitNormalized(LitNet):
         self.net.insert(1, torch.nn.BatchNorm1d(16))
 
 
-def test_batch_normalization_of_a_microbatch_is_told() -> None:
+def test_batch_norm_over_microbatch_warns() -> None:
     with pytest.warns(UserWarning, match="net.1 normalize over the batch"):
         make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
             LitNormalized(), loader()
@@ -304,8 +304,7 @@ def test_batch_normalization_of_a_microbatch_is_told() -> None:
 
 
 class LitLate(LitNet):
-    """Built in ``configure_model``, a part of it in ``__init__``; its layers' number is a question
-    of the layout."""
+    """Built in ``configure_model`` with a given number of layers, a parameter in ``__init__``."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -331,7 +330,7 @@ class LitLoads(LitLate):
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("module", [LitLate, LitLoads])
-def test_a_module_built_in_configure_model_is_checked_without_the_meta_device(module: Any) -> None:
+def test_configure_model_is_checked_without_meta_device(module: Any) -> None:
     layout = {**PIPELINE.layout, "meta_init": False, "virtual_pipeline_size": 2}
     small = module(2)
     state = torch.random.get_rng_state()
@@ -356,7 +355,9 @@ def swa() -> Any:
 
 @pytest.mark.parametrize("name", ["one", "d2"])
 @pytest.mark.parametrize("callback", [EMAWeightAveraging, swa])
-def test_weight_averaging_without_a_cut(name: str, callback: Any, conformance: Conformance) -> None:
+def test_weight_averaging_of_whole_model_matches_lightning(
+    name: str, callback: Any, conformance: Conformance
+) -> None:
     for found, expected in conformance.pairs(average, name, callback):
         assert_weights(found, expected)
 
@@ -366,7 +367,7 @@ def prune() -> Any:
 
 
 @pytest.mark.parametrize("name", ["one m2", "d2"])
-def test_pruning_without_a_cut(name: str, conformance: Conformance) -> None:
+def test_pruning_of_whole_model_matches_lightning(name: str, conformance: Conformance) -> None:
     for found, expected in conformance.pairs(average, name, prune):
         assert any(bool((value == 0).any()) for value in expected.values())
         assert_weights(found, expected)
@@ -379,7 +380,7 @@ def find_rate(rank: int, place: Place) -> Any:
     return found.suggestion(), found.results["loss"]
 
 
-def test_learning_rate_finder_without_a_cut(
+def test_learning_rate_finder_matches_lightning(
     conformance: Conformance, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -396,20 +397,20 @@ def profile(rank: int, place: Place, path: str) -> Any:
     return sorted(profiler.recorded_durations), weights(trainer)
 
 
-def test_profiler(conformance: Conformance, tmp_path: Any) -> None:
+def test_simple_profiler_records_training_step(conformance: Conformance, tmp_path: Any) -> None:
     for (actions, found), (_, expected) in conformance.pairs(profile, "p2", str(tmp_path)):
         assert any("training_step" in action for action in actions)
         assert_weights(found, expected)
 
 
 class DictConfig:
-    """As OmegaConf's: no dictionary, but has items."""
+    """A stand-in for OmegaConf's DictConfig, which is not a dict."""
 
     __module__ = "omegaconf.dictconfig"
 
 
 class LitKeeps(LitNet):
-    """Saves what it is given as hyperparameters."""
+    """Saves its arguments as hyperparameters."""
 
     def __init__(self, given: Any = None, width: int = 3) -> None:
         super().__init__()
@@ -425,7 +426,7 @@ class KeepsData(L.LightningDataModule):
         return loader()
 
 
-def test_hyperparameters_that_are_objects_are_left_out_by_name(tmp_path: Any) -> None:
+def test_object_hyperparameters_are_omitted_with_warning(tmp_path: Any) -> None:
     saves: dict[str, Any] = {
         "enable_checkpointing": True,
         "default_root_dir": tmp_path,
@@ -464,7 +465,7 @@ def test_hyperparameters_that_are_objects_are_left_out_by_name(tmp_path: Any) ->
 @pytest.mark.parametrize(
     "place", [PIPELINE, Place(layout={"checkpoint_format": "folder"})], ids=["p2", "one"]
 )
-def test_places_that_other_ranks_do_not_see_are_refused(place: Place) -> None:
+def test_checkpoint_folder_outside_file_system_is_refused(place: Place) -> None:
     with pytest.raises(MisconfigurationException, match="memory://bucket is not on a file system"):
         make_trainer(
             place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath="memory://bucket")]
@@ -483,7 +484,7 @@ def test_places_that_other_ranks_do_not_see_are_refused(place: Place) -> None:
         ("tape://7/last.ckpt", "fsspec does not support URLs with the protocol tape://"),
     ],
 )
-def test_a_checkpoint_at_a_url_without_its_library_is_refused(
+def test_checkpoint_url_without_library_is_refused(
     url: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for library in ("s3fs", "gcsfs"):
@@ -496,7 +497,7 @@ def test_a_checkpoint_at_a_url_without_its_library_is_refused(
 
 
 class Counted(torch.nn.Linear):
-    """Adds what is no tensor to its ``state_dict``."""
+    """Adds an int to its ``state_dict``."""
 
     extra: Any = 7
 
@@ -508,7 +509,7 @@ class Counted(torch.nn.Linear):
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_extra_state_that_is_no_tensor_is_refused(tmp_path: Any) -> None:
+def test_non_tensor_extra_state_is_refused(tmp_path: Any) -> None:
     module = LitNet()
     module.net[2] = Counted(16, 16)
     with pytest.raises(
@@ -537,14 +538,12 @@ def fit_and_save(rank: int, place: Place, path: str, make: Any, saves: bool) -> 
     try:
         trainer.fit(LitStores(make), loader())
     except ValueError as error:
-        assert not steps.values, "it was not noticed before the first step"
+        assert not steps.values, "the optimizer was not refused before the first step"
         return str(error)
     return f"{len(steps.values)} steps"
 
 
-def test_an_optimizer_that_cannot_be_checkpointed_is_refused_before_the_first_step(
-    pool: Pool, tmp_path: Any
-) -> None:
+def test_unsavable_optimizer_is_refused_before_first_step(pool: Pool, tmp_path: Any) -> None:
     (message,) = pool.run(
         fit_and_save,
         world_size=1,
@@ -557,7 +556,7 @@ def test_an_optimizer_that_cannot_be_checkpointed_is_refused_before_the_first_st
     )
     assert "Adafactor cannot be checkpointed: its state 'row_var'" in message
     assert "enable_checkpointing=False" in message
-    # Lightning's single file takes any optimizer.
+    # Lightning's single file supports any optimizer.
     for make, saves in (
         (torch.optim.Adafactor, False),
         (torch.optim.Adafactor, True),
@@ -574,5 +573,5 @@ def fit_without_validation(rank: int) -> None:
     make_trainer(Place(world_size=2, layout=P2), max_epochs=1).fit(module, loader())
 
 
-def test_a_step_that_is_switched_off_is_no_mistake(pool: Pool) -> None:
+def test_validation_step_set_to_none_is_accepted(pool: Pool) -> None:
     pool.run(fit_without_validation, world_size=2)

@@ -1,4 +1,4 @@
-"""Callbacks whose state has to be there before the fit begins go on where they were."""
+"""Resume of callback state that is needed before fit, of extra state, and from URLs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.thorough
 
 
 class Groups(L.Callback):
-    """The rates and sizes of the optimizer's groups, by step."""
+    """Records the learning rates and sizes of the parameter groups per step."""
 
     def __init__(self) -> None:
         self.seen: list[list[tuple[float, int]]] = []
@@ -59,7 +59,7 @@ def unfreeze(rank: int, place: Place, path: str, stop: int) -> Any:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_backbone_is_unfrozen_at_its_epoch_after_a_resume(
+def test_backbone_is_unfrozen_at_its_epoch_after_resume(
     stop: int, conformance: Conformance, tmp_path: Path
 ) -> None:
     for (groups, losses, found), (other_groups, other_losses, expected) in conformance.pairs(
@@ -76,7 +76,7 @@ def test_a_backbone_is_unfrozen_at_its_epoch_after_a_resume(
 
 
 class BatchTimer(Timer):
-    """For which a batch takes a minute."""
+    """A timer that counts one minute per batch."""
 
     def __init__(self, minutes: int) -> None:
         super().__init__(duration=timedelta(minutes=minutes))
@@ -104,7 +104,7 @@ def out_of_time(rank: int, place: Place, path: str, minutes: int) -> Any:
 
 @pytest.mark.parametrize("minutes", [3, 5])
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_a_timer_stops_a_resumed_run_at_the_same_batch(
+def test_timer_stops_resumed_run_at_same_batch(
     name: str, minutes: int, conformance: Conformance, tmp_path: Path
 ) -> None:
     for found, expected in conformance.pairs(out_of_time, name, str(tmp_path), minutes):
@@ -154,7 +154,7 @@ def test_file_urls_and_missing_checkpoints(
 
 
 class Counting(nn.Linear):
-    """Counts its training forwards, which its ``state_dict`` tells in a tensor made for that."""
+    """Counts its training forwards in its extra state, a tensor."""
 
     count = 0
 
@@ -176,8 +176,8 @@ class LitCounting(LitNet):
 
 
 def count(rank: int, place: Place, path: str, first: bool = False) -> Any:
-    """Counts after one epoch, and after what follows it: two more, or with ``first`` one that
-    begins with the weights."""
+    """Return the counts after one epoch and after a second run: two resumed epochs or, with
+    ``first``, one epoch from the saved weights."""
     file = Path(path, place.folder, "counted.ckpt")
     L.seed_everything(1, verbose=False)
     counts = []
@@ -191,8 +191,10 @@ def count(rank: int, place: Place, path: str, first: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_extra_state_goes_on(name: str, conformance: Conformance, tmp_path: Path) -> None:
-    # a stage counts its microbatches
+def test_extra_state_resumes_from_checkpoint(
+    name: str, conformance: Conformance, tmp_path: Path
+) -> None:
+    # a stage counts microbatches
     counted = [found for found, _ in conformance.pairs(count, name, str(tmp_path)) if any(found)]
     assert counted
     for before, after in counted:
@@ -200,7 +202,7 @@ def test_extra_state_goes_on(name: str, conformance: Conformance, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["one", "p2"])
-def test_training_begins_with_the_extra_state_of_weights(
+def test_extra_state_is_initialized_from_weights(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     place, _ = PLACES[name]

@@ -1,4 +1,4 @@
-"""The ranks of a replica read the same samples, augmented alike, at every step."""
+"""The ranks of a replica read the same samples with the same augmentation at every step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.thorough
 
 
 class Augmented(Dataset):
-    """Samples with noise of every generator."""
+    """Samples with noise from Python's, numpy's and torch's generators."""
 
     def __init__(self) -> None:
         self.pairs = samples(16)
@@ -54,7 +54,7 @@ def augment(rank: int, place: Place) -> Any:
     return seen.batches
 
 
-def test_samples_are_augmented_alike_in_a_replica_only(conformance: Conformance) -> None:
+def test_augmentation_is_equal_within_replica_only(conformance: Conformance) -> None:
     found = conformance.ranks(augment, Place(world_size=4, layout=P2))
     assert found[0] == found[2]
     assert found[1] == found[3]
@@ -69,7 +69,7 @@ def worker_ranks(rank: int, place: Place) -> int:
     return trainer.train_dataloader.worker_init_fn.keywords["rank"]
 
 
-def test_workers_are_seeded_by_the_replica(conformance: Conformance) -> None:
+def test_dataloader_workers_are_seeded_by_replica(conformance: Conformance) -> None:
     assert conformance.ranks(worker_ranks, Place(world_size=4, layout=P2)) == [
         0,
         1,
@@ -79,7 +79,7 @@ def test_workers_are_seeded_by_the_replica(conformance: Conformance) -> None:
 
 
 class Drifting(Dataset):
-    """Rank ``rank`` reads another sample than the others from the third batch on."""
+    """Rank ``rank`` reads other samples from the third batch on."""
 
     def __init__(self, rank: int) -> None:
         self.pairs, self.rank = samples(16), rank
@@ -104,7 +104,7 @@ def drift(rank: int, place: Place, drifting: int, validates: bool) -> tuple[str,
 
 @pytest.mark.parametrize("validates", [False, True], ids=["training", "validation"])
 @pytest.mark.parametrize("layout", [P2, {**P2, "virtual_pipeline_size": 2}], ids=["p2", "p2v2"])
-def test_ranks_that_drift_apart_are_found_at_that_step(
+def test_batch_mismatch_is_detected_at_its_step(
     layout: dict[str, Any], validates: bool, conformance: Conformance
 ) -> None:
     found = conformance.ranks(drift, Place(world_size=2, layout=layout), 1, validates)
@@ -112,7 +112,7 @@ def test_ranks_that_drift_apart_are_found_at_that_step(
     assert [count for _, count in found] == [0 if validates else 3] * 2
 
 
-def test_all_replicas_are_told(conformance: Conformance) -> None:
+def test_batch_mismatch_is_reported_on_all_replicas(conformance: Conformance) -> None:
     found = conformance.ranks(drift, Place(world_size=4, layout=P2), 3, False)
     assert all("replica 1 read different batches" in text for text, _ in found)
 
@@ -131,7 +131,7 @@ def test_all_replicas_are_told(conformance: Conformance) -> None:
     ],
     ids=lambda value: str(value.dtype),
 )
-def test_a_checksum_is_of_the_bits(value: torch.Tensor) -> None:
+def test_batch_checksum_compares_bits(value: torch.Tensor) -> None:
     def checksum(batch: Any) -> list[int]:
         return batch_sums(batch, replica=1, replicas=2, device=torch.device("cpu")).tolist()
 

@@ -1,4 +1,4 @@
-"""Behaviours 13 and 14: which rank reads which samples."""
+"""Behaviours 13 and 14: distribution of samples over ranks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.thorough
 
 
 class SeenSamples(L.Callback):
-    """Targets of every training batch, one list an epoch: they tell the samples apart."""
+    """Records the targets of every training batch, which identify the samples, per epoch."""
 
     def __init__(self) -> None:
         self.epochs: list[list[list[float]]] = []
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
-        # every process has drawn something else: the order may not depend on it
+        # every process has another random state: the order must not depend on it
         torch.rand(trainer.global_rank + 1)
 
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -62,9 +62,7 @@ def read_twice(rank: int, place: Place) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["one", "one m2", "d2"])
-def test_a_second_training_goes_on_with_random_numbers_where_lightning_does(
-    name: str, conformance: Conformance
-) -> None:
+def test_second_fit_shuffles_like_lightning(name: str, conformance: Conformance) -> None:
     for found, expected in conformance.pairs(read_twice, name):
         assert found == expected
 
@@ -77,9 +75,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_replicas_share_out_the_samples_and_ranks_of_a_replica_agree(
-    name: str, conformance: Conformance
-) -> None:
+def test_replicas_split_samples_and_their_ranks_agree(name: str, conformance: Conformance) -> None:
     place = LAYOUTS[name]
     layout = place.strategy.config.layout(place.world_size)
     ranks = conformance.ranks(read, place, True)
@@ -95,7 +91,7 @@ def test_replicas_share_out_the_samples_and_ranks_of_a_replica_agree(
     assert ranks[0][0] != ranks[0][1], "the second epoch has the order of the first"
 
 
-def test_every_layout_has_the_order_of_the_replicas(conformance: Conformance) -> None:
+def test_pipeline_reads_samples_in_data_parallel_order(conformance: Conformance) -> None:
     pipeline = conformance.ranks(read, LAYOUTS["p2"], True)[0]
     replicas = conformance.ranks(read, LAYOUTS["d2"], True)
     for epoch, found in enumerate(pipeline):
@@ -106,7 +102,7 @@ def test_every_layout_has_the_order_of_the_replicas(conformance: Conformance) ->
 
 
 class Stream(IterableDataset):
-    """An unknown number of samples."""
+    """A stream of samples without a length."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -138,7 +134,7 @@ def train(rank: int, place: Place, data: str) -> Any:
 
 
 @pytest.mark.parametrize("data", LOADERS)
-def test_uneven_batches_and_streams(data: str, conformance: Conformance) -> None:
+def test_uneven_batches_and_streams_match_lightning(data: str, conformance: Conformance) -> None:
     for (losses, found, step, val_loss), (
         other_losses,
         expected,

@@ -1,4 +1,4 @@
-"""A step that returns None teaches nothing, in one process as in Lightning."""
+"""Training steps that return None skip the batch, as in Lightning."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def skip(rank: int, place: Place, accumulate: int) -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_batch_is_skipped_with_none(accumulate: int, conformance: Conformance) -> None:
+def test_step_that_returns_none_skips_batch(accumulate: int, conformance: Conformance) -> None:
     for (found, logged), (expected, there) in conformance.pairs(skip, "m3", accumulate):
         assert_weights(found, expected)
         assert logged["callback_metrics"] == pytest.approx(there["callback_metrics"], rel=1e-5)
@@ -48,6 +48,6 @@ class LitSkipsHalf(LitNet):
         return super().training_step(batch, batch_idx) if self.calls % 2 else None
 
 
-def test_half_a_batch_is_not_skipped_with_none() -> None:
+def test_none_for_some_microbatches_is_refused() -> None:
     with pytest.raises(ValueError, match=r"None.*loss times zero"):
         make_trainer(Place(layout={"num_microbatches": 2})).fit(LitSkipsHalf(), loader())

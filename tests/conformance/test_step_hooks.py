@@ -1,5 +1,4 @@
-"""``optimizer_step`` and ``optimizer_zero_grad`` overridden as Lightning documents: gradients are
-cleared when it says so."""
+"""Overridden ``optimizer_step`` and ``optimizer_zero_grad`` work as Lightning documents."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ EVERYWHERE = list(PLACES)
 
 
 class LitPlain(LitNet):
-    """Notes the norm of the gradient that ``on_after_backward`` sees."""
+    """Records the gradient norm in ``on_after_backward``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ class LitEverySecond(LitPlain):
 
 class LitKeeps(LitPlain):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """The sum of all gradients so far is stepped on."""
+        """Keep the gradients, so that each step uses the sum of all so far."""
 
 
 class LitTells(LitPlain):
@@ -77,7 +76,7 @@ class LitZeroes(LitPlain):
 
 
 class LitPartly(LitEverySecond):
-    """Clears every third batch, and of one group only."""
+    """Clears all gradients every third batch, and those of the first group always."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         if batch_idx % 3 == 0:
@@ -87,8 +86,7 @@ class LitPartly(LitEverySecond):
 
 
 class LitDrops(LitPlain):
-    """Throws away the gradients of a batch in the middle of an accumulation, as one does with those
-    that are not finite."""
+    """Drops the gradients of one batch of an accumulation window, as users do with NaN."""
 
     def on_after_backward(self) -> None:
         super().on_after_backward()
@@ -108,7 +106,7 @@ def run(
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("module", [LitEverySecond, LitKeeps, LitTells, LitZeroes, LitPartly])
-def test_gradients_are_cleared_when_lightning_says_so(
+def test_gradients_are_cleared_like_in_lightning(
     module: type[LitPlain], name: str, conformance: Conformance
 ) -> None:
     for found, expected in conformance.pairs(run, name, module, {"gradient_clip_val": 0.3}):
@@ -119,7 +117,7 @@ def test_gradients_are_cleared_when_lightning_says_so(
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("module", [LitKeeps, LitPartly])
-def test_accumulation_in_windows_that_are_not_cleared(
+def test_accumulation_over_uncleared_gradients(
     module: type[LitPlain], name: str, conformance: Conformance
 ) -> None:
     for found, expected in conformance.pairs(
@@ -129,7 +127,7 @@ def test_accumulation_in_windows_that_are_not_cleared(
 
 
 @pytest.mark.parametrize("name", ["one m2", "d2", "p2"])
-def test_gradients_dropped_in_a_window(name: str, conformance: Conformance) -> None:
+def test_gradients_dropped_in_accumulation_window(name: str, conformance: Conformance) -> None:
     for found, expected in conformance.pairs(run, name, LitDrops, {"accumulate_grad_batches": 2}):
         assert_weights(found["weights"], expected["weights"])
 
@@ -139,11 +137,11 @@ def test_gradients_dropped_in_a_window(name: str, conformance: Conformance) -> N
     ("module", "precision"),
     [(LitEverySecond, "16-true"), (LitKeeps, "bf16-true"), (LitZeroes, "16-true")],
 )
-def test_copies_in_full_precision(
+def test_overridden_hooks_with_master_weights(
     module: type[LitPlain], precision: str, name: str, conformance: Conformance
 ) -> None:
     place, reference = PLACES[name]
-    # Lightning's own has no copies and no loss scale
+    # Lightning's own strategy has no master weights and no loss scale
     whole = Place(world_size=reference.world_size)
     settings = {"precision": precision, "accumulate_grad_batches": 1}
     for found, expected in conformance.pairs(run, (place, whole), module, settings):
@@ -169,7 +167,7 @@ def run_backward(rank: int, place: Place) -> dict[str, Tensor]:
     return weights(trainer)
 
 
-def test_an_overridden_backward_runs_under_tensor_parallelism(conformance: Conformance) -> None:
+def test_overridden_backward_runs_under_tensor_parallelism(conformance: Conformance) -> None:
     place = Place(world_size=2, layout={"tensor_parallel_size": 2})
     for found, expected in conformance.pairs(run_backward, place):
         assert_weights(found, expected)

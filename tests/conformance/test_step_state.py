@@ -1,7 +1,4 @@
-"""Tests of state that a step collects on the module, and of metrics that it updates.
-
-They are the same on every rank, and the same as on one device.
-"""
+"""State and metrics that steps collect are, on every rank, those of one device."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ LAYOUTS = {
 
 
 class Average:
-    """A helper of the kind that people carry from script to script."""
+    """A running mean, as in many training scripts."""
 
     def __init__(self) -> None:
         self.sum, self.count = 0.0, 0
@@ -45,7 +42,7 @@ class Average:
 
 
 class Collects(LitNet):
-    """Every documented way of collecting in a step what a hook uses at the end of the epoch."""
+    """Every documented way of collecting values in a step for a hook at the end of the epoch."""
 
     total: Tensor
     of_the_class: ClassVar[list[Tensor]] = []
@@ -150,7 +147,7 @@ def collect(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_a_step_collects_is_on_every_rank(name: str, conformance: Conformance) -> None:
+def test_values_collected_in_steps_are_on_every_rank(name: str, conformance: Conformance) -> None:
     expected, _ = conformance.expected(collect, DDP if name.startswith("d2") else ONE)[0]
     world_size, layout = LAYOUTS[name]
     place = Place(world_size=world_size, layout=layout)

@@ -46,7 +46,7 @@ class Counter(L.Callback):
 
 
 class LitScheduled(LitNet):
-    """With a scheduler that has a state."""
+    """Uses a scheduler with a state."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -55,8 +55,7 @@ class LitScheduled(LitNet):
 
 
 def interrupted(rank: int, place: Place, path: str) -> Any:
-    """Stop by max_steps inside the second epoch, resume from the file in a new Trainer, and go
-    on."""
+    """Stop by max_steps within an epoch, and resume from the checkpoint in a new Trainer."""
     here = Path(path, place.folder)
     L.seed_everything(1, verbose=False)
     first = make_trainer(place, max_steps=6, max_epochs=None, callbacks=[Counter()])
@@ -81,7 +80,7 @@ def interrupted(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_resume_in_the_middle_of_an_epoch_with_callback_and_scheduler_state(
+def test_resume_within_epoch_restores_callback_and_scheduler(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     for found, expected in conformance.pairs(interrupted, name, str(tmp_path)):
@@ -107,7 +106,7 @@ def train_until_stopped(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_several_early_stopping_callbacks_stop_all_ranks_together(
+def test_early_stopping_callbacks_stop_all_ranks_together(
     name: str, conformance: Conformance
 ) -> None:
     for (step, states), (expected_step, expected) in conformance.pairs(train_until_stopped, name):
@@ -123,7 +122,7 @@ def stop_and_resume(rank: int, place: Place, path: str) -> Any:
     states = []
     for epochs, resume in ((3, None), (20, "last.ckpt")):
         L.seed_everything(1, verbose=False)
-        # No epoch is good enough: it waits from the first one on, over the interruption.
+        # No epoch is good enough, so patience counts from the first epoch, across the resume.
         stop = EarlyStopping("val_loss", patience=5, min_delta=10.0)
         save = ModelCheckpoint(dirpath=here, save_last=True, save_top_k=0)
         trainer = make_trainer(
@@ -144,7 +143,7 @@ def test_early_stopping_state_resumes(name: str, conformance: Conformance, tmp_p
 
 
 class LitRenames(LitScheduled):
-    """Loads what it calls by another name."""
+    """Changes the values in its own ``load_state_dict``."""
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         if os.environ.get("RENAMES"):
@@ -169,14 +168,14 @@ def loads_by_itself(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_a_load_state_dict_of_the_modules_own_is_called(
+def test_overridden_load_state_dict_is_called(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     for found, expected in conformance.pairs(loads_by_itself, name, str(tmp_path)):
         assert_weights(found, expected)
 
 
-def test_a_load_state_dict_of_the_modules_own_is_refused_where_no_rank_has_the_model(
+def test_overridden_load_state_dict_is_refused_in_pipeline(
     conformance: Conformance, tmp_path: Path
 ) -> None:
     place = Place(world_size=2, layout={"pipeline_parallel_size": 2})
@@ -224,7 +223,7 @@ def write_checkpoints(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_model_checkpoint_writes_what_lightning_writes(
+def test_model_checkpoint_writes_same_files_as_lightning(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     for (files, best, scores), (
@@ -233,7 +232,7 @@ def test_model_checkpoint_writes_what_lightning_writes(
         expected_scores,
     ) in conformance.pairs(write_checkpoints, name, str(tmp_path)):
         assert len(expected_files) >= 20
-        # ours, beside what Lightning writes
+        # our links, in addition to Lightning's files
         links = [name for name in files if name.endswith("/latest")]
         assert len(links) == (len(CHECKPOINTS) if files != expected_files else 0)
         assert [name for name in files if name not in links] == expected_files

@@ -1,4 +1,4 @@
-"""One run on two hosts, which are two network namespaces of this machine joined by a veth pair."""
+"""A run on two hosts, emulated by two network namespaces joined by a veth pair."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ip(command: str, *, check: bool = True) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """Names of two namespaces whose only way to each other is a link, as between two machines."""
+    """Yield the names of two namespaces that are connected by one link, like two machines."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     names = [f"ptdp-{os.getpid()}-{host}" for host in range(2)]
@@ -48,7 +48,7 @@ def hosts() -> Iterator[list[str]]:
 
 
 def deep_net() -> torch.nn.Module:
-    """The script's own."""
+    """Build the deep model of ``script.py``."""
     blocks = [
         torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
         for _ in range(4)
@@ -56,9 +56,7 @@ def deep_net() -> torch.nn.Module:
     return torch.nn.Sequential(*blocks)
 
 
-def test_tensor_parallel_inside_a_host_and_the_pipeline_across(
-    hosts: list[str], tmp_path: Path
-) -> None:
+def test_tensor_parallel_within_and_pipeline_across_hosts(hosts: list[str], tmp_path: Path) -> None:
     settings = {"layout": LAYOUT, "num_nodes": 2, "deep": True}
     folders = [tmp_path / f"host{host}" for host in range(2)]
     with contextlib.ExitStack() as stack:
@@ -82,8 +80,12 @@ def test_tensor_parallel_inside_a_host_and_the_pipeline_across(
         assert codes == [0, 0], "\n".join(node.output for node in nodes)
     here, there = (results(folder) for folder in folders)
     assert [rank["rank"] for rank in here + there] == [0, 1, 2, 3]
-    assert here[0]["weights"].keys() == here[1]["weights"].keys(), "a host holds a stage"
-    assert not here[0]["weights"].keys() & there[0]["weights"].keys(), "and the other one the other"
+    assert here[0]["weights"].keys() == here[1]["weights"].keys(), (
+        "the ranks of a host hold different stages"
+    )
+    assert not here[0]["weights"].keys() & there[0]["weights"].keys(), (
+        "both hosts hold the same stage"
+    )
     expected = trained_alone(deep_net)
     for name, value in here[0]["whole"].items():
         torch.testing.assert_close(torch.tensor(value), expected[name], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""A validation by the clock begins at the same batch on all ranks, whatever their clocks say."""
+"""Validation at time intervals starts after the same batch on all ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from tests.conformance.toys import P2, Conformance, LitNet, Place, loader, make_
 
 
 class Ahead(L.Callback):
-    """From batch 2 on the clock of rank 1 says that it is time, from batch 4 on that of rank 0
-    too."""
+    """The interval has passed at batch 2 on rank 1, but only at batch 4 on rank 0."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.validated_behind = rank, list[int]()
@@ -43,7 +42,7 @@ def validate(rank: int, place: Place) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", [{}, P2], ids=["d2", "p2"])
-def test_all_ranks_validate_behind_the_same_batch(
+def test_timed_validation_runs_after_same_batch_on_all_ranks(
     layout: dict[str, Any], conformance: Conformance
 ) -> None:
     place = Place(world_size=2, layout={**layout, "timeout_s": 20.0})

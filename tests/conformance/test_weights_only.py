@@ -1,5 +1,4 @@
-"""Checkpoints of weights alone, and checkpoints that a callback loads beside the one that is
-resumed."""
+"""Weights-only checkpoints, and checkpoints that a callback loads in a resumed run."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def begin_from_weights(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_weights_alone_begin_a_training_and_load_anywhere(
+def test_weights_only_checkpoint_initializes_training(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     place = PLACES[name]
@@ -57,7 +56,7 @@ def test_weights_alone_begin_a_training_and_load_anywhere(
 
 
 class Teacher(L.Callback):
-    """Reads another checkpoint through the strategy when the fit begins, and in a step."""
+    """Reads another checkpoint through the strategy at fit start and before each batch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -88,7 +87,7 @@ def resume_beside(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "p2"])
-def test_a_checkpoint_that_a_callback_loads_is_not_the_one_that_is_resumed(
+def test_checkpoint_loaded_by_callback_does_not_affect_resume(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     for (read, losses, found), (other_read, other_losses, expected) in conformance.pairs(
@@ -100,7 +99,7 @@ def test_a_checkpoint_that_a_callback_loads_is_not_the_one_that_is_resumed(
 
 
 class Undecided(InitFrom):
-    """Remembers the weights with which the first batch begins."""
+    """Records the weights before the first batch."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if not hasattr(self, "begun"):
@@ -121,7 +120,7 @@ def resume_with_init(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_resumed_run_keeps_the_weights_that_it_had_reached(
+def test_resumed_checkpoint_overrides_init_from(
     name: str, conformance: Conformance, tmp_path: Path
 ) -> None:
     place = PLACES[name]

@@ -1,6 +1,6 @@
 """Models, data and strategies of the conformance tests.
 
-Lightning's own strategies give the results to compare with.
+Lightning's own strategies give the expected results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ FEATURES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A strategy on a number of processes. ``reference`` is Lightning's own strategy that must give
-    the same answer."""
+    """A strategy and its number of processes. ``reference`` names one of Lightning's own
+    strategies; None stands for PTDPStrategy."""
 
     world_size: int = 1
     reference: str | None = None
@@ -36,7 +36,7 @@ class Place:
 
     @property
     def folder(self) -> str:
-        """Name of the folder in which the two of a pair write apart from each other."""
+        """Folder name that keeps the files of the two runs of a pair apart."""
         return "ours" if self.reference is None else "reference"
 
 
@@ -58,18 +58,18 @@ PLACES = {
 
 
 class Conformance:
-    """Runs of a function under this strategy, each paired with one under Lightning's own."""
+    """Runs of a function under PTDPStrategy, paired with runs under Lightning's own strategies."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self._expected: dict[str, list[Any]] = {}
 
     def ranks(self, function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
-        """Return ``function(rank, place, *args)`` of all ranks."""
+        """Return ``function(rank, place, *args)`` for all ranks."""
         return self.pool.run(function, world_size=place.world_size, args=(place, *args))
 
     def expected(self, function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
-        """Return the results of all ranks; each call runs once per session."""
+        """Return the results of all ranks, computed once per session."""
         key = repr((function.__module__, function.__qualname__, place, args))
         if key not in self._expected:
             self._expected[key] = self.ranks(function, place, *args)
@@ -81,7 +81,7 @@ class Conformance:
         place: str | Place | tuple[Place, Place],
         *args: Any,
     ) -> list[tuple[Any, Any]]:
-        """Return the result of every rank and the expected one; a place alone is as one process."""
+        """Return each rank's result with the expected one, by default that of a single process."""
         if isinstance(place, str):
             place = PLACES[place]
         ours, reference = (place, ONE) if isinstance(place, Place) else place
@@ -93,7 +93,7 @@ class Conformance:
 
 
 def samples(count: int = 32) -> TensorDataset:
-    """A regression problem; rows differ, so that a wrong order or a wrong share is seen."""
+    """Return a regression problem. Its rows differ, so a wrong order or split is detected."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(count, FEATURES, generator=generator)
     return TensorDataset(
@@ -118,7 +118,7 @@ def layers(width: int = 16) -> nn.Sequential:
 
 
 class LitNet(L.LightningModule):
-    """An ordinary module around an ``nn.Sequential``; nothing in it knows about ranks."""
+    """An ordinary module around an ``nn.Sequential``, without any code for ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class LitNet(L.LightningModule):
 
 
 class Losses(L.Callback):
-    """The loss that Lightning got for every training batch."""
+    """Records the loss of every training batch."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -163,7 +163,7 @@ def make_trainer(place: Place, **kwargs: Any) -> L.Trainer:
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
-    """The whole model, wherever it is."""
+    """Return the full state dict in any layout."""
     if hasattr(trainer.strategy, "gather_state_dict"):
         return trainer.strategy.gather_state_dict()
     return {
@@ -173,7 +173,7 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 
 
 def metrics(trainer: Any) -> dict[str, dict[str, float]]:
-    """All that loggers, the progress bar and callbacks see."""
+    """Return the metrics of loggers, the progress bar and callbacks."""
     kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
     return {kind: {k: float(v) for k, v in getattr(trainer, kind).items()} for kind in kinds}
 
@@ -193,7 +193,7 @@ def assert_weights(
 
 
 class LitBackbone(LitNet):
-    """A backbone that is frozen at first, and a head."""
+    """A backbone, which BackboneFinetuning freezes at first, and a head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small models that tests put under context parallelism."""
+"""Small models for the tests of context parallelism."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY, HIDDEN = 29, 16
 
 
 class Attention(nn.Module):
-    """Self-attention of four heads that hands on whatever it is told about masks."""
+    """Self-attention of four heads that forwards mask arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,8 +28,8 @@ class Attention(nn.Module):
 
 
 class Toy(nn.Module):
-    """Two layers between an embedding and a head; what ``recompute`` names is run under an
-    activation checkpoint."""
+    """Two layers between an embedding and a head. ``recompute`` are options of activation
+    checkpointing."""
 
     def __init__(self, *, recompute: Any = None, **attention: Any) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Toy(nn.Module):
 
 
 class Encoder(nn.Module):
-    """torch's own encoder."""
+    """torch's ``nn.TransformerEncoder`` with embeddings."""
 
     def __init__(self) -> None:
         super().__init__()

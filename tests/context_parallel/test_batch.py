@@ -1,4 +1,4 @@
-"""Which tensors of a batch are cut, and where."""
+"""Slicing of the tensors of a batch along the sequence."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Sample:
 
 
 def shard(batch: Any, **sequence_dims: int | None) -> Any:
-    """Rank 0's of two."""
+    """Return the batch of rank 0 of two."""
     return shard_batch(batch, length=LENGTH, rank=0, size=2, sequence_dims=sequence_dims)
 
 
-def test_the_rule() -> None:
+def test_tensors_are_cut_along_sequence_dimension() -> None:
     torch.manual_seed(0)
     batch = {
         "input_ids": torch.randn(3, LENGTH),
@@ -48,7 +48,7 @@ def test_the_rule() -> None:
     assert all(local[key] is batch[key] for key in ("keys", "image", "class", "scalar", "name"))
 
 
-def test_names_override_the_rule() -> None:
+def test_sequence_dims_override_default_dimension() -> None:
     x = torch.arange(LENGTH * LENGTH).view(LENGTH, LENGTH)
     local = shard({"rows": x, "whole": x, "nested": [{"rows": x}]}, rows=0, whole=None)
     assert torch.equal(local["rows"], x[MINE])
@@ -69,7 +69,7 @@ def test_containers_keep_their_type() -> None:
     assert torch.equal(shard((x, [x]))[1][0], x[:, MINE])
 
 
-def test_one_rank_keeps_the_batch() -> None:
+def test_single_rank_keeps_batch() -> None:
     batch = {"input_ids": torch.zeros(1, 7)}
     assert shard_batch(batch, length=7, rank=0, size=1) is batch
 
@@ -83,7 +83,7 @@ def test_one_rank_keeps_the_batch() -> None:
         ({"class_weights": (2, 5), "x": (2, 12)}, {"class_weights": None}, 12),
     ],
 )
-def test_the_sequence_of_a_batch(
+def test_sequence_length_of_batch(
     shapes: dict[str, tuple[int, ...]], dims: dict[str, int | None], expected: int
 ) -> None:
     assert (
@@ -92,14 +92,14 @@ def test_the_sequence_of_a_batch(
     )
 
 
-def test_batches_without_one_sequence() -> None:
+def test_batch_without_unique_sequence_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"only \{'class': \(2,\)\}.*sequence_dims"):
         sequence_length({"class": torch.zeros(2)})
     with pytest.raises(ValueError, match="different lengths"):
         sequence_length({"a": torch.zeros(2, 4), "b": torch.zeros(2, 8)}, {"a": 1, "b": 1})
 
 
-def test_padding_is_what_differs() -> None:
+def test_padding_is_detected_in_attention_mask() -> None:
     ones = torch.ones(2, 4, dtype=torch.int64)
     padded = ones.clone()
     padded[1, 3:] = 0
@@ -109,7 +109,7 @@ def test_padding_is_what_differs() -> None:
     assert not is_padded({}, ("attention_mask",))
 
 
-def test_counted_targets() -> None:
+def test_ignored_labels_are_not_counted() -> None:
     count = count_targets({"labels": torch.tensor([[1, -100, 3]])})
     assert count is not None
     assert count.item() == 2

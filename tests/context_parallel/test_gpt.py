@@ -1,4 +1,4 @@
-"""Our GPT on slices of the sequence equals the GPT on one process: logits, loss, every gradient."""
+"""Our GPT on slices of the sequence against a single process: logits, loss, gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTH = 24
 
 
 def make_batch(config: GPTConfig) -> dict[str, Tensor]:
-    """Labels ignored unevenly over the sequence: most of what is ignored is at its end."""
+    """Return a batch with most of the ignored labels at the end of the sequence."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(config.vocabulary_size, (2, LENGTH + 1), generator=generator)
     labels = ids[:, 1:].clone()
@@ -76,14 +76,14 @@ def _train_step(rank: int, config: GPTConfig, kind: AttentionKind, dtype: torch.
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_one_process(
+def test_logits_loss_and_gradients_match_single_process(
     pool: Pool, name: str, kind: AttentionKind, size: int, dtype: torch.dtype
 ) -> None:
     pool.run(_train_step, world_size=size, args=(CONFIGS[name], kind, dtype))
 
 
 def _mean_loss(rank: int) -> None:
-    """A step that returns nothing but its mean loss, on ranks of which one has no label at all."""
+    """Check a step that returns only its mean loss, with one rank without labels."""
     group = context_group(rank)
     torch.manual_seed(0)
     model, batch = GPT(LLAMA).double(), make_batch(LLAMA)
@@ -104,7 +104,7 @@ def _mean_loss(rank: int) -> None:
         assert_close(mine, grad)
 
 
-def test_a_mean_loss_is_weighted_by_its_labels(pool: Pool) -> None:
+def test_mean_loss_is_weighted_by_label_counts(pool: Pool) -> None:
     pool.run(_mean_loss, world_size=2)
 
 
@@ -139,7 +139,9 @@ def _with_tensor_parallel(rank: int, config: GPTConfig, sequence_parallel: bool)
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_with_tensor_parallel(pool: Pool, name: str, sequence_parallel: bool) -> None:
+def test_context_and_tensor_parallelism_match_single_process(
+    pool: Pool, name: str, sequence_parallel: bool
+) -> None:
     pool.run(_with_tensor_parallel, world_size=4, args=(CONFIGS[name], sequence_parallel))
 
 
@@ -152,7 +154,7 @@ def _too_long(rank: int) -> None:
         model(running.batch["input_ids"])
 
 
-def test_the_limit_holds_for_the_whole_sequence(pool: Pool) -> None:
+def test_length_limit_applies_to_whole_sequence(pool: Pool) -> None:
     pool.run(_too_long, world_size=2)
 
 
@@ -166,7 +168,7 @@ def _lightning_module(rank: int) -> tuple[float, int]:
     return output["loss"].item() * output["num_tokens"].item(), output["num_tokens"].item()
 
 
-def test_a_lightning_module_is_none_the_wiser(pool: Pool) -> None:
+def test_unmodified_lightning_module_matches_single_process(pool: Pool) -> None:
     results = pool.run(_lightning_module, world_size=2)
     torch.manual_seed(0)
     module = LitGPT(LLAMA)
@@ -179,7 +181,7 @@ def test_a_lightning_module_is_none_the_wiser(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_positions_in_any_shape(name: str) -> None:
+def test_position_ids_are_broadcast_over_samples(name: str) -> None:
     torch.manual_seed(0)
     model, ids = GPT(CONFIGS[name]), make_batch(CONFIGS[name])["input_ids"]
     expected = model(ids)

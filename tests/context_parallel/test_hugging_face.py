@@ -1,5 +1,4 @@
-"""Hugging Face models as they are, on slices of the sequence: positions, masks and shifted labels
-are right."""
+"""Unmodified Hugging Face models on slices of the sequence: positions, masks and shifted labels."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ LENGTH, VOCABULARY = 16, 53
 
 
 def make_model(name: str) -> nn.Module:
-    """A small model; imported here, where a worker needs it."""
+    """Return a small model. transformers is imported here, in the worker."""
     import transformers
 
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": "sdpa"}
@@ -61,7 +60,7 @@ def make_model(name: str) -> nn.Module:
 
 
 def make_batch(lengths: Sequence[int] | None) -> dict[str, Tensor]:
-    """Three sequences, padded after so many tokens."""
+    """Return three sequences, padded after the given lengths."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(VOCABULARY, (3, LENGTH), generator=generator)
     if lengths is None:
@@ -76,13 +75,13 @@ def make_batch(lengths: Sequence[int] | None) -> dict[str, Tensor]:
 
 def _train_step(rank: int, name: str) -> None:
     group = context_group(rank)
-    # The last: padding on rank 0 only, for which some models copy key/value heads and give a mask
-    # that others leave out.
+    # The last lengths pad on rank 0 only. There some models copy key/value heads and pass a mask,
+    # which other ranks omit.
     for lengths in (None, (16, 11, 3), (16, 16, 14)):
         torch.manual_seed(0)
         model = make_model(name).double()
         batch = make_batch(lengths)
-        if name == "bert":  # its head for sentences pools the first token, which one rank has
+        if name == "bert":  # its sentence head pools the first token, which only one rank has
             batch["next_sentence_label"] = torch.tensor([0, 1, 1])
         expected = model(**batch)
         loss = expected.loss
@@ -105,7 +104,7 @@ def _train_step(rank: int, name: str) -> None:
             assert (mine is None) == (expected_grad is None), label
             if mine is not None:
                 dist.all_reduce(mine, group=group.handle)
-                # Hugging Face's loss is float32, whatever the model's dtype.
+                # Hugging Face computes the loss in float32 for every dtype of the model.
                 torch.testing.assert_close(
                     mine, expected_grad, rtol=1e-6, atol=1e-8, msg=lambda t, n=label: f"{n}: {t}"
                 )
@@ -121,7 +120,7 @@ def _logits(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta"])
-def test_equals_one_process(pool: Pool, name: str) -> None:
+def test_hugging_face_model_matches_single_process(pool: Pool, name: str) -> None:
     pool.run(_train_step, world_size=2, args=(name,))
 
 
@@ -140,7 +139,7 @@ def _refusals(rank: int) -> list[str]:
     return messages
 
 
-def test_what_is_refused(pool: Pool) -> None:
+def test_sliding_window_and_eager_attention_are_refused(pool: Pool) -> None:
     window, eager = pool.run(_refusals, world_size=2)[0]
     assert "sliding_window=8" in window
     assert "attn_implementation='sdpa'" in eager

@@ -1,5 +1,5 @@
-"""Any model that calls ``scaled_dot_product_attention``: what it computes on slices, and what is
-refused."""
+"""Models that call ``scaled_dot_product_attention``: results on slices of the sequence, and
+refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_batch(**more: Tensor) -> dict[str, Tensor]:
 
 
 def padding(*counts: int) -> Tensor:
-    """Mask of samples with so many tokens (True: a token)."""
+    """Return the mask of samples with the given numbers of tokens (True: a token)."""
     return torch.arange(LENGTH) < torch.tensor(counts)[:, None]
 
 
@@ -44,7 +44,7 @@ def spread(
     batch: dict[str, Tensor],
     **options: Any,
 ) -> None:
-    """Output and gradients of ``step(model, batch)`` on slices are those on the whole."""
+    """Compare output and gradients of ``step(model, batch)`` on slices with the whole sequence."""
     group = context_group(rank)
     torch.manual_seed(0)
     model, reference = make().double(), make().double()
@@ -98,7 +98,7 @@ def keys_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def keys_hidden_from_each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """As ``keys_hidden``, spelled out for every query."""
+    """Call the model like ``keys_hidden``, with the mask expanded to every query."""
     length = batch["input_ids"].size(1)
     return model(
         batch["input_ids"], mask=batch["attention_mask"][:, None, None].expand(-1, 1, length, -1)
@@ -106,7 +106,7 @@ def keys_hidden_from_each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def leaves_out_full_masks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """As Hugging Face's models do: a slice without padding gives no mask at all."""
+    """Pass no mask for a slice without padding, like Hugging Face's models."""
     keys = batch["attention_mask"][:, None, None]
     return model(batch["input_ids"], mask=None if keys.all() else keys)
 
@@ -119,7 +119,7 @@ def causal_and_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def changed_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Masks of all blocks in one buffer: causal in the first block, then bidirectional."""
+    """Use one mask buffer for all blocks: causal in the first block, then bidirectional."""
     mask = local_causal_mask(batch["input_ids"].size(1)).clone()
 
     def widen(*_: object) -> None:
@@ -193,15 +193,15 @@ def models_on_slices(rank: int, kind: AttentionKind) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_on_slices(pool: Pool, kind: AttentionKind, size: int) -> None:
+def test_models_on_slices_match_whole_sequence(pool: Pool, kind: AttentionKind, size: int) -> None:
     pool.run(models_on_slices, world_size=size, args=(kind,))
 
 
-# ---- what is refused -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 class Eager(Toy):
-    """Attends without ``scaled_dot_product_attention``."""
+    """A model that attends without ``scaled_dot_product_attention``."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
@@ -211,7 +211,7 @@ class Eager(Toy):
 
 
 class CountsItself(nn.Module):
-    """Leaves no way to tell it the positions."""
+    """A model that bypasses the submodule that takes positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class CountsItself(nn.Module):
 
 
 class Counting(nn.Module):
-    """A model of which no part takes positions."""
+    """A model without a module that takes positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Counting(nn.Module):
 
 
 class Mixed(Toy):
-    """Gives a mask of its own making."""
+    """A model that builds its own mask."""
 
     def __init__(self, mask: Callable[[int], Tensor]) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Mixed(Toy):
 
 
 class WithPrefix(Toy):
-    """Puts a token in front."""
+    """A model that prepends a token."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
@@ -259,7 +259,7 @@ class WithPrefix(Toy):
 
 
 class Frozen(Toy):
-    """Attends under no_grad."""
+    """A model that attends under ``no_grad``."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
@@ -269,7 +269,7 @@ class Frozen(Toy):
 
 
 class Weights(nn.Module):
-    """Asks nn.MultiheadAttention for its weights."""
+    """A model that requests the weights of ``nn.MultiheadAttention``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def slopes(length: int) -> Tensor:
 
 
 class Picks(Toy):
-    """Pools a token."""
+    """A model that pools one token."""
 
     def __init__(self, place: int) -> None:
         super().__init__(is_causal=True)
@@ -351,7 +351,7 @@ def _refuse(rank: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_refused(pool: Pool, name: str) -> None:
+def test_unsupported_model_is_refused(pool: Pool, name: str) -> None:
     for message in pool.run(_refuse, world_size=2, args=(name,)):
         with pytest.raises(ContextParallelError, match=f"(?s){REFUSED[name][1]}"):
             raise ContextParallelError(message)
@@ -369,13 +369,11 @@ def _foreign_checkpoint(rank: int, kind: AttentionKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recomputation_that_cannot_be_intercepted_is_not_silent(
-    pool: Pool, kind: AttentionKind
-) -> None:
+def test_foreign_activation_checkpoint_raises(pool: Pool, kind: AttentionKind) -> None:
     pool.run(_foreign_checkpoint, world_size=2, args=(kind,))
 
 
-# ---- the context ---------------------------------------------------------------------------------
+# ---- context manager -----------------------------------------------------------------------------
 
 
 def _leaving(rank: int) -> None:
@@ -391,10 +389,10 @@ def _leaving(rank: int) -> None:
         raise RuntimeError("mine")
     assert not model._forward_pre_hooks
     q = torch.randn(1, 2, 4, 8)
-    assert_close(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
+    assert_close(F.scaled_dot_product_attention(q, q, q), (q @ q.mT / 8**0.5).softmax(-1) @ q)
 
 
-def test_ways_to_leave_a_forward(pool: Pool) -> None:
+def test_context_restores_model_and_attention_on_exit(pool: Pool) -> None:
     pool.run(_leaving, world_size=2)
 
 
@@ -418,7 +416,7 @@ def _autocast(rank: int) -> None:
         assert F.scaled_dot_product_attention(q, q, q).dtype == torch.bfloat16
 
 
-def test_under_autocast(pool: Pool) -> None:
+def test_autocast_output_matches_single_process(pool: Pool) -> None:
     pool.run(_autocast, world_size=2)
 
 
@@ -431,7 +429,7 @@ def _pick(rank: int, place: int) -> None:
     with ContextParallel(group=group).forward(model, batch) as running:
         found = model(running.batch["input_ids"])
     assert_close(found.detach(), expected.detach())
-    # Every rank has the whole loss, of which each counts its part.
+    # Every rank has the whole loss and counts its part of it.
     parts = torch.autograd.grad(found.square().sum() / group.size, list(model.parameters()))
     for mine, gradient in zip(parts, whole, strict=True):
         dist.all_reduce(mine, group=group.handle)
@@ -439,5 +437,5 @@ def _pick(rank: int, place: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, -1])
-def test_the_first_and_the_last_token_are_the_whole_sequence_s(place: int, pool: Pool) -> None:
+def test_first_and_last_token_are_those_of_whole_sequence(place: int, pool: Pool) -> None:
     pool.run(_pick, world_size=2, args=(place,))

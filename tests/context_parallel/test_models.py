@@ -43,7 +43,7 @@ TAKEN = (
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *TAKEN])
-def test_models_of_hugging_face(name: str) -> None:
+def test_hugging_face_models_are_accepted_or_refused(name: str) -> None:
     pytest.importorskip("transformers")
     from tests.huggingface.architectures import build
 
@@ -56,12 +56,12 @@ def test_models_of_hugging_face(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM(4, 4), nn.Conv1d(4, 4, 3)])
-def test_layers_that_mix_along_time(layer: nn.Module) -> None:
+def test_layers_mixing_tokens_are_refused(layer: nn.Module) -> None:
     assert "'mixer'" in str(why_not(nn.ModuleDict({"mixer": layer})))
     assert why_not(nn.ModuleDict({"mixer": nn.Conv1d(4, 4, 1)})) is None
 
 
-def test_a_token_picked_by_its_number() -> None:
+def test_token_selection_by_index_is_refused() -> None:
     group: Any = SimpleNamespace(size=2, rank=0)
     hidden = torch.zeros(3, 8, 5)
     rows, last = torch.arange(3), torch.tensor([1, 7, 4])

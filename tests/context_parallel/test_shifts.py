@@ -1,5 +1,5 @@
-"""A step that shifts along time is refused under context parallelism, where the pairs at the
-chunks' ends would be lost."""
+"""Refusal of steps that shift labels along the sequence under context parallelism, because pairs at
+the ends of chunks would be lost."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def fit(rank: int, shift: str, size: int) -> str:
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
-def test_a_step_that_shifts_its_labels_is_refused(shift: str, pool: Pool) -> None:
+def test_step_with_shifted_labels_is_refused(shift: str, pool: Pool) -> None:
     for text in pool.run(fit, world_size=2, args=(shift, 2)):
         assert (
             "has 4 of 8 tokens, in two chunks. Pairs of neighbours at the ends of the chunks would be "
@@ -86,7 +86,7 @@ def test_a_step_that_shifts_its_labels_is_refused(shift: str, pool: Pool) -> Non
     ],
     ids=str,
 )
-def test_other_indices_are_let_through(index: Any) -> None:
+def test_other_indices_are_accepted(index: Any) -> None:
     check_index(torch.zeros(3, 8, 4), index, length=16, size=2)
     check_index(torch.zeros(3, 9, 4), (slice(None), slice(1, None)), length=16, size=2)
     check_index(torch.zeros(3, 8), (slice(None), slice(1, None)), length=16, size=2)

@@ -17,7 +17,7 @@ BATCH = {"input_ids": torch.arange(16).view(2, 8)}
 
 
 class Reader(nn.Module):
-    """Tells what it was given."""
+    """A model that returns its positions and its mask."""
 
     def forward(
         self,
@@ -29,7 +29,7 @@ class Reader(nn.Module):
 
 
 class LikeHuggingFace(Reader):
-    """Known by this attribute."""
+    """A model recognized as one of Hugging Face by ``main_input_name``."""
 
     main_input_name = "input_ids"
 
@@ -38,7 +38,7 @@ def context(**options: bool) -> ContextParallel:
     return ContextParallel(group=Group(handle=None, ranks=(0, 1), rank=1), **options)
 
 
-def test_positions_are_handed_to_whoever_has_none() -> None:
+def test_missing_positions_are_supplied() -> None:
     model = nn.Sequential(Reader())
     with context().forward(model, BATCH, expects_attention=False) as running:
         ids = running.batch["input_ids"]
@@ -49,20 +49,20 @@ def test_positions_are_handed_to_whoever_has_none() -> None:
     assert model[0](ids) == (None, None)
 
 
-def test_positions_of_the_batch_are_cut() -> None:
+def test_position_ids_of_batch_are_cut() -> None:
     batch = {**BATCH, "position_ids": torch.arange(8).flip(0).expand(2, -1)}
     with context().forward(nn.Linear(1, 1), batch, expects_attention=False) as running:
         assert running.batch["position_ids"].tolist() == [[5, 4, 3, 2]] * 2
 
 
-def test_a_model_that_needs_no_positions() -> None:
+def test_model_without_positions_is_accepted() -> None:
     with context(needs_positions=False).forward(
         nn.Linear(1, 1), BATCH, expects_attention=False
     ) as running:
         assert running.batch["input_ids"].shape == (2, 4)
 
 
-def test_a_model_that_looks_for_documents_is_handed_a_mask() -> None:
+def test_hugging_face_model_gets_attention_mask() -> None:
     model = LikeHuggingFace()
     with context().forward(model, BATCH, expects_attention=False) as running:
         places, mask = model(running.batch["input_ids"])
@@ -73,8 +73,8 @@ def test_a_model_that_looks_for_documents_is_handed_a_mask() -> None:
     assert places == PLACES
 
 
-def test_documents_told_by_positions_become_a_mask() -> None:
-    """Two documents of 3 and 5 tokens: of this rank's tokens (2, 3, 4 and 5) the first sees the
+def test_documents_in_position_ids_become_mask() -> None:
+    """The documents have 3 and 5 tokens. This rank has tokens 2 to 5, and only token 2 is in the
     first document."""
     model, places = LikeHuggingFace(), torch.arange(8).expand(2, -1)
     with context().forward(
@@ -87,14 +87,14 @@ def test_documents_told_by_positions_become_a_mask() -> None:
     ) as running:
         mask = model(**running.batch)[1]
         assert model(**running.batch, attention_mask=mask[:1])[1].shape == (1, 1, 4, 8), (
-            "a mask that is given stays"
+            "a given mask is replaced"
         )
     seen = [[0, 1, 2], [3], [3, 4], [3, 4, 5]]
     assert mask.shape == (2, 1, 4, 8)
     assert [row.nonzero().flatten().tolist() for row in mask[1, 0]] == seen
 
 
-def test_shapes_that_cannot_be_cut_are_refused_before_the_step() -> None:
+def test_indivisible_sequence_is_refused_before_step() -> None:
     with (
         pytest.raises(ValueError, match="multiple of 4"),
         context().forward(Reader(), {"input_ids": torch.zeros(1, 6)}),

@@ -1,5 +1,5 @@
-"""Training with sequences cut over ranks gives the answer of one process, through ``Trainer.fit``
-and with every other axis."""
+"""Training under context parallelism against a single process, with ``Trainer.fit`` and every other
+axis."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gpt_with_accumulation_clipping_ties_and_uneven_padding(name: str, parity: Parity) -> None:
+def test_gpt_with_gradient_accumulation_matches_single_process(name: str, parity: Parity) -> None:
     parity.check(Run(accumulate=2, steps=6), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["c2", "d2c2", "p2v2c2"])
-def test_llama_validated_on_the_way(name: str, parity: Parity) -> None:
+def test_llama_with_validation_matches_single_process(name: str, parity: Parity) -> None:
     parity.check(Run(llama=True, steps=6, validate_every=2), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["c2", "c2m4", "p2c2"])
-def test_a_mean_loss_that_does_not_count_its_tokens(name: str, parity: Parity) -> None:
-    """Samples without padding but for one slice, so that a mean of means would show."""
+def test_mean_loss_without_token_count_matches_single_process(name: str, parity: Parity) -> None:
+    """Sequences have no padding, so all slices have the same number of labels."""
     run = Run(count_tokens=False, ignore_padding=False, steps=6, eager=True)
     parity.check(run, LAYOUTS[name])
 
 
-def test_a_mean_loss_over_uneven_slices(parity: Parity) -> None:
+def test_mean_loss_over_uneven_slices_matches_single_process(parity: Parity) -> None:
     parity.check(Run(count_tokens=False, steps=6), LAYOUTS["c2"])
 
 
@@ -62,7 +62,7 @@ def test_a_mean_loss_over_uneven_slices(parity: Parity) -> None:
         ("offload", "ring"),
     ],
 )
-def test_recomputation_changes_no_bit_with_dropout(
+def test_recomputation_with_dropout_is_bitwise_equal(
     recompute: str, attention: str, parity: Parity
 ) -> None:
     run, layout = Run(steps=3, dropout=0.2), {P: 2, C: 2, M: 2, A: attention}

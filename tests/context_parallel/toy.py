@@ -25,20 +25,20 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def context_group(rank: int) -> Group:
-    """The context group of a worker: the whole world."""
+    """Return the context group of a worker, which is the whole world."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     layout = ParallelLayout(world_size=size, context_parallel_size=size)
     return ProcessMesh.create(layout=layout, rank=rank).group("context")
 
 
 def assert_close(got: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Equal within the summation order of the dtype."""
+    """Assert equality up to the summation order of the dtype."""
     limit = TOLERANCE[dtype or expected.dtype]
     torch.testing.assert_close(got, expected, rtol=limit, atol=limit)
 
 
 def own(x: Tensor, dim: int, group: Group) -> Tensor:
-    """This member's part."""
+    """Return this rank's part of a dimension."""
     return shard_sequence(x, dim, rank=group.rank, size=group.size)
 
 
@@ -52,8 +52,8 @@ def qkv(
     channels: int = 8,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Random q, k, v and a gradient of the output, the same on all ranks, laid out as models do:
-    heads behind the sequence."""
+    """Return random q, k, v and an output gradient, equal on all ranks. In memory heads follow the
+    sequence, as in models."""
     generator = torch.Generator().manual_seed(seed)
     counts = (heads, kv_heads, kv_heads, heads)
     shapes = [(samples, length, count, channels) for count in counts]
@@ -66,7 +66,7 @@ def qkv(
 def whole_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """torch's own attention."""
+    """Return torch's attention over the whole sequence."""
     if mask is not None and causal:
         past = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril()
         mask, causal = (
@@ -79,14 +79,14 @@ def whole_attention(
 
 
 def gradients(output: Tensor, grad: Tensor, *inputs: Tensor) -> list[Tensor]:
-    """Output and gradients of the inputs."""
+    """Return the output and the gradients of the inputs."""
     return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
 
 
 @contextmanager
 def counted_messages() -> Iterator[Counter[str]]:
-    """Counts what is sent: messages and bytes, of the ring's sends and of all-to-alls (the part
-    that leaves this rank)."""
+    """Count messages and bytes of ring sends and of all-to-alls (only the part sent to other
+    ranks)."""
     counts: Counter[str] = Counter()
     batch_isend_irecv, all_to_all_single = dist.batch_isend_irecv, dist.all_to_all_single
 
@@ -113,7 +113,7 @@ def counted_messages() -> Iterator[Counter[str]]:
 
 
 def weighted(running: ContextForward, loss: Tensor) -> Tensor:
-    """The loss times its ``share``; a rank without a single label has 0, whatever its mean (0/0)
-    was. Collective."""
+    """Return the loss times its ``share``, or 0 on a rank without labels, where the mean is 0/0.
+    Collective."""
     share = running.share(loss)
     return torch.where(share > 0, loss, torch.zeros_like(loss)) * share

@@ -1,4 +1,4 @@
-"""A tiny corpus and what is prepared from it."""
+"""Fixtures: a tiny corpus and the data prepared from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS = [
 
 
 def write_corpus(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
-    """A folder of text files, 120 lines each at most."""
+    """Write a folder of text files with at most 120 lines each."""
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(documents):
@@ -44,23 +44,23 @@ def write_corpus(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny corpus."""
+    """Return the folder of the tiny corpus."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
 
 
 @pytest.fixture(scope="session")
 def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
-    """The tiny corpus prepared in several chunks; read only."""
+    """Return the tiny corpus prepared in several chunks (read-only)."""
     return prepare(config_of(corpus, tmp_path_factory.mktemp("prepared") / "store"))
 
 
 @pytest.fixture
 def store(prepared: PreparedData, tmp_path: Path) -> Path:
-    """A copy of the prepared folder, which a test may damage."""
+    """Return a copy of the prepared folder that a test may damage."""
     return Path(shutil.copytree(prepared.folder, tmp_path / "store"))
 
 
 def config_of(corpus: Path, output: Path, **changes: object) -> PrepareConfig:
-    """Settings that fit the tiny corpus."""
+    """Return settings that fit the tiny corpus."""
     settings = {"vocabulary_size": 320, "chunk_tokens": 5000, "validation_fraction": 0.1, **changes}
     return PrepareConfig(output=output, source=str(corpus), **settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Fits that record what they read."""
+"""Training runs that record the batches they read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_ptdp.data.stream import IGNORE_INDEX
 
 
 class BatchRecorder(pl.LightningModule):
-    """Remembers every batch; fails in step ``fail_at`` of its life."""
+    """Module that records every batch and fails in step ``fail_at``."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class BatchRecorder(pl.LightningModule):
 
 
 class Recorder(BatchRecorder):
-    """Remembers how samples begin, and how many were evaluated."""
+    """Module that records the first tokens of samples and counts evaluated samples."""
 
     validated = 0
 
@@ -63,7 +63,7 @@ def data(corpus: Path, folder: Path, kind: Any = TextDataModule, **changes: Any)
 def saved_at(
     stop: int, datamodule: Any, folder: Path, recorder: type[BatchRecorder] = Recorder
 ) -> tuple[list[Any], str]:
-    """Fit some steps; return what they saw, and a checkpoint."""
+    """Train ``stop`` steps and return the recorded batches and the checkpoint's path."""
     module, name = recorder(), f"step{stop}"
     saving = ModelCheckpoint(folder, every_n_train_steps=stop, filename=name)
     trainer(folder, saving, max_epochs=-1, max_steps=stop).fit(module, datamodule=datamodule)
@@ -77,14 +77,14 @@ def continued(
     recorder: type[BatchRecorder] = Recorder,
     **limits: int,
 ) -> list[Any]:
-    """Fit on from a checkpoint; return what the steps saw."""
+    """Resume from a checkpoint and return the recorded batches."""
     module = recorder()
     trainer(folder, **limits).fit(module, datamodule=datamodule, ckpt_path=checkpoint)
     return module.seen
 
 
 def check_overfitting(datamodule: Any, folder: Path) -> None:
-    """Every epoch sees the same samples of 64 tokens."""
+    """Check that every epoch reads the same eight samples when overfitting."""
     few = Recorder()
     trainer(folder, overfit_batches=1, max_epochs=3, limit_val_batches=0).fit(
         few, datamodule=datamodule

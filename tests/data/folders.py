@@ -1,4 +1,4 @@
-"""Prepared folders: what is in them, and how they are damaged."""
+"""Helpers that read and damage prepared folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def write_rows(path: Path, rows: Iterable[object]) -> None:
-    """A file of JSON lines."""
+    """Write a file of JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -28,13 +28,13 @@ def flip(path: Path) -> None:
 
 
 def listed(folder: Path) -> dict[str, object]:
-    """The files that the manifest lists."""
+    """Return the files that the manifest lists."""
     files: dict[str, object] = json.loads((folder / "manifest.json").read_text())["files"]
     return files
 
 
 def with_manifest(folder: Path, **changes: object) -> None:
-    """A manifest of other values, with a digest that agrees with them."""
+    """Change values of the manifest and update its digest."""
     values = {**json.loads((folder / "manifest.json").read_text()), **changes}
     del values["sha256"]
     seal = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

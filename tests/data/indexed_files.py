@@ -1,5 +1,4 @@
-"""Writes Megatron's indexed format byte by byte, so that reading is tested against the format and
-not against itself."""
+"""Byte-level writer of Megatron's indexed format, independent of the reader under test."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ CODES = {
 def write_indexed(
     prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "uint16"
 ) -> Path:
-    """Documents of sequences of tokens as ``prefix.bin`` and ``prefix.idx``."""
+    """Write documents of token sequences as ``prefix.bin`` and ``prefix.idx``."""
     sequences = [np.asarray(sequence, dtype) for document in documents for sequence in document]
     lengths = [len(sequence) for sequence in sequences]
     firsts = np.cumsum([0, *(len(document) for document in documents)])
@@ -40,8 +39,7 @@ def write_indexed(
 
 
 def numbered(count: int, *, seed: int = 0, longest: int = 40) -> list[list[list[int]]]:
-    """Documents of consecutive numbers, no number twice; some are empty, some have several
-    sequences."""
+    """Return documents of consecutive, unique numbers. Some are empty or have several sequences."""
     draw = np.random.default_rng(seed)
     documents, start = [], 0
     for _ in range(count):

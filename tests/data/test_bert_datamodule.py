@@ -1,5 +1,4 @@
-"""Pretraining data in a real Trainer: resumed in the middle of an epoch, masks and all; replicas,
-workers and evaluation."""
+"""BERT data module in a real Trainer: resume, replicas, workers and evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ Make = Callable[..., BertDataModule]
 
 @pytest.fixture(scope="module")
 def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Makes data modules of one prepared folder."""
+    """Return a factory of data modules for one prepared folder."""
     folder = tmp_path_factory.mktemp("datamodule") / "store"
     made = partial(data, corpus, folder, BertDataModule, micro_batch_size=8, num_microbatches=4)
     made().prepare_data()
@@ -35,7 +34,7 @@ def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 @pytest.fixture(scope="module")
 def uninterrupted(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """The batches of two epochs."""
+    """Return the batches of two uninterrupted epochs."""
     module = BatchRecorder()
     trainer(tmp_path_factory.mktemp("whole")).fit(module, datamodule=make())
     return module.seen
@@ -43,7 +42,7 @@ def uninterrupted(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 @pytest.mark.filterwarnings("error:.*resum")
 @pytest.mark.parametrize(("second_epoch", "num_workers"), [(False, 0), (True, 0), (True, 2)])
-def test_resume_in_mid_epoch_sees_the_same_batches(
+def test_mid_epoch_resume_reads_same_batches(
     make: Make, tmp_path: Path, uninterrupted: Seen, second_epoch: bool, num_workers: int
 ) -> None:
     stop = 3 + second_epoch * (len(uninterrupted) // 2)
@@ -53,7 +52,7 @@ def test_resume_in_mid_epoch_sees_the_same_batches(
     assert rest == uninterrupted[stop:]
 
 
-def test_masks_change_from_epoch_to_epoch(uninterrupted: Seen) -> None:
+def test_masks_differ_between_epochs(uninterrupted: Seen) -> None:
     def unmasked(row: list[int], labels: list[int]) -> tuple[int, ...]:
         return tuple(
             sorted(
@@ -75,7 +74,7 @@ def test_masks_change_from_epoch_to_epoch(uninterrupted: Seen) -> None:
     assert sum(epochs[0][key] != epochs[1][key] for key in same) > 0.95 * len(same)
 
 
-def test_replicas_share_the_batches_of_one(make: Make) -> None:
+def test_replicas_split_batch_of_single_replica(make: Make) -> None:
     made = make()
     made.setup()
     whole = next(iter(TokenLoader(made._stream("train"), batch_size=8)))
@@ -87,7 +86,7 @@ def test_replicas_share_the_batches_of_one(make: Make) -> None:
         assert torch.equal(torch.cat([half[name] for half in halves]), value), name
 
 
-def test_validation_sees_every_window_once_and_always_alike(make: Make) -> None:
+def test_validation_reads_each_window_once_for_any_replicas(make: Make) -> None:
     stream = make()._stream("validation")
     counted = [
         sorted(
@@ -103,7 +102,7 @@ def test_validation_sees_every_window_once_and_always_alike(make: Make) -> None:
     assert len(counted[0]) == len(stream)
 
 
-def test_what_does_not_fit_is_refused(make: Make, corpus: Path) -> None:
+def test_bad_options_and_mismatched_data_are_refused(make: Make, corpus: Path) -> None:
     made = make()
     made.check(num_replicas=2)
     with pytest.raises(ValueError, match=r"pairs='both' must be one of .*'swap'"):
@@ -116,7 +115,7 @@ def test_what_does_not_fit_is_refused(make: Make, corpus: Path) -> None:
         data(corpus, Path(made.data_dir)).check()
 
 
-def test_a_place_in_other_data_is_refused(make: Make, tmp_path: Path) -> None:
+def test_resume_with_other_seed_is_refused(make: Make, tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=-1, max_steps=1)
     run.fit(BatchRecorder(), datamodule=make())
     run.save_checkpoint(tmp_path / "x.ckpt")

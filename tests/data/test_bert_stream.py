@@ -1,5 +1,5 @@
-"""Masked pairs: what a sample is made of, the published shares, whole words, both kinds of labels,
-and that all of it is repeatable."""
+"""BERT samples: fields, published mask shares, whole-word masks, next-sentence labels and
+reproducibility."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def stream(folder: Path, **changes: Any) -> BertStream:
 
 
 def rows(made: BertStream, epoch: int = 0) -> dict[str, torch.Tensor]:
-    """A whole epoch as one batch."""
+    """Return a whole epoch as one batch."""
     return made.as_batch(
         made.__getitems__([epoch * len(made) + sample for sample in range(len(made))])
     )
 
 
 def original(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The tokens before masking."""
+    """Return the tokens before masking."""
     return torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"])
 
 
@@ -56,7 +56,7 @@ def segments(batch: dict[str, torch.Tensor], row: int) -> tuple[list[int], list[
     return tokens[1 : begin - 1].tolist(), tokens[begin:end].tolist()
 
 
-def test_the_parts_of_a_sample(folder: Path, vocabulary: WordVocabulary) -> None:
+def test_fields_and_special_tokens_of_sample(folder: Path, vocabulary: WordVocabulary) -> None:
     made = stream(folder)
     batch = rows(made)
     assert {name: tuple(value.shape[1:]) for name, value in batch.items()} == {
@@ -85,10 +85,9 @@ def test_the_parts_of_a_sample(folder: Path, vocabulary: WordVocabulary) -> None
         assert 0 < len(labelled) <= max(1, round(0.15 * (len(first) + len(second))))
 
 
-def test_windows_hold_whole_lines_of_one_document_and_cover_it(
+def test_windows_cover_documents_without_crossing_them(
     folder: Path, vocabulary: WordVocabulary
 ) -> None:
-    """Unmasked and in order, the samples are the documents of the store."""
     made = stream(folder, split="validation")
     chunks = [np.array(chunk) for chunk in made._tokens]
     documents = "|".join(" ".join(map(str, chunk)) for chunk in chunks)
@@ -104,7 +103,7 @@ def test_windows_hold_whole_lines_of_one_document_and_cover_it(
     assert seen > 0.97 * (len(text.split()) - text.split().count(str(vocabulary.end)))
 
 
-def test_windows_by_hand() -> None:
+def test_windows_of_small_example() -> None:
     end, newline = 3, 4
     chunk = [10] * 9 + [newline] + [11] * 9 + [newline, end] + [12] * 7 + [end] + [13] * 50
     windows = find_windows(
@@ -118,7 +117,7 @@ def test_windows_by_hand() -> None:
     assert windows.documents.tolist() == [0, 0, 2, 2, 2, 2, 3]
 
 
-def test_masks_are_15_percent_and_80_10_10(folder: Path, vocabulary: WordVocabulary) -> None:
+def test_mask_shares_match_published_values(folder: Path, vocabulary: WordVocabulary) -> None:
     made = stream(folder, max_samples=150)
     counts: Counter[str] = Counter()
     for epoch in range(12):
@@ -135,11 +134,11 @@ def test_masks_are_15_percent_and_80_10_10(folder: Path, vocabulary: WordVocabul
     assert counts["chosen"] > 12_000
     assert counts["chosen"] / counts["tokens"] == pytest.approx(0.15, abs=0.005)
     for name, share in (("mask", 0.8), ("same", 0.1), ("random", 0.1)):
-        # Four standard deviations and more; a random token is the same one in 1 case of 300.
+        # At least four standard deviations; a random token equals the original in 1 of 300 cases.
         assert counts[name] / counts["chosen"] == pytest.approx(share, abs=0.015), name
 
 
-def test_words_are_masked_whole(folder: Path, vocabulary: WordVocabulary) -> None:
+def test_masks_cover_whole_words(folder: Path, vocabulary: WordVocabulary) -> None:
     batch = rows(stream(folder, mask_probability=0.3))
     long_words = 0
     for row in range(len(batch["labels"])):
@@ -153,7 +152,7 @@ def test_words_are_masked_whole(folder: Path, vocabulary: WordVocabulary) -> Non
     assert long_words > 50
 
 
-def test_where_words_begin() -> None:
+def test_word_starts_of_source_code() -> None:
     tokenizer = Tokenizer.train(
         ["def one_two(x):\n    return x + one_two\n" * 20],
         vocabulary_size=300,
@@ -175,7 +174,7 @@ def test_where_words_begin() -> None:
     ]
 
 
-def test_words_longer_than_the_budget_are_passed_over() -> None:
+def test_words_longer_than_budget_are_skipped() -> None:
     starts, sizes = np.array([1, 4, 5]), np.array([3, 1, 2])
     for seed in range(20):
         one, three, all_six = (
@@ -186,7 +185,7 @@ def test_words_longer_than_the_budget_are_passed_over() -> None:
     assert choose_words(starts[:1], sizes[:1], budget=2, draws=Draws(0)).tolist() == []
 
 
-def test_half_of_the_pairs_are_swapped(folder: Path) -> None:
+def test_half_of_pairs_are_swapped(folder: Path) -> None:
     made = stream(folder, max_samples=100)
     window = [made._window(sample).tolist() for sample in range(len(made))]
     swapped, both = 0, set()
@@ -202,7 +201,7 @@ def test_half_of_the_pairs_are_swapped(folder: Path) -> None:
     assert len(both) > 1.9 * len(made)
 
 
-def test_half_of_the_second_segments_come_from_another_document(folder: Path) -> None:
+def test_half_of_second_segments_are_from_another_document(folder: Path) -> None:
     made = stream(folder, pairs="next", max_samples=100)
     places: dict[tuple[int, ...], set[int]] = {}
     for sample in range(len(made._windows.starts)):
@@ -230,7 +229,7 @@ def test_half_of_the_second_segments_come_from_another_document(folder: Path) ->
     assert checked > 50
 
 
-def test_everything_is_drawn_from_seed_epoch_and_sample(folder: Path) -> None:
+def test_draws_depend_only_on_seed_epoch_and_sample(folder: Path) -> None:
     made = stream(folder, max_samples=100)
     again = pickle.loads(pickle.dumps(made))
     first = made.__getitems__(range(len(made)))
@@ -242,13 +241,13 @@ def test_everything_is_drawn_from_seed_epoch_and_sample(folder: Path) -> None:
     labels = slice(LENGTH, 2 * LENGTH)
     for other in (other_epoch, other_seed):
         assert (first[:, labels] != other[:, labels]).any(1).mean() > 0.95
-    # These numbers are for good: a library that changes must not change a run that is resumed.
+    # Golden values: a library update must not change a resumed run.
     assert Draws(0, "x", 1).uniform(3) == pytest.approx(
         [0.418420766977, 0.489385764959, 0.742073361099], abs=1e-12
     )
 
 
-def test_rows_that_fill_up_count_for_nothing(folder: Path) -> None:
+def test_padding_rows_have_no_labels(folder: Path) -> None:
     batch = stream(folder).as_batch(stream(folder).__getitems__([PADDING, 0]))
     assert (batch["labels"][0] == -100).all()
     assert batch["next_sentence_label"][0] == -100
@@ -265,12 +264,12 @@ def test_rows_that_fill_up_count_for_nothing(folder: Path) -> None:
         ({"max_samples": 0}, "max_samples=0"),
     ],
 )
-def test_mistakes(folder: Path, changes: dict[str, Any], words: str) -> None:
+def test_bad_options_are_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         stream(folder, **changes)
 
 
-def test_data_that_do_not_fit(corpus: Path, prepared: Any, tmp_path: Path) -> None:
+def test_unsuitable_data_are_refused(corpus: Path, prepared: Any, tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"no control symbol '\[CLS\]'"):
         stream(prepared.folder)
     (tmp_path / "one.txt").write_text("one document of several words\n" * 500, "utf-8")

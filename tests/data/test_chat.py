@@ -1,5 +1,4 @@
-"""Conversations: where they are read from, how they are written and what of them is learned, and
-what is refused."""
+"""Chat data: sources, templates, learned tokens, packing and refused input."""
 
 from __future__ import annotations
 
@@ -44,14 +43,13 @@ datasets = pytest.importorskip("datasets")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder with a tokenizer whose template marks answers, and beside it templates that
-    do not."""
+    """Return a model folder whose template marks answers, next to templates that do not."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     make_tiny(folder)
     marked = transformers.AutoTokenizer.from_pretrained(folder).chat_template
     plain = re.sub(r"\{% (end)?generation %\}", "", marked)
     (folder.parent / "plain.jinja").write_text(plain)
-    # As Qwen3's: only the last answer is rendered with its thoughts.
+    # Like Qwen3's: only the last answer is rendered with its reasoning.
     thinking = plain.replace(
         "assistant' %}{{", "assistant' %}{{ ('<think>' if loop.last else '') +"
     )
@@ -112,7 +110,7 @@ def conversations(model: Path, path: Path | None, folder: Path, **changes: Any) 
 
 @pytest.fixture
 def data(model: Path, chat: Path, tmp_path: Path) -> Data:
-    """Makes data modules, by default of the conversations in the folder ``store``."""
+    """Return a factory of data modules, by default for conversations in the folder ``store``."""
 
     def make(path: Path | str | None = chat, folder: str = "store", **changes: Any) -> Any:
         return conversations(model, path and tmp_path / path, tmp_path / folder, **changes)
@@ -122,14 +120,14 @@ def data(model: Path, chat: Path, tmp_path: Path) -> Data:
 
 @pytest.fixture(scope="module")
 def whole(model: Path, chat: Path) -> Path:
-    """The conversations, prepared."""
+    """Return the folder of prepared conversations."""
     made = prepared(conversations(model, chat, model.parent / "prepared"))
     return Path(made.data_dir)
 
 
 @pytest.fixture
 def store(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the prepared conversations, which a test may damage."""
+    """Return a copy of the prepared conversations that a test may damage."""
     return Path(shutil.copytree(whole, tmp_path / "store"))
 
 
@@ -141,17 +139,16 @@ def prepared(made: ChatDataModule) -> ChatDataModule:
 
 
 def encoded(model: Path, template: str | None, **options: Any) -> tuple[Any, Any]:
-    """The ids of a conversation, and which of them are learned."""
+    """Return the ids of a conversation and the mask of learned tokens."""
     chat = ChatFormat(HuggingFaceTokenizer(model), template=template, **options)
     return chat.encode(ROWS[3]["messages"])
 
 
 @pytest.mark.parametrize("template", [None, "plain.jinja"])
-def test_only_answers_are_learned_and_ids_are_the_templates(
+def test_chat_ids_match_template_and_only_answers_are_learned(
     model: Path, template: str | None
 ) -> None:
-    """Both ways of finding the answers, the marks of the template and the comparison of prefixes,
-    find the same."""
+    """Template marks and the comparison of prefixes find the same answers."""
     given = None if template is None else str(model.parent / template)
     ids, learned = encoded(model, given)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -161,7 +158,7 @@ def test_only_answers_are_learned_and_ids_are_the_templates(
     assert tokenizer.decode(ids[last]) == "Yes.<|im_end|>"
 
 
-def test_a_template_whose_prefixes_differ_is_refused_unless_the_last_answer_suffices(
+def test_template_with_unstable_prefix_learns_only_last_answer(
     model: Path,
 ) -> None:
     template = str(model.parent / "thinking.jinja")
@@ -172,11 +169,11 @@ def test_a_template_whose_prefixes_differ_is_refused_unless_the_last_answer_suff
     assert decode(ids[learned]) == "<think>Yes.<|im_end|>"
 
 
-def test_every_kind_of_file_and_of_columns_gives_the_same(data: Data, tmp_path: Path) -> None:
+def test_all_file_and_column_formats_give_same_samples(data: Data, tmp_path: Path) -> None:
     frame = datasets.Dataset.from_list(ROWS)
     frame.to_parquet(tmp_path / "chat.parquet")
     frame.save_to_disk(str(tmp_path / "saved"))
-    # A data set with a validation split only, as the data for validation.
+    # A dataset with only a validation split, used as validation data.
     datasets.DatasetDict({"validation": frame}).save_to_disk(str(tmp_path / "validation"))
     apart = prepared(data(folder="apart", validation_path=str(tmp_path / "validation")))
     assert len(apart._stream("validation")) > 0
@@ -225,9 +222,7 @@ def _parts(said: str) -> list[str]:
     return [re.sub(r"^(\w+) ", r"\1\n", part) for part in re.split(r" (?=assistant|user)", said)]
 
 
-def test_packing_keeps_every_sample_once_and_begins_positions_anew(
-    model: Path, data: Data, store: Path
-) -> None:
+def test_packing_keeps_samples_and_restarts_positions(model: Path, data: Data, store: Path) -> None:
     alone = data()._stream("train")
     packed = prepared(data(packing=True))._stream("train")
     assert len(packed) < len(alone) == packed.samples
@@ -257,7 +252,7 @@ def test_packing_keeps_every_sample_once_and_begins_positions_anew(
         assert re.fullmatch(r"It is \d+, (more )*<\|im_end\|>Yes\.<\|im_end\|>", said)
 
 
-def test_packing_is_dense_and_each_sample_is_somewhere() -> None:
+def test_packing_is_dense_and_keeps_every_sample() -> None:
     sizes = np.random.default_rng(0).integers(1, 24, 500)
     order, begins = pack(sizes, 64)
     assert sorted(order.tolist()) == list(range(500))
@@ -265,7 +260,7 @@ def test_packing_is_dense_and_each_sample_is_somewhere() -> None:
     assert len(begins) - 1 <= 1.03 * sizes.sum() / 64 + 1
 
 
-def test_samples_that_are_too_long(
+def test_long_samples_are_refused_dropped_or_cut(
     data: Data, store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lengths = data()._stream("train").lengths
@@ -287,7 +282,7 @@ def test_samples_that_are_too_long(
         data(sequence_length=6, too_long="cut")._stream("train")
 
 
-def test_equal_conversations_are_on_one_side(data: Data, tmp_path: Path) -> None:
+def test_equal_conversations_are_never_in_both_splits(data: Data, tmp_path: Path) -> None:
     write_rows(tmp_path / "twice.jsonl", ROWS[:10] * 4)
     made = prepared(data("twice.jsonl"))
     held = {
@@ -344,7 +339,7 @@ def test_equal_conversations_are_on_one_side(data: Data, tmp_path: Path) -> None
         ('{"prompt": "a", "response": "b"}\n', {"learn": "some"}, r"learn='some' must be one of"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_written(
+def test_bad_chat_data_are_refused_before_writing(
     model: Path,
     data: Data,
     tmp_path: Path,
@@ -362,7 +357,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(
     assert not caplog.records
 
 
-def test_data_that_cannot_be_divided(data: Data, tmp_path: Path) -> None:
+def test_single_conversation_cannot_be_split(data: Data, tmp_path: Path) -> None:
     for rows, said in (
         (ROWS[:1], "have 1 conversation,"),
         (ROWS[:1] * 20, "have 1 different conversation,"),
@@ -373,14 +368,14 @@ def test_data_that_cannot_be_divided(data: Data, tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_a_template_that_is_not_there_is_named_where_no_folder_is(
+def test_missing_template_is_reported_without_data_dir(
     model: Path, chat: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=r"chat_template=none.jinja cannot be read: No such file"):
         ChatDataModule(tokenizer_dir=str(model), path=str(chat), chat_template="none.jinja")
 
 
-def test_a_faulty_row_later_on_is_named_or_left_out(
+def test_faulty_row_is_reported_or_dropped(
     data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [
@@ -398,7 +393,7 @@ def test_a_faulty_row_later_on_is_named_or_left_out(
     assert sum(made._stream(split).samples for split in ("train", "validation")) == 9
 
 
-def test_a_tokenizer_without_a_template_or_none_at_all(
+def test_missing_template_tokenizer_or_source_is_reported(
     model: Path, chat: Path, data: Data, tmp_path: Path
 ) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -421,7 +416,7 @@ def test_a_tokenizer_without_a_template_or_none_at_all(
     prepared(data(**bare, chat_template=str(model.parent / "plain.jinja")))
 
 
-def test_a_folder_made_with_other_settings_or_damaged_is_not_used(data: Data, store: Path) -> None:
+def test_outdated_or_damaged_folder_is_refused(data: Data, store: Path) -> None:
     with pytest.raises(
         ValueError, match=r"other settings .*learn was 'answers' and is now 'last_answer'"
     ):
@@ -432,14 +427,14 @@ def test_a_folder_made_with_other_settings_or_damaged_is_not_used(data: Data, st
         data(learn="last_answer").check()
 
 
-def test_ptdp_takes_the_tokenizer_of_the_model(
+def test_cli_prepares_with_tokenizer_of_model(
     model: Path,
     chat: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Conversations and text alike; a folder for each data and tokenizer, where none is named."""
+    """The tokenizer is used for conversations and for text."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "text.jsonl", [{"text": "some words"}, {"text": "some other words"}])
     commands = (
@@ -461,16 +456,14 @@ def test_ptdp_takes_the_tokenizer_of_the_model(
     )
 
 
-def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(
-    data: Data, store: Path
-) -> None:
+def test_token_outside_vocabulary_is_refused_on_opening(data: Data, store: Path) -> None:
     made = prepared(data())
     file = store / "train" / "chunk-0-0.bin"
     tokens = np.fromfile(file, "int32")
-    tokens[8] |= 60_000  # behind a header of three numbers
+    tokens[8] |= 60_000  # after a header of three numbers
     tokens.tofile(file)
     replace(Manifest.read(store), files=record_files(store)).write(store)
-    made.setup()  # of another process, which does not read all tokens again
+    made.setup()  # like another process, which does not read all tokens again
     for opened in (
         data().check,
         data().prepare_data,
@@ -482,13 +475,13 @@ def test_a_token_outside_the_vocabulary_is_found_when_the_data_are_opened(
             opened()
 
 
-def test_prepared_conversations_are_copied_from_a_store(data: Data, store: Path) -> None:
+def test_prepared_conversations_are_copied_from_remote_store(data: Data, store: Path) -> None:
     copied = prepared(data(None, "copy", remote=f"local:{store}"))
     copied.check()
     assert copied._stream("train").fingerprint == data()._stream("train").fingerprint
 
 
-def test_marks_that_contradict_the_manifest_are_named(data: Data, store: Path) -> None:
+def test_conversation_count_must_match_manifest(data: Data, store: Path) -> None:
     manifest = Manifest.read(store)
     more = replace(manifest.splits["train"], documents=manifest.splits["train"].documents + 1)
     replace(manifest, splits={**manifest.splits, "train": more}).write(store)
@@ -496,7 +489,7 @@ def test_marks_that_contradict_the_manifest_are_named(data: Data, store: Path) -
         data().check()
 
 
-def test_conversations_are_not_read_as_text_nor_text_as_conversations(
+def test_chat_and_text_data_are_not_interchangeable(
     data: Data, store: Path, text: PreparedData
 ) -> None:
     with pytest.raises(StoreError, match=r"of the form 'chat'.*Read it with ChatDataModule"):
@@ -507,7 +500,7 @@ def test_conversations_are_not_read_as_text_nor_text_as_conversations(
         data(folder=text.folder).check()
 
 
-def test_a_manifest_of_conversations_names_no_file_outside(store: Path, tmp_path: Path) -> None:
+def test_chat_manifest_with_file_outside_folder_is_refused(store: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("not for you")
     manifest = Manifest.read(store)
     secret = FileRecord(size=11, sha256=hashlib.sha256(b"not for you").hexdigest())
@@ -525,7 +518,7 @@ def test_a_manifest_of_conversations_names_no_file_outside(store: Path, tmp_path
         "{{ f(0) }}{% endfor %}",
     ],
 )
-def test_a_template_that_loops_is_stopped(
+def test_template_exceeding_time_limit_is_stopped(
     model: Path, data: Data, tmp_path: Path, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_format, "LIMIT_S", 0.2)
@@ -538,9 +531,7 @@ def test_a_template_that_loops_is_stopped(
             data(chat_template=str(tmp_path / "loop.jinja"), faulty=faulty).check()
 
 
-def test_a_template_that_computes_powers_is_refused(
-    model: Path, data: Data, tmp_path: Path
-) -> None:
+def test_template_with_power_operator_is_refused(model: Path, data: Data, tmp_path: Path) -> None:
     plain = (model.parent / "plain.jinja").read_text()
     (tmp_path / "power.jinja").write_text("{{ 9 ** 9 ** 9 ** 9 }}" + plain)
     with pytest.raises(
@@ -575,7 +566,7 @@ DEEP = "line 2: its brackets are nested more than 64 levels deep"
         ),
     ],
 )
-def test_files_that_are_no_json_are_refused_with_their_line(
+def test_invalid_json_is_refused_with_line_number(
     data: Data, tmp_path: Path, content: bytes, names: tuple[str, ...], words: str
 ) -> None:
     for name in names:
@@ -585,7 +576,7 @@ def test_files_that_are_no_json_are_refused_with_their_line(
                 read()
 
 
-def test_brackets_in_a_text_are_not_counted(data: Data, tmp_path: Path) -> None:
+def test_brackets_in_strings_do_not_count_as_nesting(data: Data, tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{number} " + "[{" * 500 + '"\\', "response": "}" * 70} for number in range(4)
     ]
@@ -595,8 +586,7 @@ def test_brackets_in_a_text_are_not_counted(data: Data, tmp_path: Path) -> None:
         data(name, sequence_length=4096).check()
 
 
-def test_a_row_may_lack_what_later_rows_have(data: Data, tmp_path: Path) -> None:
-    """Optional columns of later rows are read, however late they come."""
+def test_optional_columns_of_later_rows_are_read(data: Data, tmp_path: Path) -> None:
     rows = [{"instruction": f"Say {number}", "output": "B"} for number in range(300)]
     rows.append({"instruction": "Say", "input": "D", "output": "B", "system": "C"})
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -608,7 +598,7 @@ def test_a_row_may_lack_what_later_rows_have(data: Data, tmp_path: Path) -> None
     assert sum("system" in text for text in texts) == 1
 
 
-def test_a_pipe_and_a_sparse_file_of_conversations_are_refused(data: Data, tmp_path: Path) -> None:
+def test_pipe_and_sparse_file_are_refused(data: Data, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(CorpusError, match=r"a\.jsonl is neither a file nor a folder"):
         data("a.jsonl").check()

@@ -1,4 +1,4 @@
-"""The data module in a real Trainer: resume, replicas, and what it refuses."""
+"""Text data module in a real Trainer: resume, replicas and refused options."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(corpus: Path, folder: Path) -> Make:
-    """Makes data modules of the prepared folder."""
+    """Return a factory of data modules for the prepared folder."""
     return partial(data, corpus, folder)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(make: Make, folder: Path) -> list[list[int]]:
-    """The batches of two epochs."""
+    """Return the batches of two uninterrupted epochs."""
     module, datamodule = Recorder(), make()
     trainer(folder.parent).fit(module, datamodule=datamodule)
     steps = len(datamodule.train_dataloader())
@@ -52,7 +52,7 @@ def uninterrupted(make: Make, folder: Path) -> list[list[int]]:
     ("where", "num_workers"),
     [("middle", 0), ("end of epoch", 0), ("second epoch", 0), ("second epoch", 2)],
 )
-def test_resume_sees_the_same_batches(
+def test_resume_reads_same_batches(
     make: Make, tmp_path: Path, uninterrupted: list[list[int]], where: str, num_workers: int
 ) -> None:
     epoch = len(uninterrupted) // 2
@@ -63,7 +63,7 @@ def test_resume_sees_the_same_batches(
     assert rest == uninterrupted[stop:]
 
 
-def test_a_step_that_failed_is_done_again(
+def test_failed_step_is_repeated_after_resume(
     make: Make, tmp_path: Path, uninterrupted: list[list[int]]
 ) -> None:
     first = Recorder(fail_at=4)
@@ -74,7 +74,7 @@ def test_a_step_that_failed_is_done_again(
     assert first.seen + continued(str(checkpoint), make(), tmp_path) == uninterrupted
 
 
-def test_the_order_goes_on_with_another_batch_size(
+def test_sample_order_continues_with_other_batch_size(
     make: Make, tmp_path: Path, uninterrupted: list[list[int]]
 ) -> None:
     first, checkpoint = saved_at(3, make(), tmp_path)
@@ -85,7 +85,7 @@ def test_the_order_goes_on_with_another_batch_size(
     ]
 
 
-def test_fitting_on_and_overfitting(
+def test_extended_fit_continues_and_overfitting_repeats(
     make: Make, tmp_path: Path, uninterrupted: list[list[int]]
 ) -> None:
     module, datamodule = Recorder(), make()
@@ -100,7 +100,7 @@ def test_fitting_on_and_overfitting(
     check_overfitting(datamodule, tmp_path)
 
 
-def test_validation_sees_every_sample_once(make: Make, tmp_path: Path) -> None:
+def test_validation_reads_every_sample_once(make: Make, tmp_path: Path) -> None:
     module, datamodule = Recorder(), make()
     trainer(tmp_path).validate(module, datamodule=datamodule, verbose=False)
     assert module.validated == len(datamodule.val_dataloader().stream)
@@ -112,7 +112,7 @@ def test_validation_sees_every_sample_once(make: Make, tmp_path: Path) -> None:
 
 
 def fit_under_ddp(rank: int, corpus: str, folder: str, root: str) -> tuple[list[list[int]], int]:
-    """Two processes of Lightning's own data parallel strategy, started outside."""
+    """Train with Lightning's DDPStrategy as one of two externally launched processes."""
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -130,11 +130,10 @@ def fit_under_ddp(rank: int, corpus: str, folder: str, root: str) -> tuple[list[
     return module.seen, module.validated
 
 
-def test_replicas_share_the_work_under_ddp(
+def test_ddp_replicas_split_batches(
     pool: Pool, corpus: Path, tmp_path: Path, uninterrupted: list[list[int]]
 ) -> None:
-    # The folder is not prepared yet: the first process does it, with the process group already
-    # there.
+    # The folder is not prepared yet. Rank 0 prepares it after the process group is initialized.
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "NODE_RANK": "0", "LOCAL_RANK": "0"}
     results = pool.run(
         fit_under_ddp,
@@ -149,7 +148,7 @@ def test_replicas_share_the_work_under_ddp(
     assert results[0][1] + results[1][1] == len(stream)
 
 
-def test_checkpoints_name_the_data_load_safely_and_are_for_these_data(
+def test_checkpoint_records_data_and_refuses_other_seed(
     make: Make, folder: Path, tmp_path: Path
 ) -> None:
     run = trainer(tmp_path, max_epochs=-1, max_steps=2)
@@ -174,12 +173,12 @@ def test_checkpoints_name_the_data_load_safely_and_are_for_these_data(
         ("sequence_length", 1 << 23),
     ],
 )
-def test_bad_numbers_are_named(corpus: Path, tmp_path: Path, field: str, value: object) -> None:
+def test_bad_numbers_are_refused(corpus: Path, tmp_path: Path, field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         data(corpus, tmp_path / "new", **{field: value})
 
 
-def test_what_is_wrong_is_found_before_anything_is_written(
+def test_bad_configuration_is_refused_before_writing(
     corpus: Path, make: Make, folder: Path, tmp_path: Path
 ) -> None:
     longest = Manifest.read(folder).splits["validation"].tokens
@@ -223,7 +222,7 @@ def loaded_modules(rank: int) -> set[str]:
     return {name.split(".")[0] for name in sys.modules}
 
 
-def test_the_front_door_does_not_import_the_store_or_the_tokenizer() -> None:
+def test_package_import_does_not_load_heavy_dependencies() -> None:
     fresh = Pool()
     try:
         (loaded,) = fresh.run(loaded_modules, world_size=1)
@@ -231,8 +230,7 @@ def test_the_front_door_does_not_import_the_store_or_the_tokenizer() -> None:
         fresh.close()
     assert "lightning_ptdp" in loaded
     assert not {"litdata", "mlflow"} & loaded
-    # torchmetrics loads sentencepiece by itself where transformers is installed, so look at our own
-    # lines.
+    # torchmetrics loads sentencepiece if transformers is installed, so check our own imports.
     for file in Path(lightning_ptdp.data.__file__).parent.glob("*.py"):
         assert not re.search(
             r"^(import|from) (sentencepiece|litdata)", file.read_text("utf-8"), re.MULTILINE
@@ -248,7 +246,7 @@ def test_the_front_door_does_not_import_the_store_or_the_tokenizer() -> None:
         ({"global_batch_size": 48, "num_microbatches": 2}, (6, 2, 48)),
     ],
 )
-def test_two_batch_sizes_give_the_third(given: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+def test_missing_batch_size_is_derived(given: dict[str, Any], sizes: tuple[int, int, int]) -> None:
     (plan,) = TextDataModule(data_dir="nowhere", **given).batch_plans(num_replicas=4)
     assert (plan.micro_batch_size, plan.num_microbatches, plan.global_batch) == sizes
 
@@ -274,7 +272,7 @@ RAMPED = {"global_batch_size": 32, "micro_batch_size": 4}
         ({**RAMPED, "ramp_up": {**RAMP, "samples": 0}}, r"ramp_up=.*samples.: 0"),
     ],
 )
-def test_batch_sizes_that_do_not_fit_are_known_before_launch(
+def test_inconsistent_batch_sizes_are_refused_before_launch(
     given: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -282,7 +280,7 @@ def test_batch_sizes_that_do_not_fit_are_known_before_launch(
 
 
 class Epochs(pl.Callback):
-    """Steps at the ends of epochs and at validations."""
+    """Callback that records the steps at the ends of epochs and at validations."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []
@@ -299,7 +297,7 @@ def ramped(make: Make) -> TextDataModule:
     return make(global_batch_size=32, micro_batch_size=8, num_microbatches=None, ramp_up=RAMP)
 
 
-def test_epochs_of_a_ramp_validate_and_resume(make: Make, tmp_path: Path) -> None:
+def test_ramp_up_epochs_validate_and_resume(make: Make, tmp_path: Path) -> None:
     whole, epochs, datamodule = Recorder(), Epochs(), ramped(make)
     trainer(tmp_path, epochs, max_epochs=3, enable_checkpointing=False).fit(
         whole, datamodule=datamodule
@@ -315,6 +313,6 @@ def test_epochs_of_a_ramp_validate_and_resume(make: Make, tmp_path: Path) -> Non
         assert continued(checkpoint, ramped(make), tmp_path, max_epochs=3) == whole.seen[stop:]
 
 
-def test_a_ramp_does_not_accumulate_batches(make: Make, tmp_path: Path) -> None:
+def test_ramp_up_with_accumulate_grad_batches_is_refused(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
         trainer(tmp_path, accumulate_grad_batches=2).fit(Recorder(), datamodule=ramped(make))

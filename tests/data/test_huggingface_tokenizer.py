@@ -1,4 +1,4 @@
-"""Text for pretraining with a tokenizer of Hugging Face's."""
+"""Pretraining text with a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three real files, and text in other scripts."""
+    """Write three real files and text in other scripts."""
     folder = tmp_path_factory.mktemp("texts")
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("bisect.py", "keyword.py", "this.py"):
@@ -43,7 +43,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ids_are_those_of_transformers_and_documents_end_with_its_end_token(
+def test_ids_match_transformers_and_documents_end_with_eos(
     model: Path, texts: Path, tmp_path: Path
 ) -> None:
     made = prepare(
@@ -70,7 +70,7 @@ def test_ids_are_those_of_transformers_and_documents_end_with_its_end_token(
         for file in texts.iterdir()
     }
     whole = [text for text in found if text in expected]
-    assert len(whole) >= 3, "one document may be divided"
+    assert len(whole) >= 3, "more than one document was split"
     ids = [ids for group in documents for ids in group]
     assert all(expected[text] in ids for text in whole)
     assert made.manifest.vocabulary_size == 600 == len(theirs)
@@ -83,13 +83,11 @@ def _until(tokens: list[int], end: int) -> list[list[int]]:
             documents.append([])
         else:
             documents[-1].append(token)
-    assert not documents[-1], "the end token is the last"
+    assert not documents[-1], "the last token is not the end token"
     return documents[:-1]
 
 
-def test_the_prepared_folder_holds_the_tokenizer_itself(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_prepared_folder_contains_tokenizer(model: Path, texts: Path, tmp_path: Path) -> None:
     data = TextDataModule(
         data_dir=str(tmp_path / "store"),
         source=str(texts),
@@ -119,7 +117,7 @@ def test_the_prepared_folder_holds_the_tokenizer_itself(
         data.setup()
 
 
-def test_what_cannot_be_a_tokenizer_is_named(model: Path, texts: Path, tmp_path: Path) -> None:
+def test_unusable_tokenizer_is_refused(model: Path, texts: Path, tmp_path: Path) -> None:
     bare = transformers.AutoTokenizer.from_pretrained(model)
     bare.eos_token = None
     bare.save_pretrained(tmp_path / "bare")
@@ -150,16 +148,14 @@ def test_what_cannot_be_a_tokenizer_is_named(model: Path, texts: Path, tmp_path:
 
 @pytest.fixture
 def folder(model: Path, tmp_path: Path) -> Path:
-    """A copy of the model's folder, which a test may change."""
+    """Return a copy of the model folder that a test may change."""
     return Path(shutil.copytree(model, tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
     "name", ["vocab.txt", "merges.txt", "tokenizer.json", "config.json", "special_tokens_map.json"]
 )
-def test_a_link_to_a_file_outside_the_folder_is_refused(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_link_to_file_outside_folder_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("not for you")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "secret")
@@ -170,7 +166,7 @@ def test_a_link_to_a_file_outside_the_folder_is_refused(
         HuggingFaceTokenizer(folder)
 
 
-def test_a_tokenizer_in_the_hubs_cache_is_read(model: Path, tmp_path: Path) -> None:
+def test_tokenizer_in_hub_cache_is_read(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "models--a--b"
     snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
     snapshot.mkdir(parents=True)
@@ -187,16 +183,14 @@ def test_a_tokenizer_in_the_hubs_cache_is_read(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "sentencepiece.spm"])
-def test_a_pipe_in_a_tokenizers_folder_is_refused_and_not_waited_for(
-    folder: Path, name: str
-) -> None:
+def test_pipe_in_tokenizer_folder_is_refused_without_blocking(folder: Path, name: str) -> None:
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     with pytest.raises(TokenizerError, match=rf"{name} cannot be read: it is not a regular file"):
         HuggingFaceTokenizer(folder)
 
 
-def test_a_file_of_four_tebibytes_in_a_tokenizers_folder_is_refused(
+def test_huge_file_in_tokenizer_folder_is_refused(
     folder: Path,
 ) -> None:
     with open(folder / "merges.txt", "wb") as stream:
@@ -208,7 +202,7 @@ def test_a_file_of_four_tebibytes_in_a_tokenizers_folder_is_refused(
         HuggingFaceTokenizer(folder)
 
 
-def test_code_of_a_tokenizers_folder_is_refused_without_asking(
+def test_custom_code_of_tokenizer_is_refused_without_prompt(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))

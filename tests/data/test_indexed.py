@@ -1,5 +1,4 @@
-"""Megatron's indexed files: what is read is what was written, divided by documents; and every
-damage is named."""
+"""Megatron's indexed files: tokens, splits at documents and reported damage."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def check_tokens(prefix: Path, vocabulary_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64", "int16"])
-def test_documents_are_the_tokens_that_were_written(tmp_path: Path, dtype: str) -> None:
+def test_written_documents_are_read_back(tmp_path: Path, dtype: str) -> None:
     documents = [[[]], *numbered(20), [[]], []]
     file = IndexedFile(write_indexed(tmp_path / "x", documents, dtype))
     assert file.documents == len(documents)
@@ -61,7 +60,7 @@ def test_documents_are_the_tokens_that_were_written(tmp_path: Path, dtype: str) 
     st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=2, max_size=20),
     st.floats(0.01, 0.5),
 )
-def test_a_split_ends_at_the_nearest_document(documents: list[list[int]], fraction: float) -> None:
+def test_split_ends_at_nearest_document(documents: list[list[int]], fraction: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = [[[0] * length for length in document] for document in documents]
         file = IndexedFile(write_indexed(Path(folder, "x"), [[[]], *written, []]))
@@ -78,7 +77,7 @@ def test_a_split_ends_at_the_nearest_document(documents: list[list[int]], fracti
         assert abs(train.tokens - wanted) == min(abs(start - wanted) for start in starts)
 
 
-def test_splits_hold_whole_documents_and_never_the_same(prefix: Path) -> None:
+def test_splits_are_disjoint_and_hold_whole_documents(prefix: Path) -> None:
     total = sum(len(sequence) for document in numbered(60) for sequence in document)
     train, validation, everything = (
         tokens_of(stream_of(prefix, split=split)) for split in ("train", "validation", "all")
@@ -92,7 +91,7 @@ def test_splits_hold_whole_documents_and_never_the_same(prefix: Path) -> None:
     assert len(validation) / total == pytest.approx(0.2, abs=0.03)
 
 
-def test_a_sample_is_inputs_and_labels_shifted_by_one(prefix: Path) -> None:
+def test_labels_are_inputs_shifted_by_one(prefix: Path) -> None:
     stream = stream_of(prefix, split="all")
     assert stream[2]["input_ids"].tolist() == list(range(32, 47))
     assert stream[2]["labels"].tolist() == list(range(33, 48))
@@ -103,7 +102,7 @@ def test_a_sample_is_inputs_and_labels_shifted_by_one(prefix: Path) -> None:
         stream[len(stream)]
 
 
-def test_other_data_have_another_fingerprint(prefix: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_data_and_split(prefix: Path, tmp_path: Path) -> None:
     base = stream_of(prefix)
     assert stream_of(prefix).fingerprint == base.fingerprint
     for changes in ({"split": "validation"}, {"validation_fraction": 0.3}, {"split": "all"}):
@@ -112,7 +111,7 @@ def test_other_data_have_another_fingerprint(prefix: Path, tmp_path: Path) -> No
     assert stream_of(prefix).fingerprint != base.fingerprint
 
 
-def test_tokens_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
+def test_tokens_outside_vocabulary_are_refused(tmp_path: Path) -> None:
     documents = [[[1, 2, 3]], [[4, 70_000, 5]], [[6] * 20]]
     prefix = write_indexed(tmp_path / "x", documents, "int32")
     with pytest.raises(StoreError, match=r"x\.bin has token 70000, but vocabulary_size=50000"):
@@ -124,7 +123,7 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
     check_tokens(prefix, 70_001)
     with pytest.raises(StoreError, match=r"has token -1, but"):
         check_tokens(write_indexed(tmp_path / "y", [[[5, -1]]], "int32"), VOCABULARY)
-    # An id of more than 32 bits does not become a small one.
+    # An id of more than 32 bits is not truncated.
     with pytest.raises(StoreError, match=r"has token 4294967301, but"):
         stream_of(
             write_indexed(tmp_path / "z", [[[2**32 + 5] * 8]], "int64"),
@@ -133,7 +132,7 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path: Path) -> None:
         )[0]
 
 
-def test_too_few_tokens_or_documents(tmp_path: Path, prefix: Path) -> None:
+def test_too_few_tokens_or_documents_are_refused(tmp_path: Path, prefix: Path) -> None:
     with pytest.raises(
         StoreError,
         match=r"no validation sample of sequence_length=900 .* greater validation_fraction",
@@ -193,7 +192,7 @@ def patched(path: Path, place: int, data: bytes) -> None:
         (".idx", lambda path: patched(path, 18, struct.pack("<Q", 0)), "boundaries need"),
     ],
 )
-def test_damaged_and_foreign_files_are_named(
+def test_damaged_and_foreign_files_are_refused(
     prefix: Path, suffix: str, damage: object, words: str
 ) -> None:
     damage(prefix.with_suffix(suffix))  # type: ignore[operator]
@@ -211,6 +210,6 @@ def test_damaged_and_foreign_files_are_named(
         ("split", "test"),
     ],
 )
-def test_bad_values_are_named(prefix: Path, field: str, value: object) -> None:
+def test_bad_options_are_refused(prefix: Path, field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         stream_of(prefix, **{field: value})

@@ -29,9 +29,7 @@ def data(prefix: Path, **changes: Any) -> IndexedDataModule:
     return IndexedDataModule(data_prefix=str(prefix), **{**settings, **changes})
 
 
-def test_a_fit_resumes_in_mid_epoch_and_other_data_are_refused(
-    prefix: Path, tmp_path: Path
-) -> None:
+def test_fit_resumes_in_mid_epoch_and_refuses_other_data(prefix: Path, tmp_path: Path) -> None:
     whole, datamodule = Recorder(), data(prefix)
     trainer(tmp_path).fit(whole, datamodule=datamodule)
     assert whole.validated == 2 * len(datamodule.val_dataloader().stream)
@@ -44,7 +42,7 @@ def test_a_fit_resumes_in_mid_epoch_and_other_data_are_refused(
         continued(checkpoint, data(other), tmp_path)
 
 
-def test_validation_may_have_files_of_its_own(prefix: Path, tmp_path: Path) -> None:
+def test_validation_prefix_selects_separate_files(prefix: Path, tmp_path: Path) -> None:
     apart = write_indexed(tmp_path / "apart", numbered(20, seed=2))
     datamodule = data(prefix, validation_prefix=str(apart))
     for loader, documents in (
@@ -55,7 +53,7 @@ def test_validation_may_have_files_of_its_own(prefix: Path, tmp_path: Path) -> N
         assert len(loader.stream) == tokens // 32
 
 
-def test_what_is_wrong_is_found_before_training(prefix: Path, tmp_path: Path) -> None:
+def test_bad_data_are_refused_before_training(prefix: Path, tmp_path: Path) -> None:
     data(prefix).check(num_replicas=2)
     with pytest.raises(StoreError, match=r"nowhere\.idx is missing"):
         data(tmp_path / "nowhere").check()
@@ -66,7 +64,7 @@ def test_what_is_wrong_is_found_before_training(prefix: Path, tmp_path: Path) ->
     data(prefix, vocabulary_size=9, verify_tokens=False).prepare_data()
 
 
-def test_the_command_line_takes_it(
+def test_cli_prepares_indexed_data(
     prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (

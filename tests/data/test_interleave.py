@@ -1,4 +1,4 @@
-"""Turns of several corpora."""
+"""Interleaving of several corpora."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS = st.lists(st.integers(1, 400).map(lambda number: number / 100), min_siz
 
 @settings(deadline=None)
 @given(WEIGHTS)
-def test_every_prefix_holds_each_corpus_in_its_share_to_within_a_sample(
+def test_every_prefix_matches_weights_within_one_sample(
     weights: list[float],
 ) -> None:
     turns = Turns.of(weights)
@@ -27,9 +27,7 @@ def test_every_prefix_holds_each_corpus_in_its_share_to_within_a_sample(
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 10**12))
-def test_a_turn_alone_is_the_same_as_among_others_and_knows_how_many_there_were(
-    weights: list[float], start: int
-) -> None:
+def test_random_access_to_turns_matches_sequential_access(weights: list[float], start: int) -> None:
     turns = Turns.of(weights)
     corpora, ranks = turns.at(np.arange(start, start + 200))
     last = {}
@@ -41,20 +39,20 @@ def test_a_turn_alone_is_the_same_as_among_others_and_knows_how_many_there_were(
     assert (alone[0, 0], alone_ranks[0, 0]) == (corpora[7], ranks[7])
 
 
-def test_the_turns_are_kept_for_ever() -> None:
-    """A checkpoint of today must find its place with the code of tomorrow."""
+def test_turns_match_golden_values() -> None:
+    """Old checkpoints must resume at the same sample in later versions."""
     assert Turns.of([0.5, 0.3, 0.2]).order.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 1, 0]
     assert Turns.of([3, 1]).order.tolist() == Turns.of([0.75, 0.25]).order.tolist() == [0, 0, 1, 0]
     assert Turns.of([7]).order.tolist() == [0]
 
 
-def test_one_big_and_many_small_weights_stay_together() -> None:
+def test_one_large_and_many_small_weights_interleave_evenly() -> None:
     turns = Turns.of([0.5] + [0.01] * 50)
     had = np.cumsum(turns.order == 0)
     assert np.abs(had - 0.5 * np.arange(1, 101)).max() < 1
 
 
-def test_weights_without_a_short_period_are_rounded() -> None:
+def test_weights_without_short_period_are_rounded() -> None:
     turns = Turns.of([0.123456789, 1.0])
     assert len(turns.order) == 1 << 16
     assert turns.counts[0] / (1 << 16) == pytest.approx(
@@ -65,7 +63,7 @@ def test_weights_without_a_short_period_are_rounded() -> None:
 @pytest.mark.parametrize(
     "sizes", [(5, 100, 100), (100, 2, 100), (100, 100, 1), (3, 3, 3), (0, 4, 4)]
 )
-def test_a_prefix_ends_where_a_corpus_does(sizes: tuple[int, ...]) -> None:
+def test_prefix_ends_when_one_corpus_is_exhausted(sizes: tuple[int, ...]) -> None:
     turns = Turns.of([0.5, 0.3, 0.2])
     length = turns.prefix(sizes)
     corpora, _ = turns.at(np.arange(length + 1))
@@ -74,6 +72,6 @@ def test_a_prefix_ends_where_a_corpus_does(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf"), "a", True, 1e-9])
-def test_bad_weights_are_named(weight: object) -> None:
+def test_bad_weights_are_refused(weight: object) -> None:
     with pytest.raises(ValueError, match="weight="):
         Turns.of([1.0, weight])  # type: ignore[list-item]

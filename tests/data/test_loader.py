@@ -1,5 +1,4 @@
-"""Which replica reads which sample: one global order for any number of replicas, batch size and
-workers."""
+"""Token loader: one global sample order for any number of replicas, batch size and workers."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def rows(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
 
 
 def steps(loaders: list[TokenLoader], count: int) -> list[tuple[int, ...]]:
-    """Samples of ``count`` steps in the global order: replica after replica in each step."""
+    """Return the samples of ``count`` steps in global order, replica by replica in each step."""
     found = []
     for batches in itertools.islice(zip(*loaders, strict=True), count):
         found += [row for batch in batches for row in rows(batch)]
@@ -50,7 +49,7 @@ def replicas(stream: TokenStream, d: int, **kwargs: object) -> list[TokenLoader]
     ]  # type: ignore[arg-type]
 
 
-def test_blocks_are_consecutive_tokens_shifted_by_one(
+def test_blocks_are_consecutive_with_labels_shifted_by_one(
     stream: TokenStream, prepared: PreparedData
 ) -> None:
     first, second = stream[0], stream[1]
@@ -65,7 +64,7 @@ def test_blocks_are_consecutive_tokens_shifted_by_one(
         stream[len(stream)]
 
 
-def test_an_epoch_has_every_sample_once_and_the_next_another_order(stream: TokenStream) -> None:
+def test_epochs_are_different_permutations_of_all_samples(stream: TokenStream) -> None:
     size = len(stream)
     loader = TokenLoader(stream, batch_size=1, seed=5)
     assert len(loader) == size
@@ -80,7 +79,7 @@ def test_an_epoch_has_every_sample_once_and_the_next_another_order(stream: Token
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_order_does_not_depend_on_replicas_batch_size_or_workers(
+def test_sample_order_is_independent_of_layout_and_workers(
     stream: TokenStream, num_workers: int
 ) -> None:
     reference = steps(replicas(stream, 1, batch_size=1), 48)
@@ -92,10 +91,10 @@ def test_the_order_does_not_depend_on_replicas_batch_size_or_workers(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_resume_in_mid_epoch_under_other_replicas_and_batch_sizes(
+def test_resume_in_mid_epoch_with_other_replicas_and_batch_size(
     stream: TokenStream, num_workers: int
 ) -> None:
-    """d = 4 -> 2 -> 3 -> 1, over the end of an epoch; nothing is lost and nothing comes twice."""
+    """d = 4 -> 2 -> 3 -> 1 across the end of an epoch. No sample is lost or repeated."""
     total = len(stream) + 40
     reference = TokenLoader(stream, batch_size=1, seed=5)
     expected = [row for _ in range(2) for batch in reference for row in rows(batch)][:total]
@@ -120,7 +119,7 @@ def test_resume_in_mid_epoch_under_other_replicas_and_batch_sizes(
     assert found[:total] == expected
 
 
-def test_reading_ahead_does_not_move_the_position(stream: TokenStream) -> None:
+def test_prefetching_does_not_advance_position(stream: TokenStream) -> None:
     loader = TokenLoader(stream, batch_size=2, num_workers=2)
     iterator: Iterator[object] = iter(loader)
     assert loader.consumed_samples == 0
@@ -130,7 +129,7 @@ def test_reading_ahead_does_not_move_the_position(stream: TokenStream) -> None:
     assert loader.state_dict()["consumed_samples"] == 2
 
 
-def test_the_global_random_state_is_left_alone(stream: TokenStream) -> None:
+def test_global_random_state_is_unchanged(stream: TokenStream) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     next(iter(TokenLoader(stream, batch_size=2)))
@@ -138,7 +137,7 @@ def test_the_global_random_state_is_left_alone(stream: TokenStream) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_batch_in_flight_is_taken_off_the_saved_position(stream: TokenStream) -> None:
+def test_saved_position_excludes_batch_in_flight(stream: TokenStream) -> None:
     waiting = [0]
     loader = TokenLoader(stream, batch_size=2, num_replicas=3, in_flight=lambda: waiting[0])
     next(iter(loader))
@@ -147,7 +146,7 @@ def test_a_batch_in_flight_is_taken_off_the_saved_position(stream: TokenStream) 
     assert loader.state_dict()["consumed_samples"] == 0
 
 
-def test_a_position_in_other_data_is_refused(stream: TokenStream, prepared: PreparedData) -> None:
+def test_position_in_other_data_is_refused(stream: TokenStream, prepared: PreparedData) -> None:
     state = TokenLoader(stream, batch_size=2, seed=1).state_dict()
     for words, other, seed in (
         ("seed is 1 in the checkpoint, but 2 in this training", stream, 2),
@@ -165,7 +164,7 @@ def test_a_position_in_other_data_is_refused(stream: TokenStream, prepared: Prep
         TokenLoader(stream, batch_size=2, seed=1).load_state_dict({**state, "consumed_samples": -3})
 
 
-def test_numbers_that_do_not_fit_are_named(stream: TokenStream, prepared: PreparedData) -> None:
+def test_inconsistent_sizes_are_refused(stream: TokenStream, prepared: PreparedData) -> None:
     with pytest.raises(
         DataError,
         match=r"batch_size 5000 x 2 replicas = 10000 samples.*have "
@@ -237,7 +236,7 @@ def test_validation_counts_each_sample_once(
     assert empty_microbatches == max(slots - len(stream), 0)
 
 
-def test_validation_keeps_the_order_and_can_be_limited(prepared: PreparedData) -> None:
+def test_validation_keeps_order_and_can_be_limited(prepared: PreparedData) -> None:
     stream = TokenStream(prepared.folder, split="validation", sequence_length=16, max_samples=5)
     assert len(stream) == 5
     (batch,) = EvaluationLoader(stream, batch_size=8)
@@ -252,7 +251,7 @@ def test_streams_can_be_pickled_after_reading(stream: TokenStream) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(stream))[3]["labels"], first)
 
 
-def test_indices_of_a_step_are_the_slice_of_the_replica(stream: TokenStream) -> None:
+def test_replica_visits_its_slice_of_each_step(stream: TokenStream) -> None:
     loaders = replicas(stream, 3, batch_size=2, shuffle=False)
     assert [loader.visits(0, 2).tolist() for loader in loaders] == [
         [[0, 1], [6, 7]],
@@ -263,7 +262,7 @@ def test_indices_of_a_step_are_the_slice_of_the_replica(stream: TokenStream) -> 
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_ramp_is_the_same_for_all_replicas_and_goes_on_in_its_middle(
+def test_ramp_up_resumes_with_other_number_of_replicas(
     stream: TokenStream, num_workers: int
 ) -> None:
     ramp = RampUp(start=4, stop=16, increment=4, samples=60)
@@ -287,7 +286,7 @@ def test_a_ramp_is_the_same_for_all_replicas_and_goes_on_in_its_middle(
     assert consumed == ramp.consumed(12)
 
 
-def test_an_epoch_in_a_ramp_has_as_many_steps_as_the_data_are_enough_for(
+def test_ramp_up_epoch_has_as_many_steps_as_data_allow(
     stream: TokenStream,
 ) -> None:
     ramp = RampUp(start=2, stop=16, increment=2, samples=2 * len(stream))
@@ -303,7 +302,7 @@ def test_an_epoch_in_a_ramp_has_as_many_steps_as_the_data_are_enough_for(
     assert loader.steps_of_epochs(4) == sum(lengths)
 
 
-def test_a_batch_in_flight_is_taken_off_at_its_own_size(stream: TokenStream) -> None:
+def test_saved_position_excludes_batch_in_flight_during_ramp_up(stream: TokenStream) -> None:
     ramp = RampUp(start=2, stop=4, increment=2, samples=4)
     loader = TokenLoader(stream, batch_size=4, ramp_up=ramp, in_flight=lambda: 1)
     assert loader.state_dict()["consumed_samples"] == 0
@@ -315,7 +314,7 @@ def test_a_batch_in_flight_is_taken_off_at_its_own_size(stream: TokenStream) -> 
     ]
 
 
-def test_a_ramp_that_does_not_fit_the_loader(stream: TokenStream) -> None:
+def test_ramp_up_inconsistent_with_loader_is_refused(stream: TokenStream) -> None:
     with pytest.raises(
         ValueError, match="ramp_up ends at 8 samples per step, but batch_size 4 x 1 replicas = 4"
     ):

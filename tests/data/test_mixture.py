@@ -1,4 +1,4 @@
-"""Several corpora as one: shares, own epochs, resume in any layout, and one tokenizer."""
+"""Mixture of corpora: shares, epochs per corpus, resume in any layout, common tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENGTH = 31
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A big and a small corpus with one tokenizer."""
+    """Prepare a large and a small corpus with one tokenizer."""
     root = tmp_path_factory.mktemp("mixture")
     big = prepare(config_of(write_corpus(root / "a", documents=24, seed=1), root / "big"))
     config = config_of(
@@ -47,7 +47,7 @@ def streams(folders: list[Path], split: str = "train") -> list[TokenStream]:
 
 
 def sources(batch: torch.Tensor, of: list[TokenStream]) -> list[tuple[int, int]]:
-    """(corpus, sample) of every row."""
+    """Return (corpus, sample) of every row."""
     where = {
         tuple(stream[index]["input_ids"].tolist()): (corpus, index)
         for corpus, stream in enumerate(of)
@@ -56,7 +56,7 @@ def sources(batch: torch.Tensor, of: list[TokenStream]) -> list[tuple[int, int]]
     return [where[tuple(row)] for row in batch.tolist()]
 
 
-def test_each_corpus_has_its_share_and_its_own_epochs(folders: list[Path]) -> None:
+def test_corpus_has_its_share_and_own_epochs(folders: list[Path]) -> None:
     parts = streams(folders)
     big, small = map(len, parts)
     mixture = MixtureStream(parts, [0.25, 0.75])
@@ -76,7 +76,7 @@ def test_each_corpus_has_its_share_and_its_own_epochs(folders: list[Path]) -> No
     )
 
 
-def test_the_order_is_the_same_in_every_layout_and_after_a_resume(folders: list[Path]) -> None:
+def test_sample_order_is_equal_in_every_layout_and_after_resume(folders: list[Path]) -> None:
     mixture = MixtureStream(streams(folders), [2, 1])
     assert np.array_equal(pickle.loads(pickle.dumps(mixture)).turns.order, mixture.turns.order)
 
@@ -102,7 +102,7 @@ def test_the_order_is_the_same_in_every_layout_and_after_a_resume(folders: list[
     assert first + second + third == whole
 
 
-def test_validation_holds_the_corpora_in_their_shares_once(folders: list[Path]) -> None:
+def test_validation_mixes_corpora_without_repetition(folders: list[Path]) -> None:
     parts = streams(folders, "validation")
     mixture = MixtureStream(parts, [1, 1], repeat=False)
     assert len(mixture) in (2 * min(map(len, parts)), 2 * min(map(len, parts)) + 1)
@@ -139,7 +139,7 @@ def data(
     return MixtureDataModule(corpora=corpora, **settings)  # type: ignore[arg-type]
 
 
-def test_a_fit_resumes_in_mid_epoch_and_other_weights_are_refused(
+def test_fit_resumes_in_mid_epoch_and_refuses_other_weights(
     folders: list[Path], tmp_path: Path
 ) -> None:
     whole = Recorder()
@@ -151,13 +151,11 @@ def test_a_fit_resumes_in_mid_epoch_and_other_weights_are_refused(
         continued(checkpoint, data(folders, (0.6, 0.4)), tmp_path)
 
 
-def test_overfitting_sees_the_same_samples(folders: list[Path], tmp_path: Path) -> None:
+def test_overfitting_repeats_same_samples(folders: list[Path], tmp_path: Path) -> None:
     check_overfitting(data(folders), tmp_path)
 
 
-def test_corpora_of_different_tokenizers_are_refused_by_name(
-    folders: list[Path], tmp_path: Path
-) -> None:
+def test_corpora_with_different_tokenizers_are_refused(folders: list[Path], tmp_path: Path) -> None:
     other = prepare(
         config_of(
             write_corpus(tmp_path / "text", documents=4, seed=5),
@@ -177,7 +175,7 @@ def test_corpora_of_different_tokenizers_are_refused_by_name(
     data(folders).check(num_replicas=2)
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(
+def test_unsuitable_tokenizer_is_refused_before_writing(
     folders: list[Path], tmp_path: Path
 ) -> None:
     text = write_corpus(tmp_path / "text", documents=4)
@@ -205,12 +203,12 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(
         ([{"data_dir": "x", "weight": 0}], "weight=0"),
     ],
 )
-def test_bad_corpora_are_named(corpora: list[Any], words: str) -> None:
+def test_bad_corpora_are_refused(corpora: list[Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MixtureDataModule(corpora=corpora)
 
 
-def test_yaml_takes_a_mixture(folders: list[Path], tmp_path: Path) -> None:
+def test_cli_prepares_mixture_from_yaml(folders: list[Path], tmp_path: Path) -> None:
     corpora = [{"data_dir": str(folder), "weight": 0.5} for folder in folders]
     arguments = {"corpora": corpora, "vocabulary_size": 320, "sequence_length": LENGTH}
     config = {

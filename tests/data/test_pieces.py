@@ -1,4 +1,4 @@
-"""Tests of cutting files into pieces and documents."""
+"""Division of files into pieces and documents."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ def file_of(tmp_path: Path, text: str) -> CorpusFile:
 @example(text="\U0001f600" * 9, size=5)
 @example(text="a\n" * 8, size=8)
 @example(text="a" * 15 + "\naa", size=17)
-def test_pieces_of_text_are_whole_characters_and_lines(
-    tmp_path_factory, text: str, size: int
-) -> None:  # type: ignore[no-untyped-def]
+def test_text_pieces_are_whole_characters_and_lines(tmp_path_factory, text: str, size: int) -> None:  # type: ignore[no-untyped-def]
     file = file_of(tmp_path_factory.getbasetemp(), text)
     pieces = list(cut_text(file, size))
     parts = [piece.read().decode() for piece in pieces]
     assert "".join(parts) == text
     assert all(parts) or not text
     for part in parts[:-1]:
-        # Cut inside a line only where the line is longer than a document.
+        # A line is cut only if it is longer than a document.
         assert part.endswith("\n") or max(map(len, text.encode().split(b"\n"))) >= size - 1
         assert len(part.encode()) < 2 * size + 4
     assert [piece.number for piece in pieces] == (
@@ -46,7 +44,7 @@ def test_pieces_of_text_are_whole_characters_and_lines(
 
 @settings(deadline=None)
 @given(text=TEXTS, size=st.integers(1, 40))
-def test_pieces_of_lines_know_their_first_line(tmp_path_factory, text: str, size: int) -> None:  # type: ignore[no-untyped-def]
+def test_line_pieces_record_first_line_number(tmp_path_factory, text: str, size: int) -> None:  # type: ignore[no-untyped-def]
     file = file_of(tmp_path_factory.getbasetemp(), text)
     lines = text.encode().split(b"\n")
     pieces = list(cut_lines(file, size))
@@ -55,7 +53,7 @@ def test_pieces_of_lines_know_their_first_line(tmp_path_factory, text: str, size
         assert piece.read().split(b"\n")[0] == lines[piece.line - 1]  # type: ignore[operator]
 
 
-def test_groups_are_consecutive_and_about_as_big_as_asked(tmp_path: Path) -> None:
+def test_groups_are_consecutive_and_near_requested_size(tmp_path: Path) -> None:
     file = CorpusFile("x", tmp_path, 100)
     pieces = [FilePiece(file, start, start + 10) for start in range(0, 100, 10)]
     groups = list(grouped(pieces, 25))
@@ -63,7 +61,7 @@ def test_groups_are_consecutive_and_about_as_big_as_asked(tmp_path: Path) -> Non
     assert [len(group) for group in groups] == [3, 3, 3, 1]
 
 
-def test_documents_of_big_files_keep_their_text_and_their_line_numbers(tmp_path: Path) -> None:
+def test_documents_of_large_files_keep_text_and_line_numbers(tmp_path: Path) -> None:
     text = "".join(f"line {number} of one long file\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text)
     rows = [f"row {number} " * 5 for number in range(200)]

@@ -1,5 +1,5 @@
-"""Preparing a folder: reproducible, all or nothing, used again only for the same settings; and
-every damage is named."""
+"""Preparation of a data folder: reproducible, atomic and reused only for equal settings.
+Damage is reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents, flip, listed, with_manifest
 
 
-def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Path) -> None:
+def test_stored_tokens_decode_to_documents(prepared: PreparedData, corpus: Path) -> None:
     tokenizer = Tokenizer.load(prepared.folder)
     texts: dict[str, list[str]] = {}
     for split in ("train", "validation"):
@@ -54,7 +54,7 @@ def test_the_stored_tokens_are_the_documents(prepared: PreparedData, corpus: Pat
     assert texts["validation"]
 
 
-def test_the_manifest_says_what_was_made(prepared: PreparedData, corpus: Path) -> None:
+def test_manifest_describes_prepared_data(prepared: PreparedData, corpus: Path) -> None:
     manifest = Manifest.read(prepared.folder)
     assert manifest == prepared.manifest
     assert manifest.vocabulary_size == 320
@@ -66,7 +66,7 @@ def test_the_manifest_says_what_was_made(prepared: PreparedData, corpus: Path) -
     assert "train tokens" in prepared.summary()
 
 
-def test_two_preparations_are_the_same_bytes(
+def test_preparation_is_bitwise_reproducible(
     prepared: PreparedData, corpus: Path, tmp_path: Path
 ) -> None:
     before = dict(os.environ)
@@ -79,16 +79,14 @@ def test_two_preparations_are_the_same_bytes(
     assert any("40 documents" in line for line in lines)
 
 
-def test_a_prepared_folder_is_used_again(prepared: PreparedData, corpus: Path) -> None:
+def test_prepared_folder_is_reused(prepared: PreparedData, corpus: Path) -> None:
     times = {path: path.stat().st_mtime_ns for path in prepared.folder.rglob("*")}
     assert prepare(config_of(corpus, prepared.folder)).reused
     assert prepare(config_of(corpus, prepared.folder, overwrite=True)).reused
     assert {path: path.stat().st_mtime_ns for path in prepared.folder.rglob("*")} == times
 
 
-def test_other_settings_are_refused_by_name_and_replaced_on_request(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_other_settings_need_overwrite(corpus: Path, tmp_path: Path) -> None:
     first = prepare(config_of(corpus, tmp_path / "store"))
     with pytest.raises(StoreError, match=r"vocabulary_size was 320 and is now 300.*--overwrite"):
         prepare(config_of(corpus, first.folder, vocabulary_size=300))
@@ -99,7 +97,7 @@ def test_other_settings_are_refused_by_name_and_replaced_on_request(
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_a_changed_source_is_noticed_and_a_vanished_one_does_not_matter(tmp_path: Path) -> None:
+def test_changed_source_is_refused_but_missing_source_is_not(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "text", documents=5)
     config = config_of(corpus, tmp_path / "store", vocabulary_size=300)
     prepare(config)
@@ -110,7 +108,7 @@ def test_a_changed_source_is_noticed_and_a_vanished_one_does_not_matter(tmp_path
     assert prepare(config).reused
 
 
-def test_nothing_is_written_for_bad_input(corpus: Path, tmp_path: Path) -> None:
+def test_bad_input_writes_no_files(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
@@ -132,7 +130,7 @@ def test_nothing_is_written_for_bad_input(corpus: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "other"]
 
 
-def test_an_unwritable_parent_is_named(
+def test_unwritable_parent_is_refused(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed = os.access
@@ -144,7 +142,7 @@ def test_an_unwritable_parent_is_named(
     assert not os.listdir(tmp_path)
 
 
-def test_an_interrupt_leaves_no_output(corpus: Path, tmp_path: Path) -> None:
+def test_interrupt_leaves_no_output(corpus: Path, tmp_path: Path) -> None:
     def stop(line: str) -> None:
         if line.startswith("tokenized"):
             raise KeyboardInterrupt
@@ -154,7 +152,9 @@ def test_an_interrupt_leaves_no_output(corpus: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [".store.preparing"]
 
 
-def test_a_faster_process_wins(corpus: Path, prepared: PreparedData, tmp_path: Path) -> None:
+def test_output_of_faster_process_is_used(
+    corpus: Path, prepared: PreparedData, tmp_path: Path
+) -> None:
     target = tmp_path / "store"
 
     def overtake(line: str) -> None:
@@ -180,12 +180,12 @@ def test_a_faster_process_wins(corpus: Path, prepared: PreparedData, tmp_path: P
         ("suffixes", ".txt"),
     ],
 )
-def test_bad_settings_are_named(corpus: Path, tmp_path: Path, field: str, value: object) -> None:
+def test_bad_settings_are_refused(corpus: Path, tmp_path: Path, field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         config_of(corpus, tmp_path / "new", **{field: value})
 
 
-def test_the_tokenizer_learns_from_a_bounded_sample_of_the_training_text(tmp_path: Path) -> None:
+def test_tokenizer_is_trained_on_bounded_sample(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "text", documents=30)
     few = {"tokenizer_characters": 2000}
     whole, sample, again = (
@@ -207,7 +207,7 @@ def truncate(path: Path) -> None:
 
 
 def put_another_tokenizer(path: Path) -> None:
-    """A sound tokenizer, put in place with a manifest that agrees with the files but not with the
+    """Replace the tokenizer by a valid one. The manifest then matches the files, but not the
     tokens."""
     Tokenizer.train(["other words entirely " * 50], vocabulary_size=280).save(path.parent)
     dataclasses.replace(Manifest.read(path.parent), files=record_files(path.parent)).write(
@@ -223,7 +223,7 @@ def put_another_tokenizer(path: Path) -> None:
     ("damage", "words"),
     [(Path.unlink, "is missing"), (truncate, "bytes"), (flip, "sha256"), (Path.touch, None)],
 )
-def test_damaged_files_are_named(
+def test_damaged_files_are_reported(
     prepared: PreparedData, store: Path, name: str, damage: object, words: str | None
 ) -> None:
     damage(store / name)  # type: ignore[operator]
@@ -234,7 +234,7 @@ def test_damaged_files_are_named(
         verify_store(store)
 
 
-def test_a_quick_check_sees_sizes_only(store: Path) -> None:
+def test_quick_verification_checks_only_sizes(store: Path) -> None:
     chunk = store / "train" / "chunk-0-0.bin"
     flip(chunk)
     verify_store(store, hashes=False)
@@ -254,7 +254,7 @@ def test_a_quick_check_sees_sizes_only(store: Path) -> None:
     ],
     ids=["damaged", "older format"],
 )
-def test_folders_that_cannot_be_used_are_replaced_on_request(
+def test_unusable_folder_is_replaced_with_overwrite(
     corpus: Path, prepared: PreparedData, store: Path, damage: Callable[[Path], None], words: str
 ) -> None:
     damage(store)
@@ -276,13 +276,13 @@ def test_folders_that_cannot_be_used_are_replaced_on_request(
         ("[" * 100_000, "64 levels deep"),
     ],
 )
-def test_damaged_manifests_are_named(tmp_path: Path, text: str, words: str) -> None:
+def test_damaged_manifest_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(StoreError, match=rf"manifest\.json.*{words}"):
         Manifest.read(tmp_path)
 
 
-def test_damage_of_the_manifest_itself_is_noticed(store: Path) -> None:
+def test_changed_digit_in_manifest_is_detected(store: Path) -> None:
     file = store / "manifest.json"
     text = file.read_text()
     digits = [place for place, letter in enumerate(text) if letter.isdigit()]
@@ -293,7 +293,7 @@ def test_damage_of_the_manifest_itself_is_noticed(store: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "train/../../secret", "{absolute}"])
-def test_names_in_a_manifest_stay_inside_and_are_no_links(
+def test_manifest_with_file_outside_folder_is_refused(
     store: Path, tmp_path: Path, name: str
 ) -> None:
     secret = tmp_path / "secret"
@@ -306,7 +306,7 @@ def test_names_in_a_manifest_stay_inside_and_are_no_links(
         verify_store(store)
 
 
-def test_a_link_in_a_prepared_folder_is_named(store: Path, tmp_path: Path) -> None:
+def test_link_in_prepared_folder_is_refused(store: Path, tmp_path: Path) -> None:
     chunk = store / "train" / "chunk-0-0.bin"
     chunk.rename(tmp_path / "elsewhere")
     chunk.symlink_to(tmp_path / "elsewhere")
@@ -315,7 +315,7 @@ def test_a_link_in_a_prepared_folder_is_named(store: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["train/chunk-0-0.bin", "train/index.json", "tokenizer.json"])
-def test_files_that_the_manifest_does_not_list_are_not_read(store: Path, name: str) -> None:
+def test_file_missing_from_manifest_is_refused(store: Path, name: str) -> None:
     files = listed(store)
     del files[name]
     with_manifest(store, files=files)
@@ -323,7 +323,7 @@ def test_files_that_the_manifest_does_not_list_are_not_read(store: Path, name: s
         verify_store(store)
 
 
-def test_another_tokenizer_and_no_data_at_all(store: Path, tmp_path: Path) -> None:
+def test_replaced_tokenizer_or_missing_data_are_refused(store: Path, tmp_path: Path) -> None:
     put_another_tokenizer(store / "tokenizer.model")
     with pytest.raises(StoreError, match="the tokenizer was replaced"):
         verify_store(store)

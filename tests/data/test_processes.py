@@ -1,4 +1,4 @@
-"""The map over processes."""
+"""Ordered map over worker processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def square(number: int) -> int:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_results_are_in_order_and_errors_come_through(num_workers: int) -> None:
+def test_results_are_ordered_and_errors_are_raised(num_workers: int) -> None:
     assert list(ordered_map(square, range(12), num_workers=num_workers)) == [
         number * number for number in range(12)
     ]
@@ -30,7 +30,7 @@ def test_results_are_in_order_and_errors_come_through(num_workers: int) -> None:
         next(results)
 
 
-def test_a_worker_that_is_killed_is_an_error_and_not_a_wait() -> None:
+def test_killed_worker_raises_instead_of_hanging() -> None:
     with pytest.raises(
         DataError,
         match=r"was killed, possibly because memory ran out\. Use fewer than num_workers=2",
@@ -38,7 +38,7 @@ def test_a_worker_that_is_killed_is_an_error_and_not_a_wait() -> None:
         list(ordered_map(square, [1, 17, 2], num_workers=2))
 
 
-def test_items_are_taken_only_a_little_ahead() -> None:
+def test_prefetch_of_items_is_bounded() -> None:
     taken: list[int] = []
 
     def items() -> object:
@@ -52,7 +52,7 @@ def test_items_are_taken_only_a_little_ahead() -> None:
     results.close()
 
 
-def test_one_call_apart_gives_its_result_or_its_error() -> None:
+def test_call_in_separate_process_returns_or_raises() -> None:
     assert apart(square, 3) == 9
     with pytest.raises(ValueError, match="unlucky"):
         apart(square, 13)

@@ -1,4 +1,4 @@
-"""A prepared folder copied from a store, by litdata's downloader for a mounted one."""
+"""Prepared folders copied from a mounted store with litdata's downloader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_ptdp.data.remote import fetch
 from tests.data.folders import contents, flip, listed, with_manifest
 
 
-def test_a_copy_is_the_folder_and_is_made_once(prepared: PreparedData, tmp_path: Path) -> None:
+def test_copy_equals_folder_and_is_made_once(prepared: PreparedData, tmp_path: Path) -> None:
     manifest = fetch(f"local:{prepared.folder}", tmp_path / "deep" / "copy")
     assert manifest == prepared.manifest
     assert contents(tmp_path / "deep" / "copy") == contents(prepared.folder)
@@ -23,9 +23,7 @@ def test_a_copy_is_the_folder_and_is_made_once(prepared: PreparedData, tmp_path:
     assert fetch("local:/nowhere", tmp_path / "deep" / "copy") == prepared.manifest
 
 
-def test_what_is_missing_or_damaged_is_named_and_the_rest_is_kept(
-    store: Path, tmp_path: Path
-) -> None:
+def test_missing_or_damaged_file_is_reported_and_rest_is_kept(store: Path, tmp_path: Path) -> None:
     chunk = store / "train" / "chunk-0-1.bin"
     data = chunk.read_bytes()
     chunk.unlink()
@@ -46,7 +44,7 @@ def test_what_is_missing_or_damaged_is_named_and_the_rest_is_kept(
         fetch(f"local:{tmp_path}/nowhere", tmp_path / "new")
 
 
-def test_a_damaged_copy_is_not_kept(prepared: PreparedData, store: Path, tmp_path: Path) -> None:
+def test_damaged_copy_is_not_kept(prepared: PreparedData, store: Path, tmp_path: Path) -> None:
     chunk = store / "train" / "chunk-0-0.bin"
     whole = chunk.read_bytes()
     flip(chunk)
@@ -59,7 +57,7 @@ def test_a_damaged_copy_is_not_kept(prepared: PreparedData, store: Path, tmp_pat
 @pytest.mark.parametrize(
     "name", ["../../escaped", "train/../../../escaped", "{absolute}", "..", "a/./b", "local:x"]
 )
-def test_nothing_is_written_outside_of_the_copy(
+def test_copy_writes_no_file_outside_its_folder(
     prepared: PreparedData, tmp_path: Path, name: str
 ) -> None:
     store = tmp_path / "deep" / "store"
@@ -82,7 +80,7 @@ def test_nothing_is_written_outside_of_the_copy(
     assert contents(tmp_path) == before
 
 
-def test_a_link_or_a_pipe_in_the_store_is_not_followed(store: Path, tmp_path: Path) -> None:
+def test_link_or_pipe_in_store_is_refused(store: Path, tmp_path: Path) -> None:
     chunk = store / "train" / "chunk-0-0.bin"
     chunk.rename(tmp_path / "elsewhere")
     chunk.symlink_to(tmp_path / "elsewhere")
@@ -96,7 +94,7 @@ def test_a_link_or_a_pipe_in_the_store_is_not_followed(store: Path, tmp_path: Pa
         fetch(f"local:{store}", tmp_path / "copy")
 
 
-def test_what_does_not_have_its_hash_is_never_in_its_place(
+def test_file_with_wrong_hash_is_not_kept(
     prepared: PreparedData, store: Path, tmp_path: Path
 ) -> None:
     flip(store / "train" / "chunk-0-1.bin")
@@ -105,14 +103,14 @@ def test_what_does_not_have_its_hash_is_never_in_its_place(
     work = tmp_path / ".copy.preparing" / "store"
     assert (work / "train" / "chunk-0-0.bin").exists()
     assert not (work / "train" / "chunk-0-1.bin").exists()
-    # Nor is what was damaged since: the place is not trusted, the hash is.
+    # A file damaged after its download is also replaced, because its hash is checked again.
     flip(work / "train" / "chunk-0-0.bin")
     flip(store / "train" / "chunk-0-1.bin")
     fetch(f"local:{store}", tmp_path / "copy")
     assert contents(tmp_path / "copy") == contents(prepared.folder)
 
 
-def test_a_data_module_copies_instead_of_preparing(prepared: PreparedData, tmp_path: Path) -> None:
+def test_data_module_copies_instead_of_preparing(prepared: PreparedData, tmp_path: Path) -> None:
     data = TextDataModule(
         remote=f"local:{prepared.folder}",
         data_dir=str(tmp_path / "copy"),
@@ -128,6 +126,6 @@ def test_a_data_module_copies_instead_of_preparing(prepared: PreparedData, tmp_p
     assert len(data.train_dataloader()) > 0
 
 
-def test_an_address_is_no_folder(tmp_path: Path) -> None:
+def test_url_as_output_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"output='s3://bucket/tokens' is a URL.*remote"):
         PrepareConfig(output="s3://bucket/tokens")

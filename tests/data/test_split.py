@@ -1,4 +1,4 @@
-"""The division into training and validation."""
+"""Split into training and validation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=30).filt
 
 
 def survey(found: list[Document], *, validation_fraction: float, seed: int) -> Survey:
-    """Scanned in two parts."""
+    """Survey documents that are scanned in two parts."""
     middle = len(found) // 2
     scans = [scan(part, seed=seed, undecodable=[]) for part in (found[:middle], found[middle:])]
     return survey_of_scans(scans, validation_fraction=validation_fraction, seed=seed)
@@ -28,7 +28,7 @@ def documents(texts: list[str]) -> list[Document]:
 
 @settings(deadline=None)
 @given(TEXTS, st.floats(0.01, 0.5), st.integers(0, 3))
-def test_every_character_is_in_exactly_one_split_and_both_have_some(
+def test_splits_partition_text_and_are_not_empty(
     texts: list[str], fraction: float, seed: int
 ) -> None:
     found = survey(documents(texts), validation_fraction=fraction, seed=seed)
@@ -49,7 +49,7 @@ def test_equal_documents_are_never_in_both_splits(texts: list[str], seed: int) -
     assert not training & validation
 
 
-def test_the_fraction_is_met_with_whole_documents() -> None:
+def test_validation_fraction_is_met_with_whole_documents() -> None:
     texts = [f"document {number} " * 50 for number in range(400)]
     split = survey(documents(texts), validation_fraction=0.05, seed=0).split
     parts = [split.parts(document) for document in documents(texts)]
@@ -58,7 +58,7 @@ def test_the_fraction_is_met_with_whole_documents() -> None:
     assert 0.025 <= share <= 0.05
 
 
-def test_the_order_of_reading_does_not_matter_but_the_seed_does() -> None:
+def test_split_depends_on_seed_but_not_on_reading_order() -> None:
     texts = [f"document {number}" for number in range(200)]
 
     def chosen(texts: list[str], seed: int) -> set[str]:
@@ -69,7 +69,7 @@ def test_the_order_of_reading_does_not_matter_but_the_seed_does() -> None:
     assert chosen(texts, 0) != chosen(texts, 1)
 
 
-def test_one_document_is_cut_at_a_line() -> None:
+def test_single_document_is_split_at_line_end() -> None:
     text = "a line of the only document\n" * 100
     split = survey(documents([text]), validation_fraction=0.1, seed=0).split
     train, validation = split.parts(Document("0", text))
@@ -78,7 +78,7 @@ def test_one_document_is_cut_at_a_line() -> None:
     assert len(validation) == pytest.approx(0.1 * len(text), abs=30)
 
 
-def test_too_little_text() -> None:
+def test_too_little_text_is_refused() -> None:
     with pytest.raises(CorpusError, match="1 characters"):
         survey(documents(["x"]), validation_fraction=0.1, seed=0)
     with pytest.raises(CorpusError, match="no text"):

@@ -1,4 +1,4 @@
-"""Chunks on disk: litdata as a container that knows nothing of ranks."""
+"""Chunks of tokens on disk, written by litdata independently of ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.pool import Pool
 
 
 def write(folder: Path, runs: list[int], *, chunk_tokens: int, dtype: TokenType) -> int:
-    """Runs of consecutive numbers of these lengths."""
+    """Write runs of consecutive numbers of the given lengths."""
     starts = accumulate(runs, initial=0)
     numbers = [range(start, start + length) for start, length in zip(starts, runs, strict=False)]
     return write_chunks(folder, numbers, chunk_tokens=chunk_tokens, dtype=dtype)
@@ -42,12 +42,12 @@ def mapped(folder: Path, dtype: TokenType, vocabulary_size: int, **options: int)
 
 
 def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]:
-    """Write as one of several processes, each its own folder, and read every block."""
+    """Write one folder per rank and check every block read from it."""
     own = Path(folder, str(rank))
     environment = dict(os.environ)
     written = write(own, [1, 250, 0, 80, 1000], chunk_tokens=100, dtype="uint16")
     reader = mapped(own, "uint16", 1331, block_size=30)
-    # 13 chunks of 100 tokens and one of 31: three whole blocks a chunk, then one.
+    # 13 chunks of 100 tokens with three whole blocks each, and one of 31 tokens with one block.
     blocks = [reader.read(number) for number in range(len(reader))]
     starts = [100 * chunk + 30 * block for chunk in range(13) for block in range(3)] + [1300]
     assert [block.tolist() for block in blocks] == [
@@ -57,7 +57,7 @@ def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]
     return written, (dist.get_world_size() if dist.is_initialized() else 1), sorted(os.listdir(own))
 
 
-def test_blocks_are_the_tokens_in_order(tmp_path: Path) -> None:
+def test_blocks_are_read_in_order(tmp_path: Path) -> None:
     written, _, files = check_written_and_read(0, str(tmp_path))
     assert written == 1331
     assert files == sorted([f"chunk-0-{number}.bin" for number in range(14)] + ["index.json"])
@@ -65,18 +65,18 @@ def test_blocks_are_the_tokens_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("env", [{}, {"GLOBAL_RANK": "1", "NNODES": "2"}])
-def test_litdata_sees_one_process_on_every_rank(
+def test_litdata_sees_single_process_on_every_rank(
     pool: Pool, tmp_path: Path, env: dict[str, str]
 ) -> None:
-    # Under its own view of the world, rank 1 would name its files chunk-1-*.bin and wait for rank
-    # 0's index forever.
+    # If litdata saw all ranks, rank 1 would name its files chunk-1-*.bin and wait forever for the
+    # index of rank 0.
     results = pool.run(check_written_and_read, world_size=2, args=(str(tmp_path),), env=env)
     assert [world for _, world, _ in results] == [2, 2]
     assert results[0][2] == results[1][2]
     assert "chunk-0-0.bin" in results[1][2]
 
 
-def test_equal_tokens_are_equal_files_however_they_come(tmp_path: Path) -> None:
+def test_files_are_independent_of_run_lengths(tmp_path: Path) -> None:
     dtype: TokenType = "uint16"
     write(tmp_path / "a", [331], chunk_tokens=100, dtype=dtype)
     write(tmp_path / "b", [1] * 331, chunk_tokens=100, dtype=dtype)
@@ -85,13 +85,13 @@ def test_equal_tokens_are_equal_files_however_they_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("total", [99, 100, 101, 200])
-def test_chunks_at_their_edges(tmp_path: Path, total: int) -> None:
+def test_token_counts_near_chunk_size_are_read_back(tmp_path: Path, total: int) -> None:
     assert write(tmp_path / "x", [total], chunk_tokens=100, dtype="int32") == total
     reader = mapped(tmp_path / "x", "int32", total)
     assert [int(reader.read(number)[0]) for number in range(len(reader))] == list(range(total))
 
 
-def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+def test_large_vocabulary_uses_four_bytes(tmp_path: Path) -> None:
     assert token_dtype(65535) == "uint16"
     assert token_dtype(65536) == "int32"
     write_chunks(
@@ -104,14 +104,14 @@ def test_a_big_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         mapped(tmp_path / "x", "int32", 199_999).read(0, 3)
 
 
-def test_a_run_of_tokens_may_span_chunks(tmp_path: Path) -> None:
+def test_read_may_span_chunks(tmp_path: Path) -> None:
     write(tmp_path / "x", [331], chunk_tokens=100, dtype="uint16")
     reader = mapped(tmp_path / "x", "uint16", 331)
     for start, count in ((0, 331), (99, 2), (100, 100), (95, 220), (330, 1)):
         assert reader.read(start, count).tolist() == list(range(start, start + count))
 
 
-def test_marks_are_no_part_of_an_id(tmp_path: Path) -> None:
+def test_marks_are_separate_from_token_ids(tmp_path: Path) -> None:
     samples = [([5, 6, 7], [0, 0, 1]), ([8, 9], [1, 1]), ([3, 4, 2], [0, 1, 0])]
     marked = [mark_sample(np.array(ids), np.array(learned, bool)) for ids, learned in samples]
     write_chunks(tmp_path / "x", marked, chunk_tokens=4, dtype="int32")
@@ -128,7 +128,7 @@ def test_marks_are_no_part_of_an_id(tmp_path: Path) -> None:
         mapped(tmp_path / "x", "int32", 10).check()
 
 
-def test_nothing_written_and_damaged_indices(tmp_path: Path) -> None:
+def test_empty_store_has_no_index(tmp_path: Path) -> None:
     assert write(tmp_path / "x", [0], chunk_tokens=100, dtype="uint16") == 0
     assert not (tmp_path / "x").exists()
     with pytest.raises(StoreError, match=r"index\.json cannot be read"):
@@ -140,7 +140,7 @@ def rewritten(text: str) -> Callable[[Path], object]:
 
 
 def changed(key: str, value: object) -> Callable[[Path], object]:
-    """The first chunk of the index with another name or size."""
+    """Return a function that changes a field of the first chunk in the index."""
 
     def change(folder: Path) -> None:
         index = json.loads((folder / "index.json").read_text())
@@ -175,7 +175,7 @@ def link_chunk(folder: Path) -> None:
         ),
     ],
 )
-def test_an_index_that_lies_is_named(
+def test_damaged_or_inconsistent_index_is_refused(
     tmp_path: Path, damage: Callable[[Path], object], words: str
 ) -> None:
     folder = tmp_path / "x"
@@ -185,7 +185,7 @@ def test_an_index_that_lies_is_named(
         read_chunks(folder, "uint16")
 
 
-def test_more_chunks_than_open_files(tmp_path: Path) -> None:
+def test_number_of_open_files_is_bounded(tmp_path: Path) -> None:
     write(tmp_path / "x", [300], chunk_tokens=2, dtype="uint16")
     before = len(os.listdir("/proc/self/fd"))
     reader = mapped(tmp_path / "x", "uint16", 300)
@@ -194,7 +194,7 @@ def test_more_chunks_than_open_files(tmp_path: Path) -> None:
     assert np.concatenate(list(reader)).tolist() == list(range(300))
 
 
-def test_a_token_outside_the_vocabulary_is_found_when_the_folder_is_verified(
+def test_verification_finds_token_outside_vocabulary(
     tmp_path: Path,
 ) -> None:
     corpus = write_corpus(tmp_path / "text", documents=12)
@@ -207,5 +207,5 @@ def test_a_token_outside_the_vocabulary_is_found_when_the_folder_is_verified(
     replace(made.manifest, files=record_files(made.folder)).write(made.folder)
     with pytest.raises(StoreError, match=r"chunk-0-0\.bin has token 300, but vocabulary_size=300"):
         verify_store(made.folder)
-    # every process: the tokens are compared as they are read
+    # Without hashes, as in every process: tokens are checked when they are read.
     verify_store(made.folder, hashes=False)

@@ -1,4 +1,4 @@
-"""The tokenizer gives every text back, and says what is wrong with a vocabulary or a file."""
+"""Tokenizer: lossless encoding, and errors for bad vocabularies and files."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ AWKWARD = [
 
 
 @pytest.mark.parametrize("text", AWKWARD)
-def test_awkward_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_unusual_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(codec="utf-8")))
-def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    # No text, however it looks, produces padding, unknown, begin, end or a control symbol.
+    # Text never produces padding, unknown, begin, end or control symbols.
     assert not {0, 1, 2, 3, tokenizer.control_id("[MASK]")} & set(ids)
 
 
-def test_long_texts_are_encoded_in_pieces_without_a_difference(tokenizer: Tokenizer) -> None:
+def test_long_text_in_pieces_has_same_encoding(tokenizer: Tokenizer) -> None:
     short = ["".join(LINES[:7]), "", "x" * 100, "no newline"]
     long = "".join(LINES * 20) + "z" * 50_000
     assert tokenizer.encode_many([*short, long], num_threads=2) == [
@@ -81,7 +81,7 @@ def test_special_ids(tokenizer: Tokenizer) -> None:
         tokenizer.decode([5, 360])
 
 
-def test_a_vocabulary_that_does_not_fit_names_one_that_does() -> None:
+def test_vocabulary_size_error_suggests_valid_size() -> None:
     with pytest.raises(TokenizerError, match=r"vocabulary_size=9000 .* Use at most (\d+)") as error:
         Tokenizer.train(LINES, vocabulary_size=9000)
     largest = int(str(error.value).split("at most ")[1].split(",")[0])
@@ -94,7 +94,7 @@ def test_a_vocabulary_that_does_not_fit_names_one_that_does() -> None:
         Tokenizer.train(["", "\n\n"], vocabulary_size=300)
 
 
-def test_an_error_while_texts_are_read_is_not_hidden() -> None:
+def test_key_error_of_text_iterator_is_raised() -> None:
     def texts() -> object:
         yield LINES[0]
         raise KeyError("a file vanished")
@@ -136,7 +136,7 @@ def test_damaged_models_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> Non
             Tokenizer.load(tmp_path)
 
 
-def test_a_foreign_model_without_byte_pieces_is_refused() -> None:
+def test_foreign_model_without_byte_pieces_is_refused() -> None:
     import io
 
     import sentencepiece
@@ -154,7 +154,7 @@ def test_a_foreign_model_without_byte_pieces_is_refused() -> None:
 
 
 @pytest.mark.parametrize("error", [CorpusError("gone"), KeyboardInterrupt()])
-def test_what_goes_wrong_with_the_text_comes_through_the_training(error: BaseException) -> None:
+def test_corpus_error_and_interrupt_in_training_are_raised(error: BaseException) -> None:
     def texts() -> Iterator[str]:
         yield "some words " * 100
         raise error

@@ -1,4 +1,4 @@
-"""Parameters as ``parallelize`` describes them on a rank that holds all of the model."""
+"""Managed parameters of a rank that holds the whole model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def managed(
     stages: tuple[int, ...] = (0,),
     sums: tuple[Sum, ...] = (),
 ) -> list[ManagedParameter]:
-    """Return the parameters whole; ``sums`` are further sums of each gradient."""
+    """Return unsharded parameters; ``sums`` are further reductions of each gradient."""
     return [
         ManagedParameter(
             parameter=parameter,

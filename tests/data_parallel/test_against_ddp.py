@@ -1,5 +1,4 @@
-"""Replicas beside torch's own DistributedDataParallel: the same model, the same batches, the same
-weights afterwards."""
+"""Data parallelism compared with torch's DistributedDataParallel on equal batches."""
 
 from __future__ import annotations
 
@@ -29,8 +28,9 @@ GLOBAL_BATCH = 8
 
 
 class LitWithUnused(LitTiny):
-    """A parameter that no forward reads; it is not decayed, so that a zero gradient leaves it
-    alone, as none does."""
+    """A module with an unused parameter.
+
+    It has no weight decay, so that a zero gradient changes it as little as a missing one."""
 
     def __init__(self) -> None:
         super().__init__(Run(count_tokens=False, ignore_padding=False, eager=True))
@@ -38,7 +38,7 @@ class LitWithUnused(LitTiny):
 
 
 def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str, Any]:
-    """Losses of this replica and the final weights; with torch's DDP if there is no layout."""
+    """Return this replica's losses and the final weights; without a layout, use torch's DDP."""
     L.seed_everything(3, verbose=False)
     module, losses = LitWithUnused(), []
 
@@ -71,10 +71,12 @@ def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_losses_and_weights_are_those_of_ddp(name: str, pool: Pool) -> None:
+def test_losses_and_weights_equal_ddp(name: str, pool: Pool) -> None:
     world_size, layout = MODES[name]
     expected = pool.run(train, world_size=world_size, args=(world_size, None))
-    assert len({tuple(rank["losses"]) for rank in expected}) == world_size, "replicas must differ"
+    assert len({tuple(rank["losses"]) for rank in expected}) == world_size, (
+        "replicas must have different losses"
+    )
     for found, peer in zip(
         pool.run(train, world_size=world_size, args=(world_size, layout)), expected, strict=True
     ):

@@ -1,4 +1,4 @@
-"""Parameters read between two steps are those of the last step."""
+"""Overlap of the parameter gather with callbacks that may read parameters between steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conformance.toys import LitNet, Place, make_trainer
 
 class Looks(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
-        """May read."""
+        """May read parameters."""
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ class Looks(Callback):
         (EMAWeightAveraging(), False),
     ],
 )
-def test_parameters_are_waited_for_where_somebody_reads_them(
+def test_gather_overlaps_unless_callback_reads_parameters(
     callback: Callback, overlaps: bool
 ) -> None:
     trainer = make_trainer(Place(), callbacks=[callback])

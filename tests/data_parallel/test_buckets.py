@@ -1,4 +1,4 @@
-"""Gradient buckets: sums over replicas, whatever is used in whatever order."""
+"""Gradient buckets and their reductions over replicas."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def _sum_over_replicas(rank: int, bucket_bytes: int, batches: int) -> float:
     assert all(p.grad is None for p in model.parameters())
     buckets.show()
     assert sum(p.grad.abs().sum().item() for p in model.parameters()) > 0, (
-        "hiding lost the gradients"
+        "hide() lost the gradients"
     )  # type: ignore[union-attr]
     return max(differences)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 2**20])
 @pytest.mark.parametrize("batches", [1, 3])
-def test_sums_equal_one_process_also_for_unused_parameters(
+def test_reduced_gradients_equal_single_process(
     bucket_bytes: int, batches: int, pool: Pool
 ) -> None:
     for difference in pool.run(_sum_over_replicas, world_size=2, args=(bucket_bytes, batches)):
@@ -80,7 +80,7 @@ def test_sums_equal_one_process_also_for_unused_parameters(
 
 
 @pytest.mark.parametrize("loose", [False, True])
-def test_each_batch_is_weighed_on_its_own(loose: bool) -> None:
+def test_gradient_weight_applies_per_batch(loose: bool) -> None:
     weight = nn.Parameter(torch.ones(3))
     one = managed([weight])
     buckets = UnbucketedGradients(one) if loose else GradientBuckets(one, {(): Reduction()})
@@ -98,7 +98,7 @@ def test_each_batch_is_weighed_on_its_own(loose: bool) -> None:
 
 
 def _sum_after_all_batches(rank: int) -> list[list[float]]:
-    """A parameter of one stage, and one of several: tied weights on one rank of a V."""
+    """Reduce a parameter of one stage and one of two stages (tied weights on a rank of a V)."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     layout = ParallelLayout(world_size=2)
     reduction = Reduction(inner=ProcessMesh.create(layout=layout, rank=rank).group("replica_sum"))
@@ -111,14 +111,14 @@ def _sum_after_all_batches(rank: int) -> list[list[float]]:
     return [parameter.grad.tolist() for parameter in parameters]
 
 
-def test_reducing_all_sums_every_parameter_once(pool: Pool) -> None:
+def test_every_parameter_is_reduced_once(pool: Pool) -> None:
     assert pool.run(_sum_after_all_batches, world_size=2) == [[[6.0, 6.0], [6.0, 6.0]]] * 2
 
 
-def test_loose_gradients_survive_zero_grad_and_start_anew() -> None:
+def test_unbucketed_gradients_accumulate_and_reset() -> None:
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     gradients = UnbucketedGradients(managed([used, unused]))
-    for batch in range(2):  # of an accumulation
+    for batch in range(2):  # accumulated
         gradients.show()
         gradients.begin(keep=batch > 0)
         (used * 3).sum().backward()
@@ -134,7 +134,7 @@ def test_loose_gradients_survive_zero_grad_and_start_anew() -> None:
 
 
 @pytest.mark.parametrize("loose", [False, True])
-def test_gradients_go_through_their_states_in_order(loose: bool) -> None:
+def test_gradient_state_out_of_order_is_refused(loose: bool) -> None:
     weight = nn.Parameter(torch.ones(3))
     one = managed([weight])
     gradients = UnbucketedGradients(one) if loose else GradientBuckets(one, {(): Reduction()})
@@ -160,12 +160,12 @@ def _norm(rank: int) -> float:
     )
 
 
-def test_norm_is_over_all_ranks_and_equal_on_them(pool: Pool) -> None:
+def test_global_norm_is_equal_on_all_ranks(pool: Pool) -> None:
     assert pool.run(_norm, world_size=3) == pytest.approx([(4 * 1 + 4 * 4) ** 0.5] * 3)
 
 
 def _goes_ahead(rank: int, nodes: int, scatter: bool) -> float:
-    """The last rank begins its backward when all others have ended theirs."""
+    """Run the backward of the last rank after all other ranks have finished theirs."""
     last = dist.get_world_size() - 1
     mesh = ProcessMesh.create(
         layout=ParallelLayout(world_size=last + 1), rank=rank, timeout=timedelta(seconds=8)
@@ -191,7 +191,7 @@ def _goes_ahead(rank: int, nodes: int, scatter: bool) -> float:
 
 
 @pytest.mark.parametrize(("nodes", "scatter"), [(1, False), (1, True), (2, False), (2, True)])
-def test_the_backward_waits_for_no_reduction(nodes: int, scatter: bool, pool: Pool) -> None:
+def test_backward_does_not_wait_for_reductions(nodes: int, scatter: bool, pool: Pool) -> None:
     size = 2 * nodes
     totals = pool.run(_goes_ahead, world_size=size, args=(nodes, scatter))
     model = _model()
@@ -202,7 +202,7 @@ def test_the_backward_waits_for_no_reduction(nodes: int, scatter: bool, pool: Po
 
 
 @pytest.mark.parametrize(("size", "mebibytes"), [(1, 25), (2, 25), (6, 25), (8, 32), (64, 256)])
-def test_buckets_grow_with_the_ranks_that_are_summed_over(size: int, mebibytes: int) -> None:
+def test_bucket_size_grows_with_group_size(size: int, mebibytes: int) -> None:
     inner = Group(None, tuple(range(size)), 0)
     assert Reduction(inner=inner).bucket_bytes == mebibytes * 2**20
     assert (
@@ -212,7 +212,7 @@ def test_buckets_grow_with_the_ranks_that_are_summed_over(size: int, mebibytes: 
 
 
 @pytest.mark.parametrize("widen", [False, True])
-def test_a_bucket_is_no_larger_than_asked_in_what_gradients_are_kept_in(widen: bool) -> None:
+def test_bucket_size_limit_uses_gradient_dtype(widen: bool) -> None:
     parameters = [nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for _ in range(16)]
     buckets = GradientBuckets(
         managed(parameters), {(): Reduction()}, bucket_bytes=1024, widen=widen
@@ -220,7 +220,7 @@ def test_a_bucket_is_no_larger_than_asked_in_what_gradients_are_kept_in(widen: b
     assert [bucket.buffer.nbytes for bucket in buckets.buckets()] == [1024] * (4 if widen else 2)
 
 
-def test_neighbours_in_a_bucket_are_clipped_as_one() -> None:
+def test_adjacent_gradients_of_bucket_are_clipped_as_one() -> None:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((5, 7), (3,), (64,), (2, 2))]
     buckets = GradientBuckets(managed(parameters), {(): Reduction()})
     buckets.begin(keep=False)
@@ -233,8 +233,8 @@ def test_neighbours_in_a_bucket_are_clipped_as_one() -> None:
     whole, other = sorted(buckets.joined([*every, foreign]), key=Tensor.numel, reverse=True)
     assert other is foreign
     assert whole.data_ptr() == bucket.buffer.data_ptr() and whole.numel() == bucket.buffer.numel()
-    assert len(buckets.joined(every[:1] + every[2:])) == 2, "what is left out is left out"
-    part = every[0][1:4]  # as of a matrix that other ranks hold too, in part
+    assert len(buckets.joined(every[:1] + every[2:])) == 2, "an omitted gradient must not be joined"
+    part = every[0][1:4]  # as of a matrix of which other ranks hold parts too
     assert [x.tolist() for x in buckets.joined([part])] == [part.flatten().tolist()]
     expected = nn.utils.get_total_norm(every)
     assert float(
@@ -242,13 +242,13 @@ def test_neighbours_in_a_bucket_are_clipped_as_one() -> None:
     ) == pytest.approx(float(expected))
 
 
-def test_the_norm_of_millions_is_exact_to_the_sixth_digit() -> None:
+def test_norm_of_large_gradient_is_accurate() -> None:
     gradient = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
     found = global_norm([gradient], group=Group(), device=torch.device("cpu"))
     assert float(found) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
 
 
-def test_what_a_wait_raises_is_raised_at_the_end() -> None:
+def test_wait_error_is_raised_by_join() -> None:
     class Broken:
         def wait(self) -> None:
             raise RuntimeError("the other end is gone")
@@ -265,7 +265,7 @@ def test_what_a_wait_raises_is_raised_at_the_end() -> None:
     beside.close()
 
 
-def test_ends_are_told_in_the_order_of_the_sums_behind_their_last_wait() -> None:
+def test_done_callbacks_run_in_launch_order() -> None:
     seen: list[str] = []
 
     class Noted:

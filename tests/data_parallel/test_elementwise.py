@@ -1,5 +1,4 @@
-"""Optimizers are tried on the pieces that a layout makes: elementwise ones pass, others are refused
-by name."""
+"""Trial of optimizers on parts of parameters: elementwise ones pass, others are refused."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ ALL = (FLAT, ROWS, COLUMNS, EXPERTS, STAGES)
 
 
 class _Custom(Optimizer):
-    """Optimizer with one rule for each parameter: ``update(parameter, gradient)`` returns the
-    step."""
+    """An optimizer whose ``update(parameter, gradient)`` returns the step of a parameter."""
 
     update: Any
 
@@ -71,7 +69,7 @@ class Clipping(torch.optim.SGD):
 
 
 class Wrapped(Optimizer):
-    """Steps another optimizer, and would not see the trial's parameters."""
+    """Wraps another optimizer, which does not step the parameters of the trial."""
 
     def __init__(self, parameters: Any) -> None:
         self.inner = torch.optim.SGD(parameters, lr=0.1)
@@ -122,7 +120,7 @@ def check(make: Callable[[Any], Optimizer], *cuts: Cut) -> Optimizer:
     check_elementwise(
         optimizer, [GroupTrial(cuts=frozenset(cuts), state=state)], device=torch.device("cpu")
     )
-    assert optimizer.state == kept, "the trial left something behind"
+    assert optimizer.state == kept, "the trial changed the optimizer state"
     return optimizer
 
 
@@ -134,24 +132,24 @@ def test_elementwise_optimizers_pass_in_every_layout(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, Lars, Lamb])
 @pytest.mark.filterwarnings("error")
-def test_optimizers_of_whole_matrices_pass_where_matrices_stay_whole(kind: Any) -> None:
+def test_matrix_optimizers_pass_if_matrices_stay_whole(kind: Any) -> None:
     check(kind, STAGES)
 
 
 @pytest.mark.parametrize(("kind", "cut", "words"), MIXING)
-def test_mixing_optimizers_are_refused(kind: Any, cut: Cut, words: str) -> None:
+def test_non_elementwise_optimizers_are_refused(kind: Any, cut: Cut, words: str) -> None:
     with pytest.raises(MixingOptimizerError) as error:
         check(kind, cut)
     for text in (kind.__name__, cut.option, words):
         assert text in str(error.value)
 
 
-def test_an_optimizer_that_cannot_be_tried_is_warned_of() -> None:
+def test_untestable_optimizer_warns() -> None:
     with pytest.warns(UserWarning, match=r"Wrapped cannot be tested.*tensor_parallel_size=2"):
         check(Wrapped, ROWS)
 
 
-def test_a_schedule_that_starts_at_zero_hides_nothing() -> None:
+def test_non_elementwise_optimizer_is_detected_at_zero_lr() -> None:
     def make(parameters: Any) -> Optimizer:
         optimizer = torch.optim.Adafactor(parameters, lr=1e-7)
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)

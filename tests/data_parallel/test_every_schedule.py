@@ -1,5 +1,4 @@
-"""Every schedule with every way to sum and to keep the optimizer, in single precision and in
-bfloat16 with masters."""
+"""Every schedule with every gradient reduction, in float32 and in bfloat16 with masters."""
 
 from __future__ import annotations
 
@@ -41,15 +40,16 @@ def place_of(schedule: str, mode: str) -> Place:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_single_precision(schedule: str, mode: str, parity: Parity) -> None:
+def test_float32_equals_single_process(schedule: str, mode: str, parity: Parity) -> None:
     parity.check(RUN, place_of(schedule, mode))
 
 
 @pytest.mark.parametrize("mode", ["flat", "sharded", "sharded in two levels"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bfloat16_with_masters(schedule: str, mode: str, parity: Parity) -> None:
-    """Microbatches of the same size as in the reference, so that only the order of float32 sums
-    differs."""
+def test_bfloat16_with_masters_is_close_to_single_process(
+    schedule: str, mode: str, parity: Parity
+) -> None:
+    """Microbatches have the size of the reference run; only the order of float32 sums differs."""
     run = replace(
         RUN,
         layout={"num_microbatches": 8},

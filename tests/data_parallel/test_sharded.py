@@ -1,5 +1,4 @@
-"""The user's optimizer on shards: any elementwise one, its groups and schedulers kept, the promised
-bytes a parameter."""
+"""Sharded optimizers: equal steps, kept groups and schedulers, bytes per parameter."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ def _difference(rank: int, name: str, size: int) -> float:
         buckets.finish(scale=1 / size)
         stepped.show()
         assert all(p.grad is None for p in model.parameters()), (
-            "a parameter shows the gradient of one replica"
+            "a parameter still has the gradient of one replica"
         )
         optimizer.step()
         stepped.publish()
@@ -102,14 +101,13 @@ def _difference(rank: int, name: str, size: int) -> float:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_elementwise_optimizer_steps_as_on_whole_parameters(name: str, pool: Pool) -> None:
+def test_sharded_optimizer_step_equals_unsharded(name: str, pool: Pool) -> None:
     for difference in pool.run(_difference, world_size=3, args=(name, 3)):
         assert difference < 2e-6
 
 
 def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
-    """(bytes of parameters, gradients, masters and AdamW's states; parameters) of bf16 training on
-    this rank."""
+    """Return this rank's bytes of bf16 AdamW training, and the number of parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200, dtype=torch.bfloat16) for _ in range(4)))
     group = Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), rank)
@@ -135,15 +133,16 @@ def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("size", "sharded"), [(1, False), (2, False), (2, True), (4, True)])
-def test_bytes_a_parameter_are_18_or_6_and_12_over_d(size: int, sharded: bool, pool: Pool) -> None:
+def test_bytes_per_parameter_are_18_or_6_plus_12_over_d(
+    size: int, sharded: bool, pool: Pool
+) -> None:
     expected = 6 + 12 / size if sharded else 18
     for held, parameters in pool.run(_bytes, world_size=size, args=(size, sharded)):
         assert held / parameters == pytest.approx(expected, rel=0.02)
 
 
 def _two_levels(rank: int, scatter: bool, compress: bool) -> tuple[float, float]:
-    """Largest difference to the flat sum, and to what it would be in bfloat16 between nodes at
-    worst."""
+    """Return the largest difference from the flat sum, and the largest value of the flat sum."""
     mesh = ProcessMesh.create(layout=ParallelLayout(world_size=4), rank=rank)
     inner, outer = mesh.levels(("data",), 2)
     reduction = Reduction(
@@ -162,7 +161,7 @@ def _two_levels(rank: int, scatter: bool, compress: bool) -> tuple[float, float]
 
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("compress", [False, True])
-def test_two_levels_equal_the_flat_sum(scatter: bool, compress: bool, pool: Pool) -> None:
+def test_two_level_reduction_equals_flat_sum(scatter: bool, compress: bool, pool: Pool) -> None:
     for difference, largest in pool.run(_two_levels, world_size=4, args=(scatter, compress)):
         assert difference < (largest * 2**-7 if compress else 2e-6)
         assert not compress or difference > 1e-5
@@ -173,7 +172,7 @@ def test_two_levels_equal_the_flat_sum(scatter: bool, compress: bool, pool: Pool
     shape=st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple),
     cut=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),
 )
-def test_rectangles_of_a_range_cover_it_once(shape: tuple[int, ...], cut: list[float]) -> None:
+def test_rectangles_cover_range_once(shape: tuple[int, ...], cut: list[float]) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     start, stop = (round(part * whole.numel()) for part in cut)
     flat = whole.flatten()[start:stop]

@@ -1,18 +1,17 @@
-"""The code blocks of a Markdown page: found, and run in order as a reader would, in one process.
+"""Code blocks of a Markdown page, run in order in one process.
 
-A comment in front of a block, invisible to readers, says what is different when the test runs it::
+A comment before a block, invisible to readers, changes how the test runs it::
 
-    <!-- test: not run: REASON -->         it cannot run here; bash still checks its syntax
-    <!-- test: raises ValueError -->       it must end with this error
-    <!-- test: exit 2 -->                  the last command of the block must end with this code
-    <!-- test: Trainer(devices=2) -->      calls of this name get these arguments too
-    <!-- test: with --trainer.max_steps 2 -->  ptdp gets these arguments too
-    <!-- test: in one process -->          ptdp fits without a layout, where the block does not speak of one
+    <!-- test: not run: REASON -->         the block is not run; only its syntax is checked
+    <!-- test: raises ValueError -->       the block must raise this error
+    <!-- test: exit 2 -->                  the last command of the block must exit with this code
+    <!-- test: Trainer(devices=2) -->      calls of this name get these additional arguments
+    <!-- test: with --trainer.max_steps 2 -->  ptdp gets these additional arguments
+    <!-- test: in one process -->          ptdp runs without the layout of the recipe
 
-Blocks of one page share a folder and, if they are Python, their names, to which ``Trainer`` and
-``PTDPStrategy`` belong from the start. A block with a title (``title="train.py"``) is first written
-to that file. ``ptdp fit`` of a recipe is made tiny (``tiny_options``), and ``RUN`` in a path stands
-for the run that is there."""
+The blocks of a page share a folder. Python blocks also share their names, which include ``Trainer``
+and ``PTDPStrategy`` from the start. A block with a title (``title="train.py"``) is first written to
+that file. Recipes are shrunk (``tiny_options``). ``RUN`` in a path is the id of the newest run."""
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ _USES_A_RECIPE = ("fit", "validate", "test", "predict", "prepare", "bench", "ver
 
 
 class BlockFailure(AssertionError):
-    """A block of a page did not do what it says."""
+    """Failure of a block of a page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A fenced block: where it is, what it says, and how the test runs it."""
+    """Fenced block: its place, its content and how the test runs it."""
 
     place: str
     language: str
@@ -55,7 +54,7 @@ class Block:
 
     @property
     def not_run(self) -> str | None:
-        """Why it is not run; None if it is."""
+        """Return the reason why the block is not run, or None."""
         return next(
             (order.removeprefix(NOT_RUN) for order in self.orders if order.startswith(NOT_RUN)),
             None,
@@ -74,7 +73,7 @@ class Block:
 
 
 def find_blocks(page: Path, name: str) -> list[Block]:
-    """The Python, shell and YAML blocks of a page, in order."""
+    """Return the Python, shell and YAML blocks of a page, in order."""
     lines = page.read_text(encoding="utf-8").splitlines()
     blocks: list[Block] = []
     orders: list[str] = []
@@ -110,7 +109,7 @@ def find_blocks(page: Path, name: str) -> list[Block]:
             orders, number = [], end
         elif lines[number].strip():
             assert not orders, (
-                f"{name}:{number + 1}: an order of the test stands directly in front of its block"
+                f"{name}:{number + 1}: a test comment must be directly before its block"
             )
         number += 1
     return blocks
@@ -120,13 +119,12 @@ def run_blocks(rank: int, blocks: list[Block], folder: str, shared: str) -> None
     """Run the blocks of a page in ``folder``; for ``Pool.run``.
 
     Args:
-        rank: Of the worker.
-        blocks: In the order of the page.
-        folder: Of this page, empty.
-        shared: Of all pages: the text in ``text``, and what is made once, prepared data and the
-            MLflow store.
+        rank: Rank of the worker.
+        blocks: Blocks in the order of the page.
+        folder: Empty folder of the page.
+        shared: Folder of all pages: the text in ``text``, prepared data and the MLflow store.
     """
-    import litdata  # noqa: F401 - so that the processes which a block forks need not import it each
+    import litdata  # noqa: F401 - imported once, before a block forks processes
     import mlflow  # noqa: F401 - likewise
 
     before = os.getcwd()
@@ -200,7 +198,7 @@ def _run_shell(block: Block, shared: Path) -> None:
             else subprocess.run(words, check=False).returncode
         )
         expected = wanted if number == len(commands) - 1 else 0
-        assert code == expected, f"{shlex.join(words)} ended with {code}"
+        assert code == expected, f"{shlex.join(words)} exited with {code}"
 
 
 def _run_ptdp(arguments: list[str], shared: Path) -> int:
@@ -219,7 +217,7 @@ def tiny_options(arguments: list[str], shared: Path) -> list[str]:
     recipe = arguments[arguments.index("--config") + 1]
     if Path(recipe).is_file():
         recipe = yaml.safe_load(Path(recipe).read_text(encoding="utf-8")).get("base")
-    if recipe is None:  # the page's own file, which is tiny as it is
+    if recipe is None:  # the page's own file, which is tiny already
         return []
     sizes = {"vocabulary_size": 320, "sequence_length": 32}
     options: dict[str, Any] = {
@@ -230,7 +228,7 @@ def tiny_options(arguments: list[str], shared: Path) -> list[str]:
         "data.source": str(shared / "text"),
         "data.data_dir": str(shared / f"data-{recipe.partition('/')[0]}"),
     }
-    if recipe.startswith("hf/"):  # the model is tiny as it is, and its tokenizer is given
+    if recipe.startswith("hf/"):  # the model is tiny already, and its tokenizer is given
         options = {}
     options |= {
         "data.micro_batch_size": 2,
@@ -244,7 +242,7 @@ def tiny_options(arguments: list[str], shared: Path) -> list[str]:
 
 
 def _of_this_run(word: str) -> str:
-    """A path with the id of the run in the place of RUN."""
+    """Replace ``RUN`` in a path by the id of the newest run."""
     if "/RUN/" not in word:
         return word
     found = sorted(Path().glob(word.replace("/RUN/", "/*/")), key=lambda path: path.stat().st_mtime)

@@ -35,8 +35,7 @@ WORDS = [
     "then",
     "of",
 ]
-# A block that cannot run in a test needs a reason in front of it; a new one is a decision, made
-# here.
+# A block that cannot run in a test needs a reason. Raise this limit to allow another one.
 MOST_NOT_RUN = 6
 # A block takes three seconds, and ten times as long on a busy machine.
 BLOCK_LIMIT_S = 40
@@ -44,8 +43,7 @@ BLOCK_LIMIT_S = 40
 
 @pytest.fixture(scope="module")
 def unused() -> Iterator[Pool]:
-    """A worker that nothing else has used: blocks fork processes, and threads of earlier tests
-    would not live on in them."""
+    """Yield a fresh worker: blocks fork, and threads of earlier tests do not survive a fork."""
     workers = Pool()
     yield workers
     workers.close()
@@ -53,8 +51,7 @@ def unused() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what all pages use, with a text on which a tokenizer and a model of a second can
-    be trained."""
+    """Return a folder for all pages, with a text to train a tokenizer and a tiny model."""
     shared = tmp_path_factory.mktemp("shared")
     folder = shared / "text"
     folder.mkdir()
@@ -67,7 +64,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name, path in PAGES.items() if find_blocks(path, name)])
-def test_the_blocks_of_a_page_run(name: str, unused: Pool, shared: Path, tmp_path: Path) -> None:
+def test_blocks_of_page_run(name: str, unused: Pool, shared: Path, tmp_path: Path) -> None:
     blocks = find_blocks(PAGES[name], name)
     unused.run(
         run_blocks,
@@ -77,7 +74,7 @@ def test_the_blocks_of_a_page_run(name: str, unused: Pool, shared: Path, tmp_pat
     )
 
 
-def test_few_blocks_are_not_run_and_each_says_why() -> None:
+def test_skipped_blocks_are_few_and_have_reasons() -> None:
     not_run = [
         block
         for name, path in PAGES.items()
@@ -90,7 +87,7 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
     )
 
 
-def test_the_benchmarks_that_are_named_are_there() -> None:
+def test_named_benchmarks_exist() -> None:
     text = PAGES["docs/benchmarks.md"].read_text(encoding="utf-8")
     named = set(re.findall(r"(?:ci/benchmarks/|`)(\w+\.py)`?", text)) | set(
         re.findall(r"(?<=for what in )[\w ]+(?=;)", text)

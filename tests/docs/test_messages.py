@@ -1,4 +1,4 @@
-"""The messages that the page on troubleshooting explains are those of the code."""
+"""Messages of the troubleshooting page exist in the code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ _ROW = re.compile(r"^\| `(?P<message>.+?)` \|", re.MULTILINE)
 
 
 def messages() -> list[str]:
-    """First cells of the page's tables."""
+    """Return the first cells of the page's tables."""
     return _ROW.findall(PAGE.read_text(encoding="utf-8"))
 
 
 def strings(tree: ast.AST) -> Iterator[str]:
-    """Every string of a module, with placeholders for what is filled in, and sums of strings as
-    one."""
+    """Yield every string of a module, with placeholders for inserted values and sums joined."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp):
             text = whole(node)
@@ -33,7 +32,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
 
 
 def whole(node: ast.AST) -> str | None:
-    """The text of a string expression; None if it is none."""
+    """Return the text of a string expression, or None for other expressions."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -54,13 +53,13 @@ def known() -> list[str]:
     ]
 
 
-def test_the_page_has_messages() -> None:
+def test_page_lists_unique_messages() -> None:
     assert len(messages()) > 60
     assert len(set(messages())) == len(messages())
 
 
 def holds(text: str, pieces: list[str]) -> bool:
-    """Return True if ``text`` has all ``pieces``, one behind the other."""
+    """Return True if ``text`` contains all ``pieces`` in order."""
     at = 0
     for piece in pieces:
         at = text.find(piece, at)
@@ -71,6 +70,8 @@ def holds(text: str, pieces: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("message", messages())
-def test_a_message_is_one_of_the_code(message: str, known: list[str]) -> None:
+def test_documented_message_exists_in_code(message: str, known: list[str]) -> None:
     pieces = message.split("…")
-    assert any(holds(text, pieces) for text in known), f"no string of the package says {message!r}"
+    assert any(holds(text, pieces) for text in known), (
+        f"no string of the package contains {message!r}"
+    )

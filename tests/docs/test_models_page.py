@@ -1,4 +1,4 @@
-"""The page of models is that of the architectures which the program that writes it knows."""
+"""The table of docs/models.md matches the tested architectures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.huggingface.architectures import ARCHITECTURES
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-def test_models_of_the_page() -> None:
+def test_page_lists_all_architectures() -> None:
     table = (
         PAGE.read_text()
         .partition("<!-- unseen_models: begin -->")[2]

@@ -1,4 +1,4 @@
-"""Each check, told what it would see."""
+"""Tests of single doctor checks with given inputs."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def has_nothing(name: str) -> str:
         ("transformers<6,>=5; extra == 'hf'", has("4.0"), Status.WARNING, "4.0 is installed, but"),
     ],
 )
-def test_packages(
+def test_package_versions_are_checked(
     requirement: str, installed: Callable[[str], str], status: Status, words: str
 ) -> None:
     (check,) = check_packages([requirement], installed)
     assert (check.status, check.subject) == (status, requirement.partition("<")[0])
     assert words in check.found
-    assert bool(check.mend) == (status != Status.OK)
+    assert bool(check.remedy) == (status != Status.OK)
 
 
 def test_development_extras_are_not_checked() -> None:
@@ -78,17 +78,17 @@ def test_development_extras_are_not_checked() -> None:
     assert {check.subject for check in check_packages()} >= {"torch", "lightning", "mlflow"}
 
 
-def test_python() -> None:
+def test_python_version_is_checked() -> None:
     assert check_python().status == Status.OK
     assert check_python("3.10.4").status == Status.FAILED
 
 
-def test_the_strategys_name() -> None:
+def test_disabled_backend_autoload_gives_warning() -> None:
     assert check_entry_points({}).status == Status.OK
     assert check_entry_points({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).status == Status.WARNING
 
 
-def test_recipes() -> None:
+def test_recipes_check_fails_without_recipes() -> None:
     def none() -> list[str]:
         raise FileNotFoundError("no recipes in x")
 
@@ -116,9 +116,9 @@ def test_recipes() -> None:
         (check_open_files(256, -1), Status.WARNING),
     ],
 )
-def test_the_machine(check: Check, status: Status) -> None:
+def test_machine_resources_are_checked(check: Check, status: Status) -> None:
     assert check.status == status, check
-    assert bool(check.mend) == (status != Status.OK)
+    assert bool(check.remedy) == (status != Status.OK)
 
 
 def test_arithmetic_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,25 +134,25 @@ def test_arithmetic_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_devices_are_found_or_their_absence_is_explained() -> None:
+def test_devices_or_their_absence_are_reported() -> None:
     first, *others = check_devices(1)
     assert first.subject == "GPUs"
     assert others
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_folder_checks_accept_new_folders_and_refuse_files(tmp_path: Path) -> None:
     there, new, file = tmp_path, tmp_path / "a" / "b", tmp_path / "file"
     file.write_text("")
     for folder in (there, new):
         assert check_root_dir(folder).status != Status.FAILED
         assert check_database_locks(folder).status == Status.OK
         assert check_clock(folder).status == Status.OK
-    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "a check left files behind"
     for check in (check_root_dir, check_database_locks, check_clock):
         assert check(file).status == Status.FAILED
 
 
-def test_a_clock_that_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_offset_gives_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     utime = os.utime
     monkeypatch.setattr(os, "utime", lambda path: utime(path, (0, 1e9)))
     check = check_clock(tmp_path)
@@ -160,7 +160,7 @@ def test_a_clock_that_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "s off" in check.found
 
 
-def test_the_tracking_store(tmp_path: Path) -> None:
+def test_tracking_store_is_checked(tmp_path: Path) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]  # bound, and not listening
@@ -170,16 +170,16 @@ def test_the_tracking_store(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_without_data(tmp_path: Path) -> None:
+def test_data_folder_check_fails_without_data(tmp_path: Path) -> None:
     check = check_data_folder(tmp_path)
-    assert (check.status, "ptdp prepare" in check.mend) == (Status.FAILED, True)
+    assert (check.status, "ptdp prepare" in check.remedy) == (Status.FAILED, True)
 
 
 def link(name: str, rate: float, size: int = 2**20) -> Measurement:
     return Measurement(operation=name, size=size, seconds=1.0, bytes_per_s=rate)
 
 
-def test_a_slow_link_is_named() -> None:
+def test_slow_link_is_named() -> None:
     slow_and_small = link("send 0 to 1", 1.0, size=8)
     even = [
         slow_and_small,

@@ -1,4 +1,4 @@
-"""Processes that are started for real, some of which misbehave."""
+"""Tests with real processes, some of which hang, fail or die."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def meet_without(rank: int, tell: Tell, absent: int, how: str) -> int:
         ("raises", "rank 1 failed in the start: ValueError: no"),
     ],
 )
-def test_the_rank_that_is_to_blame_is_named(
+def test_failing_or_hanging_rank_is_named(
     how: str, explained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_ptdp.base.rank_processes._ENDING_S", 0.5)
@@ -58,7 +58,7 @@ def test_the_rank_that_is_to_blame_is_named(
     assert set(psutil.Process().children()) <= before, "a process is left behind"
 
 
-def test_all_came_through() -> None:
+def test_successful_ranks_return_results() -> None:
     outcome = run_ranks(meet_without, count=2, args=(-1, "alone"), timeout_s=60)
     assert (outcome.results, outcome.explain()) == ({0: 0, 1: 1}, "")
 
@@ -71,7 +71,7 @@ def use_all(rank: int, size: int) -> tuple[list[bool], list[str]]:
     return [use(place) for use in COLLECTIVES.values()], said
 
 
-def test_all_collectives_are_right_among_three(pool: Pool) -> None:
+def test_collectives_are_correct_on_three_ranks(pool: Pool) -> None:
     for right, said in pool.run(use_all, world_size=3, args=(3,)):
         assert all(right)
         assert [what.partition(" of ")[0] for what in said] == [
@@ -85,7 +85,7 @@ def test_all_collectives_are_right_among_three(pool: Pool) -> None:
 
 
 def spoiled(rank: int) -> list[str]:
-    """Which collectives notice that every sum is one too large on this rank."""
+    """Return the collectives that detect all-reduce sums too large by ``rank``."""
     real: Callable[..., Any] = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -100,11 +100,11 @@ def spoiled(rank: int) -> list[str]:
         dist.all_reduce = real
 
 
-def test_a_wrong_sum_is_noticed_where_it_is(pool: Pool) -> None:
+def test_wrong_sum_is_detected_on_its_rank(pool: Pool) -> None:
     assert pool.run(spoiled, world_size=2) == [[], ["all-reduce", "groups"]]
 
 
-def test_one_process_and_a_backend_that_cannot_work() -> None:
+def test_single_process_passes_and_unusable_backend_fails() -> None:
     alone = check_ranks(count=1, backend="gloo", timeout_s=60)
     assert {check.status for check in alone.checks} == {Status.OK}
     assert not alone.measurements

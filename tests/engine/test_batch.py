@@ -1,4 +1,4 @@
-"""Cutting batches and joining outputs."""
+"""Splitting of batches and merging of outputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Built:
 
 
 @given(st.integers(1, 50), st.integers(1, 20))
-def test_sizes_are_even_and_lose_nothing(samples: int, count: int) -> None:
+def test_microbatch_sizes_are_even_and_complete(samples: int, count: int) -> None:
     sizes = microbatch_sizes(samples, count)
     assert sum(sizes) == samples
     assert len(sizes) == min(samples, count)
@@ -63,14 +63,14 @@ def test_sizes_are_even_and_lose_nothing(samples: int, count: int) -> None:
         },
     ],
 )
-def test_parts_put_together_are_the_batch(batch: object) -> None:
+def test_microbatches_keep_type_and_sizes(batch: object) -> None:
     sizes = microbatch_sizes(batch_size(batch), 3)
     parts = split_batch(batch, sizes)
     assert [batch_size(part) for part in parts] == list(sizes)
     assert type(parts[0]) is type(batch)
 
 
-def test_scalars_and_broadcast_tensors_are_passed_whole_and_lists_are_cut() -> None:
+def test_lists_are_split_but_scalars_and_broadcasts_are_not() -> None:
     batch = {
         "x": torch.arange(4),
         "scale": torch.tensor(2.0),
@@ -87,7 +87,7 @@ def test_scalars_and_broadcast_tensors_are_passed_whole_and_lists_are_cut() -> N
 @pytest.mark.parametrize(
     "batch", [{"a": torch.zeros(4), "b": torch.zeros(3)}, {"a": torch.tensor(1.0)}, "text"]
 )
-def test_a_batch_without_a_common_first_dimension_says_so(batch: object) -> None:
+def test_batch_without_common_first_dimension_is_refused(batch: object) -> None:
     with pytest.raises(ValueError, match="dimension"):
         batch_size(batch)
 
@@ -103,19 +103,19 @@ def test_outputs_are_concatenated_and_scalars_weighted() -> None:
     assert merged["ids"] == ["a", "b", "c"]
 
 
-def test_a_microbatch_that_weighs_nothing_may_be_nan() -> None:
+def test_nan_of_microbatch_with_zero_weight_is_ignored() -> None:
     merged = merge_outputs([torch.tensor(float("nan")), torch.tensor(3.0)], (1, 1), (0.0, 5.0))
     assert merged.item() == 3.0
 
 
-def test_signature_tells_shapes_and_dtypes_apart() -> None:
+def test_signature_distinguishes_shapes_and_dtypes() -> None:
     one = signature({"x": torch.zeros(2, 3)})
     assert one == signature({"x": torch.ones(2, 3)})
     assert one != signature({"x": torch.zeros(2, 4)})
     assert one != signature({"x": torch.zeros(2, 3, dtype=torch.float64)})
 
 
-def test_a_dataclass_whose_constructor_needs_more_is_cut() -> None:
+def test_dataclass_with_init_only_argument_is_split() -> None:
     parts = split_batch(Built(torch.arange(4), 2.0), (3, 1))
     assert [part.tokens.tolist() for part in parts] == [[0, 1, 2], [3]]
     assert [part.lengths.tolist() for part in parts] == [[0, 2, 4], [6]]

@@ -1,4 +1,4 @@
-"""``Trainer(deterministic=True)`` on a GPU: no operation of ours lacks a deterministic kernel."""
+"""``Trainer(deterministic=True)`` on a GPU: every operation of ours has a deterministic kernel."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def deterministic() -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("deterministic")
-def test_the_fake_gpu_refuses_what_a_gpu_refuses(operation: Callable[[Tensor], Any]) -> None:
+def test_fake_gpu_refuses_nondeterministic_operations(operation: Callable[[Tensor], Any]) -> None:
     operation(torch.ones(4))
     with fake_cuda(0), pytest.raises(RuntimeError, match="deterministic implementation"):
         operation(torch.ones(4, device="cuda"))
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_integers_are_summed_in_any_order() -> None:
+def test_batch_sums_and_sampling_run_in_deterministic_mode() -> None:
     with fake_cuda(0):
         x = torch.ones(4, device="cuda")
         assert x.int().cumsum(0).tolist() == [1, 2, 3, 4]

@@ -1,5 +1,5 @@
-"""On a GPU every reading of a value waits for all that was queued before it: a step waits once, at
-its end, in every layout."""
+"""Host reads of GPU values. Each waits for all queued kernels, so a step waits once, at its end, in
+every layout."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 ALLOWED = {
-    ("engine/step_report.py read_numbers", "tolist"),  # of the ranks with the last stage
-    ("engine/sharing.py share_report", "tolist"),  # of the others
-    ("strategy/stopping.py _agree", "synchronize"),  # where nothing is read: with the batch before
+    ("engine/step_report.py read_numbers", "tolist"),  # on ranks with the last stage
+    ("engine/sharing.py share_report", "tolist"),  # on other ranks
+    ("strategy/stopping.py _agree", "synchronize"),  # if nothing is read: for the last batch
 }
 
 
 class LitTokens(pl.LightningModule):
-    """A typical user's module: it logs, returns a dictionary and has a metric."""
+    """A typical user's module that logs, returns a dictionary and has a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class LitTokens(pl.LightningModule):
 
 
 class LitLlama(pl.LightningModule):
-    """One of Hugging Face's, without padding: it reads a mask."""
+    """A module with a Hugging Face model, without padding."""
 
     def configure_model(self) -> None:
         import transformers
@@ -135,7 +135,7 @@ class LitLlama(pl.LightningModule):
 
 
 class LitPaddedLlama(LitLlama):
-    """With a mask of padding in two of eight samples."""
+    """A module with a padding mask in two of eight samples."""
 
     def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
         mask = torch.ones_like(batch["input_ids"])
@@ -188,7 +188,7 @@ def fit(
         for row in torch.randint(32, (96, 9))
     ]
     loaders = [torch.utils.data.DataLoader(rows, batch_size=8) for _ in range(2)]
-    # What gloo has instead of two collectives NCCL never runs.
+    # NCCL does not use gloo's replacements of two collectives.
     with fake_cuda(rank) as waits, mock.patch.object(reduction, "_is_gloo", return_value=False):
         marks = Marks(waits)
         trainer = pl.Trainer(
@@ -219,13 +219,13 @@ def fit(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_waits_for_its_device_once(name: str, pool: Pool) -> None:
+def test_step_waits_for_device_at_most_once(name: str, pool: Pool) -> None:
     size, options, settings = LAYOUTS[name]
     _check(pool.run(fit, world_size=size, args=(size, options, settings)))
 
 
 @pytest.mark.parametrize("name", ["one m4", "d4", "p2 d2 ZB-V"])
-def test_so_does_one_that_somebody_wrote(name: str, pool: Pool) -> None:
+def test_user_module_waits_for_device_at_most_once(name: str, pool: Pool) -> None:
     size, options, _ = LAYOUTS[name]
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitTokens)))
 
@@ -235,12 +235,14 @@ def test_so_does_one_that_somebody_wrote(name: str, pool: Pool) -> None:
     [(1, {}), (2, {"tensor_parallel_size": 2}), (2, P2), (2, {})],
     ids=["one", "t2", "p2", "d2"],
 )
-def test_so_does_one_of_hugging_face(size: int, options: dict[str, Any], pool: Pool) -> None:
+def test_hugging_face_module_waits_for_device_at_most_once(
+    size: int, options: dict[str, Any], pool: Pool
+) -> None:
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
 
 
-def test_context_ranks_read_a_mask_once_for_all_layers(pool: Pool) -> None:
-    """Four layers, whose masks are read once; whether the batch has padding is not read at all."""
+def test_context_ranks_read_mask_once_for_all_layers(pool: Pool) -> None:
+    """The masks of four layers are read once. The padding of the batch is not read at all."""
     options = {"context_parallel_size": 2}
     for batches in pool.run(fit, world_size=2, args=(2, options, {}, LitPaddedLlama)):
         for waits in batches["train"]:
@@ -251,7 +253,7 @@ def test_context_ranks_read_a_mask_once_for_all_layers(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("options", "settings"), [({"check_finite": "raise"}, {}), ({}, {"precision": "16-mixed"})]
 )
-def test_who_decides_about_the_step_by_its_gradients_waits_for_them_too(
+def test_finite_check_and_loss_scaler_wait_for_gradients(
     options: dict[str, Any], settings: dict[str, Any], pool: Pool
 ) -> None:
     ranks = pool.run(fit, world_size=2, args=(2, {**P2, **options}, settings))
@@ -277,13 +279,13 @@ def _fit_deterministically(rank: int, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["p2 t2 SP ZB-H1", "c4", "p2 v2 d2 ZeRO"])
-def test_training_is_deterministic_in_a_layout(name: str, pool: Pool) -> None:
+def test_training_runs_with_deterministic_algorithms(name: str, pool: Pool) -> None:
     assert all(pool.run(_fit_deterministically, world_size=LAYOUTS[name][0], args=(name,)))
 
 
 def _check(ranks: list[dict[str, list[list[Wait]]]]) -> None:
     for batches in ranks:
-        # the first of its shapes tells the others what they are
+        # In the first batch of a shape the stages exchange shapes.
         for kind, (
             _,
             *later,

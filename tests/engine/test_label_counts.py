@@ -1,5 +1,5 @@
-"""Labels that count: unequal numbers are told once, and float16 sees gradients of the size of one
-process's."""
+"""Numbers of labels: one warning if they differ, and float16 gradients scaled as in a single
+process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LitLabels(L.LightningModule):
 
 @dataclass(frozen=True, kw_only=True)
 class Labels(Training):
-    """Two epochs of sequences with labels, some of them ignored if they are ``uneven``."""
+    """Two epochs of sequences with labels. ``uneven`` ignores some of them."""
 
     counts: bool = False
     uneven: bool = True
@@ -69,7 +69,7 @@ class Labels(Training):
 
 
 def fit_and_listen(rank: int, training: Labels) -> Result:
-    """Train, and return the warnings about labels too."""
+    """Train, and return the result with the warnings about labels."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         result = fit(rank, training)
@@ -87,7 +87,7 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_unequal_numbers_of_labels_are_told_once_with_their_key(name: str, parity: Parity) -> None:
+def test_unequal_label_counts_warn_once(name: str, parity: Parity) -> None:
     ranks = parity.ranks(Labels().on(LAYOUTS[name]), fit_and_listen)
     told = [text for rank in ranks for text in rank["told"]]
     assert len(told) == 1
@@ -98,14 +98,14 @@ def test_unequal_numbers_of_labels_are_told_once_with_their_key(name: str, parit
 
 @pytest.mark.parametrize("settings", [{"counts": True}, {"uneven": False}], ids=["counted", "even"])
 @pytest.mark.parametrize("name", ["one m2", "p2", "d2"])
-def test_a_step_that_counts_or_has_equal_numbers_is_that_of_one_process(
+def test_counted_or_even_labels_match_single_process(
     name: str, settings: dict[str, Any], parity: Parity
 ) -> None:
     ranks = parity.check(Labels(**settings), LAYOUTS[name], fit=fit_and_listen)
     assert not any(rank["told"] for rank in ranks)
 
 
-def test_the_shares_are_of_a_sample() -> None:
+def test_label_counts_are_compared_per_sample() -> None:
     labels = torch.ones(3, 4, dtype=torch.int64)
     cpu = torch.device("cpu")
     assert not is_uneven(*label_spread({"labels": labels}, (2, 1), device=cpu))
@@ -115,7 +115,7 @@ def test_the_shares_are_of_a_sample() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_float16_takes_the_steps_of_one_process(name: str, parity: Parity) -> None:
+def test_float16_steps_match_single_process(name: str, parity: Parity) -> None:
     """Check float16 training with 4096 tokens a batch.
 
     The product of the loss, the number of tokens and the loss scale exceeds the range of float16.

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, Place] = {
 
 
 class Seen(L.Callback):
-    """Outputs of every validation batch."""
+    """Callback that records the outputs of every validation batch."""
 
     def __init__(self) -> None:
         self.outputs: list[tuple[float, float]] = []
@@ -85,7 +85,7 @@ class Logging(Training):
 
 
 class Answers(PaddedTokens):
-    """As many labels in all sequences, and none in the middle."""
+    """Sequences with three labels each, all at the end."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         labels = self.tokens[index, 1:].clone()
@@ -94,7 +94,7 @@ class Answers(PaddedTokens):
 
 
 class LitEvaluated(LitTiny):
-    """Labels that are shifted already."""
+    """A module for labels that are shifted in the data."""
 
     def __init__(self, training: Logging) -> None:
         super().__init__(Run(layers=2))
@@ -123,7 +123,7 @@ class LitEvaluated(LitTiny):
 
 
 class LitShifts(LitEvaluated):
-    """A Hugging Face model, which shifts labels itself; counted as the documentation says."""
+    """A Hugging Face model that shifts labels itself. Tokens are counted as documented."""
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -160,9 +160,11 @@ CASES = {
         if C in LAYOUTS[name][1] or CASES[case].counts
     ],
 )
-def test_values_are_those_of_one_process(name: str, case: str, parity: Parity) -> None:
+def test_logged_and_returned_values_match_single_process(
+    name: str, case: str, parity: Parity
+) -> None:
     expected = parity.result(CASES[case])
-    assert expected["logged"][-1].keys() <= set(Logging.synced), "all values are compared"
+    assert expected["logged"][-1].keys() <= set(Logging.synced), "a logged value is not compared"
     for found in parity.check(CASES[case], LAYOUTS[name]):
         if found["replicas"] == 1:
             assert found["outputs"] == [
@@ -171,7 +173,7 @@ def test_values_are_those_of_one_process(name: str, case: str, parity: Parity) -
 
 
 class Uneven(IterableDataset):
-    """A stream that a replica reads longer than another."""
+    """A stream that is longer on rank 0 than on rank 1."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -182,7 +184,7 @@ class Uneven(IterableDataset):
 
 
 class LitAtTheEnd(LitTiny):
-    """Lightning itself sums over the replicas at the end of the epoch only."""
+    """A module whose values Lightning reduces over replicas only at the end of the epoch."""
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = F.cross_entropy(
@@ -206,7 +208,7 @@ def validate_unevenly(rank: int) -> float:
     )[0]["val_loss"]
 
 
-def test_replicas_that_evaluate_unequally_many_batches_do_not_wait_for_each_other(
+def test_replicas_with_uneven_validation_batches_do_not_hang(
     pool: Pool,
 ) -> None:
     first, second = pool.run(validate_unevenly, world_size=2)

@@ -30,7 +30,7 @@ def no_metrics(_: Any) -> str:
     raise AssertionError("no metric was logged")
 
 
-def test_values_are_averaged_by_weight_or_as_reduce_fx_says() -> None:
+def test_logged_values_are_reduced_by_weight_or_reduce_fx() -> None:
     recorded = [
         [
             LogCall("loss", torch.tensor(1.0), {}),
@@ -52,7 +52,7 @@ def test_values_are_averaged_by_weight_or_as_reduce_fx_says() -> None:
     ]
 
 
-def test_other_reductions_are_refused() -> None:
+def test_unsupported_reduce_fx_is_refused() -> None:
     with pytest.raises(ValueError, match=r"self.log\('a', reduce_fx=median\).*torchmetrics.Metric"):
         average_calls(
             [[LogCall("a", 1.0, {"reduce_fx": torch.median})]],
@@ -62,7 +62,7 @@ def test_other_reductions_are_refused() -> None:
         )
 
 
-def test_different_names_in_different_microbatches_are_refused() -> None:
+def test_different_names_across_microbatches_are_refused() -> None:
     with pytest.raises(ValueError, match="different names"):
         average_calls(
             [[LogCall("a", 1.0, {})], [LogCall("b", 1.0, {})]],
@@ -72,7 +72,7 @@ def test_different_names_in_different_microbatches_are_refused() -> None:
         )
 
 
-def test_rows_are_read_together() -> None:
+def test_read_numbers_returns_rows_of_floats() -> None:
     values = (
         [torch.tensor(3), 2],
         (),
@@ -88,7 +88,7 @@ def _share(rank: int) -> list[tuple[Any, ...]]:
     reports = [
         StepReport(1.0, 2.0, False, [LogCall("a", 3.0, {"prog_bar": True})]),
         StepReport(1.5, 2.0, False, [LogCall("a", 4.0, {"prog_bar": True})]),  # only values change
-        # more than fit
+        # more calls than fit
         StepReport(2.0, 8.0, True, [LogCall(f"n{i}", float(i), {}) for i in range(100)]),
         StepReport(
             0.0,
@@ -118,7 +118,7 @@ def _share(rank: int) -> list[tuple[Any, ...]]:
     return seen
 
 
-def test_every_stage_gets_the_same_report(pool: Pool) -> None:
+def test_every_stage_gets_same_report(pool: Pool) -> None:
     first, second, last = pool.run(_share, world_size=3)
     assert first == second == last
     assert last[1][3] == [LogCall("a", 4.0, {"prog_bar": True})]
@@ -128,7 +128,7 @@ def test_every_stage_gets_the_same_report(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "foo", {"a": 1}, [1, 2], torch.ones(2), torch.ones(0)])
-def test_what_cannot_be_logged_is_named_where_it_is_logged(value: Any) -> None:
+def test_unsupported_logged_value_is_refused(value: Any) -> None:
     recorder = LogRecorder(object())
     with pytest.raises(ValueError, match=r"self\.log\(loss, .*was called, but"):
         recorder("loss", value)
@@ -137,7 +137,7 @@ def test_what_cannot_be_logged_is_named_where_it_is_logged(value: Any) -> None:
     assert len(recorder.calls) == 6
 
 
-def test_a_mean_over_samples_is_weighted_by_them_beside_a_loss_of_tokens() -> None:
+def test_sample_mean_is_weighted_by_batch_size_not_by_tokens() -> None:
     sizes = {"batch_size": 2}, {"batch_size": 1}
     recorded = [
         [LogCall("loss", loss, size), LogCall("accuracy", right, size)]
@@ -161,5 +161,5 @@ def _share_column(rank: int) -> list[float]:
     )
 
 
-def test_a_column_of_one_sample_is_sent(pool: Pool) -> None:
+def test_column_of_one_sample_is_sent(pool: Pool) -> None:
     assert pool.run(_share_column, world_size=2) == [[1.0]] * 2

@@ -1,4 +1,4 @@
-"""Steps whose result depends on the microbatches are told of by name, once."""
+"""Warnings about steps whose result depends on microbatches or replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LitCarried(LitPlain):
 
 
 class LitCarriedPair(LitPlain):
-    """As those of an LSTM."""
+    """A module that carries a pair of states, like an LSTM."""
 
     hidden: tuple[Tensor, Tensor] | None = None
 
@@ -91,7 +91,7 @@ class LitContrastive(LitPlain):
 
 
 class LitTwoViews(LitPlain):
-    """NT-Xent: the samples of two views, each told from all others but itself."""
+    """NT-Xent: each sample of two views is compared with all others."""
 
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         views = torch.cat([prediction, y])
@@ -116,21 +116,21 @@ class LitMasked(LitPlain):
 
 
 class LitMaskedMean(LitMasked):
-    """As those of gluonts, with a mean that changes nothing."""
+    """A masked mean followed by a mean without effect, as in gluonts."""
 
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         return super().loss(prediction, y).mean()
 
 
 class LitNormalized(LitPlain):
-    """Targets in units of the batch."""
+    """Targets normalized over the batch."""
 
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         return super().loss(prediction, (y - y.mean(dim=0)) / y.std(dim=0))
 
 
 class LitMeans(LitPlain):
-    """Reductions that leave no feature, or that are not over samples."""
+    """Reductions that keep no feature dimension or are not over samples."""
 
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         error = (prediction - y).square()
@@ -181,7 +181,7 @@ CASES: dict[type[LitPlain], str | None] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_what_a_microbatch_changes_is_told_once(kind: type[LitPlain], pool: Pool) -> None:
+def test_microbatch_dependent_step_warns_once(kind: type[LitPlain], pool: Pool) -> None:
     expected = CASES[kind]
     (told,) = pool.run(fit, world_size=1, args=(kind, M2, 1))
     assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), (
@@ -190,7 +190,7 @@ def test_what_a_microbatch_changes_is_told_once(kind: type[LitPlain], pool: Pool
 
 
 @pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitQueue, LitNormalized])
-def test_under_a_pipeline_too(kind: type[LitPlain], pool: Pool) -> None:
+def test_microbatch_dependent_pipeline_step_warns_once(kind: type[LitPlain], pool: Pool) -> None:
     layout = {**M2, "pipeline_parallel_size": 2}
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
     expected = CASES[kind]
@@ -203,7 +203,7 @@ def test_under_a_pipeline_too(kind: type[LitPlain], pool: Pool) -> None:
     "kind", [LitPlain, LitCarried, LitSum, LitContrastive, LitTwoViews, LitNormalized]
 )
 @pytest.mark.parametrize("layout", [{}, {"shard_optimizer": True}], ids=["d2", "sharded"])
-def test_what_replicas_change_is_told_once(
+def test_replica_dependent_step_warns_once(
     kind: type[LitPlain], layout: dict[str, Any], pool: Pool
 ) -> None:
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
@@ -212,7 +212,7 @@ def test_what_replicas_change_is_told_once(
     assert [text.startswith(starts) for text in told] == [True] * (expected is not None), told
 
 
-def test_nothing_is_told_without_microbatches(pool: Pool) -> None:
+def test_step_without_microbatches_does_not_warn(pool: Pool) -> None:
     for kind in CASES:
         assert pool.run(fit, world_size=1, args=(kind, {}, 1)) == [[]]
 
@@ -225,7 +225,7 @@ class LitNormed(LitPlain):
         )
 
 
-def test_state_that_a_recomputed_block_changes_is_told(pool: Pool) -> None:
+def test_state_change_in_recomputed_block_warns(pool: Pool) -> None:
     ((text,),) = pool.run(fit, world_size=1, args=(LitNormed, {**M2, "recompute": "full"}, 1))
     assert text.startswith("training_step writes self.net.0.1.num_batches_tracked")
     assert "recomputation runs blocks again" in text

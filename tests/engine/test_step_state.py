@@ -1,4 +1,4 @@
-"""Changes that a step makes are found, told and undone."""
+"""Changes of module state in a step: detection, transfer to other ranks and restoration."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Holder(L.LightningModule):
 
 
 def change(module: Any) -> None:
-    """One of everything."""
+    """Make one change of each kind."""
     module.number, module.text, module.nothing, module.pair = (
         module.number + 1,
         "b",
@@ -86,7 +86,7 @@ def state(module: Any) -> dict[str, Any]:
     return found
 
 
-def test_another_rank_gets_what_changed_and_only_that() -> None:
+def test_only_changed_state_is_sent_to_other_ranks() -> None:
     module, other = Holder(), Holder()
     for _ in range(2):
         before = StepState(find_owners(module))
@@ -106,7 +106,7 @@ def test_another_rank_gets_what_changed_and_only_that() -> None:
         assert other.fresh is other.late["deep"]
 
 
-def test_what_a_step_bound_or_added_is_put_back() -> None:
+def test_attributes_changed_by_step_are_restored() -> None:
     module = Holder()
     change(module)
     expected = copy.deepcopy(state(module))
@@ -119,7 +119,7 @@ def test_what_a_step_bound_or_added_is_put_back() -> None:
     assert module.numbers is held is module.same
 
 
-def test_a_change_that_does_not_fit_is_told() -> None:
+def test_inapplicable_change_is_refused() -> None:
     module, other = Holder(), Holder()
     before = StepState(find_owners(module))
     module.nested["b"]["c"].append(1)
@@ -129,7 +129,7 @@ def test_a_change_that_does_not_fit_is_told() -> None:
 
 
 class Dice:
-    """A metric that is called and keeps what it saw, of no library's kind."""
+    """A callable metric that keeps its inputs and belongs to no library."""
 
     def __init__(self) -> None:
         self.buffers: list[list[torch.Tensor]] | None = None
@@ -148,7 +148,7 @@ class LitRecent(L.LightningModule):
 
 
 @pytest.mark.parametrize("added", [1, 3, 1000, 1500])
-def test_a_deque_that_overflows_is_sent_and_put_back(added: int) -> None:
+def test_overflowing_deque_is_sent_and_restored(added: int) -> None:
     module, other = LitRecent(), LitRecent()
     before = StepState(find_owners(module))
     module.recent.extend(range(1000, 1000 + added))
@@ -162,7 +162,7 @@ def test_a_deque_that_overflows_is_sent_and_put_back(added: int) -> None:
     assert before.changes() == []
 
 
-def test_a_callable_object_is_watched() -> None:
+def test_state_of_callable_object_is_sent() -> None:
     module, other = LitRecent(), LitRecent()
     for step in range(2):
         before = StepState(find_owners(module))

@@ -1,5 +1,4 @@
-"""BERT in Hugging Face folders, with LayerNorm behind the sums and in front: the same bits, the
-same logits of both heads."""
+"""BERT with post- and pre-LayerNorm in Hugging Face folders: equal weights and logits."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def _hugging_face(kind: str, **changes: Any) -> torch.nn.Module:
 
 
 def _inputs() -> dict[str, torch.Tensor]:
-    """Two rows, the second one with padding."""
+    """Return two rows, the second one with padding."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([[20], [13]])
     return {
@@ -81,7 +80,7 @@ def _same_logits(ours: LitBert, theirs: torch.nn.Module) -> None:
 
 
 def _ours(checkpoint: Path) -> LitBert:
-    """The module, from the checkpoint alone."""
+    """Build the module from the checkpoint alone."""
     module = LitBert(**read_state(checkpoint)["hyper_parameters"])
     module.configure_model()
     module.load_state_dict(read_full(checkpoint))
@@ -95,8 +94,7 @@ def _module(config: BertConfig) -> LitBert:
 
 
 def _save(module: LitBert, path: Path, *, size: int = 1, rank: int = 0) -> None:
-    """The module's checkpoint, the vocabulary shared out over ``size`` ranks with padding behind
-    its last part."""
+    """Save the module's checkpoint, its vocabulary padded and sharded over ``size`` ranks."""
     state = {
         name: value
         for name, value in module.state_dict().items()
@@ -120,7 +118,7 @@ def _save(module: LitBert, path: Path, *, size: int = 1, rank: int = 0) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes"), [("Bert", {}), ("Bert", {"hidden_act": "gelu_new"}), ("MegatronBert", {})]
 )
-def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_hugging_face_model_round_trip(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     theirs, folder = _hugging_face(kind, **changes), tmp_path / "hf"
     theirs.save_pretrained(folder, max_shard_size="20KB")
     from_huggingface(folder, tmp_path / "ours")
@@ -132,7 +130,7 @@ def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> N
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     again = transformers.AutoModelForPreTraining.from_pretrained(tmp_path / "back").eval()
     assert type(again) is type(theirs)
-    # Not to the bit: their two forms of GELU by tanh differ in the order of their operations.
+    # Not bitwise equal: the two tanh forms of GELU in transformers differ in operation order.
     torch.testing.assert_close(
         again(**_inputs()).prediction_logits,
         theirs(**_inputs()).prediction_logits,
@@ -142,7 +140,7 @@ def test_there_and_back(kind: str, changes: dict[str, Any], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
+def test_lit_bert_round_trip(name: str, tmp_path: Path) -> None:
     module = _module(OURS[name])
     _save(module, tmp_path / "ours")
     to_huggingface(tmp_path / "ours", tmp_path / "theirs")
@@ -164,7 +162,7 @@ def _save_in_two(rank: int, path: Path) -> None:
     _save(_module(OURS["post"]), path, size=2, rank=rank)
 
 
-def test_a_vocabulary_that_was_padded_for_two_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_vocabulary_padding_is_removed_on_export(pool: Pool, tmp_path: Path) -> None:
     pool.run(_save_in_two, world_size=2, args=(tmp_path / "ours",))
     assert (
         main(["convert", str(tmp_path / "ours"), str(tmp_path / "hf"), "--shard_size", "15KB"]) == 0
@@ -187,8 +185,8 @@ def _hugging_face_of(folder: Path) -> torch.nn.Module:
     return transformers.BertForPreTraining.from_pretrained(folder).eval()
 
 
-def test_names_of_older_files(tmp_path: Path) -> None:
-    """As in Google's files: gamma and beta, the tied decoder, the positions."""
+def test_older_parameter_names_are_read(tmp_path: Path) -> None:
+    """Google's files have gamma and beta, the tied decoder and position ids."""
     from safetensors.torch import load_file, save_file
 
     theirs, file = _hugging_face("Bert"), tmp_path / "hf" / "model.safetensors"
@@ -233,9 +231,7 @@ def test_names_of_older_files(tmp_path: Path) -> None:
         ({"model_type": "megatron-bert"}, r"does not know 'bert\.embeddings\.LayerNorm"),
     ],
 )
-def test_what_our_model_cannot_be_is_said(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     _hugging_face("Bert").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -244,7 +240,7 @@ def test_what_our_model_cannot_be_is_said(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_files_without_the_heads_are_not_enough(tmp_path: Path) -> None:
+def test_files_without_heads_are_refused(tmp_path: Path) -> None:
     _hugging_face("Bert").bert.save_pretrained(tmp_path / "bare")
     with pytest.raises(
         CheckpointError, match=r"lacks \['cls\.predictions\.bias', 'cls\.predictions\.transform"

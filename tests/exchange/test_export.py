@@ -1,5 +1,4 @@
-"""A Hugging Face folder that several ranks write together, each what it has of the tensors; and
-what is left when one of them fails."""
+"""Parallel export to a Hugging Face folder, and failures of one rank."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ Config = GPTConfig | BertConfig
 
 
 def _whole(config: Config) -> dict[str, torch.Tensor]:
-    """A whole model of ours, the same in every process."""
+    """Return the weights of a full model, equal in every process."""
     torch.manual_seed(1)
     module: Any = LitGPT(config) if isinstance(config, GPTConfig) else LitBert(config)
     module.configure_model()
@@ -67,8 +66,9 @@ def _save(path: Path, config: Config) -> None:
 def _part(config: Config, rank: int) -> list[LocalRectangle]:
     """Return the rectangles that one of four ranks holds.
 
-    The ranks form two replicas of two. A pair holds rows, columns or a vocabulary part of a tensor,
-    or all of it."""
+    The ranks form two replicas of two. A tensor is sharded by rows, columns or vocabulary, or
+    replicated.
+    """
     tensors = {}
     for number, (name, value) in enumerate(_whole(config).items()):
         kinds = [
@@ -95,7 +95,7 @@ def _write(rank: int, folder: Path) -> None:
     export_writer._BLOCK = block
 
 
-def test_our_models_as_from_their_checkpoint(pool: Pool, tmp_path: Path) -> None:
+def test_parallel_export_equals_export_of_checkpoint(pool: Pool, tmp_path: Path) -> None:
     pool.run(_write, world_size=4, args=(tmp_path / "all",))
     assert sorted(os.listdir(tmp_path / "all")) == sorted(CONFIGS)
     for name, config in CONFIGS.items():
@@ -107,13 +107,13 @@ def test_our_models_as_from_their_checkpoint(pool: Pool, tmp_path: Path) -> None
         )
         assert len(one) > 3
         assert one == together
-        # no holes on both sides
+        # the values are not zero in both
         assert (
             sum(value.float().norm() for value in open_huggingface(tmp_path / "one").values()) > 100
         )
 
 
-def test_ranks_write_about_the_same() -> None:
+def test_ranks_write_balanced_shares() -> None:
     ranks = [[Held.of(one) for one in _part(LLAMA, rank)] for rank in range(4)]
     shares = share_out(ranks)
     assert shares == share_out(ranks)
@@ -130,7 +130,7 @@ def test_ranks_write_about_the_same() -> None:
     assert max(loads) < 1.2 * sum(loads) / 4
 
 
-def test_no_more_than_a_block_is_in_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_blocks_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_writer, "_BLOCK", 1_000)
     for one in _part(GPT2, 1):
         blocks = [*export_writer._blocks(one, one.place)]
@@ -185,7 +185,7 @@ def _fail(rank: int, target: Path, how: str) -> str:
         ),
     ],
 )
-def test_one_that_fails_fails_all_and_leaves_the_old_folder(
+def test_failing_rank_fails_all_ranks_and_keeps_folder(
     how: str, words: str, pool: Pool, tmp_path: Path
 ) -> None:
     messages = pool.run(_fail, world_size=2, args=(tmp_path / "new" / "out", how))
@@ -195,14 +195,14 @@ def test_one_that_fails_fails_all_and_leaves_the_old_folder(
     assert open_huggingface(tmp_path / "new" / "out")
 
 
-def test_a_folder_that_cannot_be_made_is_told_before(tmp_path: Path) -> None:
+def test_uncreatable_folder_is_refused_before_export(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     whole = [LocalRectangle.whole(name, value) for name, value in _whole(LLAMA).items()]
     with pytest.raises(CheckpointError, match=r"exporting .*file/out failed: .*Error"):
         _export(tmp_path / "file" / "out", LLAMA).check(whole)
 
 
-def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+def test_file_is_not_replaced_by_folder(tmp_path: Path) -> None:
     _save(tmp_path / "c", LLAMA)
     (tmp_path / "thesis.tex").write_text("years of work")
     to_huggingface(tmp_path / "c", tmp_path / "out")
@@ -212,7 +212,7 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_killed_writer_leaves_nothing(pool: Pool, tmp_path: Path) -> None:
+def test_killed_writer_leaves_only_previous_folder(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailure, match="the worker process died"):
         pool.run(_fail, world_size=2, args=(tmp_path / "out", "killed"))
     assert os.listdir(tmp_path) == ["out"]

@@ -1,10 +1,10 @@
-"""Hugging Face folders in and out: the same bits, the same logits, in the same file sizes or
-others."""
+"""Conversion from and to Hugging Face folders: equal weights and logits for any shard size."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def _edit(folder: Path, **changes: Any) -> None:
 
 
 def _ours(checkpoint: Path) -> LitGPT:
-    """The module, from the checkpoint alone."""
+    """Build the module from the checkpoint alone."""
     module = LitGPT(**read_state(checkpoint)["hyper_parameters"])
     module.configure_model()
     module.to(next(iter(read_full(checkpoint).values())).dtype)
@@ -97,7 +97,9 @@ def _ours(checkpoint: Path) -> LitGPT:
     return module.eval()
 
 
-def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
+def test_hugging_face_model_round_trip(
+    theirs: tuple[torch.nn.Module, Path], tmp_path: Path
+) -> None:
     model, folder = theirs
     assert (folder / "model.safetensors.index.json").exists()
     from_huggingface(folder, tmp_path / "ours")
@@ -113,7 +115,7 @@ def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) ->
     assert {
         name.removeprefix("model/") for name in straight.tensors
     } == whole.keys() - aliases.keys()
-    # as a rank of two reads it that holds the second half
+    # read like rank 1 of 2, which holds the second half
     for name, entry in straight.tensors.items():
         full = whole[name.removeprefix("model/")]
         local, sharding = shard(
@@ -138,7 +140,9 @@ def test_there_and_back(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) ->
     assert torch.equal(again(ids).logits, first(ids).logits)
 
 
-def test_shards_are_as_small_as_asked(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
+def test_export_is_sharded_with_consistent_index(
+    theirs: tuple[torch.nn.Module, Path], tmp_path: Path
+) -> None:
     from_huggingface(theirs[1], tmp_path / "ours")
     to_huggingface(tmp_path / "ours", tmp_path / "many", shard_bytes=20_000)
     to_huggingface(tmp_path / "ours", tmp_path / "one")
@@ -156,10 +160,14 @@ def test_shards_are_as_small_as_asked(theirs: tuple[torch.nn.Module, Path], tmp_
         == len(list((tmp_path / "many").glob("*.safetensors")))
         > 1
     )
+    sizes = Counter[str]()
+    for name, file in index["weight_map"].items():
+        sizes[file] += values[name].nbytes
+    assert max(sizes.values()) <= max(20_000, *(value.nbytes for value in values.values()))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama, tied, biases, one kv head", "mixtral"])
-def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
+def test_lit_gpt_round_trip(name: str, tmp_path: Path) -> None:
     config = VARIANTS[name]
     module = LitGPT(config)
     module.configure_model()
@@ -203,14 +211,14 @@ def test_our_model_there_and_back(name: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_experts_that_hugging_face_has_not(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_expert_options_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     config = replace(VARIANTS["mixtral"], **changes)
     ((name, value),) = changes.items()
     with pytest.raises(CheckpointError, match=rf"Mixtral.* no equivalent of {name}={value!r}"):
         model_of_hyper_parameters({"config": asdict(config)}).write()
 
 
-def test_an_expert_that_is_missing_is_seen(tmp_path: Path) -> None:
+def test_missing_expert_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     _mixtral().save_pretrained(tmp_path)
@@ -221,7 +229,7 @@ def test_an_expert_that_is_missing_is_seen(tmp_path: Path) -> None:
         open_native(tmp_path)
 
 
-def test_files_of_the_bare_model_with_masks_are_read(tmp_path: Path) -> None:
+def test_bare_model_with_mask_buffers_is_read(tmp_path: Path) -> None:
     model = hf_gpt2()
     model.transformer.save_pretrained(tmp_path / "bare")
     from safetensors.torch import load_file, save_file
@@ -236,7 +244,7 @@ def test_files_of_the_bare_model_with_masks_are_read(tmp_path: Path) -> None:
     assert all(torch.equal(bare[name], whole[name]) for name in whole)
 
 
-def test_a_module_that_wraps_theirs_keeps_their_names(tmp_path: Path) -> None:
+def test_wrapped_hugging_face_module_keeps_names(tmp_path: Path) -> None:
     config = transformers.BertConfig(
         vocab_size=50,
         hidden_size=16,
@@ -256,7 +264,7 @@ def test_a_module_that_wraps_theirs_keeps_their_names(tmp_path: Path) -> None:
     (tmp_path / "bert" / "tokenizer_config.json").write_text("{}")
     to_huggingface(tmp_path / "ours", tmp_path / "back", config=tmp_path / "bert")
     assert (tmp_path / "back" / "tokenizer_config.json").exists(), (
-        "transformers would invent a tokenizer"
+        "the tokenizer files are not exported"
     )
     assert "every tensor equal" in verify_export(
         tmp_path / "ours", tmp_path / "back", config=tmp_path / "bert"
@@ -282,7 +290,7 @@ LAST = "net.transformer.ln_f.bias"
     ],
     ids=["adapter", "missing", "shape", "architecture"],
 )
-def test_what_the_architecture_does_not_have_is_not_exported(
+def test_export_not_matching_architecture_is_refused(
     changes: dict[str, Any], config: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     model = hf_gpt2()
@@ -296,7 +304,7 @@ def test_what_the_architecture_does_not_have_is_not_exported(
     assert not (tmp_path / "out").exists()
 
 
-def test_our_own_model_is_compared_with_its_table(tmp_path: Path) -> None:
+def test_lit_gpt_with_adapter_is_not_exported(tmp_path: Path) -> None:
     hf_gpt2().save_pretrained(tmp_path / "hf")
     from_huggingface(tmp_path / "hf", tmp_path / "ours")
     values = read_full(tmp_path / "ours") | {"model.h.0.lora_A.weight": torch.ones(2, 2)}
@@ -306,7 +314,7 @@ def test_our_own_model_is_compared_with_its_table(tmp_path: Path) -> None:
         to_huggingface(tmp_path / "lora", tmp_path / "out")
 
 
-def test_dtype_is_converted_on_the_way_out(tmp_path: Path) -> None:
+def test_export_converts_dtype(tmp_path: Path) -> None:
     hf_llama().save_pretrained(tmp_path / "hf")
     from_huggingface(tmp_path / "hf", tmp_path / "ours")
     to_huggingface(tmp_path / "ours", tmp_path / "half", dtype=torch.bfloat16)
@@ -346,9 +354,7 @@ def test_dtype_is_converted_on_the_way_out(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_our_model_cannot_be_is_said(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     hf_llama().save_pretrained(tmp_path / "hf")
     _edit(tmp_path / "hf", **changes)
     with pytest.raises(CheckpointError, match=words):
@@ -356,7 +362,7 @@ def test_what_our_model_cannot_be_is_said(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_damaged_folders(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
+def test_damaged_folder_is_refused(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(theirs[1], tmp_path / "hf"))
     file = sorted(folder.glob("*.safetensors"))[0]
     content = file.read_bytes()
@@ -378,7 +384,7 @@ def test_damaged_folders(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_models_that_hugging_face_does_not_have(tmp_path: Path) -> None:
+def test_model_without_hugging_face_equivalent_is_refused(tmp_path: Path) -> None:
     config = replace(GPT2, position="rope")
     for hyper_parameters, words in (
         (

@@ -1,5 +1,4 @@
-"""Folders that are links: those of the hub's cache are read, those that lead anywhere else are
-not."""
+"""Symbolic links in model folders, within the Hub cache and to the outside."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
 from lightning_ptdp.exchange import open_huggingface, write_safetensors
 
 
-def test_the_hubs_cache_is_read_and_other_links_are_not(tmp_path: Path) -> None:
+def test_hub_cache_links_are_read_and_others_refused(tmp_path: Path) -> None:
     snapshot, blobs = (
         tmp_path / "models--a--b" / "snapshots" / "0123",
         tmp_path / "models--a--b" / "blobs",

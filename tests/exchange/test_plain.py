@@ -1,4 +1,4 @@
-"""State dicts and Lightning's single file, in and out, by one function and on the command line."""
+"""Conversion from and to state dicts and Lightning's single file, in Python and by the CLI."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x.ckpt"])
-def test_there_and_back(checkpoint: Path, tmp_path: Path, name: str) -> None:
+def test_round_trip_through_state_dict_or_lightning_file(
+    checkpoint: Path, tmp_path: Path, name: str
+) -> None:
     convert(checkpoint, tmp_path / name)
     assert kind_of(tmp_path / name) == ("lightning" if name == "x.ckpt" else "state_dict")
     module = Lit(4)
@@ -74,7 +76,7 @@ def test_there_and_back(checkpoint: Path, tmp_path: Path, name: str) -> None:
     assert "optimizer_states" not in read_state(tmp_path / "back")
 
 
-def test_prefixes(checkpoint: Path, tmp_path: Path) -> None:
+def test_prefix_is_removed_and_added(checkpoint: Path, tmp_path: Path) -> None:
     convert(checkpoint, tmp_path / "x.pt", prefix="embedding.", dtype=torch.bfloat16)
     state = torch.load(tmp_path / "x.pt", weights_only=True)
     assert list(state) == ["weight"]
@@ -88,7 +90,7 @@ def test_prefixes(checkpoint: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "y.pt").exists()
 
 
-def test_what_cannot_be_converted_is_said(checkpoint: Path, tmp_path: Path) -> None:
+def test_unconvertible_source_or_target_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"a": {"b": 1}}, tmp_path / "nested.pt")
     torch.save({"f": Lit}, tmp_path / "class.pt")
@@ -111,7 +113,7 @@ def test_what_cannot_be_converted_is_said(checkpoint: Path, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_on_the_command_line(
+def test_command_line_converts_and_reports_errors(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     converted = str(tmp_path / "x.safetensors")
@@ -140,7 +142,7 @@ def test_on_the_command_line(
         assert words in said and "Traceback" not in said
 
 
-def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify_commands(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ckpt", "inspect", str(checkpoint), "--tensors"]) == 0
     said = capsys.readouterr().out
     for words in (
@@ -164,7 +166,7 @@ def test_inspect_and_verify(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert "rank0-0.safetensors is damaged: the CRC-32 of bytes" in captured.err
 
 
-def test_reshard(checkpoint: Path, tmp_path: Path) -> None:
+def test_reshard_command(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert (
         main(["ckpt", "reshard", str(checkpoint), str(out), "--files", "2", "--dtype", "bfloat16"])

@@ -1,4 +1,4 @@
-"""Files of safetensors, ours and the library's."""
+"""Safetensors files of this package and of the library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TENSORS = {
 }
 
 
-def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+def test_library_reads_written_file(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def read(name: str) -> torch.Tensor:
@@ -51,7 +51,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
             assert torch.equal(found[name], value)
 
 
-def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
+def test_file_of_library_is_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "x.safetensors", metadata={"format": "pt"})
     for name, value in open_safetensors(tmp_path / "x.safetensors").items():
         assert torch.equal(value, TENSORS[name])
@@ -77,13 +77,13 @@ def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
         (b"[1, 2", "is not a complete safetensors file"),
     ],
 )
-def test_headers_that_do_not_fit(tmp_path: Path, header: bytes, words: str) -> None:
+def test_invalid_header_is_refused(tmp_path: Path, header: bytes, words: str) -> None:
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
     with pytest.raises(CheckpointError, match=words):
         open_safetensors(tmp_path / "x.safetensors")
 
 
-def test_a_dtype_without_a_code(tmp_path: Path) -> None:
+def test_dtype_unknown_to_safetensors_is_refused(tmp_path: Path) -> None:
     entry = TensorEntry(shape=(1,), dtype=torch.complex128)
     with pytest.raises(
         CheckpointError, match=r"'z' is torch\.complex128, which safetensors cannot store"
@@ -92,9 +92,7 @@ def test_a_dtype_without_a_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [list_safetensors, open_safetensors])
-def test_a_pipe_is_refused_and_not_waited_for(
-    tmp_path: Path, read: Callable[[Path], object]
-) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(
         CheckpointError, match=r"x\.safetensors cannot be read: it is not a regular file"
@@ -102,7 +100,7 @@ def test_a_pipe_is_refused_and_not_waited_for(
         read(tmp_path / "x.safetensors")
 
 
-def test_a_sparse_file_of_four_tebibytes_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_sparse_file_of_four_tebibytes_is_refused(tmp_path: Path) -> None:
     header = json.dumps(
         {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
     ).encode()
@@ -118,7 +116,7 @@ def test_a_sparse_file_of_four_tebibytes_is_refused_in_one_sentence(tmp_path: Pa
 
 @contextmanager
 def _address_space(most_bytes: int) -> Iterator[None]:
-    """Limit this process's memory, as a machine without overcommitment does."""
+    """Limit this process's address space, like a machine without overcommitment."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Conversions hold a few tensors at a time, not the model: measured in a process of their own."""
+"""Memory of conversions, which hold a few tensors at a time, measured in a separate process."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ CONFIG = GPTConfig.gpt2(
     vocabulary_size=512, sequence_length=32, num_layers=16, hidden_size=512, num_heads=8
 )
 LARGEST = 4 * CONFIG.hidden_size**2 * 4
-# What is read, what is transposed, what is written, and as many again, in each thread; and what
-# Python and torch take for themselves.
+# In each thread: tensors read, transposed and written, and as many again. Then the memory of Python
+# and torch themselves.
 THREADS = {"reshard": 2}
 LIMITS = {threads: threads * 8 * LARGEST + 24 * 2**20 for threads in (1, 2)}
 
 
 def _write(path: Path) -> None:
-    """A checkpoint whose values are made when they are written."""
+    """Write a checkpoint whose values are created when they are written."""
     gpt2 = Model(FAMILIES[0], CONFIG)
     rectangles = [
         LocalRectangle(
@@ -62,16 +62,17 @@ def _write(path: Path) -> None:
 
 
 def _anonymous_bytes() -> int:
-    """Memory that this process has filled itself; pages of mapped files, which the system may drop,
-    are not among it."""
+    """Return this process's anonymous memory, which excludes pages of mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(dict(line.split(":", 1) for line in lines)["RssAnon"].split()[0]) * 1024
 
 
 @contextmanager
 def _peak(peaks: dict[str, int], name: str) -> Iterator[None]:
-    """The most memory that the block had beside what there was before. A model that is held is held
-    for hundreds of samples."""
+    """Record the peak memory of the block, less the memory before it.
+
+    A model that is held in memory shows in hundreds of samples.
+    """
     before, done = _anonymous_bytes(), threading.Event()
     peaks[name] = 0
 
@@ -91,7 +92,7 @@ def _peak(peaks: dict[str, int], name: str) -> Iterator[None]:
 
 def measure(folder: str) -> None:
     """Print the peaks of all conversions as JSON."""
-    assert transformers.GPT2LMHeadModel, "what is imported is no part of a conversion"
+    assert transformers.GPT2LMHeadModel, "imports are not part of a conversion"
     root, peaks = Path(folder), dict[str, int]()
     steps: dict[str, Callable[[], object]] = {
         "write": lambda: _write(root / "ours"),

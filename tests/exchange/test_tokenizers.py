@@ -15,7 +15,7 @@ from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.data import Tokenizer
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES
-from lightning_ptdp.exchange.tokenizers import files_beside, tokenizer_of
+from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_of
 from lightning_ptdp.models.tiny import make_tiny
 
 TEXTS = [
@@ -38,7 +38,7 @@ def read_by_transformers(ours: Tokenizer, folder: Path, kind: str) -> PreTrained
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_transformers_gives_the_same_ids(tmp_path: Path) -> None:
+def test_transformers_gives_equal_token_ids(tmp_path: Path) -> None:
     ours = Tokenizer.train(TEXTS * 20, vocabulary_size=600)
     theirs = read_by_transformers(ours, tmp_path, "gpt2")
     for text in TEXTS:
@@ -48,7 +48,7 @@ def test_transformers_gives_the_same_ids(tmp_path: Path) -> None:
     assert theirs.eos_token_id == ours.eos_id
 
 
-def test_that_of_a_bert_makes_texts_and_pairs_as_in_training(tmp_path: Path) -> None:
+def test_bert_tokenizer_builds_texts_and_pairs_as_in_training(tmp_path: Path) -> None:
     ours = Tokenizer.train(TEXTS * 20, vocabulary_size=600, control_symbols=SPECIAL_PIECES)
     theirs = read_by_transformers(ours, tmp_path, "bert")
     cls, sep, mask = map(ours.control_id, SPECIAL_PIECES)
@@ -69,7 +69,7 @@ def test_that_of_a_bert_makes_texts_and_pairs_as_in_training(tmp_path: Path) -> 
     assert (theirs.mask_token_id, theirs.pad_token_id) == (mask, ours.pad_id)
 
 
-def test_there_is_none_where_the_data_are_gone(tmp_path: Path) -> None:
+def test_missing_data_gives_no_tokenizer(tmp_path: Path) -> None:
     assert (
         tokenizer_of({})
         == tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "gone")}})
@@ -77,7 +77,7 @@ def test_there_is_none_where_the_data_are_gone(tmp_path: Path) -> None:
     )
 
 
-def test_the_tokenizer_of_the_data_goes_in_the_place_of_the_models(tmp_path: Path) -> None:
+def test_tokenizer_of_data_replaces_tokenizer_of_model(tmp_path: Path) -> None:
     for name in (
         "config.json",
         "generation_config.json",
@@ -87,7 +87,7 @@ def test_the_tokenizer_of_the_data_goes_in_the_place_of_the_models(tmp_path: Pat
         "model.safetensors",
     ):
         (tmp_path / name).write_text(f"the model's {name}")
-    beside = files_beside(tmp_path)
+    beside = tokenizer_files(tmp_path)
     assert sorted(beside) == [
         "chat_template.jinja",
         "generation_config.json",
@@ -102,7 +102,7 @@ def test_the_tokenizer_of_the_data_goes_in_the_place_of_the_models(tmp_path: Pat
             "chat_template": str(tmp_path / "mine.jinja"),
         }
     }
-    given = files_beside(tmp_path / "config.json", state)
+    given = tokenizer_files(tmp_path / "config.json", state)
     assert given == {
         **tokenizer_of(state),
         "generation_config.json": b"the model's generation_config.json",
@@ -110,14 +110,14 @@ def test_the_tokenizer_of_the_data_goes_in_the_place_of_the_models(tmp_path: Pat
     }
     HuggingFaceTokenizer(_tiny(tmp_path / "tiny")).save(tmp_path / "prepared")
     state["datamodule_hyper_parameters"]["data_dir"] = str(tmp_path / "prepared")
-    assert "config.json" not in tokenizer_of(state)  # it would be the model's
+    assert "config.json" not in tokenizer_of(state)  # it would be taken for the model's
     assert "tokenizer.json" in tokenizer_of(state)
 
 
 @pytest.mark.parametrize(
     "name", ["vocab.txt", "merges.txt", "tokenizer_config.json", "generation_config.json"]
 )
-def test_a_link_to_a_file_outside_the_folder_is_not_exported(tmp_path: Path, name: str) -> None:
+def test_link_to_file_outside_folder_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("not for you")
     folder = tmp_path / "model"
     folder.mkdir()
@@ -127,10 +127,10 @@ def test_a_link_to_a_file_outside_the_folder_is_not_exported(tmp_path: Path, nam
         CheckpointError,
         match=rf"{name} cannot be read: it is a link to .*/secret, which is outside its folder",
     ):
-        files_beside(folder)
+        tokenizer_files(folder)
 
 
-def test_a_link_into_the_hubs_cache_is_exported(tmp_path: Path) -> None:
+def test_link_into_hub_cache_is_exported(tmp_path: Path) -> None:
     snapshot, blobs = (
         tmp_path / "models--a--b" / "snapshots" / "0123",
         tmp_path / "models--a--b" / "blobs",
@@ -141,18 +141,18 @@ def test_a_link_into_the_hubs_cache_is_exported(tmp_path: Path) -> None:
     (snapshot / "generation_config.json").symlink_to(Path("../../blobs/4567"))
     (tmp_path / "named by the user").symlink_to(snapshot)
     assert (
-        files_beside(snapshot)
-        == files_beside(tmp_path / "named by the user")
+        tokenizer_files(snapshot)
+        == tokenizer_files(tmp_path / "named by the user")
         == {"generation_config.json": b"{}"}
     )
 
 
-def test_a_pipe_and_a_huge_file_beside_a_model_are_refused(tmp_path: Path) -> None:
+def test_pipe_and_huge_file_in_model_folder_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "generation_config.json")
     with pytest.raises(
         CheckpointError, match=r"generation_config\.json cannot be read: it is not a regular file"
     ):
-        files_beside(tmp_path)
+        tokenizer_files(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     with open(tmp_path / "vocab.txt", "wb") as stream:
         stream.truncate(1 << 42)
@@ -160,7 +160,7 @@ def test_a_pipe_and_a_huge_file_beside_a_model_are_refused(tmp_path: Path) -> No
         CheckpointError,
         match=r"vocab\.txt has 4398046511104 bytes, more than the limit of 134217728",
     ):
-        files_beside(tmp_path)
+        tokenizer_files(tmp_path)
 
 
 def _tiny(folder: Path) -> Path:

@@ -1,5 +1,4 @@
-"""One training of a Hugging Face mixture from a folder, a checkpoint or sizes alone, and what it
-reads and writes."""
+"""Training of a Hugging Face mixture from a folder, a checkpoint or a configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Training):
-    """A training that begins with the weights in ``folder``, if given."""
+    """Training run that starts with the weights in ``folder``, if given."""
 
     steps: int = 2
     global_batch: int = 4
@@ -50,7 +49,7 @@ class Run(Training):
 
 
 def fit_counted(rank: int, run: Run) -> dict[str, Any]:
-    """Train, and count the bytes that are read of experts' files and of others."""
+    """Train, and count the bytes read of expert tensors and of other tensors."""
     read, fill = {"experts": 0, "others": 0}, folder_weights.read_stored
 
     def counted(wanted: Any) -> None:

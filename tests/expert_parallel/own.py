@@ -1,4 +1,4 @@
-"""One training of our own GPT with experts, on sequences of which unequal parts are labelled."""
+"""Training of our GPT with experts, on sequences with unequal numbers of labels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPERTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Training):
-    """A training of a GPT with experts in float64."""
+    """Training run of a GPT with experts in float64."""
 
     model: dict[str, Any] = field(default_factory=dict)
     usual: bool = False
@@ -58,7 +58,7 @@ class Run(Training):
 
 
 class Labelled(Dataset):
-    """Tokens of which the first few have labels, how many differs; of one sequence none. Or all."""
+    """Sequences with labels on the first few tokens or on all; one sequence may have no label."""
 
     def __init__(self, *, all_labelled: bool) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -123,7 +123,7 @@ class LitUsual(L.LightningModule):
 
 
 class Held(L.Callback):
-    """Elements of expert parameters, gradients and optimizer states on this rank."""
+    """Counts the elements of expert parameters, gradients and optimizer states on this rank."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -135,7 +135,7 @@ class Held(L.Callback):
         states = [
             value for each in parameters for value in optimizer.state[each].values() if value.dim()
         ]
-        # a sharded optimizer has none
+        # gradients are None with a sharded optimizer
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         found = {"parameters": parameters, "gradients": gradients, "states": states}
         self.counts = {

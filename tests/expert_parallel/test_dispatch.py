@@ -1,5 +1,4 @@
-"""One layer of experts over two ranks: its output and every gradient are those of all tokens on
-one, and what is sent is counted."""
+"""One layer of experts on two ranks: output, gradients and bytes sent."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ TOKENS, WIDTH, EXPERTS, CHOSEN = 12, 16, 4, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A module of transformers' experts; ``routing``: "own", or "one" expert for all."""
+    """An expert module of transformers; ``routing`` "one" sends all tokens to one expert."""
 
     name: str
     dtype: torch.dtype = torch.float64
@@ -59,7 +58,7 @@ def make(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def tokens(case: Case, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, indices, weights, and the gradient of the output."""
+    """Return hidden states, indices, weights, and the gradient of the output."""
     torch.manual_seed(2)
     x, grad = torch.randn(2, ranks * TOKENS, WIDTH, dtype=case.dtype)
     weights, index = torch.rand(ranks * TOKENS, EXPERTS, dtype=case.dtype).topk(CHOSEN, -1)
@@ -82,7 +81,7 @@ def results(
 
 
 def parallel(rank: int, case: Case) -> tuple[dict[str, Tensor], list[int]]:
-    """This rank's results for its part of the tokens, and the bytes that each all-to-all took."""
+    """Return this rank's results for its tokens, and the bytes of each all-to-all."""
     mesh = ProcessMesh.create(
         layout=ParallelLayout(world_size=2, expert_parallel_size=2), rank=rank
     )
@@ -116,7 +115,7 @@ def parallel(rank: int, case: Case) -> tuple[dict[str, Tensor], list[int]]:
     ],
     ids=lambda case: f"{case.name} {case.dtype} {case.routing}",
 )
-def test_two_ranks_are_one(case: Case, pool: Pool) -> None:
+def test_two_ranks_equal_single_process(case: Case, pool: Pool) -> None:
     whole: Any = make(case.name, case.dtype)
     whole.config._experts_implementation = "eager"
     expected = results(whole, *tokens(case, 2))
@@ -130,11 +129,11 @@ def test_two_ranks_are_one(case: Case, pool: Pool) -> None:
         came = int((index // (EXPERTS // 2) == rank).sum())
         here, there = (count * WIDTH * item for count in (TOKENS * CHOSEN, came))
         assert sent == [8 * EXPERTS, here, there, here, there], (
-            "the numbers, the rows, the outputs, and the gradients of both"
+            "expected counts, rows, outputs, and the gradients of outputs and rows"
         )
 
 
-def test_nothing_is_added_up_where_it_lands(pool: Pool) -> None:
+def test_dispatch_needs_no_scatter_add(pool: Pool) -> None:
     for names in pool.run(
         operations, world_size=2, args=(Case(name="mixtral", dtype=torch.float32),)
     ):
@@ -142,8 +141,8 @@ def test_nothing_is_added_up_where_it_lands(pool: Pool) -> None:
             not {"aten::index_add_", "aten::index_put_", "aten::_index_put_impl_", "aten::nonzero"}
             & names.keys()
         )
-        # To the ranks, by expert, back from that, to the tokens; the same in the backward; and four
-        # of numbers and weights.
+        # Four in forward (to ranks, to experts, and both inverses), four in backward, and four of
+        # indices and weights.
         assert names["aten::index_select"] == 12
         assert names["aten::sort"] == 1
         assert names["aten::_grouped_mm"] == 6

@@ -1,5 +1,4 @@
-"""Hugging Face's mixtures go into checkpoints and folders and come from them, whoever has the
-experts."""
+"""Checkpoints and folders of Hugging Face mixtures with distributed experts."""
 
 from __future__ import annotations
 
@@ -23,9 +22,8 @@ pytest.importorskip("transformers")
 FOLDER = {"checkpoint_format": "folder"}
 
 
-def test_a_checkpoint_goes_through_layouts_bitwise(parity: Parity, tmp_path: Path) -> None:
-    """e4 to one process to t2 p2 e2, weights and optimizer; and to a folder, without the folder of
-    a model."""
+def test_checkpoint_is_bitwise_equal_across_layouts(parity: Parity, tmp_path: Path) -> None:
+    """Weights and optimizer go from e4 to one process to t2 p2 e2, and weights to a folder."""
     layouts: list[tuple[int, dict[str, Any]]] = [
         (4, {E: 4}),
         (1, FOLDER),
@@ -52,9 +50,7 @@ def test_a_checkpoint_goes_through_layouts_bitwise(parity: Parity, tmp_path: Pat
     assert torch.equal(torch.stack(experts), gate[:, : gate.size(1) // 2])
 
 
-def test_a_folder_that_is_written_by_ranks_with_experts_each_is_that_of_one_process(
-    parity: Parity, tmp_path: Path
-) -> None:
+def test_sharded_export_equals_single_process_export(parity: Parity, tmp_path: Path) -> None:
     for name, world_size, layout in (("one", 1, {}), ("two", 2, {E: 2})):
         parity.ranks(Run(export=str(tmp_path / name)).on((world_size, layout)))
     one, two = open_huggingface(tmp_path / "one"), open_huggingface(tmp_path / "two")
@@ -67,9 +63,7 @@ def test_a_folder_that_is_written_by_ranks_with_experts_each_is_that_of_one_proc
 @pytest.mark.parametrize(
     "name", ["mixtral", "gpt_oss"], ids=["a file's tensor an expert", "all experts in one"]
 )
-def test_a_rank_reads_the_bytes_of_its_experts_alone(
-    name: str, parity: Parity, tmp_path: Path
-) -> None:
+def test_rank_reads_only_its_own_experts(name: str, parity: Parity, tmp_path: Path) -> None:
     torch.manual_seed(11)
     model = build(name)
     model.save_pretrained(tmp_path)

@@ -1,5 +1,4 @@
-"""Hugging Face's mixtures, unmodified, with their experts shared out: all weights are as one
-process has them."""
+"""Unmodified Hugging Face mixtures with distributed experts, compared with a single process."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -
         ("mixtral", 4, {T: 2, ET: 2, P: 2, M: 2}),
     ],
 )
-def test_same_losses_and_weights_as_one_process(
+def test_losses_and_weights_equal_single_process(
     name: str, world_size: int, layout: dict[str, Any], pool: Pool
 ) -> None:
     run = run_of(name, world_size, layout)
@@ -69,7 +68,7 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 @pytest.mark.parametrize(
     ("world_size", "layout"), [(2, {P: 2, M: 1}), (2, {T: 2})], ids=["p2", "t2"]
 )
-def test_the_models_own_balance_loss_is_that_of_one_process_where_a_forward_sees_the_batch(
+def test_balance_loss_of_full_batch_equals_single_process(
     world_size: int, layout: dict[str, Any]
 ) -> None:
     report = verified(run_of("mixtral", world_size, layout, **BALANCED))
@@ -87,7 +86,9 @@ def test_the_models_own_balance_loss_is_that_of_one_process_where_a_forward_sees
     ],
     ids=["one process", "p2", "m2", "e2", "c2"],
 )
-def test_elsewhere_it_is_told(layout: dict[str, Any], replicas: int, told: bool) -> None:
+def test_balance_loss_of_partial_batch_warns(
+    layout: dict[str, Any], replicas: int, told: bool
+) -> None:
     strategy = PTDPStrategy(**layout)
     found = strategy.config.layout(replicas * layout.get(P, 1))
     with warnings.catch_warnings(record=True) as caught:
@@ -98,7 +99,7 @@ def test_elsewhere_it_is_told(layout: dict[str, Any], replicas: int, told: bool)
     assert [bool(re.match(said, str(one.message))) for one in caught] == [True] * told
 
 
-def test_slices_of_a_sequence_have_no_balance_loss(pool: Pool) -> None:
+def test_balance_loss_with_sequence_parallel_is_refused(pool: Pool) -> None:
     run = run_of("mixtral", 2, {T: 2, SP: True}, **BALANCED)
     (said,) = pool.run(refusal, world_size=1, args=(run,))
     assert said is not None
@@ -115,7 +116,7 @@ def test_slices_of_a_sequence_have_no_balance_loss(pool: Pool) -> None:
     ],
     ids=["attention", "router"],
 )
-def test_adapters_beside_experts(lora: dict[str, Any]) -> None:
+def test_lora_outside_experts_equals_single_process(lora: dict[str, Any]) -> None:
     pytest.importorskip("peft")
     report = verified(
         Run(architecture="mixtral", layout={E: 2}, world_size=2, steps=2, lora={"r": 2, **lora})
@@ -123,7 +124,7 @@ def test_adapters_beside_experts(lora: dict[str, Any]) -> None:
     assert report.equal, str(report)
 
 
-def test_adapters_on_experts_that_are_shared_out_are_refused_before_launch(pool: Pool) -> None:
+def test_lora_on_sharded_experts_is_refused_before_launch(pool: Pool) -> None:
     pytest.importorskip("peft")
     lora = {"r": 2, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
     run = Run(architecture="mixtral", layout={E: 2}, world_size=2, lora=lora)

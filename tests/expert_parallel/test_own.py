@@ -1,5 +1,4 @@
-"""Our own GPT with experts trains in every layout as in one process: router's losses, bias and
-capacity included."""
+"""Our GPT with experts in every layout, with router losses, router bias and capacity."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ MODEL = {"shared_experts": 1, "dense_layers": 1}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_same_weights_as_one_process(name: str, parity: Parity) -> None:
+def test_weights_equal_single_process(name: str, parity: Parity) -> None:
     parity.check(Run(model=MODEL), LAYOUTS[name])
 
 
@@ -50,7 +49,7 @@ def test_same_weights_as_one_process(name: str, parity: Parity) -> None:
     ("name", "score"),
     [("e4", "sigmoid"), ("p2 e2 zb_h1 recompute", "sigmoid"), ("t2 sp c2 e2", "softmax")],
 )
-def test_a_bias_is_moved_as_in_one_process(name: str, score: str, parity: Parity) -> None:
+def test_router_bias_update_equals_single_process(name: str, score: str, parity: Parity) -> None:
     model = {**MODEL, "balance": "bias", "bias_rate": 0.03, "router_score": score}
     run, place = Run(model=model), {**LAYOUTS, "e4": (4, {E: 4})}[name]
     if name == "e4":
@@ -62,14 +61,12 @@ def test_a_bias_is_moved_as_in_one_process(name: str, score: str, parity: Parity
 
 
 @pytest.mark.parametrize(("name", "balance"), [("c2 e2", "loss"), ("p2 v2 e2", "bias")])
-def test_a_module_of_the_kind_that_people_write(name: str, balance: str, parity: Parity) -> None:
+def test_user_module_equals_single_process(name: str, balance: str, parity: Parity) -> None:
     parity.check(Run(model={"balance": balance}, usual=True), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["e2", "t2 e2"])
-def test_what_is_more_than_an_expert_takes_is_dropped_as_in_one_process(
-    name: str, parity: Parity
-) -> None:
+def test_capacity_drops_equal_single_process(name: str, parity: Parity) -> None:
     run = Run(model={"capacity_factor": 1.0})
     parity.check(run, LAYOUTS[name])
     logged = parity.result(run)["logged"]
@@ -81,9 +78,7 @@ def test_what_is_more_than_an_expert_takes_is_dropped_as_in_one_process(
     [LAYOUTS["e2"], LAYOUTS["t2 et2"], (4, {T: 2, ET: 2, E: 2})],
     ids=["e2", "t2 et2", "t2 et2 e2"],
 )
-def test_a_rank_holds_its_part_of_experts_of_their_gradients_and_of_the_optimizer(
-    place: Place, parity: Parity
-) -> None:
+def test_rank_holds_its_shard_of_experts_and_their_states(place: Place, parity: Parity) -> None:
     run = Run(steps=2)
     whole = parity.result(run)["held"]
     assert whole["states"] == 2 * whole["parameters"] == 2 * whole["gradients"]
@@ -91,7 +86,7 @@ def test_a_rank_holds_its_part_of_experts_of_their_gradients_and_of_the_optimize
         assert {what: place[0] * number for what, number in found["held"].items()} == whole
 
 
-def test_a_checkpoint_of_split_experts_goes_on_in_another_layout(
+def test_checkpoint_of_split_experts_resumes_in_other_layout(
     parity: Parity, tmp_path: Path
 ) -> None:
     folder, place = str(tmp_path / "split.ckpt"), (4, {T: 2, ET: 2, E: 2})
@@ -113,12 +108,12 @@ def test_a_checkpoint_of_split_experts_goes_on_in_another_layout(
         ),
     ],
 )
-def test_experts_are_split_over_all_tensor_ranks_or_none(layout: dict[str, Any], said: str) -> None:
+def test_invalid_expert_tensor_parallel_size_is_refused(layout: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PTDPStrategy(**layout)
 
 
-def test_experts_that_cannot_be_split_are_refused_before_launch() -> None:
+def test_unsplittable_experts_are_refused_before_launch() -> None:
     layout = {T: 2, ET: 2, "start_method": "fork"}
     with pytest.raises(
         ValueError,
@@ -134,7 +129,7 @@ def test_experts_that_cannot_be_split_are_refused_before_launch() -> None:
         fit(0, toy.Run().on((2, layout | {"plan": plan})))
 
 
-def test_a_checkpoint_goes_on_in_another_layout(parity: Parity, tmp_path: Path) -> None:
+def test_checkpoint_resumes_in_other_layout(parity: Parity, tmp_path: Path) -> None:
     folder, model = str(tmp_path / "four.ckpt"), {"balance": "bias", "bias_rate": 0.03}
     saved, *_ = parity.ranks(Run(steps=3, save=folder, model=model).on((4, {E: 4})))
     found, *_ = parity.check(Run(resume=folder, model=model), LAYOUTS["p2 v2 e2"])
@@ -143,7 +138,7 @@ def test_a_checkpoint_goes_on_in_another_layout(parity: Parity, tmp_path: Path) 
     assert all(value.any() for key, value in initial.items() if key.endswith("bias_nano"))
 
 
-def test_text_is_written_with_a_cache_as_without() -> None:
+def test_generation_is_equal_with_and_without_cache() -> None:
     module = LitGPT(
         config_of(Run(model={"capacity_factor": 1.0, "shared_experts": 1, "dense_layers": 1}))
     )
@@ -155,7 +150,7 @@ def test_text_is_written_with_a_cache_as_without() -> None:
     assert written == ids[3:]
 
 
-def test_a_router_without_numbers_is_named() -> None:
+def test_router_with_nan_weights_is_named() -> None:
     model = GPT(config_of(Run()))
     torch.nn.init.constant_(model.blocks[2].mixture.router.gate.weight, torch.nan)
     with pytest.raises(
@@ -164,7 +159,7 @@ def test_a_router_without_numbers_is_named() -> None:
         model(torch.zeros(1, 8, dtype=torch.int64))
 
 
-def test_a_capacity_over_ranks_that_see_parts_of_a_sequence_is_refused_before_launch() -> None:
+def test_capacity_with_context_parallel_is_refused_before_launch() -> None:
     run = Run(world_size=2, layout={C: 2, "start_method": "fork"}, model={"capacity_factor": 1.5})
     with pytest.raises(
         ValueError,
@@ -173,7 +168,7 @@ def test_a_capacity_over_ranks_that_see_parts_of_a_sequence_is_refused_before_la
         fit(0, run)
 
 
-def test_experts_take_the_first_of_a_sequence_that_choose_them() -> None:
+def test_capacity_keeps_first_tokens_of_each_sequence() -> None:
     index = torch.tensor([[[0, 1], [0, 2], [0, 1], [3, 0]], [[1, 0], [1, 0], [2, 3], [3, 2]]])
     kept = Capacity(num_experts=4, factor=0.9)(index)  # 0.9 x 2 x 4 / 4: two of each
     assert kept.tolist() == [
@@ -182,7 +177,7 @@ def test_experts_take_the_first_of_a_sequence_that_choose_them() -> None:
     ]
 
 
-def test_what_is_recomputed_counts_once_and_evaluation_not_at_all() -> None:
+def test_router_counts_recomputed_tokens_once_and_skips_eval() -> None:
     router = Router(config_of(Run(model={"balance": "bias", "capacity_factor": 0.5})))
     x = torch.randn(2, 8, 16, requires_grad=True)
     checkpoint(lambda x: router(x).weights, x, use_reentrant=False).sum().backward()

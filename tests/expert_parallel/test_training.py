@@ -1,5 +1,4 @@
-"""A mixture with its experts shared out trains as on one process: every clipped step, whatever its
-router does."""
+"""A user's mixture with distributed experts, compared with a single process."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ pytestmark = pytest.mark.thorough
     ],
     ids=["e2", "e4 m2", "d2 e2 zero", "p2 v2 e2", "p2 e2 zb_h1", "e2 recompute"],
 )
-def test_same_weights_as_one_process(
+def test_weights_equal_single_process(
     world_size: int, layout: dict[str, Any], routing: str, parity: Parity
 ) -> None:
     parity.check(Run(routing=routing), (world_size, layout))
 
 
-def test_a_rank_has_its_part_of_the_experts(parity: Parity) -> None:
+def test_rank_holds_its_shard_of_experts(parity: Parity) -> None:
     run = Run(steps=1)
     whole = parity.result(run)
     for found in parity.ranks(run.on((4, {E: 4}))):
@@ -47,7 +46,7 @@ def test_a_rank_has_its_part_of_the_experts(parity: Parity) -> None:
     [(2, {E: 2}), (4, {E: 2, P: 2, M: 2}), (2, {})],
     ids=["e2", "p2 e2", "d2"],
 )
-def test_a_checkpoint_goes_on_in_another_layout(
+def test_checkpoint_resumes_in_other_layout(
     world_size: int, layout: dict[str, Any], parity: Parity, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "four.ckpt")
@@ -71,12 +70,12 @@ def test_a_checkpoint_goes_on_in_another_layout(
         ),
     ],
 )
-def test_a_router_that_errs_is_named(routing: str, said: str, parity: Parity) -> None:
+def test_faulty_router_is_named(routing: str, said: str, parity: Parity) -> None:
     with pytest.raises(WorkerFailure, match=said):
         parity.ranks(Run(routing=routing).on((2, {E: 2})))
 
 
-def test_replicas_that_evaluate_unequally_often_are_refused(parity: Parity) -> None:
+def test_uneven_validation_batches_are_refused(parity: Parity) -> None:
     with pytest.raises(WorkerFailure, match=r"expert_parallel_size=2 .* same number of batches"):
         parity.ranks(Run(uneven=True).on((2, {E: 2})))
 
@@ -106,7 +105,7 @@ def test_replicas_that_evaluate_unequally_often_are_refused(parity: Parity) -> N
         ),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_before_launch(
+def test_invalid_expert_parallel_size_is_refused_before_launch(
     world_size: int, layout: dict[str, Any], plan: bool, said: str
 ) -> None:
     run = Run(world_size=world_size, layout=layout | {"start_method": "fork"}, plan=plan)

@@ -18,7 +18,7 @@ VOCABULARY, WIDTH, EXPERTS, LENGTH = 29, 8, 4, 6
 
 
 class Experts(nn.Module):
-    """All experts of a layer, (n, h), (n, k), (n, k) -> (n, h)."""
+    """All experts of a layer: (n, h), (n, k), (n, k) -> (n, h)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +40,9 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A router of two experts a token, and the experts. ``routing``: "own", or where it is told to
-    send all tokens."""
+    """A router with two experts per token, and the experts.
+
+    ``routing`` is "own", "one" (all tokens to one expert), "nowhere" (no such expert) or "nan"."""
 
     def __init__(self, routing: str) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Block(nn.Module):
         flat = x.flatten(0, 1)
         scores = self.router(flat).softmax(-1)
         weights, index = scores.topk(2, -1)
-        if self.routing == "one":  # all to one expert: the ranks of the others get nothing
+        if self.routing == "one":  # the ranks of the other experts get no token
             index = torch.full_like(index[:, :1], EXPERTS - 1)
             weights = scores.gather(1, index)
         elif self.routing == "nowhere":
@@ -64,7 +65,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Training):
-    """A training of the mixture in float64."""
+    """Training run of the mixture in float64."""
 
     routing: str = "own"
     steps: int = 6
@@ -100,7 +101,7 @@ class Run(Training):
 
 
 class LitMixture(L.LightningModule):
-    """Nothing in it knows of ranks."""
+    """A module without code for distributed training, except its parallel plan."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()

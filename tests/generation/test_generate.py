@@ -1,4 +1,4 @@
-"""Writing on one process: what transformers writes, and what the model says without a cache."""
+"""Text generation in one process, compared with transformers and without a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.huggingface.runs import make_model
 
 
 class Counting(nn.Module):
-    """Token n is followed by n + 1 with logit 3, n + 2 with 2, n + 3 with 1; 0 for all others."""
+    """A model with logits 3, 2 and 1 for tokens n + 1, n + 2 and n + 3 after n; 0 for others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Counting(nn.Module):
 
 
 class Uncached(nn.Module):
-    """The same model as somebody's own, of which nothing is known."""
+    """Wraps a model so that its type is unknown and it is used without a cache."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Uncached(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt"])
-def test_greedy_is_what_transformers_writes_for_each_prompt_alone(name: str) -> None:
+def test_greedy_generation_equals_transformers(name: str) -> None:
     torch.manual_seed(1)
     model, theirs = make_model(name, sliding_window=4) if name == "gemma3" else make_model(name), []
     for prompt in PROMPTS:
@@ -57,7 +57,7 @@ def test_greedy_is_what_transformers_writes_for_each_prompt_alone(name: str) -> 
 @pytest.mark.parametrize(
     "options", [{}, {"position": "rope", "num_kv_heads": 2}], ids=["learned", "rope"]
 )
-def test_the_cache_changes_nothing_also_beyond_the_longest_sequence(
+def test_cache_does_not_change_generated_tokens(
     options: dict[str, Any],
 ) -> None:
     torch.manual_seed(1)
@@ -69,11 +69,13 @@ def test_the_cache_changes_nothing_also_beyond_the_longest_sequence(
         written = generate(model.train(), PROMPTS, sampling)
         assert model.training
         assert written == generate(Uncached(model), PROMPTS, sampling)
-    assert len({token for row in written for token in row}) > 10, "it says something"
+    assert len({token for row in written for token in row}) > 10, (
+        "the text has too few different tokens"
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_with_the_cache_every_token_is_computed_once(name: str) -> None:
+def test_cache_computes_every_token_once(name: str) -> None:
     seen: list[int] = []
     model = gpt() if name == "gpt" else make_model(name)
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
@@ -82,7 +84,7 @@ def test_with_the_cache_every_token_is_computed_once(name: str) -> None:
     assert seen == [3, 1, 1, 1, 1, 1]
 
 
-def test_a_row_ends_behind_an_end_token_and_is_what_it_would_be_alone() -> None:
+def test_rows_are_independent_and_stop_after_end_token() -> None:
     model = gpt()
     free = generate(model, PROMPTS, SAMPLED)
     assert generate(model, PROMPTS[:1], SAMPLED) == free[:1]
@@ -96,7 +98,7 @@ def test_a_row_ends_behind_an_end_token_and_is_what_it_would_be_alone() -> None:
     ]
 
 
-def test_the_seed_decides_and_nobody_elses_random_state_does() -> None:
+def test_seed_determines_text_and_global_rng_is_unchanged() -> None:
     model, before = gpt(), torch.get_rng_state()
     draws = [
         generate(model, PROMPTS, Sampling(max_new_tokens=20, temperature=1.5, seed=seed))
@@ -118,12 +120,12 @@ def test_temperature_top_k_and_top_p() -> None:
     for temperature in (0.5, 1.0, 2.0):
         share = drawn(temperature=temperature, top_k=2).count(1) / 2000
         assert share == pytest.approx(1 / (1 + torch.e ** (-1 / temperature)), abs=0.04)
-    # e^3, e^2, e, 1 … of 37.2: the first two have 74%, the first three 81%.
+    # Weights are e^3, e^2, e, 1 … of 37.2: the first two have 74%, the first three 81%.
     assert set(drawn(temperature=1.0, top_k=0, top_p=0.7)) == {1, 2}
     assert set(drawn(temperature=1.0, top_k=0, top_p=0.78)) == {1, 2, 3}
 
 
-def test_old_tokens_are_dropped_and_nothing_may_be_asked_for() -> None:
+def test_context_is_truncated_and_zero_new_tokens_are_allowed() -> None:
     model = Counting()
     model.config = type("Config", (), {"sequence_length": 8})
     assert generate(model, [[3]], Sampling(temperature=0.0, max_new_tokens=12)) == [
@@ -158,6 +160,6 @@ def test_old_tokens_are_dropped_and_nothing_may_be_asked_for() -> None:
     ],
     ids=["empty", "tokens", "temperature", "top_p", "several", "t5", "bert"],
 )
-def test_mistakes(call: Any, words: str) -> None:
+def test_invalid_input_is_refused(call: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()

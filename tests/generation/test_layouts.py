@@ -1,4 +1,4 @@
-"""Tests of text generation in every layout.
+"""Text generation in every layout.
 
 The text is the same as in one process. Generation does not change the training that follows.
 """
@@ -23,7 +23,7 @@ Fit = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def written(pool: Pool) -> Fit:
-    """A training run, by rank; each is run once."""
+    """Return a function that trains and returns the results by rank, cached by its arguments."""
 
     @cache
     def run(model: str, layout: str | None, **options: Any) -> list[dict[str, Any]]:
@@ -56,16 +56,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_the_same_text_as_on_one_process(written: Fit, model: str, layout: str) -> None:
+def test_text_equals_single_process(written: Fit, model: str, layout: str) -> None:
     found = written(model, layout)
     assert all(rank["written"] == found[0]["written"] for rank in found)
     assert found[0]["written"] == written(model, None)[0]["written"]
 
 
 @pytest.mark.parametrize(("model", "layout"), [("gpt", "t2p2"), ("llama", "p2v2"), ("gpt", None)])
-def test_training_goes_on_as_if_nothing_had_been_written(
-    written: Fit, model: str, layout: str | None
-) -> None:
+def test_generation_does_not_change_training(written: Fit, model: str, layout: str | None) -> None:
     writes, silent = (
         written(model, layout, random=True, **options)[0] for options in ({}, {"samplings": None})
     )

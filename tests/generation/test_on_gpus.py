@@ -1,6 +1,6 @@
-"""Tests of text generation on a fake GPU and on NCCL's rules.
+"""Text generation on a fake GPU and under NCCL's ordering rules.
 
-The host waits once for each token. All ranks issue the same operations in the same order.
+The host waits once per token. The order of operations on all ranks does not deadlock.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ TOKENS = 6
 
 
 class Writes(pl.Callback):
-    """Writes, of which the first tokens make what is kept, and notes what the host waited for
-    behind these."""
+    """Generates a short and a longer text, each with a separate batch of recorded waits.
+
+    The first two tokens fill the caches. The difference of both batches excludes their waits."""
 
     def __init__(self, waits: Waits) -> None:
         self._batches = waits.batches
@@ -37,8 +38,7 @@ class Writes(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for count in (2, TOKENS + 2):
             self._batches.append([])
-            # Of a mask transformers reads the values, so that it takes one more where there is
-            # padding.
+            # transformers reads the values of a mask, which is one more wait with padding.
             short = [8] if isinstance(pl_module, LitGPTWriting) else [8, 9, 10]
             generate(pl_module, [[5, 6, 7], short], Sampling(max_new_tokens=count))
         self._batches.append([])
@@ -67,7 +67,7 @@ def waits_of(rank: int, size: int, model: str, layout: dict[str, Any]) -> Counte
 
 
 @pytest.mark.parametrize(("model", "layout"), [("gpt", "t2"), ("llama", "p2"), ("gpt", None)])
-def test_the_host_waits_once_a_token(model: str, layout: str | None, pool: Pool) -> None:
+def test_host_waits_once_per_token(model: str, layout: str | None, pool: Pool) -> None:
     size, degrees = LAYOUTS[layout] if layout else (1, {})
     for waits in pool.run(waits_of, world_size=size, args=(size, model, degrees)):
         assert waits == {("tolist", "generation/write.py _write"): TOKENS}
@@ -78,7 +78,7 @@ def calls_of(rank: int, writing: Writing) -> list[Any]:
     return list(HOST.calls)
 
 
-def test_ranks_issue_the_same_in_one_order(pool: Pool) -> None:
+def test_generation_does_not_deadlock_under_nccl_rules(pool: Pool) -> None:
     size, layout = LAYOUTS["t2p2"]
     ranks = pool.run(
         calls_of,

@@ -1,4 +1,4 @@
-"""A training run in the middle of which text is written."""
+"""A training run that generates text after validation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SAMPLED = Sampling(temperature=1.5, top_k=20, top_p=0.9, max_new_tokens=6)
 class Writing:
     """A model to train, its layout, and the sampling of texts after every validation.
 
-    With ``samplings=None`` no text is generated. A ``random`` training draws other numbers in a
-    layout than in one process."""
+    With ``samplings=None`` no text is generated. A ``random`` training draws random numbers, which
+    differ between layouts."""
 
     model: str
     layout: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -63,7 +63,7 @@ def mixtral() -> nn.Module:
 
 
 class Own(nn.Module):
-    """Somebody's model, which takes token ids and nothing else."""
+    """A user's model that takes token ids only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Own(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Each token sees the mean of those before it."""
+    """Adds to each token a function of the mean over the tokens up to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class LitWriting(L.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
         if self.writing.random:
-            loss = loss * torch.rand(())  # must not depend on what was written
+            loss = loss * torch.rand(())  # must not depend on generated text
         self.log("train_loss", loss)
         return loss
 
@@ -149,7 +149,7 @@ class Writer(L.Callback):
 
 
 def fit(rank: int, writing: Writing) -> dict[str, Any]:
-    """Train; returns what was written, and the weights in the end."""
+    """Train; return the generated tokens and the final weights."""
     L.seed_everything(3, verbose=False)
     strategy, writer = PTDPStrategy(**writing.layout), Writer(writing.samplings or ())
     trainer = make_trainer(

@@ -1,5 +1,4 @@
-"""Files from elsewhere that lie: every kind that we read, each with generators of what may be wrong
-with it."""
+"""Hostile input files, with generators of cases for every kind of file that the package reads."""
 
 from __future__ import annotations
 
@@ -12,17 +11,16 @@ __all__ = ["Case"]
 
 @dataclass(frozen=True)
 class Case:
-    """One hostile file, or folder of them, and how a user comes to read it.
+    """A hostile file or folder, and the call by which a user reads it.
 
-    ``read`` is to raise a ``ValueError`` of ours (``CheckpointError`` …) that names the file, or to
-    succeed without any harm.
+    ``read`` must raise a ``ValueError`` of the package (``CheckpointError`` …) that names the file,
+    or succeed without harm.
 
     Attributes:
-        name: Unique among all cases, such as ``"checkpoint/tensors/shape/huge/verify"``.
+        name: Unique name, such as ``"checkpoint/tensors/shape/huge/verify"``.
         write: Writes the files into an empty folder.
-        read: Reads what was written there, as a user would; what it writes itself is beneath the
-            folder's ``out``.
-        harmless: It need not be refused: what it says is odd, and true.
+        read: Reads these files as a user would, and writes only below the folder's ``out``.
+        harmless: True if the case need not be refused, because its content is odd but valid.
     """
 
     name: str

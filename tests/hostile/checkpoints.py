@@ -1,5 +1,6 @@
-"""Checkpoints, exports and state dicts that lie: every field with every lie, every file in every
-odd form, each digest right."""
+"""Hostile checkpoints, exports and state dicts with valid digests.
+
+Every field takes every false value, and every file takes every odd form."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ Read = Callable[[Path], object]
 
 
 def cases(folder: Path) -> Iterator[Case]:
-    """All of them; ``folder`` keeps what they are made of."""
+    """Yield all cases; ``folder`` keeps the files from which they are made."""
     whole, export = _made(folder)
     yield from _metadata(whole)
     yield from _index(whole)
@@ -83,7 +84,7 @@ def cases(folder: Path) -> Iterator[Case]:
 
 
 def _made(folder: Path) -> tuple[Path, Path]:
-    """A checkpoint of ours, and the Hugging Face folder of it."""
+    """Return a valid checkpoint and its Hugging Face folder."""
     whole, export = folder / "whole", folder / "export"
     if not whole.exists():
         torch.manual_seed(0)
@@ -108,7 +109,7 @@ def _made(folder: Path) -> tuple[Path, Path]:
 
 
 def _neighbours(folder: Path) -> None:
-    """As ``--resume auto`` looks: an odd one beside others is no error."""
+    """Search like ``--resume auto``, for which an odd checkpoint next to others is no error."""
     complete_checkpoints(folder.parent, recursive=True)
     choose_checkpoint(folder)
 
@@ -145,7 +146,7 @@ def _case(
 
 
 def _put(content: Any, place: tuple[Any, ...], lie: Any) -> None:
-    """Change what is at ``place`` in parsed JSON."""
+    """Change the value at ``place`` in parsed JSON."""
     inner = functools.reduce(lambda value, key: value[key], place[:-1], content)
     if lie == "<missing>":
         del inner[place[-1]]
@@ -167,7 +168,7 @@ def _lies(
     places: Iterator[tuple[Any, ...]] | list[tuple[Any, ...]],
     readers: Mapping[str, Read],
 ) -> Iterator[Case]:
-    """Every place of a JSON file with every lie, read in turn by every reader."""
+    """Yield every place of a JSON file with every false value; the readers take turns."""
     turn = cycle(readers.items())
     for place in places:
         for named, lie in _LIES.items():
@@ -303,7 +304,7 @@ _PICKLES: Mapping[str, bytes] = {
 
 
 def _archive(pickled: bytes, *, packed: bool = False, values: bytes = b"\0" * 16) -> bytes:
-    """As ``torch.save`` writes a file."""
+    """Return a file in the format of ``torch.save``."""
     stream = io.BytesIO()
     with zipfile.ZipFile(
         stream, "w", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED
@@ -326,7 +327,7 @@ def _tensor(
     offset: int = 0,
     key: str = "0",
 ) -> bytes:
-    """The pickle of ``{"w": tensor}``."""
+    """Return the pickle of ``{"w": tensor}``."""
 
     def number(value: int) -> bytes:
         content = pickle.encode_long(value)
@@ -431,7 +432,7 @@ def _saved(whole: Path) -> Iterator[Case]:
                 whole,
                 put,
                 read,
-                # A storage that claims more elements than its tensors use changes nothing.
+                # A storage may claim more elements than its tensors use.
                 harmless=named in ("dimensions", "numel"),
             )
 

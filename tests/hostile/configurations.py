@@ -1,4 +1,4 @@
-"""Configurations that lie."""
+"""Hostile configurations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _BASE = b"base: gpt/nano\n"
 
 
 def cases(_folder: Path | None = None) -> Iterator[Case]:
-    """All of them."""
-    # imports what a parser does when it is used first
+    """Yield all cases."""
+    # imports the modules that the parser imports at its first use
     parsed_values(resolve_configs(["--config", "gpt/nano"]))
     for what, text in _TEXTS.items():
         for where, before in {"alone": b"", "with a base": _BASE}.items():
@@ -29,7 +29,7 @@ def cases(_folder: Path | None = None) -> Iterator[Case]:
     for what, text in _BINARY.items():
         yield _case(what, text, _resolve)
     for what, odd in ODD_FILES.items():
-        # A user names this file, and may name a link or a large file.
+        # A user names this file, which may be a link or large.
         if what not in ("a link", "a terabyte"):
             yield _case(what, odd, _resolve)
     for what, base in _BASES.items():

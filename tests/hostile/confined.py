@@ -1,9 +1,8 @@
-"""One case in a process of its own, watched: what it opened, removed and started outside, how long
-it took, how much memory.
+"""Confinement of a case in a separate process that records side effects, time and memory.
 
-Beside the folders of the cases lies a canary. The process is a fork of this one, so that nothing is
-imported in it that a reader needs. What Python and libraries open in their own folders does not
-count, everything else outside of the case's folder does."""
+Side effects are files opened or changed outside the case's folder, and programs started. A canary
+folder is next to the folders of the cases. The process is a fork, so that the modules of a reader
+are already imported. Files that Python and libraries open in their own folders do not count."""
 
 from __future__ import annotations
 
@@ -29,11 +28,10 @@ from tests.hostile import Case
 __all__ = ["CANARY", "MOST_MB", "MOST_S", "Confinement", "Outcome"]
 
 CANARY = "canary"
-MOST_S = 1.0  # of a processor: the machine may be busy with something else
-_PATIENCE_S = 15.0  # of the clock: whoever waits for a pipe takes no processor
+MOST_S = 1.0  # processor time, because the machine may be busy
+_PATIENCE_S = 15.0  # wall clock, because waiting for a pipe takes no processor time
 MOST_MB = 200.0
-# more than there was: what is bigger than the machine ends in a MemoryError, not in the kernel's
-# choice
+# beyond the address space in use, so that huge allocations raise MemoryError
 _ADDRESS_SPACE = 4 << 30
 _PACKAGE = Path(__file__).resolve().parents[2] / "lightning_ptdp"
 _EVALUATING = (
@@ -84,9 +82,9 @@ class Outcome:
         said: Message of the error; "" if there was none.
         seconds: Processor time.
         megabytes: Growth of the memory at its peak.
-        outside: Paths outside of the folder that were opened, removed or changed.
-        executed: Programs that were started.
-        wrong: Violated promises; "" if there are none.
+        outside: Paths outside the folder that were opened, removed or changed.
+        executed: Programs and code that were started.
+        wrong: Violated requirements; "" if there are none.
     """
 
     name: str
@@ -99,13 +97,13 @@ class Outcome:
 
     @property
     def kind(self) -> str:
-        """The first word of the name."""
+        """Return the kind of the case, which is the first part of its name."""
         return self.name.partition("/")[0]
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """A folder for the cases, with a canary."""
+    """A folder for cases, with a canary."""
 
     root: Path
 
@@ -118,7 +116,7 @@ class Confinement:
         _unread(canary)
 
     def run(self, case: Case) -> Outcome:
-        """Write and read a case; its folder is gone afterwards."""
+        """Write and read a case; remove its folder afterwards."""
         folder = self.root / "case"
         folder.mkdir()
         before = _inventory(self.root / CANARY)
@@ -150,17 +148,17 @@ def _judged(case: Case, outcome: Outcome, touched: list[str]) -> Outcome:
 
 
 def _confined(case: Case, folder: Path) -> dict[str, Any]:
-    """In the process of the case."""
+    """Write and read a case in its process; return the fields of its ``Outcome``."""
     (folder / "out").mkdir()
     tempfile.tempdir = str(folder / "out")
     sys.dont_write_bytecode = True
     case.write(folder)
-    _unread(folder.parent / CANARY)  # a case may have asked for its hash, to lie well
+    _unread(folder.parent / CANARY)  # the case may have read the canary to forge its hash
     os.chdir(folder)
     watch = _Watch(folder)
     gc.collect()
     gc.disable()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest memory is counted from now on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
     before, began = _memory("VmRSS"), time.process_time()
     limit = _memory("VmSize") * 1024 + _ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
@@ -168,7 +166,7 @@ def _confined(case: Case, folder: Path) -> dict[str, Any]:
     said, wrong = "", ""
     try:
         case.read(folder)
-    except BaseException as error:  # whatever it is, the judge wants to know
+    except BaseException as error:  # any error is part of the outcome
         said = str(error) or type(error).__name__
         wrong = _unnamed(error, said, case, folder)
     watch.off = True
@@ -184,7 +182,7 @@ def _confined(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _unnamed(error: BaseException, said: str, case: Case, folder: Path) -> str:
-    """Return the reason why an error is not one of the package's that names a file, or ""."""
+    """Return why an error is unacceptable; "" if it is of the package and names a file."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     ours = type(error).__module__.startswith("lightning_ptdp") or Path(
         place.filename
@@ -193,7 +191,7 @@ def _unnamed(error: BaseException, said: str, case: Case, folder: Path) -> str:
         return f"{type(error).__name__} of {place.filename}:{place.lineno}: {said[:200]}"
     if "\n" in said or len(said) > 1500:
         return f"more than a sentence: {said[:300]!r}"
-    # A parser knows the key, which is what there is to mend in a configuration.
+    # Errors of a configuration name the key instead of the file.
     names = {path.name for path in folder.rglob("*")} | {path.stem for path in folder.rglob("*")}
     named = (
         case.name.startswith("configuration")
@@ -205,7 +203,7 @@ def _unnamed(error: BaseException, said: str, case: Case, folder: Path) -> str:
 
 @dataclass
 class _Watch:
-    """An audit hook: hears of every file that Python opens and every program that it starts."""
+    """Audit hook that records the files that Python opens and the programs that it starts."""
 
     folder: Path
     outside: list[str] = field(default_factory=list)
@@ -342,7 +340,7 @@ def _ended(status: int) -> str:
 
 
 def _memory(name: str) -> float:
-    """Kilobytes."""
+    """Return a field of ``/proc/self/status``, in kilobytes."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -352,17 +350,17 @@ def _memory(name: str) -> float:
 
 
 def _unread(folder: Path) -> None:
-    """Read before it was written: most file systems then note the next reading."""
+    """Set access times before write times, so that most file systems record the next read."""
     for path in folder.rglob("*"):
         os.utime(path, (1e9, 1.1e9))
 
 
 def _inventory(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Every file with its content's size and times, the time of the last reading too."""
+    """Return mode, size, write time and access time of every file and folder, by path."""
     found = {}
     for path in (folder, *sorted(folder.rglob("*"))):
         stat = path.lstat()
-        read = stat.st_atime_ns if path.is_file() else 0  # folders are read by this
+        read = stat.st_atime_ns if path.is_file() else 0  # this function itself reads folders
         found[str(path.relative_to(folder.parent))] = (
             stat.st_mode,
             stat.st_size,

@@ -1,4 +1,4 @@
-"""Prepared data, stores and Megatron's indexed files that lie."""
+"""Hostile prepared data, stores and indexed files of Megatron."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Change = Callable[[Path, dict[str, Any]], None]
 
 @cache
 def prepared_files() -> Mapping[str, bytes]:
-    """A sound prepared folder."""
+    """Return the files of a valid prepared folder."""
     with tempfile.TemporaryDirectory() as folder:
         corpus = write_corpus(Path(folder, "text"), documents=12)
         made = prepare(
@@ -68,7 +68,7 @@ def prepared_files() -> Mapping[str, bytes]:
 
 
 def cases(_folder: Path | None = None) -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases."""
     prepared_files()
     yield from _manifests()
     yield from _indices()
@@ -89,7 +89,7 @@ def _manifests() -> Iterator[Case]:
         "corpus.characters",
     ):
         for what, value in FALSE_VALUES.items():
-            # How many characters there were nobody can compare with anything.
+            # The number of characters cannot be checked.
             true = place == "corpus.characters" and what == "10^13"
             yield _lie(f"{place} is {what}", partial(_set, place, value), _verify, harmless=true)
     for place in (
@@ -176,7 +176,7 @@ def _lie(
     *,
     harmless: bool = False,
 ) -> Case:
-    """Files and a manifest that agree with each other, digest and hashes too."""
+    """Return a case with a false manifest whose digest and hashes are valid."""
 
     def write(folder: Path) -> None:
         put(
@@ -188,7 +188,7 @@ def _lie(
 
 
 def _lie_of_index(name: str, change: Change) -> Case:
-    """An index that says something else, under a manifest that agrees with it."""
+    """Return a case with a false index and a manifest that matches it."""
 
     def write(folder: Path) -> None:
         index = json.loads(prepared_files()[_INDEX])
@@ -215,7 +215,7 @@ def _record(content: bytes) -> dict[str, Any]:
 
 
 def _holder(place: str, values: Any) -> tuple[Any, Any]:
-    """Return what holds the value at a place, and its key there."""
+    """Return the container of the value at a place, and its key."""
     *path, last = _keys(place)
     return functools.reduce(lambda holder, key: holder[key], path, values), last
 
@@ -231,7 +231,7 @@ def _drop(place: str, folder: Path, values: dict[str, Any]) -> None:
 
 
 def _keys(place: str) -> list[Any]:
-    """``files.train/chunk-0-0.bin.size``: the name of a file has a dot."""
+    """Split a place such as ``files.train/chunk-0-0.bin.size``, whose file name has dots."""
     head, _, rest = place.partition(".")
     if head == "files" and rest:
         end = next((f".{key}" for key in ("size", "sha256") if rest.endswith(f".{key}")), "")
@@ -240,7 +240,7 @@ def _keys(place: str) -> list[Any]:
 
 
 def _name_outside(what: str, folder: Path, values: dict[str, Any]) -> None:
-    # First in the order of reading, and true: a reader that follows it finds what the record says.
+    # The entry is read first, and is valid: a reader that follows it finds the recorded content.
     record = _record((_root(folder) / "secret.bin").read_bytes())
     values["files"] = {names_outside(folder)[what]: record, **values["files"]}
 
@@ -257,7 +257,7 @@ def _root(folder: Path) -> Path:
 
 
 def _anywhere() -> Path:
-    """A folder for which the names can be listed before there is one."""
+    """Return a folder for listing names before a case's folder exists."""
     return Path("/any/case/store")
 
 
@@ -292,7 +292,7 @@ def _indexed() -> Iterator[Case]:
                 harmless=(field, value) == ("version", 1),
             )
     for code in (0, 1, 2, 3, 4, 5, 6, 7, 9, 63, 255):
-        # as wide, and the ids fit
+        # type 3 has the same width, and the ids fit
         yield _index_file(f"type is {code}", partial(_pack, 17, "<B", code), harmless=code == 3)
     for value in (-1, -(2**31), 2**31 - 1, 0, 10**9):
         for sequence in (0, 7, 19):
@@ -308,7 +308,7 @@ def _indexed() -> Iterator[Case]:
                 )
     for suffix in ("idx", "bin"):
         for what, odd in ODD_FILES.items():
-            if what != "a link":  # a user names these files, and may name links
+            if what != "a link":  # a user names these files, which may be links
                 yield _indexed_case(f"{suffix} is {what}", partial(_write_odd, suffix, odd))
         for length in (0, 1, 8, 33, 34, 35, 113, 300):
             yield _indexed_case(f"{suffix} ends at {length}", partial(_write_cut, suffix, length))
@@ -334,7 +334,7 @@ def _pack(place: int, form: str, value: int, index: bytes) -> bytes:
 
 
 def _sound_index() -> bytes:
-    """20 documents of one sequence of 10 tokens."""
+    """Return the index of 20 documents, each with one sequence of 10 tokens."""
     return (
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, 8, 20, 21)
@@ -368,7 +368,7 @@ def _write_noise(noise: bytes, folder: Path) -> None:
 
 
 def _write_token(what: str, folder: Path) -> None:
-    """In files of eight bytes a token."""
+    """Write files with eight bytes per token, one of which is false."""
     value = {
         "-1": -1,
         "10^13": 10**13,

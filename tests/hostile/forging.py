@@ -1,4 +1,4 @@
-"""Checkpoints changed by somebody who can compute a sha256."""
+"""Forged checkpoints with valid sha256 digests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["forge", "sign"]
 
 
 def forge(folder: Path, content: dict[str, Any], *, signed: bool = True) -> None:
-    """Write ``metadata.json``; ``signed``, with the digest that such a content should have."""
+    """Write ``metadata.json``; with ``signed``, add the digest of the content."""
     if signed:
         content = {key: value for key, value in content.items() if key != "sha256"}
         plain = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -20,8 +20,7 @@ def forge(folder: Path, content: dict[str, Any], *, signed: bool = True) -> None
 
 
 def sign(folder: Path) -> None:
-    """Make ``metadata.json`` list the sizes and digests that the files of the folder have by
-    now."""
+    """Update the sizes and digests in ``metadata.json`` to those of the files in the folder."""
     content = json.loads((folder / "metadata.json").read_bytes())
     for name, entry in content["files"].items():
         entry["size"] = (folder / name).stat().st_size

@@ -1,4 +1,4 @@
-"""Broken JSON, false values, paths outside of a folder, and odd files for any parser."""
+"""Broken JSON, false values, paths outside a folder, and odd files for any parser."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FALSE_VALUES: Mapping[str, object] = {
 
 
 def names_outside(folder: Path) -> Mapping[str, str]:
-    """Names of the canary's files, or of none, as they would be written in a file of ``folder``."""
+    """Return names of files of the canary or of no file, as written in a file of ``folder``."""
     secret = Path(CANARY) / "secret.bin"
     root = next(
         (parent for parent in folder.parents if (parent / CANARY).is_dir()), folder.parents[1]
@@ -95,11 +95,11 @@ ODD_FILES: Mapping[str, Callable[[Path], None]] = {
     "a link to itself": lambda path: path.symlink_to(path.name),
     "a terabyte": _sparse,
 }
-"""Things that may stand in the place of a file."""
+"""Odd objects in place of a file."""
 
 
 def put(folder: Path, files: Mapping[str, bytes | Callable[[Path], None]]) -> None:
-    """Write files, or what stands in their place."""
+    """Write files or odd objects in their place."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

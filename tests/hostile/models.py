@@ -1,5 +1,4 @@
-"""Hugging Face folders and conversations that lie: files that are none, configurations of no model,
-endless templates."""
+"""Hostile Hugging Face folders and conversations, including endless chat templates."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 
 from lightning_ptdp.data import ChatDataModule, chat_format
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
-from lightning_ptdp.exchange.tokenizers import files_beside
+from lightning_ptdp.exchange.tokenizers import tokenizer_files
 from lightning_ptdp.models import LitCausalLM, make_tiny
 from tests.hostile import Case
 from tests.hostile.lies import BROKEN_JSON, FALSE_VALUES, ODD_FILES, put
@@ -49,7 +48,7 @@ _LIMIT_S = 0.2
 
 
 def cases(_folder: Path | None = None) -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases."""
     _warm()
     yield from _files()
     yield from _configurations()
@@ -66,7 +65,7 @@ def _tiny() -> Files:
 
 @cache
 def _warm() -> None:
-    """Import what readers import when they are used first, and let transformers say nothing."""
+    """Import the modules that readers import at their first use, and silence transformers."""
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         put(Path(folder, "model"), _tiny())
@@ -88,7 +87,7 @@ def _case(
 
 def _files() -> Iterator[Case]:
     for what, odd in ODD_FILES.items():
-        gone = what in ("missing", "a folder")  # nothing to read, as far as this file goes
+        gone = what in ("missing", "a folder")  # readers treat the file as absent
         for name in _TOKENIZER:
             yield _case(f"{name} is {what}/tokenizer", {name: odd}, _tokenizer, harmless=gone)
         for name in (*_TOKENIZER, "generation_config.json", "preprocessor_config.json"):
@@ -162,7 +161,7 @@ def _code() -> Iterator[Case]:
 def _conversations() -> Iterator[Case]:
     yield _talk("sound", _ROW * 4, harmless=True)
     for what, odd in ODD_FILES.items():
-        if what != "a link":  # a user names this file, and may name a link
+        if what != "a link":  # a user names this file, which may be a link
             yield _talk(f"rows are {what}", odd)
     lines = {
         "100,000 brackets": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
@@ -205,7 +204,7 @@ def _tokenizer(folder: Path) -> None:
 
 
 def _export(folder: Path) -> None:
-    files_beside(folder / "model")
+    tokenizer_files(folder / "model")
 
 
 def _build(folder: Path) -> None:
@@ -215,7 +214,8 @@ def _build(folder: Path) -> None:
 def _chat(folder: Path) -> None:
     import datasets
 
-    # In the process of the case alone; the library counts its users, and keeps a folder of its own.
+    # These settings change the process of the case only. By default, datasets reports its usage and
+    # has a global cache folder.
     chat_format.LIMIT_S = _LIMIT_S  # type: ignore[misc]
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.config.HF_DATASETS_CACHE = folder / "out"

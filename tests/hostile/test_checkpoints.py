@@ -1,4 +1,4 @@
-"""A share of the hostile checkpoints and exports; all of them take a minute."""
+"""A sample of the hostile checkpoints and exports, because all of them take a minute."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from lightning_ptdp.checkpoint import CheckpointError
 from tests.hostile.checkpoints import cases
 
-_EVERY = 31  # coprime to the numbers of lies and of readers
+_EVERY = 31  # coprime to the numbers of false values and readers
 
 
-def test_each_is_one_named_error_at_once(tmp_path: Path) -> None:
+def test_hostile_checkpoints_are_refused_quickly_by_name(tmp_path: Path) -> None:
     (tmp_path / "canary").mkdir()
     wrong = []
     for number, case in enumerate(islice(cases(tmp_path / "made"), 0, None, _EVERY)):
@@ -35,6 +35,6 @@ def test_each_is_one_named_error_at_once(tmp_path: Path) -> None:
     assert list((tmp_path / "canary").iterdir()) == []
 
 
-def test_there_are_many_and_each_has_its_name(tmp_path: Path) -> None:
+def test_over_1000_cases_have_unique_names(tmp_path: Path) -> None:
     names = [case.name for case in cases(tmp_path)]
     assert len(names) == len(set(names)) > 1000

@@ -1,4 +1,4 @@
-"""A dozen hostile files of every kind; ci/hostile_files.py has all of them."""
+"""Twelve hostile files of every kind; ci/hostile_files.py runs all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_EACH = 12
 
 
 def selection(cases: Iterable[Case]) -> list[Case]:
-    """Spread evenly over the cases of each kind."""
+    """Return cases spread evenly over each kind."""
     kinds = {
         kind: list(group)
         for kind, group in groupby(cases, key=lambda case: case.name.partition("/")[0])
@@ -36,7 +36,7 @@ def selection(cases: Iterable[Case]) -> list[Case]:
     [data.cases, configurations.cases, tokenizers.cases, models.cases],
     ids=["data", "configurations", "tokenizers", "models"],
 )
-def test_hostile_files_are_refused_by_name_and_touch_nothing(
+def test_hostile_files_are_refused_without_side_effects(
     cases: Callable[[], Iterable[Case]], tmp_path: Path
 ) -> None:
     confinement = Confinement(tmp_path / "cases")
@@ -75,7 +75,7 @@ def start(folder: Path) -> None:
         (lambda folder: None, "was accepted"),
     ],
 )
-def test_the_watch_sees_what_it_is_there_for(
+def test_confinement_detects_violations(
     read: Callable[[Path], object], words: str, tmp_path: Path
 ) -> None:
     def read_it(folder: Path) -> None:

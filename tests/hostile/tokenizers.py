@@ -1,5 +1,4 @@
-"""Tokenizers that lie: a damaged record, a damaged model, and models that agree with their
-record."""
+"""Hostile tokenizers: damaged records, damaged models, and false models with matching records."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def _case(name: str, write: Callable[[Path], None], *, harmless: bool = False) -
 
 
 def cases(_folder: Path | None = None) -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases."""
     yield _case("sound", partial(_write, {}), harmless=True)
     for what, content in BROKEN_JSON.items():
         yield _case(f"record is {what}", partial(_write, {_RECORD: content}))
@@ -42,8 +41,8 @@ def cases(_folder: Path | None = None) -> Iterator[Case]:
     draw = random.Random(2)
     for number in range(12):
         yield _case(f"model flipped {number}", partial(_write, {_MODEL: _flipped(model, draw, 1)}))
-    # The record agrees with what follows, so that sentencepiece gets to read it. Harmless is
-    # another tokenizer that gives texts back.
+    # The record matches the models below, so that sentencepiece reads them. A different tokenizer
+    # that restores texts is harmless.
     for number in range(40):
         noise = _flipped(model, draw, 1 + number)
         yield _case(f"model of noise {number}", partial(_write_model, noise), harmless=True)
@@ -56,7 +55,7 @@ def cases(_folder: Path | None = None) -> Iterator[Case]:
 
 @cache
 def _models() -> dict[str, bytes]:
-    """Models that sentencepiece may take, with what none of ours has."""
+    """Return models that sentencepiece may accept, with features that ours never have."""
     model = prepared_files()[_MODEL]
     text = model.decode("latin-1")
     assert "<0x41>" in text
@@ -84,7 +83,7 @@ def _models() -> dict[str, bytes]:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A field of bytes in protobuf's form."""
+    """Return a field of bytes in the format of protobuf."""
     length, size = bytearray(), len(content)
     while size >= 128:
         length.append(size & 127 | 128)
@@ -112,7 +111,7 @@ def _write_record(key: str, value: object, folder: Path) -> None:
 
 
 def _write_model(content: bytes, folder: Path) -> None:
-    """With a record that agrees, in every number if the model can be read."""
+    """Write a model with a matching record, including all numbers if the model can be read."""
     record = {
         **json.loads(prepared_files()[_RECORD]),
         "sha256": hashlib.sha256(content).hexdigest(),

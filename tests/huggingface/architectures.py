@@ -1,5 +1,4 @@
-"""Small models of many architectures of Hugging Face: how each is built, without dropout, and what
-batches it takes."""
+"""Small Hugging Face models of many architectures, without dropout, and their batches."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ class Architecture:
     """One class of models.
 
     Attributes:
-        config: Class of its configuration.
+        config: Class of the configuration.
         model: Class of the model.
-        task: What it is trained for, which decides the batch: "causal", "masked", "class", "token
+        task: Training task, which determines the batch: "causal", "masked", "class", "token
             class", "question", "image", "audio", "ctc", "text to text" or "speech to text".
-        options: Of the configuration.
-        layers: The option that counts its layers.
-        experts: Whether it has a mixture of experts.
-        eager: Whether it must be built in ``__init__``, since parts of it (weight norm) cannot be
-            given values one by one.
+        options: Options of the configuration.
+        layers: Option for the number of layers.
+        experts: Whether the model has a mixture of experts.
+        eager: Whether the model must be built in ``__init__``, because its parts with weight norm
+            cannot be initialized one by one.
     """
 
     config: str
@@ -157,7 +156,7 @@ def _of(
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        # Decoders that declare a plan of their own.
+        # Decoders that declare their own plan.
         "llama": _causal("Llama", _LLAMA),
         "mistral": _causal("Mistral", _WIDE_HEADS),
         "qwen2": _causal("Qwen2", _LLAMA),
@@ -254,7 +253,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             chunk_size=4,
             layers_block_type=["mamba", "moe", "attention", "moe"],
         ),
-        # Decoders that declare none.
+        # Decoders without their own plan.
         "gpt2": _causal("GPT2", _GPT2, model="GPT2LMHeadModel", layers="n_layer"),
         "stablelm": _causal("StableLm", _LLAMA),
         "falcon": _causal(
@@ -433,7 +432,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             embedding_size=32,
             num_labels=3,
         ),
-        # Images and sound.
+        # Images and audio.
         "vit": _of("ViT", "ViTForImageClassification", "image", _PATCHES, num_labels=3),
         "deit": _of("DeiT", "DeiTForImageClassification", "image", _PATCHES, num_labels=3),
         "dinov2": _of(
@@ -474,7 +473,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             frequency_stride=4,
             time_stride=4,
         ),
-        # Encoder and decoder.
+        # Encoder-decoders.
         "t5": _of(
             "T5",
             "T5ForConditionalGeneration",
@@ -513,7 +512,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """The model in float64, so that what rounding cannot explain is unmistakable."""
+    """Build a model in float64, so that rounding does not hide differences."""
     import transformers
 
     found = ARCHITECTURES[name]
@@ -523,7 +522,7 @@ def build(name: str, **options: Any) -> nn.Module:
     if attention is not None:
         config._attn_implementation = attention
     if found.experts:
-        config._experts_implementation = "eager"  # the grouped products know no float64
+        config._experts_implementation = "eager"  # grouped products do not support float64
     return getattr(transformers, found.model)(config).double()
 
 
@@ -542,7 +541,7 @@ class Samples(Dataset):
         self.generator = torch.Generator().manual_seed(7)
         self.tokens = torch.randint(3, VOCABULARY, (count, LENGTH), generator=self.generator)
         self.others = torch.randint(3, VOCABULARY, (count, LENGTH), generator=self.generator)
-        # Four of each sample, of which padding leaves at least the first.
+        # Mask four tokens per sample. Padding keeps at least the first.
         others = torch.rand(count, LENGTH - 1, generator=self.generator).argsort(1) < 3
         self.masked = torch.cat([torch.ones(count, 1, dtype=torch.bool), others], dim=1)
         self.lengths = torch.randint(3, LENGTH, (count,), generator=self.generator)

@@ -1,5 +1,4 @@
-"""From a folder to a folder and on: a model that transformers saved is trained in many processes
-and written, and goes on in one."""
+"""Round trip of a Hugging Face folder: train in a layout, export, and continue in one process."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ CIRCLE = (
     "gpt_neox",
     "gpt2",
 )
-# Where the true gradient is zero (biases of keys), an epsilon of 1e-8 makes steps of its rounding:
-# 3e-4 of the bias, in float64 1e-12.
+# The true gradient of key biases is zero. An epsilon of 1e-8 turns its rounding errors into steps:
+# 3e-4 of the bias (float64: 1e-12).
 OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01)
 
 
 def causal(run: Run) -> LitCausalLM:
-    """The module of a run from the folder ``run.pretrained``."""
+    """Return the module of a run with the weights of ``run.pretrained``."""
     assert run.pretrained is not None
     return LitCausalLM(run.pretrained, optimizer=OPTIMIZER, **dict(run.options))
 

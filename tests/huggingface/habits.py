@@ -1,8 +1,8 @@
-"""Habits of people's LightningModules, each a mixin over hooks that Lightning documents.
+"""Habits of users' LightningModules, each a mixin over hooks that Lightning documents.
 
-A run with a habit must train as one process does, or be refused by name. None decays weights:
-parameters that no step uses have gradients of zero here, which a warning says, and none in one
-process, so that only here they would decay."""
+A run with a habit must train like a single process or be refused. No habit uses weight decay:
+unused parameters have zero gradients here (with a warning) but no gradients in a single process,
+so they would decay here only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Draws(L.LightningModule):
-    """Random numbers of three generators in the step."""
+    """Uses random numbers of three generators in the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         scale = random.uniform(0.5, 1.5) + float(np.random.beta(0.4, 0.4)) + float(torch.rand(()))
@@ -40,7 +40,7 @@ class Draws(L.LightningModule):
 
 
 class Penalty(L.LightningModule):
-    """An L2 penalty over all parameters in the step."""
+    """Adds an L2 penalty over all parameters in the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         penalty = 1e-3 * sum(parameter.square().sum() for parameter in self.parameters())
@@ -48,7 +48,7 @@ class Penalty(L.LightningModule):
 
 
 class LayerRates(L.LightningModule):
-    """A learning rate for every parameter by its place in the model; no momentum for vectors."""
+    """A learning rate per parameter, by its position in the model; no momentum for vectors."""
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -63,7 +63,7 @@ class LayerRates(L.LightningModule):
 
 
 class NamedGroups(L.LightningModule):
-    """Two groups by name, momentum, and a schedule of the learning rate in every step."""
+    """Two groups by name, momentum, and a learning rate schedule per step."""
 
     def configure_optimizers(self) -> Any:
         names = dict(self.named_parameters())
@@ -84,21 +84,21 @@ class NamedGroups(L.LightningModule):
 
 
 class Adaptive(L.LightningModule):
-    """AdamW, with an epsilon that lets no gradient of zero be divided by itself."""
+    """AdamW with an epsilon that avoids steps from rounding errors of zero gradients."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
 
 
 class ClipsNorm(L.LightningModule):
-    """Clips by torch's function in Lightning's hook and logs the norm."""
+    """Clips with torch's function in Lightning's hook and logs the norm."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3))
 
 
 class ClipsValue(L.LightningModule):
-    """Clips every element by torch's function in Lightning's hook."""
+    """Clips every element with torch's function in Lightning's hook."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         torch.nn.utils.clip_grad_value_(self.parameters(), 1e-3)
@@ -125,8 +125,8 @@ class Freezes(L.LightningModule):
 
 
 class Averages(L.LightningModule):
-    """An exponential average of the weights by Lightning's callback, which puts it into the module
-    at the end."""
+    """An exponential average of the weights by Lightning's callback, which copies it into the
+    module at the end."""
 
     def configure_callbacks(self) -> list[L.Callback]:
         return [EMAWeightAveraging(decay=0.5)]

@@ -1,4 +1,4 @@
-"""A training of a user's LightningModule around a model of Hugging Face or torch."""
+"""Training runs of a user's LightningModule around a Hugging Face or torch model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY, LENGTH, SAMPLES = 61, 12, 24
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Training):
-    """A training of a model. ``options`` are the model's."""
+    """A training run of a model. ``options`` configure the model."""
 
     model: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -54,8 +54,7 @@ class Run(Training):
 
 
 def make_model(name: str, *, lora: Any = None, **options: Any) -> nn.Module:
-    """A small model without dropout; with ``lora``, which are LoraConfig's arguments, what peft
-    makes of it."""
+    """Build a small model without dropout. ``lora`` are the arguments of peft's LoraConfig."""
     import transformers
 
     if lora is not None:
@@ -160,7 +159,7 @@ def make_model(name: str, *, lora: Any = None, **options: Any) -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """A model as in tutorials: an embedding, ``nn.TransformerEncoder`` and a head."""
+    """A model like in tutorials: an embedding, ``nn.TransformerEncoder`` and a head."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -185,8 +184,7 @@ class Encoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """``nn.Transformer`` between two embeddings, both looked up before the encoder runs, and a
-    head."""
+    """``nn.Transformer`` with two embeddings, looked up before the encoder runs, and a head."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -211,14 +209,13 @@ class Transformer(nn.Module):
 
 
 class Samples(Dataset):
-    """Token sequences with the labels that each kind of model wants; as many labels in every
-    sample."""
+    """Token sequences with labels for each kind of model, equally many in every sample."""
 
     def __init__(self, model: str) -> None:
         generator = torch.Generator().manual_seed(7)
         self.model = model
         self.tokens = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
-        half = LENGTH // 2  # no padding there: what stands at padded places is not defined
+        half = LENGTH // 2  # no padding there: values at padded positions are undefined
         self.masked = F.pad(
             torch.rand(SAMPLES, half, generator=generator).argsort(1) < 3, (0, LENGTH - half)
         )

@@ -46,7 +46,7 @@ def _notes(rank: int, module: type[LitHuggingFace]) -> Any:
     return [note for note in strategy.summary().notes if "replicated" in note]
 
 
-def test_what_stays_whole_is_noted(pool: Pool) -> None:
+def test_replicated_adapters_are_noted_in_summary(pool: Pool) -> None:
     for notes in pool.run(_notes, world_size=2, args=(Adapted,)):
         assert len(notes) == 1
         assert "self_attn" in notes[0]

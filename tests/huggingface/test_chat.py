@@ -1,4 +1,4 @@
-"""Conversations alone and packed: one process apart, and every layout, compute the same."""
+"""Conversations, packed or not, give the same results in every layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTH = 96
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its tokenizer, and conversations of different lengths, prepared."""
+    """Return a folder with a model, its tokenizer and prepared conversations."""
     root = tmp_path_factory.mktemp("chat")
     make_tiny(root / "llama", vocabulary_size=400, hidden_size=32, intermediate_size=48)
     with open(root / "chat.jsonl", "w") as file:
@@ -64,7 +64,7 @@ def data(root: Path, **options: Any) -> ChatDataModule:
 
 @dataclass(frozen=True, kw_only=True)
 class Chats(Training):
-    """Three steps of training; ``saved_in`` is a folder for a checkpoint of every step."""
+    """A training run of three steps. ``saved_in`` is a folder for checkpoints of every step."""
 
     root: Path
     packing: bool
@@ -95,7 +95,7 @@ class Chats(Training):
     ("packing", "layout"),
     [(False, "t2p2"), (True, "t2p2"), (True, "p2v2"), (True, "d2"), (True, "c2"), (True, "u2")],
 )
-def test_every_layout_trains_alike(
+def test_chat_training_matches_single_process(
     packing: bool, layout: str, parity: Parity, folder: Path
 ) -> None:
     all_to_all = {"context_parallel_size": 2, "context_parallel_attention": "all_to_all"}
@@ -103,21 +103,21 @@ def test_every_layout_trains_alike(
     parity.check(Chats(root=folder, packing=packing), place)
 
 
-def test_resumed_with_other_replicas_in_the_middle_of_an_epoch(
+def test_resume_within_epoch_with_fewer_replicas(
     parity: Parity, folder: Path, tmp_path: Path
 ) -> None:
     run = Chats(root=folder, packing=True)
     parity.ranks(replace(run, saved_in=str(tmp_path)).on((2, {})))
     resumed = parity.result(replace(run, resume=str(tmp_path / "step=1.ckpt")))
     assert len(data(folder, packing=True)._stream("train")) > 8, (
-        "the place is in the middle of an epoch"
+        "the checkpoint is not within an epoch"
     )
     assert_near(resumed["losses"], parity.result(run)["losses"][1:], 1e-5, "losses")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox", "phi3"])
-def test_packed_samples_are_as_if_they_were_apart(name: str, folder: Path, tmp_path: Path) -> None:
-    """The loss and every gradient of all samples, packed and each in a sequence of its own."""
+def test_packed_samples_match_separate_samples(name: str, folder: Path, tmp_path: Path) -> None:
+    """Loss and gradients are the same with packed samples and with one sample per sequence."""
     torch.manual_seed(1)
     options = {"n_positions": LENGTH} if name == "gpt2" else {"max_position_embeddings": LENGTH}
     if name == "gemma3":
@@ -159,20 +159,20 @@ class Wrapped(L.LightningModule):
 
 
 class Forgetful(Wrapped):
-    """Hands the tokens on only."""
+    """Passes only tokens and labels to the model."""
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         return self.model(batch["input_ids"], labels=batch["labels"]).loss
 
 
 class Inherits(LitCausalLM):
-    """Says nothing of its own."""
+    """Overrides nothing."""
 
 
 @pytest.mark.parametrize(
     "name", ["mistral", "gemma3", "qwen2_moe", "falcon", "opt", "gpt_oss", "bloom", "jamba"]
 )
-def test_whether_a_model_keeps_samples_apart_is_known_from_its_code(name: str) -> None:
+def test_packing_support_is_detected_from_model_code(name: str) -> None:
     from tests.huggingface.architectures import VOCABULARY, build
 
     torch.manual_seed(0)
@@ -192,7 +192,7 @@ def test_whether_a_model_keeps_samples_apart_is_known_from_its_code(name: str) -
     assert (why is None) == same, why
 
 
-def test_what_would_let_packed_samples_see_each_other_is_refused_before_launch(
+def test_packing_without_sample_separation_is_refused(
     folder: Path,
 ) -> None:
     packed = data(folder, packing=True)

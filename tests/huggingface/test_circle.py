@@ -1,5 +1,4 @@
-"""Folder -> layout -> folder -> one process, for three architectures; ci/unseen_models.py does it
-for more."""
+"""Round trip of a folder for three architectures (ci/unseen_models.py runs more)."""
 
 from __future__ import annotations
 
@@ -16,6 +15,8 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "gpt2"])
-def test_from_a_folder_to_a_folder_and_on(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_exported_folder_continues_training_in_one_process(
+    name: str, pool: Pool, tmp_path: Path
+) -> None:
     assert name in CIRCLE
     assert not differences_around(pool, name, tmp_path)

@@ -1,7 +1,5 @@
-"""Tests of outputs that a Hugging Face model collects from all its layers.
-
-Hidden states, attention weights and router logits are complete under pipeline parallelism.
-"""
+"""Hidden states, attention weights and router logits of all layers are complete under pipeline
+parallelism."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class HiddenStates(LitHuggingFace):
-    """Every layer's hidden state is in the loss, as where one model is taught by another."""
+    """Uses every layer's hidden state in the loss, as in distillation."""
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         output = self.model(**batch, output_hidden_states=True)
@@ -55,7 +53,7 @@ class Attentions(HiddenStates):
 
 
 class Selected(HiddenStates):
-    """Only some hidden states, by index.
+    """Uses some hidden states, selected by index.
 
     transformers 5.23 counts from the first layer's input and takes negative indices. Older releases
     count from its output."""
@@ -68,7 +66,7 @@ class Selected(HiddenStates):
 
 
 class Routers(HiddenStates):
-    """The auxiliary loss that the model adds itself."""
+    """Uses the auxiliary loss that the model adds itself."""
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -91,7 +89,7 @@ class Routers(HiddenStates):
         return output.loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        output = self.model(**batch)  # one process does not cut what it validates into microbatches
+        output = self.model(**batch)  # a single process validates without microbatches
         self.log("val_loss", output.loss - output.aux_loss, sync_dist=True)
 
 
@@ -109,10 +107,10 @@ class Routers(HiddenStates):
         (Routers, (), {P: 2, V: 2, "recompute": "full"}),
     ],
 )
-def test_what_is_captured_is_as_in_one_process(
+def test_captured_outputs_match_single_process(
     module: type[LitHuggingFace], options: Any, layout: dict[str, Any], parity: Parity
 ) -> None:
-    """One process has as many microbatches: a router's loss is not a mean over samples."""
+    """The single process has as many microbatches: a router's loss is not a mean over samples."""
     run = Run(model="llama", options=options, module=module, steps=3, layout={M: 2})
     parity.check(run, (layout[P] * layout.get(T, 1), layout))
 
@@ -132,7 +130,7 @@ def test_what_is_captured_is_as_in_one_process(
         ),
     ],
 )
-def test_parts_of_what_is_captured_are_refused(
+def test_partial_captured_outputs_are_refused(
     module: type[LitHuggingFace], layout: dict[str, Any], words: str, parity: Parity
 ) -> None:
     run = Run(
@@ -146,7 +144,7 @@ def test_parts_of_what_is_captured_are_refused(
         parity.ranks(run)
 
 
-def test_the_names_of_transformers_that_are_used() -> None:
+def test_transformers_internals_work_as_assumed() -> None:
     import transformers
 
     model = make_model("llama")
@@ -160,7 +158,7 @@ def test_the_names_of_transformers_that_are_used() -> None:
     )
     install_capture(model)
     hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
-    assert len(hooks) == 8, "a hidden state and an attention a layer"
+    assert len(hooks) == 8, "expected hooks for a hidden state and an attention per layer"
     assert all(map(is_capture, hooks))
     lengths = []
     model.model.layers[2].register_forward_hook(
@@ -170,5 +168,5 @@ def test_the_names_of_transformers_that_are_used() -> None:
     install_capture(model)
     assert lengths == [4]
     assert sum(len(module._forward_hooks) for module in model.modules()) == 9, (
-        "no hook is put twice"
+        "a hook was installed twice"
     )

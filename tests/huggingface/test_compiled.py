@@ -1,5 +1,4 @@
-"""A Hugging Face Llama whose layers the strategy compiles: one graph for training and one for
-evaluation, whatever the layout."""
+"""Compiled layers of a Hugging Face Llama: one graph for training and one for evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def _fit(rank: int, run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout", [{T: 2}, {T: 2, SP: True}, {"context_parallel_size": 2}], ids=["t2", "t2sp", "c2"]
 )
-def test_a_layer_is_one_graph(layout: dict[str, Any], parity: Parity) -> None:
+def test_compiled_layer_has_no_graph_breaks(layout: dict[str, Any], parity: Parity) -> None:
     place = 2, {**layout, **COMPILED}
     for found in parity.check(LLAMA, place, tolerance=1e-4, fit=_fit):
         assert found["breaks"] == {}

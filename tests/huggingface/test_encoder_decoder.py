@@ -1,5 +1,4 @@
-"""Encoder-decoders under a pipeline: both stacks in one cut, with the same answer as one
-process."""
+"""Encoder-decoders, with one pipeline over both stacks, match a single process."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("layout", ["p2", "p2v2", "p4", "t2", "t2p2", "t4"])
 @pytest.mark.parametrize("model", ["t5", "bart"])
-def test_same_answer_as_one_process(model: str, layout: str, parity: Parity) -> None:
+def test_encoder_decoder_matches_single_process(model: str, layout: str, parity: Parity) -> None:
     parity.check(Run(model=model), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", ["p2v2", "p4", "t2p2"])
-def test_transformer_of_torch(layout: str, parity: Parity) -> None:
+def test_torch_transformer_matches_single_process(layout: str, parity: Parity) -> None:
     parity.check(Run(model="transformer"), LAYOUTS[layout])
 
 
@@ -55,7 +54,7 @@ def test_transformer_of_torch(layout: str, parity: Parity) -> None:
         (Run(model="t5"), "named"),
     ],
 )
-def test_other_ways_to_build_return_recompute_and_cut(
+def test_model_options_recomputation_and_named_partition(
     run: Run, layout: str, parity: Parity
 ) -> None:
     parity.check(run, LAYOUTS[layout])
@@ -78,7 +77,7 @@ def test_other_ways_to_build_return_recompute_and_cut(
         ((), {"pipeline_parallel_size": 8}, ["num_layers=7", "pipeline_parallel_size=7"]),
     ],
 )
-def test_what_cannot_be_is_refused_before_launch(
+def test_unsupported_encoder_decoder_is_refused_before_launch(
     options: tuple, degrees: dict[str, Any], words: list[str]
 ) -> None:
     config = PTDPConfig(num_microbatches=8, **degrees)

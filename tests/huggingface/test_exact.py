@@ -1,5 +1,4 @@
-"""Under a plan, in float64: logits, loss and every gradient of one process; and what a layer costs
-in messages."""
+"""Logits, loss and gradients under a plan in float64, and the collectives of a layer."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def randomized(model: nn.Module) -> nn.Module:
-    """Weights far from their initial values: zero biases and unit norms would hide mistakes."""
+    """Randomize all weights, because zero biases and unit norms would hide mistakes."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,8 +70,8 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def outputs(model: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Whole logits, a loss in the logits' own precision, and the model's loss: decoders compute
-    theirs in float32."""
+    """Return the full logits, a loss in their precision, and the model's own loss, which decoders
+    compute in float32."""
     data = Samples(kind)
     batch = {key: torch.stack([data[i][key] for i in range(3)]) for key in data[0]}
     result = model(**batch)
@@ -125,7 +124,7 @@ def check_model(rank: int, name: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_loss_and_gradients(name: str, size: int, pool: Pool) -> None:
+def test_logits_loss_and_gradients_match_single_process(name: str, size: int, pool: Pool) -> None:
     pool.run(check_model, world_size=size, args=(name,))
 
 
@@ -156,7 +155,7 @@ def check_messages(rank: int) -> None:
             if sequence_parallel:
                 assert forward == {"all_gather": 2, "reduce_scatter": 2}, (kind, forward)
                 assert backward["reduce_scatter"] == 2, (kind, backward)
-                # a column layer alone gathers its input again
+                # only column layers gather their input again
                 assert backward.total() <= 6, (
                     kind,
                     backward,
@@ -169,5 +168,5 @@ def check_messages(rank: int) -> None:
                 )
 
 
-def test_messages_a_layer(pool: Pool) -> None:
+def test_number_of_collectives_per_layer(pool: Pool) -> None:
     pool.run(check_messages, world_size=2)

@@ -1,5 +1,4 @@
-"""The trained model as a Hugging Face folder that all ranks write: what the checkpoint holds, bit
-for bit."""
+"""Export of a trained model to a Hugging Face folder, bitwise equal to the checkpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ TIED = (("tie_word_embeddings", True),)
         ("llama", (), {C: 2}, 2, "bf16-true"),
     ],
 )
-def test_an_export_is_the_checkpoint(
+def test_export_is_bitwise_equal_to_checkpoint(
     model: str,
     options: Any,
     layout: dict[str, Any],
@@ -183,7 +182,7 @@ def _fit(
         ),
     ],
 )
-def test_what_cannot_be_exported_is_refused_before_the_first_step(
+def test_unsupported_export_is_refused_before_first_step(
     kind: type[LitHuggingFace], model: str, words: str, pool: Pool, tmp_path: Path
 ) -> None:
     for message, *left in pool.run(_fit, world_size=2, args=(kind, model, {}, tmp_path / "out")):
@@ -191,7 +190,7 @@ def test_what_cannot_be_exported_is_refused_before_the_first_step(
         assert left == []
 
 
-def test_beside_every_checkpoint_and_at_the_end(pool: Pool, tmp_path: Path) -> None:
+def test_model_is_exported_at_every_checkpoint_and_at_end(pool: Pool, tmp_path: Path) -> None:
     options = {"when": "checkpoint", "prefix": "model.", "dtype": "bfloat16"}
     found = pool.run(_fit, world_size=2, args=(LitTwo, "llama", options, tmp_path / "out"))
     assert found == [["out", "saved"]] * 2
@@ -212,7 +211,7 @@ def test_beside_every_checkpoint_and_at_the_end(pool: Pool, tmp_path: Path) -> N
     ("model", "layout", "world_size"),
     [("llama", {T: 2, P: 2, M: 2}, 4), ("gpt2", {T: 2, "sequence_parallel": True}, 2)],
 )
-def test_adapters_are_merged(
+def test_adapters_are_merged_in_export(
     model: str, layout: dict[str, Any], world_size: int, parity: Parity, tmp_path: Path
 ) -> None:
     options = (
@@ -240,7 +239,7 @@ def test_adapters_are_merged(
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "xlm_roberta", "vit", "mamba2"])
-def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
+def test_exported_tensors_match_save_pretrained(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_writer, "_BLOCK", 100)
@@ -279,7 +278,7 @@ def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
         stored.tensors[f"model/{key}"].shape == known[key].shape
         for key in known.keys() & stored.names
     )
-    for one in halves:  # as two ranks read them
+    for one in halves:  # as two ranks read the tensors
         if one.name in stored.tensors:
             read = torch.zeros_like(one.values)
             piece = Piece(local=(0,) * read.dim(), full=one.offset, size=tuple(read.shape))
@@ -291,7 +290,7 @@ def test_files_have_the_names_and_parts_that_save_pretrained_gives_them(
 
 
 def _halves(name: str, value: torch.Tensor) -> Iterator[LocalRectangle]:
-    """A tensor as two ranks hold it that split its last dimension."""
+    """Yield the parts of a tensor whose last dimension is split over two ranks."""
     whole = LocalRectangle.whole(name, value)
     middle = (*whole.place.end[:-1], value.shape[-1] // 2) if value.dim() else ()
     hole = Rectangle(whole.place.begin, middle)
@@ -299,7 +298,7 @@ def _halves(name: str, value: torch.Tensor) -> Iterator[LocalRectangle]:
     yield from (whole.within(rest) for rest in whole.place.around(hole) if value.dim())
 
 
-def test_a_callback_that_makes_no_sense(tmp_path: Path) -> None:
+def test_invalid_export_callback_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="is a folder with other content"):
         ExportHuggingFace(tmp_path)

@@ -1,5 +1,5 @@
-"""Every family that has a row, three encoder-decoders, and every kind of part that sequence
-parallelism leaves whole: all weights are as one process has them."""
+"""Models of every family in FAMILIES, three encoder-decoders, and models with parts that sequence
+parallelism leaves whole match a single process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OF_ROWS = [
 ]
 
 
-def test_every_row_is_tested() -> None:
+def test_every_family_is_tested() -> None:
     assert {family_of(name) for name in OF_ROWS} == set(FAMILIES)
 
 
@@ -50,7 +50,7 @@ def check(pool: Pool, run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", [*OF_ROWS, *WHOLE_PARTS, *ENCODER_DECODERS])
-def test_same_weights_as_one_process(name: str, pool: Pool) -> None:
+def test_weights_match_single_process(name: str, pool: Pool) -> None:
     why_not = plan_of(name).why_not
     layout: dict[str, Any] = {T: 2, SP: plan_of(name).sequence is not None}
     if "pipeline" not in why_not:
@@ -58,8 +58,8 @@ def test_same_weights_as_one_process(name: str, pool: Pool) -> None:
     check(pool, Run(architecture=name, layout=layout, world_size=4 if P in layout else 2, steps=2))
 
 
-def test_projections_that_are_fused_by_shards(pool: Pool) -> None:
-    """CodeGen's are views of the input's shape, which must be that of the whole sequence; from
+def test_projections_fused_by_shards_match_single_process(pool: Pool) -> None:
+    """CodeGen views them in the shape of its input, which must be that of the whole sequence. From
     transformers 5.24 on it declares a plan."""
     if find_plan(build("codegen")) is None:
         pytest.skip("this release of transformers declares no plan of CodeGen")
@@ -67,7 +67,7 @@ def test_projections_that_are_fused_by_shards(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ["falcon", "gpt_neo"])
-def test_hidden_states_that_the_models_own_loop_collects(name: str, pool: Pool) -> None:
+def test_hidden_states_collected_by_model_loop(name: str, pool: Pool) -> None:
     layout = {P: 2, V: 2, M: 2}
     check(
         pool,
@@ -82,10 +82,10 @@ def test_hidden_states_that_the_models_own_loop_collects(name: str, pool: Pool) 
 
 
 @pytest.mark.parametrize(("name", "options"), [("mpnet", {}), ("t5", {"num_heads": 16})])
-def test_biases_of_the_attention_cross_whole_between_stages(
+def test_attention_biases_are_sent_whole_between_stages(
     name: str, options: dict[str, Any], pool: Pool
 ) -> None:
-    """Tensor-parallel ranks share the sending of what they hold alike, but each has the bias, or
+    """Tensor-parallel ranks share the sending of replicated tensors, but each rank has the bias, or
     its gradient, of its own heads."""
     check(
         pool,

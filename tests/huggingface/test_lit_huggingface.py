@@ -1,4 +1,4 @@
-"""LitCausalLM and LitMaskedLM: any model, the same in every layout and without the strategy."""
+"""LitCausalLM and LitMaskedLM give the same results in every layout and without the strategy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of a small Llama, a Llama with tied weights in several files and a BERT."""
+    """Return a folder with a small Llama, a Llama with tied weights in several files and a BERT."""
     folder = tmp_path_factory.mktemp("folders")
     make_tiny(folder / "llama", vocabulary_size=300, hidden_size=32, intermediate_size=48)
 
@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_encoder_is_no_causal_language_model(folders: Path) -> None:
+def test_encoder_is_refused_as_causal_language_model(folders: Path) -> None:
     module = LitCausalLM(str(folders / "bert"))
     for call in (module.configure_model, lambda: module.check_data(None)):
         with pytest.raises(
@@ -74,14 +74,14 @@ def masked(run: Run) -> LitMaskedLM:
         ("bert", "t2"),
     ],
 )
-def test_the_same_in_every_layout(name: str, layout: str, parity: Parity, folders: Path) -> None:
+def test_pretrained_model_matches_single_process(
+    name: str, layout: str, parity: Parity, folders: Path
+) -> None:
     kind, data = (masked, "bert") if name == "bert" else (causal, "labelled")
     parity.check(Run(model=data, module=kind, pretrained=str(folders / name)), LAYOUTS[layout])
 
 
-def test_initial_values_are_drawn_where_no_weights_are_wanted(
-    parity: Parity, folders: Path
-) -> None:
+def test_weights_are_initialized_with_pretrained_false(parity: Parity, folders: Path) -> None:
     run = Run(
         model="labelled",
         module=causal,
@@ -97,9 +97,8 @@ def test_initial_values_are_drawn_where_no_weights_are_wanted(
     assert not torch.equal(parity.result(run)["initial"][name], begun[name])
 
 
-def test_alone_it_is_the_model_under_lightning(folders: Path, tmp_path: Path) -> None:
-    """Fit, validate, test, predict, and loading what was saved, without the strategy; the loss is
-    the model's own."""
+def test_module_works_without_strategy(folders: Path, tmp_path: Path) -> None:
+    """Fit, validate, test, predict and loading work, and the loss is the model's own."""
     lit, loader = (
         LitCausalLM(str(folders / "tied"), optimizer=OPTIMIZER),
         DataLoader(Samples("labelled"), batch_size=4),
@@ -128,9 +127,7 @@ def test_alone_it_is_the_model_under_lightning(folders: Path, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-def test_a_mixture_has_its_own_balancing_loss_where_it_is_asked_for(
-    parity: Parity, tmp_path: Path
-) -> None:
+def test_router_balancing_loss_is_added_on_request(parity: Parity, tmp_path: Path) -> None:
     from tests.huggingface.architectures import build
 
     asked = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).float()
@@ -157,7 +154,7 @@ def test_a_mixture_has_its_own_balancing_loss_where_it_is_asked_for(
         ("granite", {"logits_scaling": 3.0}, "t2"),
     ],
 )
-def test_logits_that_the_model_scales_or_caps(
+def test_scaled_or_capped_logits_match_transformers(
     model: str, options: dict[str, Any], layout: str, parity: Parity, tmp_path: Path
 ) -> None:
     from tests.huggingface.architectures import build
@@ -203,7 +200,7 @@ def test_logits_that_the_model_scales_or_caps(
         ),
     ],
 )
-def test_sizes_that_are_none_of_a_model(given: dict[str, Any], said: str) -> None:
+def test_invalid_model_config_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         LitCausalLM(**given)
     assert "\n" not in str(caught.value)
@@ -217,7 +214,7 @@ def refused(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_weights_of_another_model_are_one_error_that_lists_all_names_and_shapes(
+def test_mismatched_weights_are_refused_with_names_and_shapes(
     folders: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(folders / "llama", tmp_path / "m")
@@ -237,9 +234,7 @@ def test_weights_of_another_model_are_one_error_that_lists_all_names_and_shapes(
     )
 
 
-def test_folders_that_cannot_be_trained_are_refused_before_launch(
-    folders: Path, tmp_path: Path
-) -> None:
+def test_invalid_model_folder_is_refused_before_launch(folders: Path, tmp_path: Path) -> None:
     def changed(name: str, change: Callable[[Path], object], of: str = "tied") -> Path:
         shutil.copytree(folders / of, tmp_path / name)
         change(tmp_path / name)
@@ -303,7 +298,7 @@ def test_folders_that_cannot_be_trained_are_refused_before_launch(
         lit.check_data(SimpleNamespace(vocabulary_size=512, hparams={"tokenizer_dir": "there"}))
 
 
-def test_a_name_on_the_hub_is_looked_up_in_the_cache(
+def test_hub_name_is_resolved_in_cache(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -323,7 +318,7 @@ def test_a_name_on_the_hub_is_looked_up_in_the_cache(
     assert "1 is missing" in refused(Path("someone/model"))
 
 
-def test_no_initial_values_are_drawn_and_no_weights_are_mapped(
+def test_pretrained_weights_are_read_without_init_or_mmap(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(folders / "tied", tmp_path / "own")
@@ -356,7 +351,7 @@ def test_no_initial_values_are_drawn_and_no_weights_are_mapped(
         assert torch.equal(value, expected), name
 
 
-def test_resuming_goes_on_from_the_checkpoint_and_not_from_the_folder(
+def test_resume_from_checkpoint_matches_single_process(
     parity: Parity, folders: Path, tmp_path: Path
 ) -> None:
     def resumed(name: str) -> list[float]:
@@ -371,7 +366,7 @@ def test_resuming_goes_on_from_the_checkpoint_and_not_from_the_folder(
         assert resumed(layout) == pytest.approx(alone, rel=1e-5)
 
 
-def test_what_comes_home_from_forked_ranks_is_not_read_or_drawn_before(
+def test_parent_gets_forked_weights_without_reading_folder(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained(**options: Any) -> LitCausalLM:

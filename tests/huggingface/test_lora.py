@@ -1,5 +1,5 @@
-"""Adapters of peft in somebody's LightningModule: trained in every layout as on one process
-(gradients in float64: test_exact)."""
+"""peft adapters in a user's LightningModule train in every layout like in a single process (see
+test_exact for gradients in float64)."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def adapted(model: str = "llama", layout: dict[str, Any] | None = None, **option
 
 
 @pytest.mark.parametrize("layout", ["t2", "t2sp", "p2v2", "t2p2", "d2 sharded", "c2"])
-def test_layouts(layout: str, parity: Parity) -> None:
+def test_adapters_match_single_process(layout: str, parity: Parity) -> None:
     parity.check(adapted(target_modules=r".*(_proj|lm_head|embed_tokens)"), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", ["t2", "t2sp"])
-def test_adapters_drop_the_same(layout: str, parity: Parity) -> None:
+def test_adapter_dropout_matches_single_process(layout: str, parity: Parity) -> None:
     run = adapted("gpt2", {"keyed_dropout": True}, lora_dropout=0.1, init_lora_weights="gaussian")
     parity.check(run, LAYOUTS[layout])
 
@@ -64,7 +64,7 @@ def causal(run: Run) -> LitCausalLM:
     )
 
 
-def test_adapters_alone_are_saved_and_resumed_in_another_layout(
+def test_adapter_checkpoint_resumes_in_other_layout(
     parity: Parity, folder: Path, tmp_path: Path
 ) -> None:
     run = Run(model="labelled", module=causal, pretrained=str(folder), global_batch=SAMPLES)
@@ -82,7 +82,7 @@ def test_adapters_alone_are_saved_and_resumed_in_another_layout(
         for entry in TensorReader(saved).tensors.values()
         if math.prod(entry.shape) > 1
     ]
-    # two states of Adam for each
+    # each weight has two states of Adam
     assert sum(elements) == 3 * sum(value.numel() for value in weights.values())
     # peft's own count on one process
     import peft
@@ -106,7 +106,7 @@ def test_adapters_alone_are_saved_and_resumed_in_another_layout(
         parity.ranks(replace(run, resume=saved))
 
 
-def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
+def test_adapter_and_merged_folder_have_equal_logits(
     parity: Parity, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import peft
@@ -154,7 +154,9 @@ def test_a_folder_for_peft_and_a_merged_one_have_the_same_logits(
 
 
 @pytest.mark.parametrize("layout", ["p2", "d2"])
-def test_magnitudes_begin_as_the_weights_are(layout: str, parity: Parity, tmp_path: Path) -> None:
+def test_dora_magnitudes_are_initialized_as_weight_norms(
+    layout: str, parity: Parity, tmp_path: Path
+) -> None:
     torch.manual_seed(7)
     base = make_model("llama")
     base.save_pretrained(tmp_path)
@@ -170,7 +172,7 @@ def test_magnitudes_begin_as_the_weights_are(layout: str, parity: Parity, tmp_pa
 
 
 class Tuned(LitHuggingFace):
-    """Another tuner of peft's."""
+    """A model with IA3, another tuner of peft."""
 
     def configure_model(self) -> None:
         import peft
@@ -197,13 +199,13 @@ class Tuned(LitHuggingFace):
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused_before_launch(module: Any, said: str) -> None:
+def test_unsplittable_adapter_is_refused_before_launch(module: Any, said: str) -> None:
     strategy = PTDPStrategy(tensor_parallel_size=2)
     with pytest.raises(ValueError, match=said):
         check_model(module(), strategy.config, strategy.config.layout(2))
 
 
-def test_another_tuner_of_peft_trains_in_a_pipeline(parity: Parity) -> None:
+def test_ia3_tuner_trains_in_pipeline(parity: Parity) -> None:
     parity.check(Run(model="llama", module=Tuned, layout={"meta_init": False}), LAYOUTS["p2"])
 
 
@@ -223,13 +225,17 @@ def test_another_tuner_of_peft_trains_in_a_pipeline(parity: Parity) -> None:
         ({"dropout": 1.0}, r"dropout=1.0 must be at least 0 and less than 1"),
     ],
 )
-def test_bad_options(options: dict[str, Any], said: str, folder: Path) -> None:
+def test_invalid_adapter_options_are_refused(
+    options: dict[str, Any], said: str, folder: Path
+) -> None:
     with pytest.raises(ValueError, match=said):
         LitCausalLM(str(folder), adapter=LoraOptions(**options))
 
 
 @pytest.mark.parametrize("change", [{"alpha": 32.0}, {"use_rslora": True}, {"r": 4}])
-def test_a_checkpoint_of_other_adapters_is_refused(change: dict[str, Any], folder: Path) -> None:
+def test_checkpoint_with_other_adapter_options_is_refused(
+    change: dict[str, Any], folder: Path
+) -> None:
     checkpoint = {
         "hyper_parameters": dict(LitCausalLM(str(folder), adapter=LoraOptions(r=8)).hparams)
     }
@@ -240,7 +246,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(change: dict[str, Any], folde
         )
 
 
-def test_a_checkpoint_with_adapters_and_one_without_do_not_load_each_other(folder: Path) -> None:
+def test_checkpoint_is_refused_if_only_one_side_has_adapter(folder: Path) -> None:
     plain, adapted = LitCausalLM(str(folder)), LitCausalLM(str(folder), adapter=LoraOptions())
     for lit, other, said in (
         (plain, adapted, "Set model.adapter as in that training"),
@@ -252,7 +258,7 @@ def test_a_checkpoint_with_adapters_and_one_without_do_not_load_each_other(folde
 
 
 def count(rank: int, folder: str) -> dict[str, int]:
-    """Elements that training keeps beside the weights, in half precision with float32 masters."""
+    """Count the elements that training keeps for bfloat16 weights with float32 masters."""
     module = LitCausalLM(folder, adapter=LoraOptions(r=3), dtype="bfloat16", optimizer=OPTIMIZER)
     strategy = PTDPStrategy(master_weights=True)
     trainer = make_trainer(strategy, 2, max_steps=2, precision="bf16-true", limit_val_batches=0)
@@ -277,7 +283,7 @@ def count(rank: int, folder: str) -> dict[str, int]:
     return found
 
 
-def test_what_is_frozen_takes_no_memory_beside_itself(pool: Pool, tmp_path: Path) -> None:
+def test_frozen_weights_need_no_training_memory(pool: Pool, tmp_path: Path) -> None:
     import peft
 
     make_model("llama").save_pretrained(tmp_path)
@@ -311,7 +317,7 @@ def whole_adapters(rank: int, model: str, layout: dict[str, Any]) -> dict[str, t
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 @pytest.mark.parametrize("layout", [{}, {"sequence_parallel": True, "recompute": "full"}])
-def test_what_all_ranks_hold_stays_the_same_where_adapters_drop(
+def test_replicated_adapter_weights_stay_equal_with_dropout(
     model: str, layout: dict[str, Any], pool: Pool
 ) -> None:
     one, other = pool.run(whole_adapters, world_size=2, args=(model, layout))

@@ -1,5 +1,5 @@
-"""A pretrained Hugging Face model under the strategy: each rank reads its part of the folder, or
-all of it where that is asked for."""
+"""Pretrained Hugging Face models under the strategy: each rank reads its part of the folder, or
+all of it on request."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ TIED = (("tie_word_embeddings", True),)
 def pretrained(
     folder: Path, model: str, options: Any, *, base: bool = False, shard: str = "20KB"
 ) -> dict[str, Tensor]:
-    """Save a model in several files; its state. With ``base`` only what is without its head is
-    saved."""
+    """Save a model in several files, with ``base`` without its head, and return its state."""
     torch.manual_seed(11)
     made: Any = make_model(model, **dict(options))
     (made.base_model if base else made).save_pretrained(folder, max_shard_size=shard)
@@ -51,7 +50,7 @@ def check_start(parity: Parity, run: Run, expected: dict[str, Tensor], *, but: s
         ("llama", TIED, {}, 2),
     ],
 )
-def test_each_rank_reads_its_part_of_the_folder(
+def test_weights_are_initialized_from_folder(
     model: str,
     options: Any,
     layout: dict[str, Any],
@@ -72,7 +71,7 @@ def test_each_rank_reads_its_part_of_the_folder(
     check_start(parity, run, expected)
 
 
-def test_a_folder_of_the_model_without_its_head(parity: Parity, tmp_path: Path) -> None:
+def test_weights_are_initialized_from_folder_without_head(parity: Parity, tmp_path: Path) -> None:
     expected = pretrained(tmp_path, "llama", TIED, base=True)
     run = Run(
         model="llama",
@@ -85,7 +84,7 @@ def test_a_folder_of_the_model_without_its_head(parity: Parity, tmp_path: Path) 
     check_start(parity, run, expected)
 
 
-def test_another_size_is_named(parity: Parity, tmp_path: Path) -> None:
+def test_folder_with_more_layers_is_refused(parity: Parity, tmp_path: Path) -> None:
     pretrained(tmp_path, "llama", (("num_hidden_layers", 6),))
     run = Run(model="llama", layout={P: 2, M: 2}, world_size=2, steps=1, init_from=str(tmp_path))
     with pytest.raises(
@@ -94,7 +93,7 @@ def test_another_size_is_named(parity: Parity, tmp_path: Path) -> None:
         parity.ranks(run)
 
 
-def test_every_rank_may_load_the_whole_model(parity: Parity, tmp_path: Path) -> None:
+def test_from_pretrained_works_without_meta_device(parity: Parity, tmp_path: Path) -> None:
     expected = pretrained(tmp_path, "llama", ())
     layout = {P: 2, M: 2, "meta_init": False}
     check_start(
@@ -105,9 +104,7 @@ def test_every_rank_may_load_the_whole_model(parity: Parity, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("layout", [{P: 2}, {}])
-def test_weights_cannot_be_loaded_on_the_meta_device(
-    layout: dict[str, Any], tmp_path: Path
-) -> None:
+def test_from_pretrained_on_meta_device_is_refused(layout: dict[str, Any], tmp_path: Path) -> None:
     pretrained(tmp_path, "llama", ())
     trainer = L.Trainer(
         strategy=PTDPStrategy(**layout, start_method="fork"),

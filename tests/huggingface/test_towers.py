@@ -1,5 +1,4 @@
-"""CLIP's two towers, LED's windows and Informer's series under a pipeline, and Informer's
-convolutions between its blocks."""
+"""CLIP, LED and Informer under a pipeline, and their variants that cannot be split."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class Clip(LitTowers):
 
 
 class Led(LitTowers):
-    """Positions are looked up by the shape of the ids."""
+    """Looks up positions by the shape of the ids."""
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -128,16 +127,16 @@ class Distilling(Informer):
     ("module", "layout"),
     [(Clip, {P: 2}), (Led, {P: 2}), (Led, {T: 2}), (Informer, {P: 2}), (Informer, {P: 2, V: 2})],
 )
-def test_it_trains_as_in_one_process(
+def test_model_trains_like_single_process(
     module: type[LitHuggingFace], layout: dict[str, Any], parity: Parity
 ) -> None:
     run = Run(model="", module=module, steps=3, layout={M: 2})
-    # CLIP's negatives are those of a microbatch, and one process evaluates whole batches.
+    # CLIP's negatives are those of a microbatch, but a single process evaluates whole batches.
     parity.check(run, (2, layout), but=["val_loss"] if module is Clip else [])
 
 
-def test_what_the_first_tower_gave_is_used_behind_the_second() -> None:
-    """A stage that begins inside the second tower lacks it, and is refused before launch."""
+def test_stage_that_begins_in_second_tower_is_refused() -> None:
+    """A stage that begins inside the second tower lacks the output of the first one."""
     config = PTDPConfig(num_microbatches=2, pipeline_parallel_size=2, virtual_pipeline_size=2)
     with pytest.raises(
         ValueError,
@@ -146,7 +145,7 @@ def test_what_the_first_tower_gave_is_used_behind_the_second() -> None:
         check_model(Clip(Run(model="")), config, config.layout(2))
 
 
-def test_convolutions_between_the_blocks_are_refused_before_launch() -> None:
+def test_convolutions_between_blocks_are_refused_before_launch() -> None:
     config = PTDPConfig(num_microbatches=2, pipeline_parallel_size=2)
     module = Distilling(Run(model=""))
     with pytest.raises(

@@ -1,5 +1,4 @@
-"""A LightningModule around a Hugging Face model trains unmodified, with the same answer in every
-layout."""
+"""A LightningModule around a Hugging Face model trains unmodified and equally in every layout."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("layout", ["t2", "p2", "p2v2", "t2p2v2", "t2p2v2sp"])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "bert"])
-def test_same_answer_as_one_process(model: str, layout: str, parity: Parity) -> None:
+def test_model_matches_single_process(model: str, layout: str, parity: Parity) -> None:
     parity.check(Run(model=model, steps=6), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
-def test_in_bfloat16(model: str, eager: bool, parity: Parity) -> None:
+def test_bfloat16_pipeline_matches_single_process(model: str, eager: bool, parity: Parity) -> None:
     run = Run(model=model, eager=eager, precision="bf16-true")
     parity.check(run, LAYOUTS["p2"], tolerance=5e-2)
 
@@ -42,7 +41,7 @@ def test_in_bfloat16(model: str, eager: bool, parity: Parity) -> None:
         ("opt", (), "p2"),
     ],
 )
-def test_models_that_declare_their_plan(
+def test_declared_plan_matches_single_process(
     model: str, options: tuple, layout: str, parity: Parity
 ) -> None:
     parity.check(Run(model=model, options=options), LAYOUTS[layout])
@@ -56,18 +55,18 @@ def test_models_that_declare_their_plan(
         ((("norm_first", True), ("activation", "gelu"), ("batch_first", False)), "t2p2v2"),
     ],
 )
-def test_transformer_encoder_of_torch(options: tuple, layout: str, parity: Parity) -> None:
+def test_torch_transformer_encoder_matches_single_process(
+    options: tuple, layout: str, parity: Parity
+) -> None:
     parity.check(Run(model="encoder", options=options), LAYOUTS[layout])
 
 
-def test_a_model_built_in_init_whose_whole_output_is_returned(parity: Parity) -> None:
+def test_eager_model_with_whole_output_matches_single_process(parity: Parity) -> None:
     parity.check(Run(model="gpt2", eager=True, whole_output=True), LAYOUTS["t2p2v2"])
 
 
-def test_a_checkpoint_of_copied_heads_goes_on_in_another_layout(
-    parity: Parity, tmp_path: Path
-) -> None:
-    # an epoch is a batch: Lightning does not go on within one of a plain loader
+def test_checkpoint_of_copied_heads_resumes_in_other_layout(parity: Parity, tmp_path: Path) -> None:
+    # an epoch is one batch: Lightning does not resume within an epoch of a plain loader
     whole = Run(model="llama", global_batch=SAMPLES)
     first = replace(whole, steps=2, save=str(tmp_path / "two epochs"))
     for source, target in (("t4", "t2p2v2"), ("p2", "t4")):

@@ -1,5 +1,4 @@
-"""Encoder-decoders in float64, stage by stage in one process: whatever a step uses of the model,
-wherever it is cut."""
+"""Encoder-decoders in float64, stage by stage in one process, for several losses and cuts."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def of_all_hidden_states(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Step(nn.Module):
-    """A model and what is computed of it."""
+    """A model and the loss computed from its outputs."""
 
     def __init__(
         self, model: nn.Module, compute: Callable[[Any, dict[str, Tensor]], Tensor]
@@ -64,7 +63,7 @@ class Step(nn.Module):
     ],
 )
 @pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_loss_and_gradients_equal_the_whole_models(kind: str, built: str, compute: Any) -> None:
+def test_loss_and_gradients_match_whole_model(kind: str, built: str, compute: Any) -> None:
     data = Samples(kind)
     batch = {key: torch.stack([data[i][key] for i in range(3)]) for key in data[0]}
     torch.manual_seed(0)
@@ -81,7 +80,7 @@ def test_loss_and_gradients_equal_the_whole_models(kind: str, built: str, comput
         "between": plan.between,
         "after": plan.after,
     }
-    # also puts in place what captures hidden states: not once more when it is cut
+    # also installs the capture of hidden states, so that splitting does not install it again
     expected = whole(batch)
     for cut in CUTS if not built else CUTS[1:2]:
         stages = Emulated(whole, tuple(pairwise((0, *cut, 7))), **known)

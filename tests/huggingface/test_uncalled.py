@@ -1,5 +1,5 @@
-"""Models that use a parameter without calling the module that owns it, or compute one: DeBERTa's
-positions, wav2vec2's convolution."""
+"""Models that use a parameter without calling its module (DeBERTa's positions) or compute one
+(wav2vec2's convolution)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Deberta(LitHuggingFace):
 
 
 class Wav2Vec2(LitHuggingFace):
-    """Built in ``__init__``: its own initializer does not set the parts that its convolution's
-    weight is made of."""
+    """Built in ``__init__``, because its own initializer does not set the weight-norm parts of its
+    convolution."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -76,7 +76,7 @@ class Wav2Vec2(LitHuggingFace):
 
 @pytest.mark.parametrize("layout", [{P: 2}, {P: 2, V: 2}])
 @pytest.mark.parametrize("module", [Deberta, Wav2Vec2])
-def test_it_trains_as_in_one_process(
+def test_model_trains_like_single_process(
     module: type[LitHuggingFace], layout: dict[str, Any], parity: Parity
 ) -> None:
     run = Run(model="", module=module, steps=3, layout={M: 2})

@@ -1,5 +1,4 @@
-"""One run of a drawn architecture in a drawn layout with drawn options, trained by an ordinary
-LightningModule under SGD."""
+"""A run of an architecture in a layout, trained by an ordinary LightningModule with SGD."""
 
 from __future__ import annotations
 
@@ -29,19 +28,19 @@ class Run:
 
     Attributes:
         architecture: Name of the architecture.
-        options: Of the model's configuration.
+        options: Options of the model's configuration.
         world_size: Number of processes.
         layout: Arguments of the strategy.
-        batch: Samples a batch of all replicas together.
+        batch: Samples per batch of all replicas together.
         steps: Optimizer steps.
-        accumulate: Batches a step.
-        clip: Limit of the gradients' norm.
-        padded: Labels are ignored behind another length in each sample, and the step returns their
-            number.
-        hidden: A hidden state of the middle is in the loss.
-        eager: Built in ``__init__``.
-        lora: Options of an adapter of peft's around the model; none: no adapter.
-        habit: Name of one of ``HABITS``; empty: none.
+        accumulate: Batches per step.
+        clip: Maximum norm of the gradients.
+        padded: Whether the last labels of each sample are ignored. The step then returns the number
+            of the others.
+        hidden: Whether a hidden state of a middle layer is part of the loss.
+        eager: Whether the model is built in ``__init__``.
+        lora: Options of a peft adapter around the model; empty: no adapter.
+        habit: Name of one of ``HABITS``; empty: no habit.
     """
 
     architecture: str
@@ -126,7 +125,7 @@ def _quiet() -> None:
 
 
 def refusal(rank: int, run: Run) -> str | None:
-    """Why the run is refused before a process is started; None if it is not."""
+    """Return the error that refuses the run before launch, or None."""
     _quiet()
     L.seed_everything(3, verbose=False)
     try:
@@ -143,8 +142,8 @@ def refusal(rank: int, run: Run) -> str | None:
 def verified(run: Run) -> Report:
     """Compare a run with one process.
 
-    Models compute in float64, but losses of Hugging Face, norms and softmaxes in float32 (2^-24,
-    6e-8): gradients are the same to about 1e-6 of themselves.
+    Models compute in float64, but Hugging Face computes losses, norms and softmaxes in float32
+    (2^-24, 6e-8). The relative difference of gradients is about 1e-6.
 
     Raises:
         VerificationError: A training failed.
@@ -152,7 +151,7 @@ def verified(run: Run) -> Report:
     L.seed_everything(3, verbose=False)
     options = _options(run)
     with torch.device("meta"):
-        build(run.architecture, **run.options)  # imports its modules before processes are forked
+        build(run.architecture, **run.options)  # import its modules before processes are forked
     replicas = options["strategy"].config.layout(run.world_size).num_replicas
     data = Samples(run.task, run.batch * run.accumulate * run.steps, padded=run.padded)
     loader = DataLoader(data, batch_size=run.batch // replicas)

@@ -1,4 +1,4 @@
-"""Initial values of models whose initializer sees more than one module."""
+"""Initial values of models with an initializer for several modules."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def built(kind: str, seed: int = 5, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma3", "opt", "encoder"])
-def test_same_distribution_as_the_model_gives_itself(kind: str) -> None:
+def test_initial_values_follow_model_initializer(kind: str) -> None:
     pytest.importorskip("transformers")
     ours, theirs = built(kind), make_model(kind)
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
-        if parameter.numel() < 256:  # norms and biases: constants, except those that torch draws
+        if parameter.numel() < 256:  # norms and biases: constants, except biases drawn by torch
             if expected[name].std() < 1e-6:
                 assert torch.equal(parameter, expected[name]), name
             continue
@@ -39,7 +39,7 @@ def test_same_distribution_as_the_model_gives_itself(kind: str) -> None:
         assert torch.equal(ours.get_buffer(name), buffer), name
 
 
-def test_a_parents_say_counts_and_padding_is_zero() -> None:
+def test_parent_initializer_applies_and_padding_is_zero() -> None:
     pytest.importorskip("transformers")
     model = built("gpt2", n_embd=64)
     assert math.isclose(
@@ -52,7 +52,7 @@ def test_a_parents_say_counts_and_padding_is_zero() -> None:
     assert bert.cls.predictions.decoder.weight is bert.bert.embeddings.word_embeddings.weight
 
 
-def test_the_model_is_left_alone_and_a_forgotten_tensor_is_named() -> None:
+def test_model_is_unchanged_and_uninitialized_tensor_is_named() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -75,7 +75,7 @@ def test_the_model_is_left_alone_and_a_forgotten_tensor_is_named() -> None:
     initialize = Initializers(model)
     linear = initialize("linear")
     assert isinstance(linear, nn.Linear)
-    assert (linear.weight == 7.0).all(), "the model's own initializer has the last word"
+    assert (linear.weight == 7.0).all(), "the model's own initializer must run last"
     assert not linear.bias.isnan().any()
     assert torch.equal(model.linear.weight, before)
     with pytest.raises(ValueError, match=r"'half.shift' \(Half\).*reset_parameters.*_init_weights"):
@@ -84,7 +84,7 @@ def test_the_model_is_left_alone_and_a_forgotten_tensor_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.uniform_])
-def test_half_precision_rounds_the_values_of_float32(
+def test_half_precision_values_are_rounded_float32(
     dtype: torch.dtype, draw: Callable[[Tensor], Tensor]
 ) -> None:
     class Scale(nn.Module):

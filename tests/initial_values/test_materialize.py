@@ -1,4 +1,4 @@
-"""Initial values that depend on the seed and the name alone."""
+"""Initial values that depend only on the seed and the name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build(seed: int, only: tuple[str, ...] | None = None) -> Tied:
     return model
 
 
-def test_values_do_not_depend_on_which_modules_are_asked_for_or_on_the_global_generator() -> None:
+def test_values_depend_only_on_seed_and_name() -> None:
     whole = build(5)
     torch.manual_seed(99)
     part = build(5, only=("head", "middle"))
@@ -41,7 +41,7 @@ def test_values_do_not_depend_on_which_modules_are_asked_for_or_on_the_global_ge
     assert not torch.equal(build(6).middle.weight, whole.middle.weight)
 
 
-def test_buffers_get_values_and_the_global_generator_is_left_alone() -> None:
+def test_buffers_are_initialized_and_global_rng_is_unchanged() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model = build(5)
@@ -50,7 +50,7 @@ def test_buffers_get_values_and_the_global_generator_is_left_alone() -> None:
     assert model.norm.num_batches_tracked.item() == 0
 
 
-def test_a_module_that_cannot_initialize_itself_is_named() -> None:
+def test_module_without_initializer_is_named() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -68,5 +68,5 @@ def _agree(rank: int) -> tuple[list[str], list[float]]:
     return names, different.tolist()
 
 
-def test_rank_zero_wins_where_eager_values_differ(pool: Pool) -> None:
+def test_rank_zero_values_win_if_eager_values_differ(pool: Pool) -> None:
     assert pool.run(_agree, world_size=2) == [(["different"], [0.0] * 3)] * 2

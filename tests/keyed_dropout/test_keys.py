@@ -1,4 +1,4 @@
-"""Numbers that are a function of indices."""
+"""Random numbers as a function of keys and indices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_ptdp.world.mesh import Group
 
 
 def reference(key: int, index: int) -> int:
-    """SplitMix64's finalizer in Python's integers."""
+    """Return SplitMix64's finalizer, in Python integers."""
     mask = (1 << 64) - 1
     z = ((key ^ (index * 0x9E3779B97F4A7C15)) + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -21,14 +21,14 @@ def reference(key: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def test_the_hash_is_the_published_one() -> None:
+def test_hash_equals_splitmix64() -> None:
     keys, indices = torch.tensor([0, 1, -5, 2**62]), torch.tensor([0, 7, 123456789, 2**40])
     found = mix(keys, indices).tolist()
     for key, index, value in zip(keys.tolist(), indices.tolist(), found, strict=True):
         assert value % 2**64 == reference(key % 2**64, index)
 
 
-def test_numbers_are_uniform_and_independent_of_their_neighbours() -> None:
+def test_numbers_are_uniform_and_uncorrelated() -> None:
     x = uniform(
         torch.tensor([[3], [4]]).view(2, 1, 1),
         [torch.arange(200).view(1, -1, 1), torch.arange(300).view(1, 1, -1)],
@@ -36,15 +36,15 @@ def test_numbers_are_uniform_and_independent_of_their_neighbours() -> None:
     assert x.shape == (2, 200, 300)
     assert 0 <= float(x.min()) < 1e-3
     assert 0.999 < float(x.max()) < 1
-    # Of n = 120 000 numbers: the mean's deviation is 1/sqrt(12 n), a correlation's 1/sqrt(n); five
-    # of each.
+    # Bounds are five standard deviations for n = 120 000 numbers: 1/sqrt(12 n) of the mean,
+    # 1/sqrt(n) of a correlation.
     assert abs(float(x.mean()) - 0.5) < 5 / (12 * x.numel()) ** 0.5
     for other in (x.roll(1, 1), x.roll(1, 2), x.flip(0)):
         correlation = torch.corrcoef(torch.stack([x.flatten(), other.flatten()]))[0, 1]
         assert abs(float(correlation)) < 5 / x.numel() ** 0.5
 
 
-def test_a_sample_has_its_key_in_any_batch() -> None:
+def test_sample_key_is_independent_of_batch() -> None:
     tokens, weights = torch.randint(50, (6, 9)), torch.randn(6)
     whole = sample_keys([tokens, weights], 6)
     part = sample_keys([tokens[[4, 1]], weights[[4, 1]]], 2)
@@ -55,13 +55,13 @@ def test_a_sample_has_its_key_in_any_batch() -> None:
     assert (sample_keys([changed, weights], 6) != whole).tolist() == [i == 2 for i in range(6)]
 
 
-def test_a_batch_without_samples() -> None:
+def test_batch_without_samples_is_refused() -> None:
     with pytest.raises(ValueError, match="no tensor of 3 samples"):
         sample_keys([torch.ones(4)], 3)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_what_is_dropped_inside_of_torchs_attention_is_refused(dropout: float) -> None:
+def test_dropout_inside_torch_attention_is_refused(dropout: float) -> None:
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     x = torch.randn(2, 4, 8)
     attention = nn.MultiheadAttention(8, 2, dropout=dropout, batch_first=True)
@@ -76,7 +76,7 @@ def test_what_is_dropped_inside_of_torchs_attention_is_refused(dropout: float) -
         assert torch.equal(attention.eval()(x, x, x)[0], attention(x, x, x)[0])
 
 
-def test_a_batch_whose_tensors_share_no_dimension_is_refused() -> None:
+def test_batch_without_common_dimension_is_refused() -> None:
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     graphs = {"x": torch.randn(5, 2), "edges": torch.zeros(2, 7)}
     with pytest.raises(KeyedDropoutError, match="keyed_dropout=False"):

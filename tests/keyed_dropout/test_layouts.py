@@ -1,4 +1,4 @@
-"""With dropout by key, training with dropout gives the same answer in every layout."""
+"""Training with keyed dropout, which is numerically equal in every layout."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_same_answer(name: str, parity: Parity) -> None:
+def test_training_equals_single_process(name: str, parity: Parity) -> None:
     parity.check(RUN, LAYOUTS[name])
 
 
-def test_dropout_matters(parity: Parity) -> None:
+def test_dropout_changes_losses(parity: Parity) -> None:
     dropped, kept = parity.result(RUN), parity.result(Run(steps=4))
     assert dropped["losses"] != pytest.approx(kept["losses"], rel=1e-5)
 
 
-def test_attention_weights_of_a_slice_are_refused(parity: Parity) -> None:
+def test_attention_dropout_with_context_parallel_is_refused(parity: Parity) -> None:
     with pytest.raises(WorkerFailure, match="keyed_dropout=True with attention dropout"):
         parity.ranks(replace(RUN, steps=1).on((2, {C: 2})))

@@ -1,21 +1,20 @@
-"""A pytest plugin that runs Lightning's own tests through the strategy; their sources are not
-copied.
+"""A pytest plugin that runs Lightning's own tests with the strategy.
 
 From the root of this repository, with a checkout of the installed version of Lightning::
 
     python -m pytest -p tests.lightning_suite --ptdp-options='{"num_microbatches": 2}' CHECKOUT/tests/tests_pytorch/loops
 
-``Trainer(...)`` calls that name no strategy, accelerator or number of devices of their own get
-``PTDPStrategy(**options)``. Tests look into checkpoints with ``torch.load`` and write them back
-with ``torch.save``; here both take the folders that the strategy writes. ``exceptions.toml`` says,
-with a reason each, which tests are left alone and which are known to fail. One that is known to
-fail and passes
-fails the run: its line is to be taken out. A test that ends with a refusal of the strategy before
-the first batch counts as an expected failure too, with the refusal's words as the reason; the
-summary counts the reasons.
+``Trainer(...)`` calls without a strategy, accelerator or number of devices get
+``PTDPStrategy(**options)``. Tests read checkpoints with ``torch.load`` and write them with
+``torch.save``; here both accept the folders that the strategy writes. ``exceptions.toml`` lists,
+with reasons, the tests that run without the strategy and the known failures. A known failure that
+passes fails the run; remove its line. A test that ends with a refusal of the strategy before the
+first batch is an expected failure too, with the refusal's message as the reason. The summary counts
+the reasons.
 
-With ``--ptdp-processes 2`` every other test runs in two processes at once; with ``--ptdp-off`` too,
-under Lightning's ``ddp``: what fails there as well assumes one process."""
+With ``--ptdp-processes 2`` every test that uses the strategy runs in two processes at once. With
+``--ptdp-off`` too, it uses Lightning's ``ddp``. A test that also fails there assumes one
+process."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ _OURS: dict[str, tuple[Any, ...]] = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the strategy, and a way to run without it."""
+    """Add the options of the plugin."""
     group = parser.getgroup("ptdp", "Lightning's tests through PTDPStrategy")
     group.addoption("--ptdp-options", default="{}", help="JSON of PTDPStrategy's arguments")
     group.addoption(
@@ -88,7 +87,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 class _Substitution:
-    """Gives trainers the strategy while a test runs that is not left alone."""
+    """Replaces the strategy of trainers during every test that is not exempt."""
 
     def __init__(self, options: dict[str, Any], *, count: int, off: bool) -> None:
         self._options, self._count, self._off = options, count, off
@@ -102,22 +101,22 @@ class _Substitution:
         return _found(item, self._left_alone) is not None
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Known failures are run, and have to fail, but for those where one process may be faster
-        than another. In several processes what is left alone is left out."""
+        """Mark known failures as strict xfail, except races between processes.
+
+        With several processes, deselect the exempt tests."""
         if self._count > 1:
             items[:] = [item for item in items if not self._leaves_alone(item)]
         for item in items:
             for section in self._fails:
                 if (reason := _found(item, section)) is not None:
-                    # A process that wins a race passes, so only there a pass does not mean that the
-                    # line is out of date.
+                    # A process that wins a race passes, although the line is still valid.
                     item.add_marker(
                         pytest.mark.xfail(reason=reason, strict=section is not self._races)
                     )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
-        """Around fixtures too, which make trainers."""
+        """Substitute during fixtures too, because they create trainers."""
         if self._leaves_alone(item):
             return (yield)
         with pytest.MonkeyPatch.context() as patch:
@@ -126,7 +125,7 @@ class _Substitution:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[Any]:
-        """A refusal is an expected failure."""
+        """Report a refusal as an expected failure."""
         report = yield
         if (
             report.failed
@@ -137,7 +136,7 @@ class _Substitution:
         return report
 
     def _reason(self, error: BaseException | None) -> str | None:
-        """Why a test was to end so: also where it expected another error."""
+        """Return the reason of an expected failure, even if the test expected another error."""
         while error is not None:
             if (refusal := _refusal(error)) is not None:
                 return f"refused: {refusal}"
@@ -185,7 +184,7 @@ def _sections(options: dict[str, Any], count: int) -> Iterator[str]:
 
 
 def _deeper(init: Any) -> Any:
-    """Wrap ``BoringModel.__init__`` to make a model of two layers, which a pipeline can cut."""
+    """Wrap ``BoringModel.__init__`` to make a model of two layers, which a pipeline can split."""
 
     @functools.wraps(init)
     def with_layers(model: Any) -> None:
@@ -196,7 +195,7 @@ def _deeper(init: Any) -> Any:
 
 
 def _refusal(error: BaseException) -> str | None:
-    """Return the message if the strategy refused to begin; None for any other error."""
+    """Return the message if the strategy refused to start; None for any other error."""
     frames = traceback.extract_tb(error.__traceback__)
     begins = any(
         _STRATEGY in frame.filename and frame.name in ("check_before_launch", "setup")
@@ -228,7 +227,7 @@ def _names_nothing_else(kwargs: dict[str, Any]) -> bool:
     if kwargs.get("accelerator", "auto") == "auto" and (
         CUDAAccelerator.is_available() or MPSAccelerator.is_available()
     ):
-        return False  # some tests pretend so
+        return False  # some tests mock an available GPU
     return all(
         any(kwargs.get(name, values[0]) == value for value in values)
         for name, values in _OURS.items()
@@ -236,7 +235,7 @@ def _names_nothing_else(kwargs: dict[str, Any]) -> bool:
 
 
 def _found(item: pytest.Item, patterns: dict[str, list[str]]) -> str | None:
-    """The reason whose patterns have the test, by its path inside ``tests_pytorch``."""
+    """Return the reason with a pattern that matches the test's path in ``tests_pytorch``."""
     name = item.nodeid.rpartition("tests_pytorch/")[2]
     for reason, tests in patterns.items():
         if any(name.startswith(test) or fnmatchcase(name, test) for test in tests):

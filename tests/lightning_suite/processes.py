@@ -1,5 +1,4 @@
-"""Every test in several processes at once, one a rank, forked from the process that collected the
-tests."""
+"""Execution of each test in several ranks at once, forked from the process that collected it."""
 
 from __future__ import annotations
 
@@ -19,15 +18,16 @@ from _pytest.runner import runtestprotocol
 from tests.limits import Limit, running
 
 _LIMIT_S = 90.0
-_GRACE_S = 15.0  # for the others, when the first has failed
+_GRACE_S = 15.0  # for other ranks, after the first failure
 _LOST = ("PeerError", "Connection closed by peer", "Connection reset by peer")
-_PASSED = "[XPASS(strict)]"  # what pytest says of a test that was to fail
+_PASSED = "[XPASS(strict)]"  # pytest's report of an expected failure that passed
 _OURS = "lightning_ptdp"
 
 
 class Processes:
-    """Runs each test in ``count`` ranks; the test fails if rank 0 does, or if what another runs
-    raises an error.
+    """Runs each test in ``count`` ranks.
+
+    The test fails if rank 0 fails, or if another rank raises an error in the package.
 
     Args:
         count: World size.
@@ -38,14 +38,14 @@ class Processes:
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """One folder for all ranks."""
+        """Return one folder for all ranks."""
         folder = self._folder / "tmp_path"
         folder.mkdir(exist_ok=True)
         return folder
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        """Fork, wait, tell."""
+        """Fork the ranks, wait for them, and report."""
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             self._folder, port = Path(folder), _free_port()
@@ -96,7 +96,7 @@ class Processes:
             os.waitpid(child, 0)
         for child in started:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)  # whatever the test started
+                os.killpg(child, signal.SIGKILL)  # processes that the test started
 
     def _file(self, rank: int) -> Path:
         return self._folder / f"rank{rank}"
@@ -126,14 +126,14 @@ class Processes:
 
 
 def _importance(reports: list[Any]) -> int:
-    """Return the place of a rank's reports in the order of importance; the smallest is shown.
+    """Return the order of importance of a rank's reports; the smallest is shown.
 
     - 0: The rank failed by itself.
     - 1: It failed as expected.
     - 2: It failed because it lost another rank.
     - 3: It passed, even if it was expected to fail.
-    - 4: It is not rank 0 and failed in the test's own lines. The files that these look at often
-    exist on rank 0 only."""
+    - 4: It is not rank 0 and failed in the test's own code. Files that tests check often exist on
+    rank 0 only."""
     failed = [
         report
         for report in reports

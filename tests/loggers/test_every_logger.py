@@ -1,5 +1,4 @@
-"""Every logger of Lightning that can be installed, beside every callback that gives something to
-loggers."""
+"""Every installable Lightning logger with every callback that logs."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ CONFIG = "seed_everything: 1\ntrainer:\n  max_steps: 2\n  callbacks: []\n  strat
 
 
 class Other(DummyLogger):
-    """A user's own logger, whose methods have the names of ours and other arguments."""
+    """User logger whose methods have the names of ours but other arguments."""
 
     @property
     def version(self) -> str:
@@ -69,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", LOGGERS)
-def test_every_logger_takes_what_the_callbacks_give(
+def test_logger_accepts_output_of_all_callbacks(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -1,4 +1,4 @@
-"""MLflow: lazy, safe on many ranks and across a fork, nothing lost, resumable."""
+"""Tests of the MLflow logger: lazy start, many ranks, forks, flushing and resuming."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rank_zero() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def save_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One store for the whole module: making a database takes seconds."""
+    """Return one store for the whole module, because creating a database takes seconds."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -59,7 +59,7 @@ def history(logger: MLFlowLogger, name: str) -> list[tuple[int, float]]:
     )
 
 
-def test_nothing_is_touched_before_the_first_use(
+def test_store_is_untouched_before_first_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)  # an import of it raises
@@ -76,7 +76,7 @@ def test_nothing_is_touched_before_the_first_use(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_everything_is_flushed(save_dir: Path) -> None:
+def test_finalize_flushes_metrics_and_artifacts(save_dir: Path) -> None:
     logger = MLFlowLogger(save_dir=str(save_dir), tags={"purpose": "test"})
     for step in range(200):
         logger.log_metrics({"train_loss": float(step)}, step)
@@ -94,7 +94,7 @@ def test_everything_is_flushed(save_dir: Path) -> None:
     )
 
 
-def test_parameters_of_any_shape_and_length(save_dir: Path) -> None:
+def test_parameters_are_flattened_and_truncated(save_dir: Path) -> None:
     logger = MLFlowLogger(save_dir=str(save_dir))
     logger.log_hyperparams(
         {
@@ -112,7 +112,7 @@ def test_parameters_of_any_shape_and_length(save_dir: Path) -> None:
     assert not parameters.keys() & {"none", "_instantiator"}
 
 
-def test_a_run_says_which_and_when_it_is(save_dir: Path) -> None:
+def test_run_name_has_layout_and_time(save_dir: Path) -> None:
     named, unnamed = (
         MLFlowLogger(save_dir=str(save_dir), run_name="mine"),
         MLFlowLogger(save_dir=str(save_dir)),
@@ -130,7 +130,7 @@ def test_a_run_says_which_and_when_it_is(save_dir: Path) -> None:
     assert unnamed.url == f"http://127.0.0.1:5000/#/{page}"
 
 
-def test_an_epoch_is_logged_when_it_changes(save_dir: Path) -> None:
+def test_epoch_is_logged_when_it_changes(save_dir: Path) -> None:
     logger = MLFlowLogger(save_dir=str(save_dir))
     for step, epoch in enumerate([0.0, 0.0, 1.0, 1.0, 2.0]):
         logger.log_metrics({"loss": 1.0, "epoch": epoch}, step)
@@ -138,7 +138,7 @@ def test_an_epoch_is_logged_when_it_changes(save_dir: Path) -> None:
     assert history(logger, "epoch") == [(2, 1.0), (4, 2.0)]
 
 
-def test_the_data_of_a_run(save_dir: Path) -> None:
+def test_dataset_is_logged_as_run_input(save_dir: Path) -> None:
     record = DatasetRecord(
         name="web",
         context="training",
@@ -156,7 +156,7 @@ def test_the_data_of_a_run(save_dir: Path) -> None:
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
-def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:
+def test_resume_appends_metrics_and_keeps_parameters(save_dir: Path) -> None:
     first = MLFlowLogger(save_dir=str(save_dir), tags={"layout": "t2"})
     first.log_hyperparams({"learning_rate": 1.0})
     first.log_metrics({"loss": 2.0}, 1)
@@ -178,12 +178,12 @@ def test_resume_appends_and_keeps_what_was_logged(save_dir: Path) -> None:
     assert client_of(second).get_run(first.run_id).info.status == "FAILED"
 
 
-def test_an_unknown_run(save_dir: Path) -> None:
+def test_unknown_run_id_is_refused(save_dir: Path) -> None:
     with pytest.raises(ValueError, match=r"run_id='nothing'.*Leave run_id out"):
         MLFlowLogger(save_dir=str(save_dir), run_id="nothing").log_metrics({"loss": 1.0}, 0)
 
 
-def test_the_run_of_a_checkpoint_goes_on(save_dir: Path) -> None:
+def test_resume_continues_run_of_checkpoint(save_dir: Path) -> None:
     first = MLFlowLogger(save_dir=str(save_dir))
     run_id = first.run_id
     first.finalize("failed")
@@ -191,7 +191,9 @@ def test_the_run_of_a_checkpoint_goes_on(save_dir: Path) -> None:
     second = MLFlowLogger(save_dir=str(save_dir))
     assert not second.continue_run_of(save_dir / "elsewhere" / "x" / "checkpoints" / "last.ckpt")
     assert second.continue_run_of(home / run_id / "checkpoints" / "last.ckpt")
-    assert not second.continue_run_of(home / "other" / "checkpoints" / "last.ckpt"), "it has a run"
+    assert not second.continue_run_of(home / "other" / "checkpoints" / "last.ckpt"), (
+        "a logger must keep the run it has"
+    )
     second.log_metrics({"loss": 1.0}, 1)
     assert second.run_id == run_id
     client_of(first).delete_run(run_id)
@@ -206,7 +208,7 @@ def test_the_run_of_a_checkpoint_goes_on(save_dir: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:logging failed")
-def test_metrics_that_a_store_does_not_take_are_kept_in_a_file(
+def test_unwritten_metrics_are_kept_in_file(
     save_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlflow, "LIMIT_S", 0.0)
@@ -248,7 +250,7 @@ def _largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:logging failed")
 @pytest.mark.parametrize("kind", ["sqlite", "disk"])
-def test_a_full_disk_does_not_fail_a_training_that_is_done(
+def test_full_disk_does_not_fail_finished_training(
     save_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(mlflow, "LIMIT_S", 0.0)
@@ -273,10 +275,10 @@ def test_a_full_disk_does_not_fail_a_training_that_is_done(
     lost = r"4 metrics are lost.*File too large.*: loss, lr of steps 3 to 4: .*(full|No space left)"
     with _largest_file(kept.stat().st_size + 20), pytest.warns(UserWarning, match=lost):
         logger.finalize("success")
-    assert kept.read_text() == "before\n", "half a row"
+    assert kept.read_text() == "before\n", "a partial row is left in the file"
 
 
-def test_copies_do_not_share_a_connection(save_dir: Path) -> None:
+def test_copies_of_logger_do_not_share_connection(save_dir: Path) -> None:
     logger = MLFlowLogger(save_dir=str(save_dir))
     logger.log_metrics({"loss": 1.0}, 0)
     for twin in (copy.deepcopy(logger), pickle.loads(pickle.dumps(logger))):
@@ -298,7 +300,7 @@ def _log_on_every_rank(rank: int, save_dir: str) -> str | None:
     return logger.run_id
 
 
-def test_four_ranks_on_a_fresh_store(pool: Pool, tmp_path: Path) -> None:
+def test_only_rank_zero_logs_to_fresh_store(pool: Pool, tmp_path: Path) -> None:
     run_ids = pool.run(_log_on_every_rank, world_size=4, args=(str(tmp_path / "runs"),))
     assert run_ids[0] is not None
     assert run_ids[1:] == [None, None, None]
@@ -311,7 +313,7 @@ def test_four_ranks_on_a_fresh_store(pool: Pool, tmp_path: Path) -> None:
 
 def _begin(rank: int, save_dir: str) -> str:
     rank_zero_only.rank = 0
-    import mlflow as _  # noqa: F401 - the import takes seconds, after which nobody would be first
+    import mlflow as _  # noqa: F401 - slow, so imported before the barrier
 
     dist.barrier()
     logger = MLFlowLogger(save_dir=save_dir)
@@ -321,7 +323,7 @@ def _begin(rank: int, save_dir: str) -> str:
     return logger.run_id
 
 
-def test_runs_that_begin_together_in_a_fresh_store_all_live(pool: Pool, tmp_path: Path) -> None:
+def test_concurrent_runs_share_fresh_store(pool: Pool, tmp_path: Path) -> None:
     run_ids = pool.run(_begin, world_size=3, args=(str(tmp_path / "runs"),))
     client = client_of(MLFlowLogger(save_dir=str(tmp_path / "runs")))
     runs = [client.get_run(run_id) for run_id in run_ids]
@@ -335,7 +337,7 @@ def _log_and_break(logger: MLFlowLogger, queue: Any) -> None:
     sys.exit(1)
 
 
-def test_a_forked_worker_that_fails_leaves_a_failed_run_with_all_its_metrics(
+def test_failed_forked_worker_leaves_failed_run_with_metrics(
     save_dir: Path,
 ) -> None:
     context = multiprocessing.get_context("fork")
@@ -355,7 +357,7 @@ def test_a_forked_worker_that_fails_leaves_a_failed_run_with_all_its_metrics(
 @pytest.mark.parametrize(
     "kind", ["folder is a file", "database is text", "database is a folder", "no server"]
 )
-def test_a_store_that_cannot_work_is_found_at_once(tmp_path: Path, kind: str) -> None:
+def test_unusable_store_is_refused(tmp_path: Path, kind: str) -> None:
     (tmp_path / "text").write_text("hello, I am not a database")
     options = {
         "folder is a file": {"save_dir": str(tmp_path / "text" / "runs")},
@@ -376,7 +378,7 @@ def test_a_store_that_cannot_work_is_found_at_once(tmp_path: Path, kind: str) ->
         logger.log_metrics({"loss": 1.0}, 0)
 
 
-def test_what_the_machine_does_is_logged_and_counted_on(
+def test_system_metrics_continue_step_count_on_resume(
     save_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")

@@ -1,5 +1,4 @@
-"""An MLflow server that accepts connections and never answers, and tracking URIs that MLflow does
-not know."""
+"""MLflow servers that accept connections but never answer, and unknown tracking URIs."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a server that accepts and says nothing."""
+    """Yield the address of a server that accepts connections but never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_server_that_accepts_and_does_not_answer_is_found_within_its_limit(silent: str) -> None:
+def test_unresponsive_server_is_detected_within_timeout(silent: str) -> None:
     for uri in (silent, f"{silent}/prefix/", silent.replace("http:", "https:")):
         with pytest.raises(
             SilentServerError, match=r"accepts connections but does not answer within 0\.2 s"
@@ -41,7 +40,7 @@ def test_a_server_that_accepts_and_does_not_answer_is_found_within_its_limit(sil
             check_store(uri, timeout_s=0.2)
 
 
-def test_training_starts_without_a_server_that_does_not_answer(
+def test_training_continues_without_unresponsive_server(
     silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _impatient(monkeypatch)
@@ -71,7 +70,7 @@ def test_training_starts_without_a_server_that_does_not_answer(
     assert logger.url == str(kept)
 
 
-def test_training_starts_without_a_server_that_only_says_that_it_is_well(
+def test_training_continues_if_only_health_check_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
@@ -88,7 +87,7 @@ def test_training_starts_without_a_server_that_only_says_that_it_is_well(
             assert run_id in (None, logger.run_id)
 
 
-def test_every_request_has_a_limit_unless_the_user_has_set_one(
+def test_request_timeout_defaults_keep_user_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in connection._DEFAULTS:
@@ -118,7 +117,7 @@ def test_every_request_has_a_limit_unless_the_user_has_set_one(
         ("http://127.0.0.1:99999", "no MLflow server answers at 127.0.0.1:99999"),
     ],
 )
-def test_a_tracking_uri_that_mlflow_does_not_know_is_refused_before_launch(
+def test_unknown_tracking_uri_is_refused_before_launch(
     tmp_path: Path, uri: str, words: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"tracking_uri='{uri}'.*{words}"):
@@ -137,7 +136,7 @@ def test_a_tracking_uri_that_mlflow_does_not_know_is_refused_before_launch(
         "uc:x",
     ],
 )
-def test_other_stores_of_mlflow_are_left_to_it(tmp_path: Path, uri: str) -> None:
+def test_other_mlflow_stores_are_not_checked(tmp_path: Path, uri: str) -> None:
     MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri).check()
     assert list(tmp_path.iterdir()) == []
 
@@ -148,7 +147,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def _healthy_and_silent() -> Iterator[str]:
-    """A server that answers ``/health`` and waits with everything else until it is told to end."""
+    """Run a server that answers ``/health`` and blocks all other requests until the end."""
     over = threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):

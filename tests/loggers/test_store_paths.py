@@ -12,9 +12,7 @@ from lightning_ptdp.loggers.tracking_store import sqlite_path, sqlite_uri
 
 
 @pytest.mark.parametrize("name", ["plain", "it's [a] {b} %41 #1", "what?mode=ro", "ü & ;"])
-def test_mlflow_writes_the_database_into_the_folder_of_the_logger(
-    name: str, tmp_path: Path
-) -> None:
+def test_database_is_written_to_folder_of_logger(name: str, tmp_path: Path) -> None:
     folder = tmp_path / name
     folder.mkdir()
     logger = MLFlowLogger(save_dir=str(folder))

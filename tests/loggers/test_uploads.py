@@ -1,4 +1,4 @@
-"""Loggers that copy checkpoints to a store (``log_model``) copy our folders whole."""
+"""Loggers with ``log_model`` copy complete checkpoint folders to their store."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ours(path: str, log_model: Any) -> Any:
 
 @pytest.mark.parametrize("make_logger", [lightnings, ours])
 @pytest.mark.parametrize("log_model", [True, "all"])
-def test_mlflow_copies_folders(
+def test_mlflow_copies_checkpoint_folders(
     make_logger: Any, log_model: Any, pool: Pool, tmp_path: Path
 ) -> None:
     (run_id,) = pool.run(train, world_size=1, args=(str(tmp_path), make_logger, log_model))
@@ -76,7 +76,7 @@ class Run:
 
 
 class Artifact:
-    """W&B's takes a file or a folder, each in a method of its own."""
+    """Stand-in for a W&B artifact, which has separate methods for files and folders."""
 
     def __init__(self, **_: Any) -> None:
         self.files: list[str] = []
@@ -113,8 +113,8 @@ def wandbs(path: str, log_model: Any) -> Any:
 
 
 @pytest.mark.parametrize("log_model", [True, "all"])
-def test_wandb_copies_folders(log_model: Any, tmp_path: Path) -> None:
-    pool = Pool()  # a fake module stays where it was imported
+def test_wandb_copies_checkpoint_folders(log_model: Any, tmp_path: Path) -> None:
+    pool = Pool()  # the fake modules stay imported in its processes
     try:
         (uploaded,) = pool.run(train, world_size=1, args=(str(tmp_path), wandbs, log_model))
     finally:

@@ -1,4 +1,4 @@
-"""The writer thread: order, flushing, and what happens when the store goes away."""
+"""Tests of the background writer: order, flushing, and an unavailable store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LIMIT_S = 30.0
 
 
 def nothing() -> None:
-    """Behind which all items are written."""
+    """Do nothing. All items are written before it runs."""
 
 
 class Store:
-    """A store that can be switched off, and one whose writes can be held up."""
+    """Store that can be made unavailable and whose writes can be blocked."""
 
     def __init__(self) -> None:
         self.items: list[int] = []
@@ -37,7 +37,7 @@ class Store:
         self.items += items
 
 
-def test_items_arrive_in_order_and_waiting_ones_together() -> None:
+def test_items_are_written_in_order_and_batched() -> None:
     store = Store()
     store.open.clear()
     writer = BackgroundWriter(store.write, most=4)
@@ -52,7 +52,7 @@ def test_items_arrive_in_order_and_waiting_ones_together() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:logging failed")
-def test_a_store_that_comes_back_gets_everything() -> None:
+def test_recovered_store_receives_all_items() -> None:
     store = Store()
     writer = BackgroundWriter(store.write)
     store.broken = True
@@ -67,7 +67,7 @@ def test_a_store_that_comes_back_gets_everything() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:logging failed")
-def test_a_store_that_is_locked_for_a_moment() -> None:
+def test_temporary_store_failure_is_retried() -> None:
     store = Store()
     writer = BackgroundWriter(store.write)
     store.broken = True
@@ -87,7 +87,7 @@ def test_a_store_that_is_locked_for_a_moment() -> None:
     assert (store.items, writer.unwritten) == ([0], ())
 
 
-def test_training_and_flushing_do_not_wait_for_a_store_that_does_not_answer() -> None:
+def test_unresponsive_store_does_not_block_training() -> None:
     store = Store()
     store.open.clear()
     writer = BackgroundWriter(store.write)
@@ -101,7 +101,7 @@ def test_training_and_flushing_do_not_wait_for_a_store_that_does_not_answer() ->
     assert store.items == [0, 1, 2]
 
 
-def test_what_runs_behind_the_items_is_tried_again_too() -> None:
+def test_failed_action_after_items_is_retried() -> None:
     store, failures = Store(), [ConnectionError("the server is away")]
 
     def action() -> None:
@@ -115,7 +115,7 @@ def test_what_runs_behind_the_items_is_tried_again_too() -> None:
     assert store.items == [1, -1]
 
 
-def test_what_is_done_later_and_fails_is_a_warning() -> None:
+def test_failed_deferred_action_gives_warning() -> None:
     store = Store()
     writer = BackgroundWriter(store.write)
     writer.put(1)
@@ -133,9 +133,8 @@ def test_what_is_done_later_and_fails_is_a_warning() -> None:
     assert store.items == [1, -1]
 
 
-def test_a_process_is_forked_between_two_writes() -> None:
-    """A child that is forked within one inherits the store's locks, which nobody there will ever
-    give back."""
+def test_fork_waits_for_running_write() -> None:
+    """A child forked during a write would inherit store locks that are never released."""
     lock, begun, end = threading.Lock(), threading.Event(), threading.Event()
 
     def write(items: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The closed forms of arXiv 2104.04473."""
+"""Closed-form parameter and FLOP counts of arXiv 2104.04473."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 def ptdp_parameters(
     *, num_layers: int, hidden_size: int, vocabulary_size: int, sequence_length: int
 ) -> float:
-    """Parameters of a GPT-2-like model: P = 12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h)) (arXiv
-    2104.04473, section 5.1)."""
+    """Return the parameters of a GPT-2-like model: P = 12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h))
+    (arXiv 2104.04473, section 5.1)."""
     layers, h = num_layers, hidden_size
     return (
         12
@@ -26,12 +26,11 @@ def ptdp_step_flops(
     vocabulary_size: int,
     recompute: bool = True,
 ) -> float:
-    """Operations of one training step: F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) (arXiv
-    2104.04473, section 5.1).
+    """Return the FLOPs of one training step: F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h))
+    (arXiv 2104.04473, section 5.1).
 
-    ``recompute=False`` is the count without recomputed activations (72 B s l h^2 in place of 96).
-    The head's term
-    6 B s h V is the same in both: its forward pass is never run twice.
+    ``recompute=False`` is the count without recomputation (72 B s l h^2 in place of 96). The
+    head's term 6 B s h V is equal in both, because the head is never recomputed.
     """
     layers, h, tokens = num_layers, hidden_size, batch_size * sequence_length
     blocks = (96 if recompute else 72) * tokens * layers * h**2 * (1 + sequence_length / (6 * h))

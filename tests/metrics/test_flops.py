@@ -1,5 +1,4 @@
-"""The paper's formulas against its tables, and the exact count against the formulas and against
-counted operations."""
+"""Parameter and FLOP counts match the paper's tables, its formulas and counted operations."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ TABLE_1 = [
     (529.6, 128, 20480, 105),
     (1008.0, 160, 25600, 128),
 ]
-# Table 2, 300 B tokens: heads, hidden size, layers, batch, GPUs, TFLOP/s a GPU, days; ZeRO-3 and
-# PTD-P alike.
+# Table 2, 300 B tokens: heads, hidden size, layers, batch, GPUs, TFLOP/s per GPU, days; for ZeRO-3
+# and PTD-P.
 TABLE_2 = [
     (96, 12288, 96, 1536, 384, 144, 90),
     (96, 12288, 96, 1536, 384, 153, 84),
@@ -48,19 +47,21 @@ def paper_model(heads: int, hidden: int, layers: int) -> GPTConfig:
 
 
 @pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), TABLE_1)
-def test_parameters_of_table_1(billions: float, heads: int, hidden: int, layers: int) -> None:
+def test_parameter_count_matches_table_1(
+    billions: float, heads: int, hidden: int, layers: int
+) -> None:
     formula = ptdp_parameters(
         num_layers=layers, hidden_size=hidden, vocabulary_size=51200, sequence_length=2048
     )
     assert formula / 1e9 == pytest.approx(billions, rel=0.01, abs=0.05)
-    # The formula leaves out the last norm, 2h.
+    # The formula omits the final norm (2h).
     assert num_parameters(paper_model(heads, hidden, layers)) == pytest.approx(
         formula + 2 * hidden, abs=1
     )
 
 
 @pytest.mark.parametrize(("heads", "hidden", "layers", "batch", "gpus", "tflops", "days"), TABLE_2)
-def test_days_of_table_2(
+def test_training_days_match_table_2(
     heads: int, hidden: int, layers: int, batch: int, gpus: int, tflops: float, days: float
 ) -> None:
     step = ptdp_step_flops(
@@ -76,7 +77,7 @@ def test_days_of_table_2(
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), TABLE_1[:3])
-def test_the_exact_count_of_a_gpt2_is_the_formula(
+def test_flops_of_gpt2_match_formula(
     billions: float, heads: int, hidden: int, layers: int, recompute: bool
 ) -> None:
     sizes = {
@@ -108,13 +109,13 @@ def test_the_exact_count_of_a_gpt2_is_the_formula(
     ],
     ids=["gpt2", "llama gqa"],
 )
-def test_the_exact_count_equals_counted_matrix_products(config: GPTConfig) -> None:
+def test_flops_match_counted_matrix_products(config: GPTConfig) -> None:
     model = GPT(config)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(3, 32, dtype=torch.int64)).sum().backward()
     by_kind = {str(kind): count for kind, count in counter.get_flop_counts()["Global"].items()}
     attention = sum(count for kind, count in by_kind.items() if "attention" in kind)
-    # A fused attention's backward recomputes the scores (5 products for the forward's 2); the
-    # mathematics needs 4.
+    # The backward pass of fused attention recomputes the scores: 5 products for 2 in the forward
+    # pass. Without recomputation it needs 4.
     products = sum(by_kind.values()) - attention + 3 * 4 * 3 * 32 * 32 * 32 * 2
     assert products == 3 * flops_per_sample(config)

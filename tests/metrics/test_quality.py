@@ -19,7 +19,7 @@ def test_perplexity_from_mean_losses_and_counts() -> None:
     assert metric.compute().item() == pytest.approx(math.exp((2 * 10 + 5 * 30) / 40))
 
 
-def test_perplexity_from_token_losses_and_a_mask() -> None:
+def test_perplexity_from_token_losses_and_mask() -> None:
     metric = Perplexity()
     metric.update(
         torch.tensor([[1.0, 3.0, torch.nan], [torch.inf, 2.0, 6.0]]),
@@ -31,7 +31,7 @@ def test_perplexity_from_token_losses_and_a_mask() -> None:
     assert metric.compute().item() == pytest.approx(math.exp(1.5))
 
 
-def test_perplexity_without_tokens_and_with_bad_losses() -> None:
+def test_nan_loss_counts_only_with_tokens() -> None:
     metric = Perplexity()
     metric.update(torch.tensor(torch.nan), 0)
     assert metric.num_tokens == 0
@@ -42,18 +42,18 @@ def test_perplexity_without_tokens_and_with_bad_losses() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_no_token_is_nan_and_not_a_perfect_score() -> None:
+def test_metrics_without_tokens_are_nan() -> None:
     assert Perplexity().compute().isnan()
     assert TokenAccuracy().compute().isnan()
 
 
-def test_perplexity_of_a_diverged_model_stays_finite_in_float32() -> None:
+def test_perplexity_of_diverged_model_is_finite_in_float32() -> None:
     metric = Perplexity()
     metric.update(torch.tensor([1e4, 1e30]))
     assert metric.compute().float().isfinite()
 
 
-def test_perplexity_sums_in_float64() -> None:
+def test_perplexity_accumulates_in_float64() -> None:
     metric = Perplexity()
     metric.update(torch.tensor(1.0, dtype=torch.bfloat16), 10**9)
     for _ in range(100):
@@ -72,7 +72,7 @@ def test_accuracy_from_ids_and_from_logits() -> None:
     assert metric.compute().item() == 0.75
 
 
-def test_accuracy_of_shapes_that_do_not_fit() -> None:
+def test_accuracy_with_mismatched_shapes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(2, 3\) do not match labels of shape \(3, 2\)"):
         TokenAccuracy().update(
             torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
@@ -91,7 +91,7 @@ def uneven_ranks(rank: int) -> tuple[float, float]:
     return perplexity.compute().item(), accuracy.compute().item()
 
 
-def test_ranks_with_different_numbers_of_tokens(pool: Pool) -> None:
+def test_metrics_weight_ranks_by_tokens(pool: Pool) -> None:
     for perplexity, accuracy in pool.run(uneven_ranks, world_size=2):
         assert perplexity == pytest.approx(math.exp(21 / 6))
         assert accuracy == pytest.approx(2 / 6)

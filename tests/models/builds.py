@@ -1,4 +1,4 @@
-"""Models as parts of others, and models on the meta device."""
+"""Nested models and models on the meta device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def nested(model: nn.Module, prefix: str) -> nn.Module:
-    """The model as a part of others, whose names are the prefix."""
+    """Wrap the model in modules that are named by the prefix."""
     for key in reversed(prefix.split(".") if prefix else []):
         model = nn.ModuleDict({key: model})
     return model

@@ -1,4 +1,4 @@
-"""Small models that the tests of this folder share."""
+"""Small model configurations shared by the tests of this folder."""
 
 from __future__ import annotations
 

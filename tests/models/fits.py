@@ -1,4 +1,4 @@
-"""A Trainer without a word."""
+"""Trainer without output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""BERT itself: sizes, initial values, the meta device, masks, positions, and Hugging Face's model
-with the same weights."""
+"""BERT: sizes, initial values, the meta device, masks and positions."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def built(config: BertConfig, seed: int = 0) -> Bert:
 
 
 @BOTH
-def test_number_of_parameters_is_exact(config: BertConfig) -> None:
+def test_parameter_count_is_exact(config: BertConfig) -> None:
     assert num_parameters(config) == sum(p.numel() for p in Bert(config).parameters())
 
 
@@ -62,7 +61,7 @@ def test_number_of_parameters_is_exact(config: BertConfig) -> None:
         (48, 2560, 40, 3.9e9, None),
     ],
 )
-def test_number_of_parameters_of_published_models(
+def test_parameter_count_matches_published_models(
     layers: int, hidden: int, heads: int, published: float, exact: int | None
 ) -> None:
     for make in (BertConfig.original, BertConfig.megatron):
@@ -75,7 +74,7 @@ def test_number_of_parameters_of_published_models(
         assert number == sum(p.numel() for p in model.parameters())
 
 
-def test_operations() -> None:
+def test_flops_match_published_formula() -> None:
     config = BertConfig()
     h, s, v, layers = 768, 512, 30522, 12
     # arXiv 2104.04473, section 5.1, without recomputation
@@ -108,12 +107,12 @@ def test_initial_values() -> None:
 
 
 @BOTH
-def test_a_model_built_on_meta_gets_the_values_of_one_built_eagerly(config: BertConfig) -> None:
+def test_meta_model_gets_same_values_as_eager_model(config: BertConfig) -> None:
     eager_and_lazy(lambda: Bert(config))
 
 
 @BOTH
-def test_padding_is_never_seen_and_everything_else_is(config: BertConfig) -> None:
+def test_attention_ignores_only_padding(config: BertConfig) -> None:
     model, inputs = built(config), batch()
     output = model(**inputs)
     changed = inputs["input_ids"].clone()
@@ -130,7 +129,7 @@ def test_padding_is_never_seen_and_everything_else_is(config: BertConfig) -> Non
 
 
 @BOTH
-def test_asking_for_some_positions_gives_the_logits_there(config: BertConfig) -> None:
+def test_logits_at_masked_positions_equal_full_logits(config: BertConfig) -> None:
     model, inputs = built(config), batch()
     positions = torch.tensor([[1, 4, 0], [2, 2, 5], [7, 0, 0]])
     some, everywhere = model(**inputs, masked_positions=positions), model(**inputs)
@@ -139,7 +138,7 @@ def test_asking_for_some_positions_gives_the_logits_there(config: BertConfig) ->
 
 
 @BOTH
-def test_every_parameter_gets_a_gradient(config: BertConfig) -> None:
+def test_every_parameter_gets_gradient(config: BertConfig) -> None:
     model = built(config)
     output = model(**batch())
     (output.masked.square().mean() + output.order.square().mean()).backward()
@@ -150,7 +149,7 @@ def test_every_parameter_gets_a_gradient(config: BertConfig) -> None:
     assert "masked_head.decoder.weight" not in dict(model.named_parameters())
 
 
-def test_dropout_in_training_only() -> None:
+def test_dropout_is_active_in_training_only() -> None:
     torch.manual_seed(0)
     model, inputs = Bert(BertConfig.original(**SIZES, dropout=0.0, attention_dropout=0.5)), batch()
     assert not torch.equal(model(**inputs).order, model(**inputs).order)
@@ -158,14 +157,14 @@ def test_dropout_in_training_only() -> None:
     assert torch.equal(model(**inputs).order, model(**inputs).order)
 
 
-def test_a_sequence_that_is_too_long() -> None:
+def test_too_long_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match=r"25 tokens .*sequence_length=24"):
         built(CONFIGS["post"])(torch.zeros(1, 25, dtype=torch.int64))
 
 
 @BOTH
 @pytest.mark.parametrize("prefix", ["", "inner.model"])
-def test_the_plan_names_the_matrices_that_are_split(config: BertConfig, prefix: str) -> None:
+def test_plan_names_all_split_matrices(config: BertConfig, prefix: str) -> None:
     model = nested(Bert(config), prefix)
     plan = bert_plan(config, prefix=prefix)
     named = {name.removeprefix(f"{prefix}.") for name in plan.resolve(model)}
@@ -182,7 +181,7 @@ def test_the_plan_names_the_matrices_that_are_split(config: BertConfig, prefix: 
     assert parts.after == plan.after
 
 
-def test_tensor_parallel_degrees_that_do_not_divide() -> None:
+def test_indivisible_tensor_parallel_size_is_refused() -> None:
     for degree in (1, 2, 4):
         check_tensor_parallel(CONFIGS["post"], degree)
     with pytest.raises(ValueError, match=r"num_heads=4 .*tensor_parallel_size=8.* of 1, 2, 4$"):
@@ -200,6 +199,6 @@ def test_tensor_parallel_degrees_that_do_not_divide() -> None:
         ({"init_std": 0.0}, ["init_std=0.0", "greater than 0"]),
     ],
 )
-def test_mistakes(changes: dict, words: list[str]) -> None:
+def test_invalid_config_is_refused(changes: dict, words: list[str]) -> None:
     with raises_with(words):
         BertConfig(**changes)

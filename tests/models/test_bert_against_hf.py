@@ -35,7 +35,7 @@ def hugging_face() -> nn.Module:
 
 
 def converted(source: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's names and separate projections to ours."""
+    """Convert Hugging Face's names and separate projections to ours."""
     names = {
         "embeddings.token": "bert.embeddings.word_embeddings",
         "embeddings.position": "bert.embeddings.position_embeddings",
@@ -74,14 +74,14 @@ def converted(source: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def test_logits_loss_and_gradients_equal() -> None:
+def test_logits_loss_and_gradients_equal_hugging_face() -> None:
     theirs, lit = hugging_face(), LitBert(CONFIG)
     lit.configure_model()
     assert isinstance(lit.model, Bert)
     lit.model.load_state_dict(converted(theirs.state_dict()))
     draw = torch.Generator().manual_seed(1)
     inputs = {
-        # 0 is their padding, whose embedding they do not train
+        # 0 is the padding of Hugging Face, whose embedding is not trained
         "input_ids": torch.randint(1, 61, (4, 24), generator=draw),
         "token_type_ids": torch.randint(2, (4, 24), generator=draw),
         "attention_mask": (torch.arange(24) < torch.tensor([[24], [9], [17], [24]])).long(),
@@ -94,8 +94,8 @@ def test_logits_loss_and_gradients_equal() -> None:
     output = lit(inputs)
     torch.testing.assert_close(output.masked, expected.prediction_logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output.order, expected.seq_relationship_logits, rtol=1e-5, atol=1e-5)
-    # The same number of predictions in every sample, so that our weights of the sentence losses are
-    # equal, as theirs are.
+    # Every sample has the same number of predictions, so that our sentence losses have equal
+    # weights, like those of Hugging Face.
     result = lit.training_step({**batch, "masked_positions": positions}, 0)
     torch.testing.assert_close(result["loss"], expected.loss, rtol=1e-5, atol=1e-5)
     result["loss"].backward()

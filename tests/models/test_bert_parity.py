@@ -1,5 +1,4 @@
-"""BERT in every layout: the loss, every gradient, the weights after several steps and the metrics
-of one process."""
+"""BERT has the loss, gradients, weights and metrics of a single process in every layout."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ CONFIGS = {
 
 
 class Pairs(Dataset):
-    """Samples of different lengths and numbers of predictions; the last one is a row that only
-    fills up."""
+    """Samples of different lengths and numbers of predictions; the last one is padding."""
 
     def __init__(self, count: int) -> None:
         draw = torch.Generator().manual_seed(5)
@@ -82,8 +80,7 @@ class Pairs(Dataset):
 
 
 class LitPlain(LitBert):
-    """With plain gradient descent by the whole gradient: one step moves every weight by its
-    gradient."""
+    """LitBert with SGD and learning rate 1: a step subtracts the gradient of every weight."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -91,7 +88,7 @@ class LitPlain(LitBert):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Training):
-    """A training, followed by an evaluation."""
+    """Training followed by an evaluation."""
 
     order: str = "post"
     steps: int = 6
@@ -115,7 +112,7 @@ class Run(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Run):
-    """One step of plain gradient descent."""
+    """Single step of SGD."""
 
     steps: int = 1
     clip: float | None = None
@@ -134,7 +131,7 @@ class Step(Run):
         *((name, "pre") for name in ("t2sp", "p2v2", "d2t2p2")),
     ],
 )
-def test_training_and_metrics_equal_one_process(name: str, order: str, parity: Parity) -> None:
+def test_training_and_metrics_equal_single_process(name: str, order: str, parity: Parity) -> None:
     run = Run(order=order)
     expected = parity.result(run)
     ranks = parity.check(run, LAYOUTS[name])
@@ -154,12 +151,12 @@ def test_training_and_metrics_equal_one_process(name: str, order: str, parity: P
         ("d2t2p2", "post"),
     ],
 )
-def test_every_gradient_equals_one_process(name: str, order: str, parity: Parity) -> None:
+def test_every_gradient_equals_single_process(name: str, order: str, parity: Parity) -> None:
     run = Step(order=order)
     expected, found = parity.result(run), parity.ranks(run.on(LAYOUTS[name]))[0]
     for key, start in expected["initial"].items():
         gradient = start - expected["final"][key]
-        assert gradient.any(), f"{key} gets no gradient"
+        assert gradient.any(), f"{key} has no gradient"
         # The difference of two weights is exact to half a unit in the last place of the larger one.
         allowed = 1e-5 * gradient.abs().max() + 2e-7 * start.abs().max()
         assert (start - found["final"][key] - gradient).abs().max() < allowed, key

@@ -1,4 +1,4 @@
-"""Configurations of foreign models, compared with the weights before anything is built."""
+"""Checks of a foreign model's configuration against its weights, before the model is built."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def change(model: Path, changes: Mapping[str, Any]) -> None:
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06 is not a valid value"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused_before_a_model_is_built(
+def test_invalid_number_is_refused_before_model_is_built(
     model: Path, changes: Mapping[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change(model, changes)
@@ -72,17 +72,17 @@ def test_numbers_that_cannot_be_are_refused_before_a_model_is_built(
         LitCausalLM(str(model)).configure_model()
 
 
-def test_a_number_of_steps_is_no_epsilon() -> None:
+def test_step_count_is_not_checked_as_epsilon() -> None:
     check_sizes({"num_inference_steps": 50, "timesteps": 1000, "layer_norm_epsilon": 1e-5})
 
 
-def test_sizes_without_weights_are_bounded_too() -> None:
+def test_sizes_without_weights_are_bounded() -> None:
     with pytest.raises(ValueError, match=r"config\.num_hidden_layers=1000000000 is more than 4096"):
         LitCausalLM(config={"model_type": "llama", "num_hidden_layers": 10**9})
 
 
 @pytest.mark.parametrize("changes", [{"hidden_act": "nothing"}, {"pad_token_id": 10**6}])
-def test_a_configuration_of_no_model_is_one_sentence(
+def test_unbuildable_configuration_raises_one_line_error(
     model: Path, changes: Mapping[str, Any]
 ) -> None:
     change(model, changes)
@@ -93,7 +93,7 @@ def test_a_configuration_of_no_model_is_one_sentence(
         LitCausalLM(str(model)).configure_model()
 
 
-def test_weights_of_other_shapes_are_one_sentence(model: Path) -> None:
+def test_weights_of_other_shapes_raise_one_line_error(model: Path) -> None:
     change(model, {"vocab_size": 500})
     with pytest.raises(
         ValueError, match=r"path='.*': the shapes of the weights differ from config\.json$"
@@ -101,9 +101,7 @@ def test_weights_of_other_shapes_are_one_sentence(model: Path) -> None:
         LitCausalLM(str(model)).configure_model()
 
 
-def test_quantization_of_weights_that_are_not_quantized_is_refused(
-    model: Path, tmp_path: Path
-) -> None:
+def test_quantization_config_of_plain_weights_is_refused(model: Path, tmp_path: Path) -> None:
     change(model, {"quantization_config": {"quant_method": "fp8"}})
     words = (
         r"config\.json does not fit the weights: it has quantization_config \(fp8\), but the dtypes are "
@@ -116,7 +114,7 @@ def test_quantization_of_weights_that_are_not_quantized_is_refused(
             convert(model, tmp_path / "checkpoint", names=names)
 
 
-def test_layers_that_share_their_tensors_are_more_than_the_tensors(tmp_path: Path) -> None:
+def test_shared_layers_may_outnumber_tensors(tmp_path: Path) -> None:
     sizes = {
         "hidden_size": 8,
         "embedding_size": 4,
@@ -134,9 +132,7 @@ def test_layers_that_share_their_tensors_are_more_than_the_tensors(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
-def test_a_file_of_the_model_that_is_a_pipe_or_a_link_is_refused(
-    model: Path, tmp_path: Path, name: str
-) -> None:
+def test_pipe_or_link_in_model_folder_is_refused(model: Path, tmp_path: Path, name: str) -> None:
     (model / name).unlink()
     os.mkfifo(model / name)
     with pytest.raises(ValueError, match=rf"{name} cannot be read: it is not a regular file"):
@@ -151,7 +147,7 @@ def test_a_file_of_the_model_that_is_a_pipe_or_a_link_is_refused(
         LitCausalLM(str(model)).configure_model()
 
 
-def test_code_of_a_models_folder_is_refused_without_asking(
+def test_code_in_model_folder_is_refused_without_prompt(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
@@ -165,7 +161,7 @@ def test_code_of_a_models_folder_is_refused_without_asking(
         LitCausalLM(str(model)).configure_model()
 
 
-def test_code_beside_a_known_model_is_not_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_next_to_known_model_is_not_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
     change(model, {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}})
     lit = LitCausalLM(str(model), pretrained=False)

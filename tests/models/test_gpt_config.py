@@ -1,4 +1,4 @@
-"""Configurations: defaults, the two layouts, and mistakes that name the field and the mend."""
+"""GPT configurations: defaults, GPT-2 and Llama variants, and errors that name field and fix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.errors import raises_with
 GATED = {"mlp": "swiglu", "bias": False}
 
 
-def test_the_two_layouts() -> None:
+def test_gpt2_and_llama_defaults() -> None:
     for config, expected in (
         (GPTConfig.gpt2(), ("layer", "learned", "gelu", True, True)),
         (GPTConfig.llama(), ("rms", "rope", "swiglu", False, False)),
@@ -36,11 +36,11 @@ def test_the_two_layouts() -> None:
         (64, 192),
     ],
 )
-def test_swiglu_width_follows_the_llama_rule(hidden_size: int, expected: int) -> None:
+def test_swiglu_width_follows_llama_rule(hidden_size: int, expected: int) -> None:
     assert GPTConfig.llama(hidden_size=hidden_size, num_heads=8).ffn_size == expected
 
 
-def test_defaults_filled_in() -> None:
+def test_missing_sizes_are_derived() -> None:
     config = GPTConfig(hidden_size=96, num_heads=6)
     assert (config.head_dim, config.kv_heads, config.ffn_size) == (16, 6, 384)
     config = GPTConfig(hidden_size=96, num_heads=6, num_kv_heads=2, ffn_hidden_size=100)
@@ -88,12 +88,12 @@ def test_defaults_filled_in() -> None:
         ({"init_std": 0.0}, ["init_std=0.0", "greater than 0"]),
     ],
 )
-def test_mistakes(changes: dict, words: list[str]) -> None:
+def test_invalid_config_is_refused(changes: dict, words: list[str]) -> None:
     with raises_with(words):
         GPTConfig(**changes)
 
 
-def test_tensor_parallel_degrees_that_do_not_divide() -> None:
+def test_indivisible_tensor_parallel_size_is_refused() -> None:
     config = GPTConfig.llama(hidden_size=96, num_heads=12, num_kv_heads=4, ffn_hidden_size=256)
     for degree in (1, 2, 4):
         check_tensor_parallel(config, degree)

@@ -1,5 +1,4 @@
-"""The plan: it names every matrix, and a model cut by it gives the logits and gradients of the
-uncut one."""
+"""Tensor-parallel plan of GPT: it covers every matrix and keeps losses and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from tests.tensor_parallel.toy import whole_gradient
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("prefix", ["", "inner.model"])
-def test_every_matrix_is_in_the_plan_once_and_nothing_else(config: GPTConfig, prefix: str) -> None:
+def test_plan_contains_every_matrix_and_nothing_else(config: GPTConfig, prefix: str) -> None:
     model = nested(GPT(config), prefix)
     plan = gpt_plan(config, prefix=prefix)
     kinds = plan.resolve(model)
@@ -38,7 +37,7 @@ def test_every_matrix_is_in_the_plan_once_and_nothing_else(config: GPTConfig, pr
     assert parts.blocks == (f"{prefix}.blocks".removeprefix("."),)
 
 
-def test_the_plan_of_the_lightning_module() -> None:
+def test_lightning_module_checks_plan_and_layout() -> None:
     lit = LitGPT(LLAMA)
     lit.configure_model()
     lit.configure_parallel().check(lit, 2, sequence_parallel=True)
@@ -49,7 +48,7 @@ def test_the_plan_of_the_lightning_module() -> None:
 
 
 def cut_model(rank: int, config: GPTConfig, sequence_parallel: bool) -> float:
-    """Largest relative error of the losses and gradients of this rank's part."""
+    """Return the largest relative error of this rank's losses and gradients."""
     size = torch.distributed.get_world_size()
     layout = ParallelLayout(
         world_size=size, tensor_parallel_size=size, sequence_parallel=sequence_parallel
@@ -88,13 +87,15 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t2", "t2+sp"])
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama gqa"])
-def test_cut_over_two_ranks(pool: Pool, config: GPTConfig, sequence_parallel: bool) -> None:
+def test_split_model_equals_full_model_on_two_ranks(
+    pool: Pool, config: GPTConfig, sequence_parallel: bool
+) -> None:
     for error in pool.run(cut_model, world_size=2, args=(config, sequence_parallel)):
         assert error < 1e-5
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t4", "t4+sp"])
-def test_fewer_heads_of_keys_and_values_than_ranks(pool: Pool, sequence_parallel: bool) -> None:
+def test_split_model_with_fewer_kv_heads_than_ranks(pool: Pool, sequence_parallel: bool) -> None:
     for config in (LLAMA, VARIANTS["llama, tied, biases, one kv head"]):
         for error in pool.run(cut_model, world_size=4, args=(config, sequence_parallel)):
             assert error < 1e-5

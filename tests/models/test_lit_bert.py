@@ -1,5 +1,4 @@
-"""LitBert under a plain single-process Trainer: the losses, what is logged, checkpoints, and a task
-that it can solve."""
+"""LitBert in a single-process Trainer: losses, logged values, checkpoints and a toy task."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ CONFIG = BertConfig.megatron(**SIZES, init_std=0.1, dropout=0.0)
 def batch(
     *, samples: int = 4, length: int = 12, seed: int = 0, ignored: tuple[int, ...] = ()
 ) -> dict[str, Tensor]:
-    """A different number of predictions in every sample."""
+    """Return a batch with a different number of predictions in every sample."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 61, (samples, length), generator=draw)
     labels = torch.full((samples, length), -100)
@@ -64,7 +63,7 @@ def built(**kwargs: Any) -> LitBert:
     return lit
 
 
-def test_the_loss_is_the_sum_of_two_means_over_predicted_tokens() -> None:
+def test_loss_is_sum_of_two_means_over_predicted_tokens() -> None:
     lit, inputs = built(order_weight=0.5), batch(ignored=(2,))
     output = lit(inputs)
     counts = (inputs["labels"] != -100).sum(1)
@@ -83,7 +82,7 @@ def test_the_loss_is_the_sum_of_two_means_over_predicted_tokens() -> None:
     torch.testing.assert_close(lit.training_step(without, 0)["loss"], result["loss"])
 
 
-def test_microbatches_weighted_by_tokens_are_the_whole_batch() -> None:
+def test_loss_of_weighted_microbatches_equals_full_batch() -> None:
     lit, inputs = built(), batch(samples=6, ignored=(5,))
     whole = lit.training_step(inputs, 0)
     parts = [
@@ -94,7 +93,7 @@ def test_microbatches_weighted_by_tokens_are_the_whole_batch() -> None:
     torch.testing.assert_close(weighted, whole["loss"])
 
 
-def test_a_batch_without_any_label_has_loss_zero_and_zero_gradients() -> None:
+def test_batch_without_labels_has_zero_loss_and_gradients() -> None:
     lit = built()
     result = lit.training_step(batch(ignored=(0, 1, 2, 3)), 0)
     assert (result["loss"].item(), result["num_tokens"].item()) == (0.0, 0)
@@ -103,8 +102,7 @@ def test_a_batch_without_any_label_has_loss_zero_and_zero_gradients() -> None:
 
 
 class Copies(Dataset):
-    """Both segments are the same random tokens, so that a masked one is found in the other; the
-    order is told by the third token."""
+    """Pairs of equal random segments, which reveal masked tokens; the last token is the order."""
 
     def __len__(self) -> int:
         return 512
@@ -128,7 +126,7 @@ class Copies(Dataset):
         }
 
 
-def test_training_solves_a_task_and_logs_it(tmp_path: Path) -> None:
+def test_training_solves_toy_task_and_logs_metrics(tmp_path: Path) -> None:
     pl.seed_everything(0)
     sizes = {
         "vocabulary_size": 16,
@@ -173,7 +171,7 @@ def test_training_solves_a_task_and_logs_it(tmp_path: Path) -> None:
     )
 
 
-def test_sizes_and_mistakes() -> None:
+def test_sizes_match_formula_and_invalid_use_is_refused() -> None:
     lit = LitBert(CONFIG)
     assert lit.num_parameters == num_parameters(CONFIG)
     assert lit.flops_per_sample(12) == bert_flops_per_sample(CONFIG, sequence_length=12)
@@ -183,7 +181,7 @@ def test_sizes_and_mistakes() -> None:
         LitBert(CONFIG, order_weight=-1)
 
 
-def test_mean_loss_counts_tokens() -> None:
+def test_mean_loss_is_weighted_by_tokens() -> None:
     metric = MeanLoss()
     metric.update(torch.tensor(2.0), 3)
     metric.update(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 0.0]))

@@ -1,5 +1,4 @@
-"""LitGPT under a plain single-process Trainer: the loss, what is logged, checkpoints, the command
-line."""
+"""LitGPT in a single-process Trainer: loss, logged values, checkpoints and command line."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ def pattern_loader(*, rows: int = 4) -> DataLoader:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ptdp"])
-def test_its_gradients_are_clipped_under_mixed_precision(strategy: str, tmp_path: Path) -> None:
-    """Which Lightning refuses to do before a fused step that unscales by itself."""
+def test_gradient_clipping_is_allowed_with_mixed_precision(strategy: str, tmp_path: Path) -> None:
+    """Lightning refuses it for a fused optimizer step that unscales gradients itself."""
     lit = built()
     before = lit.model.wte.weight.clone()  # type: ignore[union-attr]
     options = {
@@ -73,7 +72,7 @@ def test_its_gradients_are_clipped_under_mixed_precision(strategy: str, tmp_path
     assert not torch.equal(lit.model.wte.weight, before)  # type: ignore[union-attr]
 
 
-def test_the_loss_is_the_mean_over_counted_tokens() -> None:
+def test_loss_is_mean_over_counted_tokens() -> None:
     lit, ignored = built(), torch.zeros(3, 8, dtype=torch.bool)
     ignored[0, 2:] = ignored[1, 5] = True
     batch = batch_of(61, ignored=ignored)
@@ -85,7 +84,7 @@ def test_the_loss_is_the_mean_over_counted_tokens() -> None:
     assert output["num_tokens"].item() == 24 - 7
 
 
-def test_weighting_microbatches_by_tokens_gives_the_loss_of_the_whole_batch() -> None:
+def test_loss_of_weighted_microbatches_equals_full_batch() -> None:
     lit, ignored = built(LLAMA), torch.zeros(3, 8, dtype=torch.bool)
     ignored[0] = ignored[1, 3:] = True
     batch = batch_of(61, ignored=ignored)
@@ -98,7 +97,7 @@ def test_weighting_microbatches_by_tokens_gives_the_loss_of_the_whole_batch() ->
     torch.testing.assert_close(weighted, whole["loss"])
 
 
-def test_a_batch_without_any_counted_token_has_loss_zero_and_zero_gradients() -> None:
+def test_batch_without_counted_tokens_has_zero_loss_and_gradients() -> None:
     lit = built()
     output = lit.training_step(batch_of(61, ignored=torch.ones(3, 8, dtype=torch.bool)), 0)
     assert (output["loss"].item(), output["num_tokens"].item()) == (0.0, 0)
@@ -107,7 +106,7 @@ def test_a_batch_without_any_counted_token_has_loss_zero_and_zero_gradients() ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_loss_of_a_half_precision_model_is_a_float32_mean(dtype: torch.dtype) -> None:
+def test_loss_of_half_precision_model_is_float32_mean(dtype: torch.dtype) -> None:
     lit = built(
         GPTConfig.gpt2(
             vocabulary_size=8, sequence_length=512, num_layers=1, hidden_size=8, num_heads=1
@@ -120,7 +119,7 @@ def test_the_loss_of_a_half_precision_model_is_a_float32_mean(dtype: torch.dtype
     assert loss.item() == pytest.approx(math.log(8), rel=0.05)
 
 
-def test_the_loss_of_a_half_precision_token_is_not_rounded_to_half_precision() -> None:
+def test_token_loss_of_half_precision_model_is_not_rounded() -> None:
     lit, batch = built(LLAMA).to(torch.bfloat16), batch_of(61)
     expected = F.cross_entropy(
         lit(batch["input_ids"]).float().flatten(0, 1), batch["labels"].flatten(), reduction="none"
@@ -143,24 +142,24 @@ def test_predict_scores_each_sample() -> None:
     torch.testing.assert_close(scores["nll"], losses.masked_fill(ignored, 0.0).sum(1))
 
 
-def test_forward_before_the_model_is_built() -> None:
+def test_forward_before_configure_model_is_refused() -> None:
     with pytest.raises(ValueError, match="configure_model"):
         LitGPT(TOY)(torch.zeros(1, 1, dtype=torch.int64))
 
 
-def test_a_loss_that_may_have_no_logits() -> None:
+def test_zero_loss_chunk_size_is_refused() -> None:
     with pytest.raises(ValueError, match=r"loss_chunk_mb=0 must be greater than 0\. Use infinity"):
         LitGPT(TOY, loss_chunk_mb=0)
 
 
-def test_sizes() -> None:
+def test_parameter_count_and_flops_match_formula() -> None:
     lit = LitGPT(LLAMA)
     assert lit.num_parameters == num_parameters(LLAMA)
     assert lit.flops_per_sample() == flops_per_sample(LLAMA, sequence_length=24)
     assert lit.flops_per_sample(12) < lit.flops_per_sample(24) / 2
 
 
-def test_training_memorizes_a_sequence_and_greedy_generation_repeats_it(tmp_path: Path) -> None:
+def test_trained_model_generates_memorized_sequence(tmp_path: Path) -> None:
     pl.seed_everything(0)
     lit = LitGPT(TOY, AdamWConfig(learning_rate=1e-2, warmup_steps=5))
     trainer = quiet_trainer(tmp_path, max_steps=60, max_epochs=-1, gradient_clip_val=1.0)
@@ -171,7 +170,7 @@ def test_training_memorizes_a_sequence_and_greedy_generation_repeats_it(tmp_path
     assert perplexity == pytest.approx(
         math.exp(trainer.callback_metrics["val_loss"].item()), rel=1e-5
     )
-    # the cosine ends with the Trainer's steps
+    # the cosine decay ends at the Trainer's max_steps
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
     assert lit.model is not None
     (written,) = generate(
@@ -184,7 +183,7 @@ def test_training_memorizes_a_sequence_and_greedy_generation_repeats_it(tmp_path
     assert [p["counted"].sum(1).tolist() for p in predictions] == [[12, 12], [12, 12]]
 
 
-def test_perplexity_counts_tokens_and_not_batches(tmp_path: Path) -> None:
+def test_perplexity_is_weighted_by_tokens(tmp_path: Path) -> None:
     lit, trainer = built(TOY), quiet_trainer(tmp_path)
     short = {
         "input_ids": PATTERN[None, :-1],
@@ -198,13 +197,13 @@ def test_perplexity_counts_tokens_and_not_batches(tmp_path: Path) -> None:
     assert trainer.callback_metrics["val_perplexity"].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_training_without_an_end_needs_decay_steps(tmp_path: Path) -> None:
+def test_endless_training_needs_decay_steps(tmp_path: Path) -> None:
     endless = quiet_trainer(tmp_path, max_epochs=-1, max_steps=-1)
     with pytest.raises(ValueError, match=r"optimizer\.decay_steps"):
         endless.fit(LitGPT(TOY), pattern_loader())
 
 
-def test_a_checkpoint_loads_without_pickled_classes(tmp_path: Path) -> None:
+def test_checkpoint_loads_without_pickled_classes(tmp_path: Path) -> None:
     lit = LitGPT(TOY, AdamWConfig(learning_rate=1e-2, betas=(0.8, 0.9)))
     trainer = quiet_trainer(tmp_path, max_steps=2)
     trainer.fit(lit, pattern_loader())
@@ -233,7 +232,7 @@ class LinkedCLI(LightningCLI):
         )
 
 
-def test_from_a_yaml_file(tmp_path: Path) -> None:
+def test_module_is_configured_by_yaml_file(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"""
 trainer: {{accelerator: cpu, devices: 1, max_steps: 2, logger: false, enable_progress_bar: false,
   enable_model_summary: false, default_root_dir: {tmp_path}}}

@@ -1,5 +1,4 @@
-"""A loss that computes a part of the logits at a time trains as one that has them all, in every
-layout that holds the head."""
+"""Chunked cross-entropy trains like the full loss in several layouts."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ LAYOUTS: dict[str, Place] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks(Training):
-    """A training whose loss computes ``chunk_mb`` of logits at a time."""
+    """Training with a loss that computes ``chunk_mb`` of logits at a time."""
 
     kind: str
     chunk_mb: float = 1e9
@@ -61,14 +60,14 @@ def _sample(index: int) -> dict[str, torch.Tensor]:
 
 
 def fit_in_chunks(rank: int, training: Chunks) -> Result:
-    """Train; a head that is called has given up to be computed in parts."""
+    """Train, and fail if all local logits are computed at once."""
     with patch(f"{linear_cross_entropy.__module__}.local_logits", None):
         return fit(rank, training)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
-def test_parts_of_the_logits_train_as_all_of_them(kind: str, layout: str, parity: Parity) -> None:
+def test_chunked_loss_trains_like_full_loss(kind: str, layout: str, parity: Parity) -> None:
     expected = parity.result(Chunks(kind=kind))
     training = Chunks(kind=kind, chunk_mb=1e-4)
     parity.check(training, LAYOUTS[layout], expected=expected, fit=fit_in_chunks)

@@ -1,5 +1,4 @@
-"""Operations of a mixture are those of what its tokens visit: by formula, by torch's counter, and
-counted without data."""
+"""FLOPs of a mixture of experts: by formula, by torch's counter and counted without data."""
 
 from __future__ import annotations
 
@@ -41,26 +40,28 @@ QWEN = {
 }
 
 
-def test_of_own_mixture() -> None:
+def test_flops_of_gpt_experts_equal_torch_counter() -> None:
     ids = torch.randint(V, (1, 24), generator=torch.Generator().manual_seed(1))
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
-            # In double precision experts' products come one after the other: torch's counter does
-            # not know its grouped one.
+            # In double precision the experts are multiplied one by one. torch's counter does not
+            # support the grouped product.
             GPT(GPT_MOE).double()(ids).sum().backward()
         found = count_operations(
             lambda: GPT(GPT_MOE),
             lambda model, length: model(torch.zeros(1, length, dtype=torch.long)),
             longest=24,
         )
-    # of experts' outputs, in the forward a product
+    # weighting of the experts' outputs, a product in the forward pass
     weighing = GPT_MOE.layers_with_experts * 2 * 24 * GPT_MOE.experts_per_token * H
     assert flops_per_sample(GPT_MOE) == counter.get_total_flops() - weighing == found.of(24)
     assert flops_per_sample(GPT_MOE, sequence_length=8) == found.of(8)
 
 
 @pytest.mark.parametrize(("name", "options"), [("Mixtral", MIXTRAL), ("Qwen2Moe", QWEN)])
-def test_of_a_mixture_of_hugging_face(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_flops_of_hugging_face_mixture_match_formula(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": H,
@@ -81,11 +82,11 @@ def test_of_a_mixture_of_hugging_face(name: str, options: dict[str, Any], tmp_pa
         str(tmp_path), pretrained=False, adapter=LoraOptions(r=1, target_modules=["q_proj"])
     )
     assert 4 * 24 * visited < frozen.flops_per_sample(24) < 5 * 24 * visited + L * 12 * 24**2 * H, (
-        "no gradients of what is frozen"
+        "gradients of frozen weights are counted"
     )
 
 
-def test_what_depends_on_values_is_not_counted(
+def test_value_dependent_model_warns_and_has_no_flops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ from tests.models.configs import GPT2, LLAMA
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_matrices_and_embeddings_decay_and_nothing_else(config: GPTConfig) -> None:
+def test_only_matrices_and_embeddings_decay(config: GPTConfig) -> None:
     model = GPT(config)
     optimizer = build_adamw(
         model, AdamWConfig(learning_rate=0.5, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
@@ -39,7 +39,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else(config: GPTConfig) -> No
     assert len(decaying["params"]) + len(rest["params"]) == len(names)
 
 
-def test_groups_are_decided_without_the_rest_of_the_model() -> None:
+def test_decay_groups_are_independent_of_other_modules() -> None:
     model = GPT(LLAMA)
     whole = [
         {id(p) for p in group["params"]} for group in decay_groups(model.named_parameters(), 0.1)
@@ -52,7 +52,7 @@ def test_groups_are_decided_without_the_rest_of_the_model() -> None:
         )
 
 
-def test_a_group_may_be_empty_and_frozen_parameters_are_left_out() -> None:
+def test_empty_group_is_kept_and_frozen_parameters_are_skipped() -> None:
     linear = nn.Linear(2, 2, bias=False)
     optimizer = build_adamw(linear, AdamWConfig())
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
@@ -62,7 +62,7 @@ def test_a_group_may_be_empty_and_frozen_parameters_are_left_out() -> None:
     assert decay_groups(linear.named_parameters(), 0.1)[0]["params"] == []
 
 
-def test_the_step_is_fused_where_torch_has_it() -> None:
+def test_adamw_is_fused_if_supported() -> None:
     linear = nn.Linear(2, 2)
     assert build_adamw(linear, AdamWConfig()).defaults["fused"]
     assert not build_adamw(nn.Linear(2, 2, device="meta"), AdamWConfig()).defaults["fused"]
@@ -81,7 +81,7 @@ def test_the_step_is_fused_where_torch_has_it() -> None:
         (5000, 0.2),
     ],
 )
-def test_learning_rate_at(step: int, expected: float) -> None:
+def test_cosine_learning_rate(step: int, expected: float) -> None:
     factor = learning_rate_factor(step, warmup_steps=10, decay_steps=110, min_lr_ratio=0.2)
     assert factor == pytest.approx(expected, abs=1e-9)
 
@@ -89,7 +89,7 @@ def test_learning_rate_at(step: int, expected: float) -> None:
 @pytest.mark.parametrize(
     ("step", "expected"), [(4, 0.5), (10, 1.0), (35, 0.8), (60, 0.6), (110, 0.2), (5000, 0.2)]
 )
-def test_learning_rate_along_a_line(step: int, expected: float) -> None:
+def test_linear_learning_rate(step: int, expected: float) -> None:
     config = AdamWConfig(learning_rate=1.0, warmup_steps=10, min_lr_ratio=0.2, decay="linear")
     (factor, _) = build_schedule(
         build_adamw(nn.Linear(2, 2), config), config, decay_steps=110
@@ -97,12 +97,12 @@ def test_learning_rate_along_a_line(step: int, expected: float) -> None:
     assert factor(step) == pytest.approx(expected, abs=1e-9)
 
 
-def test_without_warmup_the_first_step_has_the_peak() -> None:
+def test_first_step_without_warmup_has_peak_learning_rate() -> None:
     assert learning_rate_factor(0, warmup_steps=0, decay_steps=10, min_lr_ratio=0.0) == 1.0
     assert learning_rate_factor(10, warmup_steps=10, decay_steps=10, min_lr_ratio=0.5) == 1.0
 
 
-def test_a_schedule_is_picklable_and_resumes_under_new_settings() -> None:
+def test_schedule_is_picklable_and_resumes_with_new_settings() -> None:
     optimizer = build_adamw(nn.Linear(2, 2), AdamWConfig(learning_rate=2.0))
     schedule = build_schedule(
         optimizer, AdamWConfig(learning_rate=2.0, warmup_steps=4), decay_steps=8
@@ -130,12 +130,12 @@ def test_a_schedule_is_picklable_and_resumes_under_new_settings() -> None:
         ({"warmup_steps": 20, "decay_steps": 10}, "decay_steps=10 .*warmup_steps=20"),
     ],
 )
-def test_mistakes(changes: dict, words: str) -> None:
+def test_invalid_config_is_refused(changes: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AdamWConfig(**changes)
 
 
-def test_lengths_in_samples_become_steps_of_a_ramp() -> None:
+def test_sample_counts_are_converted_to_ramp_up_steps() -> None:
     sizes = RampUp(start=4, stop=16, increment=4, samples=48)
     trainer = SimpleNamespace(
         datamodule=SimpleNamespace(step_sizes=sizes), accumulate_grad_batches=1
@@ -151,7 +151,7 @@ def test_lengths_in_samples_become_steps_of_a_ramp() -> None:
         AdamWConfig(decay_samples=9, decay_steps=3)
 
 
-def test_the_default_decay_counts_the_steps_of_all_epochs_of_a_ramp() -> None:
+def test_default_decay_counts_ramp_up_steps_of_all_epochs() -> None:
     loader = SimpleNamespace(steps_of_epochs=lambda epochs: 10 + 6 * (epochs - 1))
     for estimated, steps in ((30, 22), (20, 20)):
         trainer = SimpleNamespace(

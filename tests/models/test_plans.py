@@ -1,4 +1,4 @@
-"""Plans that are found by the class of a module."""
+"""Plans found by the class of a module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ transformers = pytest.importorskip("transformers")
     "kind", ["llama", "qwen3", "gemma3", "phi3", "gpt_neox", "gpt2", "bert", "encoder"]
 )
 @pytest.mark.parametrize("prefix", ["", "net.model"])
-def test_known_models(kind: str, prefix: str) -> None:
+def test_known_model_has_valid_plan(kind: str, prefix: str) -> None:
     model = nested(make_model(kind), prefix)
     plan = find_plan(model)
     assert plan is not None
@@ -53,7 +53,7 @@ def test_known_models(kind: str, prefix: str) -> None:
     assert "column" in plan.explain(model)
 
 
-def test_projections_of_queries_keys_and_values_are_a_region_and_keep_their_heads() -> None:
+def test_llama_plan_splits_attention_by_heads() -> None:
     plan = plan_for(make_model("llama"))
     assert plan is not None
     assert plan.tensor["model.layers.*.self_attn"] == plan.tensor["model.layers.*.mlp"] == Region()
@@ -63,7 +63,7 @@ def test_projections_of_queries_keys_and_values_are_a_region_and_keep_their_head
     assert plan.tensor["lm_head"] == Vocabulary()
 
 
-def test_both_heads_of_bert() -> None:
+def test_bert_plan_covers_both_heads() -> None:
     plan = plan_for(make_model("bert"), "bert_model")
     assert plan is not None
     assert plan.tensor["bert_model.cls.predictions"] == Alias()
@@ -73,9 +73,7 @@ def test_both_heads_of_bert() -> None:
     assert (bare.before, bare.after) == (("embeddings",), ("pooler",))
 
 
-def test_an_embedding_that_does_more_than_look_up_is_kept_whole_and_so_is_the_head_that_shares_it() -> (
-    None
-):
+def test_scaled_embedding_and_its_tied_head_are_kept_whole() -> None:
     plan = plan_for(make_model("gemma3"))
     assert plan is not None
     assert Vocabulary() not in plan.tensor.values()
@@ -106,23 +104,23 @@ def test_experts_are_kept_whole() -> None:
     plan.check(model, 2, sequence_parallel=True)
 
 
-def test_what_is_not_known() -> None:
+def test_unknown_model_has_no_plan() -> None:
     class Changed(transformers.GPT2LMHeadModel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
     class Renamed(transformers.GPT2LMHeadModel):
-        """Only another name."""
+        """The same model under another name."""
 
     config = make_model("gpt2").config
     assert plan_for(Renamed(config)) is not None
     assert plan_for(Changed(config)) is None
     assert find_plan(nn.Sequential(nn.Linear(2, 2))) is None
     two = nn.ModuleDict({"a": make_model("gpt2"), "b": make_model("encoder")})
-    assert find_plan(two) is None, "two known models: nobody knows which is the one to cut"
+    assert find_plan(two) is None, "a plan was chosen for two known models"
 
 
-def test_the_users_own_plan_wins() -> None:
+def test_user_plan_takes_precedence() -> None:
     class Lit(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -160,7 +158,7 @@ def test_the_users_own_plan_wins() -> None:
         ({"intermediate_size": 49}, 2, ["mlp.gate_proj", "out_features=49"]),
     ],
 )
-def test_sizes_that_do_not_divide(options: dict[str, int], size: int, words: list[str]) -> None:
+def test_indivisible_size_is_refused(options: dict[str, int], size: int, words: list[str]) -> None:
     model = make_model("llama", **options)
     plan = plan_for(model)
     assert plan is not None
@@ -168,7 +166,7 @@ def test_sizes_that_do_not_divide(options: dict[str, int], size: int, words: lis
         plan.check(model, size)
 
 
-def test_mistakes_in_a_plan() -> None:
+def test_invalid_plan_is_refused() -> None:
     model = make_model("gemma3")
     cases: list[tuple[dict[str, Any], str]] = [
         (
@@ -216,7 +214,7 @@ def test_mistakes_in_a_plan() -> None:
         )
 
 
-def test_torch_encoder_does_not_need_more_than_its_own_names() -> None:
+def test_bare_torch_encoder_has_plan() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2)
     plan = plan_for(encoder, "encoder")
     assert plan is not None

@@ -1,5 +1,4 @@
-"""A model of which nothing is known is told the lines of a plan that its form suggests, and trains
-by them."""
+"""Plans suggested from the structure of an unknown model."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ WIDTH = 8
 
 
 class VisionBlock(nn.Module):
-    """As in torchvision."""
+    """Block as in torchvision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class VisionBlock(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """As in open_clip."""
+    """Block as in open_clip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class ResidualBlock(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """As in litgpt."""
+    """Block as in litgpt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +74,7 @@ class GatedBlock(nn.Module):
 
 
 def nested() -> nn.Module:
-    """As in x-transformers: a list of norms, a layer and a residual, whose feed-forward parts are
-    sequences in sequences."""
+    """Return a block as in x-transformers, with a feed-forward layer of nested sequences."""
     part = nn.Module()
     part.ff = nn.Sequential(
         nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU()), nn.Dropout(0.0), nn.Linear(16, WIDTH)
@@ -103,13 +101,13 @@ def model(block: Any) -> nn.Module:
         (nested, {"*.ff.*.0": "column", "*.ff.2": "row"}),
     ],
 )
-def test_parts_are_told_by_their_form(block: Any, expected: dict[str, str]) -> None:
+def test_layers_are_recognized_by_structure(block: Any, expected: dict[str, str]) -> None:
     found = suggested_tensor(model(block))
     assert found == {f"encoder.layers.*.{name}": kind for name, kind in expected.items()}
     assert ParallelPlan(tensor=found).resolve(model(block))
 
 
-def test_what_is_no_feed_forward_part_is_left_out() -> None:
+def test_non_feed_forward_sequence_is_left_out() -> None:
     def normalized() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, WIDTH))
 
@@ -147,7 +145,7 @@ def fit(rank: int, degree: int, plan: ParallelPlan | None) -> float:
     return float(trainer.callback_metrics["loss"])
 
 
-def test_the_lines_of_the_message_train_like_one_process(pool: Pool) -> None:
+def test_suggested_plan_trains_like_single_process(pool: Pool) -> None:
     with pytest.raises(ValueError, match="suggest these lines: check them") as told:
         plan_of(LitVision(), PTDPConfig(tensor_parallel_size=2))
     found = re.search(r"ParallelPlan\(tensor=\{.*?\}\)", str(told.value), re.DOTALL)

@@ -1,4 +1,4 @@
-"""Models of Hugging Face that are like ours."""
+"""Hugging Face models with the sizes of ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def randomized(model: nn.Module) -> nn.Module:
-    """Weights far from their initial values: zero biases and unit norms would hide mistakes."""
+    """Randomize all weights: initial zero biases and unit norms would hide errors."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

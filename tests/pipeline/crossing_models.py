@@ -1,5 +1,4 @@
-"""Models whose blocks take and return more than one tensor, and a pipeline emulated by hand in one
-process."""
+"""Models whose blocks take and return several tensors, and a pipeline emulated in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ WIDTH, RANGES = 6, ((0, 1), (1, 3), (3, 4))
 
 
 class Block(nn.Module):
-    """Mixes a hidden state with whatever else it is given."""
+    """Block that mixes a hidden state with an optional second tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class Block(nn.Module):
 
 
 class Base(nn.Module):
-    """Embedding, four blocks, head; ``blocks`` is what differs."""
+    """Embedding, four blocks and head; subclasses differ in ``run_blocks``."""
 
     def __init__(
         self, block: Callable[[], nn.Module] = Block, memory: Callable[[], nn.Module] | None = None
@@ -61,7 +60,7 @@ class Base(nn.Module):
 
 
 class Narrowing(Base):
-    """Every block returns another width than it takes."""
+    """Each block changes the width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class Narrowing(Base):
 
 
 class InPlace(Base):
-    """Every block writes into what it takes."""
+    """Each block modifies its input in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class PairBlock(Block):
 
 
 class Pair(Base):
-    """Two streams."""
+    """Two streams of hidden states."""
 
     def __init__(self) -> None:
         super().__init__(PairBlock)
@@ -125,7 +124,7 @@ class NestBlock(Block):
 
 
 class Nest(Base):
-    """A nest of tensors with gradients, integers, booleans and constants."""
+    """Nested structure of differentiable tensors, integers, booleans and constants."""
 
     def __init__(self) -> None:
         super().__init__(NestBlock)
@@ -139,7 +138,7 @@ class Nest(Base):
 
 
 class Memory(Base):
-    """Every block is given the same tensor from before the blocks."""
+    """All blocks take the same tensor, computed before the first block."""
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         memory = torch.tanh(self.memory(x))
@@ -149,7 +148,7 @@ class Memory(Base):
 
 
 class FrozenMemory(Memory):
-    """As a fine-tuned model: neither the embedding nor the memory needs a gradient."""
+    """Embedding and memory are frozen, as in fine-tuning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +157,7 @@ class FrozenMemory(Memory):
 
 
 class RecomputedMemory(Base):
-    """Blocks whose forward runs again in the backward."""
+    """Blocks with activation recomputation."""
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         memory = self.memory(x)
@@ -168,7 +167,7 @@ class RecomputedMemory(Base):
 
 
 class Skip(Base):
-    """Every second block sees the embedding again, by keyword."""
+    """Every second block takes the embedding as a keyword argument."""
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         first = x
@@ -178,7 +177,7 @@ class Skip(Base):
 
 
 class Sometimes(Base):
-    """The block behind the first stage is not given the memory, later ones are."""
+    """All blocks take the memory except the first block of the second stage."""
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         memory = self.memory(x)
@@ -188,7 +187,7 @@ class Sometimes(Base):
 
 
 class Shifted(Base):
-    """The memory is written into a tensor that the model makes itself."""
+    """The memory is copied into a tensor that the model allocates."""
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         memory = torch.zeros_like(x)
@@ -206,8 +205,7 @@ class ContextBlock(Block):
 
 
 class Context(Base):
-    """An extra inside of a nest, beside a mask that every stage computes; the block returns it
-    too."""
+    """The memory is nested next to a mask that every stage computes. Blocks also return it."""
 
     def __init__(self) -> None:
         super().__init__(ContextBlock)
@@ -220,8 +218,7 @@ class Context(Base):
 
 
 class OwnBias(nn.Module):
-    """Weights of its own in front of the blocks: of no type that can be stubbed, so that every
-    stage keeps them."""
+    """Bias used before the blocks. Its type cannot be stubbed, so every stage keeps it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,8 +240,7 @@ class KeptBias(Base):
 
 
 class Uncalled(Base):
-    """A table's weight is used in front of the blocks without calling it, and the embedding's
-    behind them."""
+    """Weights used without calling their modules: one before and one after the blocks."""
 
     def __init__(self) -> None:
         super().__init__(memory=lambda: nn.Embedding(3, WIDTH))
@@ -275,14 +271,13 @@ MODELS = (
 
 
 def build(model: type[Base]) -> Base:
-    """The whole model in float64, the same on every call."""
+    """Return the whole model in float64, with the same weights on every call."""
     torch.manual_seed(0)
     return model().double()
 
 
 def crossing_of(output: object, *, alike: bool = False) -> Crossing:
-    """A crossing of ``output`` whole, its tensors differentiable where they require a gradient, and
-    alike if they are ``alike``."""
+    """Return a crossing of all tensors of ``output``, differentiable if they require a gradient."""
     tensors = tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())
     index = {id(tensor): i for i, tensor in enumerate(tensors)}
     forms = tuple(
@@ -295,14 +290,14 @@ def crossing_of(output: object, *, alike: bool = False) -> Crossing:
 
 
 def ids(samples: int = 2, length: int = 5) -> Tensor:
-    """A batch."""
+    """Return a batch of token ids."""
     return torch.randint(
         0, 11, (samples, length), generator=torch.Generator().manual_seed(samples * length)
     )
 
 
 class Emulated:
-    """The stages of a model in one process; what crosses is handed on by hand."""
+    """Stages of a model in one process, with crossings passed directly between them."""
 
     def __init__(
         self,
@@ -328,7 +323,7 @@ class Emulated:
         self.roots: list[Any] = []
 
     def forward(self, *batch: Any, training: bool) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         self.crossings, self.entered, self.roots = [], [], []
         entered = None
         for stage, (part, cut) in enumerate(zip(self.parts, self.cuts, strict=True)):
@@ -344,7 +339,7 @@ class Emulated:
         raise AssertionError("no stage was the last")
 
     def backward(self, loss: Tensor) -> None:
-        """Through all stages."""
+        """Run the backward of all stages."""
         roots, gradients = (loss,), None
         for stage in reversed(range(len(self.parts))):
             backward(roots, gradients)
@@ -353,7 +348,7 @@ class Emulated:
                 roots, gradients = self.roots[stage - 1], entered.gradients()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Sums over the stages."""
+        """Return the gradients, summed over the stages."""
         found: dict[str, Tensor] = {}
         for part in self.parts:
             for name, parameter in part.named_parameters():
@@ -389,10 +384,10 @@ def assert_trains_as(
 
 
 def as_the_whole(model: type[Base], **options: Any) -> Emulated:
-    """Compare the loss and all gradients, in training twice, and in evaluation."""
+    """Compare with the whole model in two training steps and in evaluation."""
     whole = build(model)
     stages = Emulated(whole, **options)
-    # the shapes change
+    # different shapes
     batches = [(ids(2, 5),), (ids(3, 4),)]
     assert_trains_as(whole, stages, batches, lambda output, _: output.square().sum())
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""The grid of the runtime's tests: a small model, its data, what it gives uncut, and the
-schedules."""
+"""Cases of the runtime tests: a small model, its data, reference results and the schedules."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, blocks, norm, head with the embedding's weight; ``forward`` returns the loss."""
+    """Embedding, blocks, norm and tied head; ``forward`` returns the loss."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -66,15 +65,13 @@ class Net(nn.Module):
 
 
 def uneven_ranges(stages: int) -> tuple[tuple[int, int], ...]:
-    """One layer a stage, and another one in every third stage from the second (or in the only
-    one)."""
+    """Return ranges of one layer per stage, but two in stages 1, 4, 7, …, and in a single stage."""
     sizes = [2 if stage % 3 == 1 or stages == 1 else 1 for stage in range(stages)]
     return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 def make_net(stages: int, dtype: torch.dtype = torch.float64) -> Net:
-    """The whole model that ``uneven_ranges`` cuts; the same one whenever and wherever it is
-    made."""
+    """Return the whole model for ``uneven_ranges``, with the same weights on every call."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return Net(uneven_ranges(stages)[-1][1]).to(dtype)
@@ -82,7 +79,7 @@ def make_net(stages: int, dtype: torch.dtype = torch.float64) -> Net:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """(b, s) tokens, and its share of the loss."""
+    """(b, s) tokens and labels, and the microbatch's share of the loss."""
 
     ids: Tensor
     labels: Tensor
@@ -90,8 +87,7 @@ class Microbatch:
 
 
 def make_batch(count: int, *, seed: int = 0) -> list[Microbatch]:
-    """Microbatches of different sizes and lengths: the i-th has the same shape in every batch of
-    the same seed."""
+    """Return microbatches of different shapes, which depend only on the index and the seed."""
     generator = torch.Generator().manual_seed(100 + seed)
     batch = []
     for index in range(count):
@@ -103,7 +99,7 @@ def make_batch(count: int, *, seed: int = 0) -> list[Microbatch]:
 
 @dataclass(frozen=True)
 class Expected:
-    """Losses of the uncut model, and its gradients by microbatch."""
+    """Losses and gradients of the whole model, by microbatch."""
 
     losses: list[float]
     parts: list[Gradients]
@@ -119,7 +115,7 @@ class Expected:
 def unsplit(
     batch: Sequence[Microbatch], *, stages: int, dtype: torch.dtype = torch.float64
 ) -> Expected:
-    """Losses and gradients of the uncut model, one microbatch after the other."""
+    """Return losses and gradients of the whole model, one microbatch after another."""
     net, losses, parts = make_net(stages, dtype), [], []
     for microbatch in batch:
         loss = net(microbatch.ids, microbatch.labels)
@@ -131,7 +127,7 @@ def unsplit(
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule on p ranks of v stages."""
+    """A schedule on p ranks with v stages each."""
 
     schedule: str | CustomSchedule
     p: int
@@ -147,7 +143,7 @@ class Case:
         )
 
     def build(self, m: int, *, training: bool = True) -> Schedule:
-        """The schedule of m microbatches."""
+        """Return the schedule of m microbatches."""
         return build_schedule(
             self.schedule,
             pipeline_parallel_size=self.p,
@@ -159,7 +155,7 @@ class Case:
 
 
 def weights_at_the_end(p: int, v: int, m: int) -> list[list[Action]]:
-    """1F1B of p stages with all weight gradients behind the last backward, the newest first."""
+    """Return 1F1B orders with all weight gradients after the last backward, newest first."""
     orders = []
     for rank, program in enumerate(
         build_schedule("1f1b", pipeline_parallel_size=p, num_microbatches=m).programs
@@ -177,7 +173,7 @@ def weights_at_the_end(p: int, v: int, m: int) -> list[list[Action]]:
 
 
 def unsplit_in_a_v(p: int, v: int, m: int) -> list[list[Action]]:
-    """Stages placed in a V, all forwards and then all backwards, not split."""
+    """Return orders of a V placement: all forwards, then all backwards, not split."""
     ranks = [(rank, 2 * p - 1 - rank) for rank in range(p)]
     forwards = [
         [Action(ActionKind.FORWARD, stage, i) for stage in stages for i in range(m)]
@@ -191,7 +187,7 @@ def unsplit_in_a_v(p: int, v: int, m: int) -> list[list[Action]]:
 
 
 def cases(p: int) -> list[Case]:
-    """Every schedule that p ranks can run."""
+    """Return every schedule that p ranks can run."""
     late = Case(CustomSchedule("weights at the end", weights_at_the_end), p)
     if p == 1:
         return [Case("1f1b", 1), late]

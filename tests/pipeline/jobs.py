@@ -10,7 +10,7 @@ from lightning_ptdp.forward.surroundings import Forward
 
 
 class SumJob:
-    """The sum of squares of a model's output over microbatches of different shapes."""
+    """Sum of squares of a model's output over microbatches of different shapes."""
 
     def __init__(self, model: Any, batches: list[Tensor], *, training: bool) -> None:
         self.model, self.batches, self.training = model, batches, training

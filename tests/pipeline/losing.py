@@ -1,5 +1,4 @@
-"""Training that loses a rank where waits return at once and a message that does not come holds the
-host for ever (tests/queued.py)."""
+"""Training runs that lose or delay a rank, on a backend with NCCL's behaviour (tests/queued.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 
 
 class Loses(LitNet):
-    """In the second step one rank is frozen or killed, fails, or does not come."""
+    """Model whose victim rank freezes, dies, fails or blocks in the second step."""
 
     def __init__(self, victim: int, how: str) -> None:
         super().__init__()
@@ -43,7 +42,7 @@ def _environment(rank: int) -> None:
 
 
 def train(rank: int, victim: int, how: str, folder: str) -> None:
-    """Lose ``victim``; what does not end by itself stays."""
+    """Train and lose ``victim``. A rank that fails keeps its process alive."""
     _environment(rank)
     place = Place(world_size=2, layout={**P2, "timeout_s": LIMIT_S})
     with habits():
@@ -54,13 +53,13 @@ def train(rank: int, victim: int, how: str, folder: str) -> None:
 
 
 class Works(LitNet):
-    """Long work of the user's on the host, wherever there may be some."""
+    """Model with long user code: in a step, between steps and after validation."""
 
     busy_s = 1.5 * LIMIT_S
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_step == 0:
-            began = time.monotonic()  # as a compilation
+            began = time.monotonic()  # like a compilation
             while time.monotonic() - began < self.busy_s:
                 sum(range(1000))
         return super().training_step(batch, batch_idx)
@@ -74,7 +73,7 @@ class Works(LitNet):
 
 
 def work(rank: int, folder: str) -> None:
-    """Train to the end, with a watchdog that is far less patient than the process groups."""
+    """Train to the end, with a watchdog limit far below that of the process groups."""
     _environment(rank)
     place = Place(world_size=2, layout={"timeout_s": LIMIT_S})
     with habits():

@@ -26,7 +26,7 @@ from tests.pipeline.crossing_models import (
 
 
 class AllHidden(Base):
-    """Sums what all blocks returned."""
+    """Sums the outputs of all blocks."""
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         hidden: tuple[Tensor, ...] = ()
@@ -47,7 +47,7 @@ class RouterBlock(Block):
 
 
 class Routers(Base):
-    """A loss of each block, as routers have it, and integers."""
+    """Each block returns a router loss and integer indices."""
 
     def __init__(self) -> None:
         super().__init__(RouterBlock)
@@ -62,8 +62,7 @@ class Routers(Base):
 
 
 class Hooked(Base):
-    """Somebody's hooks on blocks, on modules inside of them and on the embedding; one changes what
-    it sees."""
+    """Hooks on the blocks, their submodules and the embedding; one changes the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,20 +100,18 @@ class Hooked(Base):
 
 @pytest.mark.parametrize("ranges", [RANGES, ((0, 2), (2, 4)), ((0, 3), (3, 4))])
 @pytest.mark.parametrize("model", [AllHidden, Routers])
-def test_what_the_loop_collects_crosses_where_the_plan_says_so(
-    model: type[Base], ranges: Any
-) -> None:
+def test_collected_block_outputs_match_whole_model(model: type[Base], ranges: Any) -> None:
     as_the_whole(model, collects=True, ranges=ranges)
 
 
 @pytest.mark.parametrize("collects", [False, True])
-def test_hooks_see_the_blocks_of_all_stages(collects: bool) -> None:
+def test_forward_hooks_run_on_blocks_of_all_stages(collects: bool) -> None:
     as_the_whole(Hooked, collects=collects)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("model", [AllHidden, Routers])
-def test_without_it_what_did_not_cross_is_refused(model: type[Base], training: bool) -> None:
+def test_collecting_outputs_without_collects_is_refused(model: type[Base], training: bool) -> None:
     stages = Emulated(build(model))
     with (
         torch.set_grad_enabled(training),
@@ -123,7 +120,7 @@ def test_without_it_what_did_not_cross_is_refused(model: type[Base], training: b
         stages.forward(ids(), training=training)
 
 
-def test_what_is_collected_and_passed_on_is_sent_once() -> None:
+def test_collected_output_is_sent_once() -> None:
     stages = as_the_whole(AllHidden, collects=True)
     stages.forward(ids(), training=True)
     assert [len(crossing.tensors) for crossing in stages.crossings] == [1, 3]
@@ -145,7 +142,7 @@ class KeepingBlock(Block):
 
 
 class Keeping(Base):
-    """Blocks keep a loss that is summed over all modules."""
+    """Each block stores a loss in an attribute; the model sums it over all modules."""
 
     def __init__(self) -> None:
         super().__init__(KeepingBlock)
@@ -163,7 +160,7 @@ class DeeplyKept(Block):
 
 
 class Read(Base):
-    """A model that reads attributes which its blocks set in forward."""
+    """Model that reads attributes set by its blocks in forward."""
 
     def __init__(self) -> None:
         super().__init__(DeeplyKept)
@@ -184,7 +181,7 @@ class Read(Base):
         (Read, "'own.seen' of a block on another"),
     ],
 )
-def test_what_blocks_keep_in_attributes_is_not_missed_silently(
+def test_reading_attributes_set_by_blocks_is_refused(
     model: type[Base], words: str, training: bool
 ) -> None:
     with torch.set_grad_enabled(training), pytest.raises(StageError, match=words):
@@ -192,7 +189,7 @@ def test_what_blocks_keep_in_attributes_is_not_missed_silently(
 
 
 class Timed(Base):
-    """An object whose hook needs what its pre-hook kept."""
+    """Model whose forward hooks need state stored by their pre-hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,11 +212,11 @@ class Timed(Base):
         return x
 
 
-def test_a_hook_follows_the_pre_hook_of_its_object() -> None:
+def test_forward_hook_runs_only_after_its_pre_hook() -> None:
     as_the_whole(Timed, collects=False)
 
 
-def test_a_removed_hook_is_not_called_elsewhere_either() -> None:
+def test_removed_hook_is_not_called_on_other_stages() -> None:
     class Removed(Base):
         def __init__(self) -> None:
             super().__init__()

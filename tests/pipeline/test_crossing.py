@@ -1,5 +1,6 @@
-"""Several tensors over a stage boundary: a model cut in one process equals the uncut one, and what
-cannot be cut is refused."""
+"""Tests of crossings with several tensors.
+
+A model cut in one process matches the whole model, or the cut is refused."""
 
 from __future__ import annotations
 
@@ -45,13 +46,13 @@ from tests.pipeline.crossing_models import (
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_loss_and_gradients_equal_the_whole_models(model: type[Base]) -> None:
+def test_loss_and_gradients_match_whole_model(model: type[Base]) -> None:
     as_the_whole(model)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_equals_the_whole_models_without_training_before(
+def test_evaluation_without_prior_training_matches_whole_model(
     model: type[Base], context: Any
 ) -> None:
     whole = build(model).eval()
@@ -71,9 +72,7 @@ def test_evaluation_equals_the_whole_models_without_training_before(
         (Context, [torch.float64, torch.float64], [(("context", "memory", 0), 1)]),
     ],
 )
-def test_only_what_the_next_stage_cannot_compute_crosses_and_once(
-    model: Any, dtypes: Any, extras: Any
-) -> None:
+def test_only_required_tensors_cross_stage_boundary(model: Any, dtypes: Any, extras: Any) -> None:
     stages = Emulated(build(model))
     stages.forward(ids(), training=True)
     for crossing in stages.crossings:
@@ -88,7 +87,7 @@ def test_only_what_the_next_stage_cannot_compute_crosses_and_once(
         ]
 
 
-def test_a_tensor_in_two_places_is_sent_once_and_its_gradients_add_up() -> None:
+def test_tensor_returned_twice_is_sent_once_with_summed_gradient() -> None:
     class Same(Base):
         def __init__(self) -> None:
             super().__init__(SameBlock)
@@ -114,7 +113,7 @@ def test_a_tensor_in_two_places_is_sent_once_and_its_gradients_add_up() -> None:
     )
 
 
-def test_without_a_gradient_in_evaluation_and_for_what_needs_none() -> None:
+def test_evaluation_expects_no_gradients() -> None:
     stages = Emulated(build(Memory))
     with torch.no_grad():
         stages.forward(ids(), training=False)
@@ -122,9 +121,8 @@ def test_without_a_gradient_in_evaluation_and_for_what_needs_none() -> None:
     assert [crossing.roots() for crossing in stages.crossings] == [(), ()]
 
 
-def test_gradients_that_nobody_needs_yet_are_announced_where_parameters_are_frozen() -> None:
-    """Parameters may be released in the middle of a training, but the receiver is told once what
-    comes back."""
+def test_unfreezing_parameters_keeps_crossing_form() -> None:
+    """Parameters may be unfrozen during training, but the form is sent only once."""
     whole = build(FrozenMemory)
     stages = Emulated(whole)
     stages.backward(stages.forward(ids(), training=True).sum())
@@ -140,7 +138,7 @@ def test_gradients_that_nobody_needs_yet_are_announced_where_parameters_are_froz
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_local_neighbour_is_handed_the_same_memory(training: bool) -> None:
+def test_local_crossing_shares_memory_between_stages(training: bool) -> None:
     stages = Emulated(build(Memory))
     stages.forward(ids(), training=training)
     for crossing, entered in zip(stages.crossings, stages.entered[1:], strict=True):
@@ -150,7 +148,7 @@ def test_a_local_neighbour_is_handed_the_same_memory(training: bool) -> None:
         )
 
 
-def test_a_stage_that_was_left_holds_on_to_nothing() -> None:
+def test_finished_stage_releases_its_tensors() -> None:
     stages = Emulated(build(Memory))
     stages.forward(ids(), training=False)
     watched = [weakref.ref(tensor) for crossing in stages.crossings for tensor in crossing.tensors]
@@ -159,7 +157,7 @@ def test_a_stage_that_was_left_holds_on_to_nothing() -> None:
     assert [reference() for reference in watched] == [None] * len(watched)
 
 
-def test_every_stage_uses_its_own_of_a_bare_parameter() -> None:
+def test_each_stage_uses_its_own_copy_of_bare_parameter() -> None:
     class Bare(KeptBias):
         def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
             for layer in self.layers:
@@ -177,7 +175,7 @@ def test_every_stage_uses_its_own_of_a_bare_parameter() -> None:
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
-def test_compiled_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_match_whole_model(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[bool] = []
     returned = Boundary.returned
 
@@ -199,7 +197,7 @@ def test_compiled_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
             stages.forward(batch, training=True), whole(batch), rtol=0, atol=0
         )
     assert traced == [False] * 8, (
-        "the hooks, which look at the identity of tensors, are compiled with the block"
+        "the hooks depend on tensor identity and must not be compiled with the block"
     )
 
 
@@ -238,7 +236,7 @@ class Residual(Base):
 
 
 class SecondComputed(Base):
-    """The second stream is changed between the blocks."""
+    """The second stream is modified between the blocks."""
 
     def __init__(self) -> None:
         super().__init__(PairBlock)
@@ -252,7 +250,7 @@ class SecondComputed(Base):
 
 
 class Collected(Base):
-    """A loss of each block, as routers have it."""
+    """Each block returns a loss, as a router does."""
 
     def __init__(self) -> None:
         super().__init__(CollectedBlock)
@@ -295,7 +293,7 @@ class Returned(Base):
 
 
 class Sealed(Base):
-    """The memory comes in an object that nobody looks into."""
+    """The memory is in an object that is not searched for tensors."""
 
     def __init__(self) -> None:
         super().__init__(SealedBlock)
@@ -328,20 +326,20 @@ class SealedBlock(Block):
         (Sealed, "between or after the repeated blocks"),
     ],
 )
-def test_refused_instead_of_wrong(model: type[Base], words: str, training: bool) -> None:
+def test_unsupported_model_is_refused(model: type[Base], words: str, training: bool) -> None:
     stages = Emulated(build(model))
     with torch.set_grad_enabled(training), pytest.raises(StageError, match=words):
         stages.forward(ids(), training=training)
 
 
-def test_a_model_is_not_run_outside_of_a_step() -> None:
+def test_forward_outside_of_step_is_refused() -> None:
     stages = Emulated(build(Memory))
     for part in stages.parts:
         with pytest.raises(StageError, match="outside of a step"):
             part(ids())
 
 
-def test_shapes_masks_and_logs_before_the_blocks_are_left_alone() -> None:
+def test_shape_and_mask_operations_around_blocks_are_allowed() -> None:
     class Inspects(Memory):
         def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
             kept = x.new_ones(x.shape[:2]).unsqueeze(-1) * torch.zeros_like(x).to(
@@ -362,7 +360,7 @@ def test_shapes_masks_and_logs_before_the_blocks_are_left_alone() -> None:
 # ---- descriptions --------------------------------------------------------------------------------
 
 
-def test_the_description_survives_its_header() -> None:
+def test_form_round_trips_through_header() -> None:
     tensors = (torch.zeros(2, 3), torch.zeros((), dtype=torch.bool))
     output = {
         "a": (tensors[0], [None, True, 2, 0.1, "text"]),
@@ -386,7 +384,7 @@ def test_the_description_survives_its_header() -> None:
     )
 
 
-def test_nests_are_walked_and_changed_in_place_of_their_tensors() -> None:
+def test_nested_tensors_are_listed_and_substituted() -> None:
     x, other = torch.zeros(1), torch.ones(1)
     nest = ({"a": [x, 1]}, x)
     assert [path for path, _ in tensors_in(nest)] == [(0, "a", 0), (1,)]
@@ -397,12 +395,12 @@ def test_nests_are_walked_and_changed_in_place_of_their_tensors() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1.5: 1}, torch.Size([1]), {2}])
-def test_what_cannot_be_described_is_named(value: Any) -> None:
+def test_unsupported_output_type_is_named(value: Any) -> None:
     with pytest.raises(StageError, match=f"block 'layers.0' returned a {type(value).__name__}"):
         describe((torch.zeros(1), value), lambda tensor: 0, "layers.0")
 
 
-def test_a_cut_model_knows_its_extras_only_while_it_runs() -> None:
+def test_tensor_origins_are_tracked_only_during_run() -> None:
     whole = build(Memory)
     assert not hasattr(whole.embedding(ids()), "origin")
     cut = PipelineCut(

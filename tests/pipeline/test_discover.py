@@ -1,6 +1,6 @@
 """Tests of finding the modules before and after the repeated container.
 
-Most models run their forward without data to show the order of calls.
+Most models are traced without data to find the order of calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.pipeline.crossing_models import Uncalled
 
 
 class Model(nn.Module):
-    """The norm is registered before the layers and called behind them."""
+    """The norm is registered before the layers and called after them."""
 
     example_input_array = torch.zeros(2, 3, dtype=torch.int64)
 
@@ -32,7 +32,7 @@ class Model(nn.Module):
         return self.norm(x)
 
 
-def test_the_order_of_the_calls_is_seen() -> None:
+def test_parts_follow_order_of_calls() -> None:
     model = Model()
     assert call_order(model) == ["", "embedding", "layers.0", "layers.1", "layers.2", "norm"]
     parts = find_parts(model)
@@ -40,17 +40,17 @@ def test_the_order_of_the_calls_is_seen() -> None:
     assert not model._forward_pre_hooks
     assert not model.layers[0]._forward_pre_hooks
     named = find_parts(model, before=("norm",))
-    assert named.before == ("norm", "embedding"), "what the user says is not questioned here"
+    assert named.before == ("norm", "embedding"), "before= must override the order of calls"
 
 
-def test_without_an_example_the_order_of_registration_is_taken() -> None:
+def test_registration_order_is_used_without_example_input() -> None:
     model = Model()
     model.example_input_array = None
     assert call_order(model) is None
     assert find_parts(model).before == ("embedding", "norm")
 
 
-def test_a_forward_that_looks_at_values_cannot_run_without_data() -> None:
+def test_value_dependent_forward_cannot_be_traced() -> None:
     class Looks(Model):
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(ids[ids > 1] if ids.any() else ids)
@@ -58,7 +58,7 @@ def test_a_forward_that_looks_at_values_cannot_run_without_data() -> None:
     assert trace_calls(Looks(), torch.zeros(2, 3, dtype=torch.int64)) is None
 
 
-def test_what_is_called_on_both_sides_is_refused() -> None:
+def test_module_called_before_and_after_blocks_is_refused() -> None:
     class Both(Model):
         def forward(self, ids: Tensor) -> Tensor:
             x = self.norm(self.embedding(ids))
@@ -72,7 +72,7 @@ def test_what_is_called_on_both_sides_is_refused() -> None:
         find_parts(Both())
 
 
-def test_layers_that_are_not_called_one_after_the_other_are_refused() -> None:
+def test_layers_called_twice_are_refused() -> None:
     class Twice(Model):
         def forward(self, ids: Tensor) -> Tensor:
             x = self.embedding(ids)
@@ -86,7 +86,7 @@ def test_layers_that_are_not_called_one_after_the_other_are_refused() -> None:
         find_parts(Twice())
 
 
-def test_an_example_of_another_part_of_the_model_says_nothing() -> None:
+def test_example_input_of_submodule_is_ignored() -> None:
     class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +100,7 @@ def test_an_example_of_another_part_of_the_model_says_nothing() -> None:
     assert (parts.blocks, parts.before, parts.after) == (("layers",), ("first",), ("last",))
 
 
-def test_hugging_face_models_bring_their_own_example() -> None:
+def test_hugging_face_model_provides_example_input() -> None:
     pytest.importorskip("transformers")
     from tests.huggingface.runs import make_model
 
@@ -112,7 +112,7 @@ def test_hugging_face_models_bring_their_own_example() -> None:
     assert parts.after == ("model.model.decoder.final_layer_norm", "model.lm_head")
 
 
-def test_what_is_used_without_being_called_is_kept_by_every_stage() -> None:
+def test_module_used_without_call_is_kept_on_every_stage() -> None:
     parts = find_parts(Uncalled())
     assert parts.everywhere == ("embedding", "memory")
     model = Uncalled()
@@ -123,7 +123,7 @@ def test_what_is_used_without_being_called_is_kept_by_every_stage() -> None:
         find_parts(model, everywhere=("memories",))
 
 
-def test_a_branch_that_looks_at_values_does_not_hide_such_uses() -> None:
+def test_value_dependent_branch_does_not_hide_uncalled_modules() -> None:
     class Looks(Uncalled):
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(ids + (1 if 3 in ids or ids.any() else 0))
@@ -132,7 +132,7 @@ def test_a_branch_that_looks_at_values_does_not_hide_such_uses() -> None:
     assert find_parts(Looks()).everywhere == ("embedding", "memory")
 
 
-def test_what_is_asked_for_its_shape_or_given_none_is_kept_by_every_stage() -> None:
+def test_module_queried_or_called_with_shape_is_kept_on_every_stage() -> None:
     class Positions(nn.Embedding):
         def forward(self, shape: torch.Size) -> Tensor:  # type: ignore[override]
             return super().forward(torch.arange(shape[1]))
@@ -155,7 +155,7 @@ def test_what_is_asked_for_its_shape_or_given_none_is_kept_by_every_stage() -> N
     assert find_parts(Asks()).everywhere == ("limits", "positions")
 
 
-def test_lists_that_the_model_unpacks_are_refused() -> None:
+def test_container_of_module_lists_is_refused() -> None:
     model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(4))
     with pytest.raises(
         ValueError,

@@ -1,5 +1,5 @@
-"""When a rank is taken to hang: rules against scenes; then real processes whose waits return at
-once, as NCCL's do."""
+"""Tests of the hang guard: its rules on simulated observations, then real processes on a backend
+whose waits return at once, as with NCCL."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ def status(**known: Any) -> RankStatus:
 
 
 class Scene:
-    """A rank that is looked at every second, and the other one; ``at`` gives the sight of a second,
-    ``seconds`` counts them.
+    """Simulation of two ranks, one of which is judged every second.
 
     Args:
-        waits_raise, limit_s: As of the judge.
-        at: Changes what is seen then.
+        at: Returns the changes to the observation at a second.
+        waits_raise, limit_s: Arguments of the judge.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Scene:
         )
 
     def ends_after(self, most: int = 1000) -> tuple[float, str] | None:
-        """The second in which the rank is ended, and why; None: it is not."""
+        """Return the second at which the rank is ended and the reason, or None if it is not."""
         for second in range(most):
             known = {
                 "note": "F0.1",
@@ -152,7 +151,7 @@ def computing(second: float) -> dict[str, Any]:
         "its own end",
     ],
 )
-def test_what_is_taken_for_a_hang(at: Any, on_nccl: Any, with_gloo: Any) -> None:
+def test_hang_conditions_with_nccl_and_gloo(at: Any, on_nccl: Any, with_gloo: Any) -> None:
     assert Scene(at).ends_after() == on_nccl
     assert Scene(at, waits_raise=True).ends_after() == with_gloo
 
@@ -161,11 +160,10 @@ def test_what_is_taken_for_a_hang(at: Any, on_nccl: Any, with_gloo: Any) -> None
     ("limit_s", "failed_at", "ends_at"),
     [(10.0, 2, 8), (10.0, 9, 12), (100.0, 105, 111), (1000.0, 1, 12), (1000.0, 0, 11)],
 )
-def test_the_failure_of_another_is_told_whatever_else_is_seen(
+def test_failure_of_other_rank_is_reported_first(
     limit_s: float, failed_at: int, ends_at: int
 ) -> None:
-    """After 10 s or half of the limit, before this rank is taken to be in one call; or together
-    with that."""
+    """The failure is reported after 10 s or half of the limit, even if this rank is in one call."""
     fails = fails_at(failed_at)
     ended = Scene(
         lambda second: {**fails(second), **in_one_call(second)}, limit_s=limit_s
@@ -177,7 +175,7 @@ def test_the_failure_of_another_is_told_whatever_else_is_seen(
     ("silent", "why"),
     [(40, "rank 1 has not reported for 71 s"), (80, "it has been in one call for 111 s")],
 )
-def test_who_falls_silent_later_is_told(silent: int, why: str) -> None:
+def test_silent_rank_is_named_after_half_of_limit(silent: int, why: str) -> None:
     falls_silent = silent_from(silent)
     assert Scene(lambda second: {**falls_silent(second), **in_one_call(second)}).ends_after() == (
         111,
@@ -185,7 +183,7 @@ def test_who_falls_silent_later_is_told(silent: int, why: str) -> None:
     )
 
 
-def test_who_gave_up_for_another_is_no_cause() -> None:
+def test_rank_ended_by_lost_peer_is_not_named_as_cause() -> None:
     def gives_up(second: float) -> dict[str, Any]:
         return {
             **in_one_call(second),
@@ -208,24 +206,24 @@ def between_steps(at: Any) -> Callable[[float], dict[str, Any]]:
 @pytest.mark.parametrize(
     "at", [fails_at(50), silent_from(20), nobody_answers_from(20), in_one_call]
 )
-def test_who_gets_on_does_not_hang(at: Any) -> None:
+def test_progressing_rank_is_not_ended(at: Any) -> None:
     assert Scene(getting_on(at)).ends_after() is None
     assert Scene(getting_on(at), waits_raise=True).ends_after() is None
 
 
 @pytest.mark.parametrize("at", [in_one_call, nobody_answers_from(20)])
-def test_what_the_user_does_between_steps_may_take_long(at: Any) -> None:
+def test_user_code_between_steps_has_no_limit(at: Any) -> None:
     assert Scene(between_steps(at)).ends_after() is None
 
 
 @pytest.mark.parametrize(("at", "when"), [(fails_at(50), 151), (silent_from(20), 121)])
-def test_but_not_for_ever_once_another_rank_is_lost(at: Any, when: int) -> None:
+def test_lost_rank_ends_user_code_between_steps(at: Any, when: int) -> None:
     ended = Scene(between_steps(at)).ends_after()
     assert ended is not None and ended[0] == when
     assert Scene(between_steps(at), waits_raise=True).ends_after() is None
 
 
-def test_who_has_come_to_its_end_is_not_silent() -> None:
+def test_finished_rank_is_not_reported_as_silent() -> None:
     ended = Heard(status(ended=True), 20.0, True)
     assert (
         Scene(lambda second: {"heard": {1: alive(second) if second < 20 else ended}}).ends_after()
@@ -233,12 +231,12 @@ def test_who_has_come_to_its_end_is_not_silent() -> None:
     )
 
 
-def test_a_failure_of_an_earlier_training_is_none() -> None:
+def test_failure_of_earlier_training_is_ignored() -> None:
     old = Heard(status(failure="ValueError: x", ended=True), 0.0, False)
     assert Scene(lambda _: {"heard": {1: old}}).ends_after() is None
 
 
-def test_a_process_that_was_stopped_does_not_count_the_time() -> None:
+def test_time_while_process_is_stopped_is_not_counted() -> None:
     pause = {"now": lambda second: second + (10 * LIMIT_S if second > 50 else 0)}
 
     def at(second: float) -> dict[str, Any]:
@@ -307,9 +305,7 @@ def _ends(
         (1, "wait", r"it has been in one call for [\d.]+ s"),
     ],
 )
-def test_a_rank_that_hangs_ends_and_says_why(
-    victim: int, how: str, why: str, tmp_path: Path
-) -> None:
+def test_hung_rank_ends_and_reports_reason(victim: int, how: str, why: str, tmp_path: Path) -> None:
     survivor = 1 - victim
     code, said = _ends(tmp_path, survivor, train, victim, how)
     assert code == 1, said
@@ -332,12 +328,12 @@ def test_a_rank_that_hangs_ends_and_says_why(
         assert re.search(rf"No answer from rank {victim}, for [\d.]+ s: \S", said), said
 
 
-def test_long_work_of_the_users_is_no_hang(tmp_path: Path) -> None:
+def test_long_user_code_is_not_a_hang(tmp_path: Path) -> None:
     code, said = _ends(tmp_path, 0, work)
     assert (code, (tmp_path / "0.txt").exists()) == (0, True), said
 
 
-def test_the_thread_has_ended_when_the_guard_is_closed():
+def test_closing_guard_ends_its_thread():
     before, looked = threading.enumerate(), threading.Event()
     guard = HangGuard(lambda: not looked.set(), interval_s=0.001)
     looked.wait()

@@ -1,5 +1,5 @@
-"""Programs run where communication has NCCL's habits (tests/queued.py), and wait for no connection
-inside a step. Real processes."""
+"""Steps on a backend with NCCL's behaviour (tests/queued.py) make no new connections. Real
+processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved_1f1b", "zb_v", "dua
 
 
 def steps(rank: int, case: Case, m: int, connected: bool) -> tuple[list[Any], list[Outcome]]:
-    """Connections made after the mesh, and two steps in training and one in evaluation."""
+    """Run two training steps and one evaluation; return the late connections and the outcomes."""
     with contextlib.ExitStack() as stack:
         if not connected:
             stack.enter_context(mock.patch.object(mesh_module, "_connect_channel"))
@@ -41,7 +41,7 @@ def steps(rank: int, case: Case, m: int, connected: bool) -> tuple[list[Any], li
 @pytest.mark.parametrize(
     ("v", "schedule"), [(v, schedule) for v, names in SCHEDULES.items() for schedule in names]
 )
-def test_steps_give_the_uncut_models_results_and_wait_for_no_connection(
+def test_steps_match_whole_model_without_new_connections(
     p: int, v: int, schedule: str, pool: Pool
 ) -> None:
     case, m = Case(schedule, p, v), 2 * p
@@ -57,6 +57,6 @@ def test_steps_give_the_uncut_models_results_and_wait_for_no_connection(
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
-def test_a_first_step_over_fresh_connections_would_hang(schedule: str, pool: Pool) -> None:
+def test_first_step_without_connected_channels_hangs(schedule: str, pool: Pool) -> None:
     with pytest.raises(WorkerFailure, match=r"hangs: rank \d does not come to messages"):
         pool.run(steps, world_size=2, args=(Case(schedule, 2, 2), 1, False), backend="queued")

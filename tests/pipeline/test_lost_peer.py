@@ -1,4 +1,4 @@
-"""A peer that is frozen or killed is named by the one that misses it: real processes."""
+"""The surviving rank names a peer that is frozen or killed. Real processes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,11 @@ pytestmark = pytest.mark.thorough
 
 LIMIT_S = 3.0
 SAVE_LIMIT_S = 5.0
-"""By then a test that should have ended hangs."""
+"""Timeout of the process groups and of the watchdog while saving."""
 
 
 def _lose(rank: int, parent: Connection, victim: int, how: int, where: str) -> None:
-    """Both publish where they are, then the victim freezes or dies and the other one misses it in a
-    receive or a collective."""
+    """Publish both statuses, then lose ``victim`` while its peer receives or reduces."""
     mesh = ProcessMesh.create(
         layout=ParallelLayout(world_size=2, pipeline_parallel_size=2), rank=rank
     )
@@ -54,7 +53,7 @@ def _lose(rank: int, parent: Connection, victim: int, how: int, where: str) -> N
     peer = 1 - rank
     with watched.during("step 12"):
         watched.started(Action.parse(f"F{rank}.3"))
-        for _ in range(2):  # each tells, then each hears
+        for _ in range(2):  # both publish, then both read
             assert watched.publish()
             dist.barrier()
         if rank == victim:
@@ -67,7 +66,7 @@ def _lose(rank: int, parent: Connection, victim: int, how: int, where: str) -> N
 
 
 class _Loses(LitNet):
-    """In the second step one rank freezes or dies."""
+    """Model whose victim rank freezes or dies in the second step."""
 
     def __init__(self, victim: int, how: int) -> None:
         super().__init__()
@@ -89,7 +88,7 @@ def _train(rank: int, parent: Connection, victim: int, how: int, where: str) -> 
 
 
 class _LosesBetweenSteps(LitNet):
-    """One rank dies in a hook, and the other one goes on into a collective outside the steps."""
+    """Model whose victim rank dies in a hook; its peer enters a collective outside of a step."""
 
     def __init__(self, victim: int, hook: str) -> None:
         super().__init__()
@@ -133,8 +132,7 @@ def _train_sharded(rank: int, parent: Connection, victim: int, where: str) -> No
 
 
 class _LosesInExperts(LitMixture):
-    """In the second step one rank dies where the other one has come to the exchange of a layer's
-    gradients."""
+    """Model whose victim rank dies in the second step, before an expert exchange of gradients."""
 
     def __init__(self, victim: int) -> None:
         super().__init__(Run())
@@ -158,7 +156,7 @@ def _train_experts(rank: int, parent: Connection, victim: int, where: str) -> No
 
 
 def _save(rank: int, parent: Connection, victim: int, layout: dict[str, Any], where: str) -> None:
-    """The victim freezes while it writes."""
+    """Freeze ``victim`` while it writes a checkpoint."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     place = Place(world_size=2, layout={"timeout_s": SAVE_LIMIT_S, **layout})
     if rank == victim:
@@ -171,7 +169,7 @@ def _save(rank: int, parent: Connection, victim: int, layout: dict[str, Any], wh
 
 
 def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: Any) -> None:
-    """Tell the parent how ``part`` ended."""
+    """Run ``part`` and send its error to the parent."""
     join_world(rank, parent, SAVE_LIMIT_S if part is _save else HANGS_S)
     try:
         part(rank, parent, *arguments)
@@ -214,7 +212,7 @@ def _said_by_survivor(part: Callable[..., None], victim: int, *arguments: Any) -
         (0, signal.SIGKILL, "receive"),
     ],
 )
-def test_a_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> None:
+def test_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> None:
     said = _said_by_survivor(_lose, victim, how, where)
     mine = (
         f"waits in F{1 - victim}.3 for rank {victim}"
@@ -231,14 +229,14 @@ def test_a_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> N
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_training_that_loses_a_rank_ends_with_its_name(how: signal.Signals, tmp_path: Path) -> None:
+def test_training_names_lost_rank(how: signal.Signals, tmp_path: Path) -> None:
     said = _said_by_survivor(_train, 1, how, str(tmp_path))
     assert re.match(
         r"PeerError: rank 0 \(.*\) waited in action B0\.\d for rank 1, which did not answer:", said
     )
     assert "Last action of each rank:" in said
     assert re.search(r"rank 0: step 1, waits in B0\.\d for rank 1 since \d", said)
-    # How far it came since it last told is not known: it does so once in a while.
+    # A rank reports only now and then, so its progress since the last report is unknown.
     assert re.search(
         r"rank 1: last reported \d+.* ago: "
         if how == signal.SIGSTOP
@@ -255,21 +253,19 @@ def test_training_that_loses_a_rank_ends_with_its_name(how: signal.Signals, tmp_
         ("load", r"loading the model from .*one\.ckpt"),
     ],
 )
-def test_collectives_outside_the_steps_name_the_lost_rank_too(
-    hook: str, place: str, tmp_path: Path
-) -> None:
+def test_collective_outside_of_step_names_lost_rank(hook: str, place: str, tmp_path: Path) -> None:
     said = _said_by_survivor(_train_between, 1, hook, str(tmp_path))
     assert re.match(rf"PeerError: rank 0 \(.*\) lost another rank \({place}\):", said), said
     assert re.search(rf"rank 0: {place} since \d", said)
 
 
-def test_in_the_exchange_of_experts_too(tmp_path: Path) -> None:
+def test_expert_exchange_reports_lost_rank(tmp_path: Path) -> None:
     said = _said_by_survivor(_train_experts, 1, str(tmp_path))
     assert re.match(r"PeerError: rank 0 \(.*\) lost another rank \(step 1\):", said), said
     assert re.search(r"  rank 1: \S", said), said
 
 
-def test_parameters_that_are_gathered_behind_the_optimizer_step_too(tmp_path: Path) -> None:
+def test_parameter_gather_after_optimizer_step_reports_lost_rank(tmp_path: Path) -> None:
     said = _said_by_survivor(_train_sharded, 1, str(tmp_path))
     assert re.match(r"PeerError: rank 0 \(.*\) lost another rank \(optimizer step 0\):", said), said
 
@@ -279,7 +275,7 @@ def test_parameters_that_are_gathered_behind_the_optimizer_step_too(tmp_path: Pa
     [
         *((victim, {"checkpoint_format": "folder"}) for victim in (0, 1)),
         *((victim, {"async_save": True}) for victim in (0, 1)),
-        (0, {"checkpoint_format": "file"}),  # rank 0 alone writes it
+        (0, {"checkpoint_format": "file"}),  # written by rank 0 only
     ],
     ids=[
         "0-synchronous",
@@ -289,7 +285,7 @@ def test_parameters_that_are_gathered_behind_the_optimizer_step_too(tmp_path: Pa
         "0-single file",
     ],
 )
-def test_a_peer_that_freezes_while_it_saves_is_named(
+def test_peer_frozen_while_saving_is_named(
     victim: int, layout: dict[str, Any], tmp_path: Path
 ) -> None:
     said = _said_by_survivor(_save, victim, layout, str(tmp_path))
@@ -298,13 +294,13 @@ def test_a_peer_that_freezes_while_it_saves_is_named(
 
 
 class _Arriving:
-    """An engine whose parameters are on their way from a rank that is gone."""
+    """Engine with a pending parameter gather from a lost rank."""
 
     def close(self) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
 
 
-def test_the_end_of_a_run_that_lost_a_rank_does_not_hide_it() -> None:
+def test_teardown_reports_lost_rank() -> None:
     strategy = PTDPStrategy()
     strategy._engine = _Arriving()
     strategy._run = SimpleNamespace(

@@ -1,5 +1,4 @@
-"""The messages that a rank gives to its channels in real steps are those of the model of NCCL
-(tests/schedule/nccl.py), in its order."""
+"""The messages of real steps are those of the NCCL model (tests/schedule/nccl.py), in its order."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ def two_steps(
 
 
 @pytest.mark.parametrize(("name", "v"), SCHEDULES)
-def test_the_runtime_issues_what_the_model_says(name: str, v: int, pool: Pool) -> None:
+def test_runtime_issues_messages_of_nccl_model(name: str, v: int, pool: Pool) -> None:
     for p, m, training in ((2, 3, True), (4, 6, True), (4, 6, False)):
         real = pool.run(two_steps, world_size=p, args=(name, p, v, m, training), backend="queued")
         schedule = build_schedule(

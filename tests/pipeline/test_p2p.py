@@ -1,5 +1,5 @@
-"""Messages between stages: headers only where a form is new, 1/t a rank, buffers that live shortly.
-Real processes over gloo."""
+"""Point-to-point messages between stages: headers only for new forms, scatter over tensor-parallel
+ranks, short-lived buffers. Real processes over gloo."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DTYPES = (
 
 @dataclass
 class Measured(Transport):
-    """Counts the bytes that it sends, and the buffers and messages that it keeps."""
+    """Transport that counts sent bytes, receive buffers and outstanding messages."""
 
     sent_bytes: int = 0
     posted: list[int] = field(default_factory=list)
@@ -103,7 +103,7 @@ def outputs() -> dict[str, Any]:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Structure, constants, shapes, dtypes, and the tensors bitwise."""
+    """Return True if structure, constants, shapes and dtypes are equal, and tensors bitwise."""
     one, other = crossing_of(found), crossing_of(expected)
     pairs = zip(one.tensors, other.tensors, strict=True)
     return one.form == other.form and all(torch.equal(a, b) for a, b in pairs)
@@ -128,8 +128,7 @@ def exchange_new_and_known_forms(rank: int) -> Any:
         return sizes
     found = []
     for _ in range(2):
-        # All are asked for at once: what stands behind a header that is not known yet must wait for
-        # its turn.
+        # All receives are requested at once. Those behind an unknown header must wait.
         receipts = [
             link.receive_forward(f"F1.{i}", source=0, signature=name)
             for i, name in enumerate(order)
@@ -141,7 +140,7 @@ def exchange_new_and_known_forms(rank: int) -> Any:
     return found
 
 
-def test_a_header_goes_ahead_of_the_first_of_each_form_alone(pool: Pool) -> None:
+def test_header_is_sent_once_per_form(pool: Pool) -> None:
     sent, received = pool.run(exchange_new_and_known_forms, world_size=2)
     assert [name for name, equal in received if not equal] == []
     assert len(received) == 16
@@ -167,7 +166,7 @@ def exchange_gradients(rank: int) -> Any:
     return [tensor.requires_grad for tensor in entered.tensors]
 
 
-def test_one_gradient_for_each_tensor_that_needs_it_and_zeros_where_none_came(pool: Pool) -> None:
+def test_differentiable_tensors_receive_gradients_or_zeros(pool: Pool) -> None:
     gradients, needs = pool.run(exchange_gradients, world_size=2)
     assert needs == [True, False, True]
     assert gradients == [[[3.0, 3.0]] * 3, [0.0, 0.0]]
@@ -221,13 +220,13 @@ def exchange_alike_on_tensor_ranks(rank: int, scatter: bool, alike: bool) -> Any
     return good, (link.sent_bytes - before) // 2
 
 
-def test_tensor_parallel_ranks_send_a_share_each_of_what_they_all_have(pool: Pool) -> None:
+def test_tensor_parallel_ranks_scatter_replicated_tensors(pool: Pool) -> None:
     hidden, rest, integers = 2 * 96 * 2, (4 + 33) * 2, 64 * 8
     for scatter, alike, divisor in ((False, True, 1), (True, True, 2), (True, False, 1)):
         for rank, (good, size) in enumerate(
             pool.run(exchange_alike_on_tensor_ranks, world_size=4, args=(scatter, alike))
         ):
-            assert good, f"rank {rank} has other values"
+            assert good, f"rank {rank} received wrong values"
             assert size == hidden // divisor + rest + (integers if rank < 2 else 0), f"rank {rank}"
 
 
@@ -255,7 +254,7 @@ def send_many(rank: int) -> Any:
     return link.peak_receives, link.peak_receive_bytes, values, link.posted
 
 
-def test_sent_tensors_and_receive_buffers_live_shortly(pool: Pool) -> None:
+def test_outstanding_sends_and_receive_buffers_are_bounded(pool: Pool) -> None:
     sender, receiver = pool.run(send_many, world_size=2)
     outstanding, receives, left = sender
     assert outstanding == 4
@@ -264,7 +263,7 @@ def test_sent_tensors_and_receive_buffers_live_shortly(pool: Pool) -> None:
     assert receiver == (2, 800, [float(index) for index in range(20)], [])
 
 
-def test_as_many_messages_may_be_under_way_as_a_receiver_asks_for_ahead() -> None:
+def test_send_limit_covers_receives_posted_ahead() -> None:
     def asking_for_all(count: int) -> Schedule:
         every = range(count)
         programs = (
@@ -300,7 +299,7 @@ def change_the_shape(rank: int) -> Any:
     return messages
 
 
-def test_a_form_that_depends_on_values_is_refused(pool: Pool) -> None:
+def test_changed_form_with_same_signature_is_refused(pool: Pool) -> None:
     (shape, structure), received = pool.run(change_the_shape, world_size=2)
     assert received == (2, 3)
     for words in ("F1.1", "(2, 4)", "(2, 3)", "not on its values"):
@@ -320,7 +319,7 @@ class Handle(torch.distributed.Work):
             raise RuntimeError(self.error)
 
 
-def test_a_peer_that_is_gone_is_named_with_what_the_others_did() -> None:
+def test_lost_peer_is_named_with_state_of_other_ranks() -> None:
     told: list[Any] = []
     link = Transport(
         mesh=ProcessMesh(layout=ParallelLayout(world_size=4, pipeline_parallel_size=4), rank=2),
@@ -372,9 +371,7 @@ def train(rank: int, name: str, schedule: str) -> Any:
     ("name", "schedule"),
     [("Memory", "interleaved_1f1b"), ("Nest", "zb_v"), ("Memory", "zb_v"), ("Pair", "gpipe")],
 )
-def test_several_tensors_under_a_schedule_equal_the_whole_model(
-    name: str, schedule: str, pool: Pool
-) -> None:
+def test_crossings_under_schedule_match_whole_model(name: str, schedule: str, pool: Pool) -> None:
     ranks = pool.run(train, world_size=2, args=(name, schedule))
     whole = build(KINDS[name])
     expected = [whole(batch).square().sum() for batch in BATCHES]
@@ -391,7 +388,7 @@ def test_several_tensors_under_a_schedule_equal_the_whole_model(
             )
 
 
-def test_no_tensor_no_message() -> None:
+def test_empty_crossing_needs_no_message() -> None:
     link = Transport(mesh=ProcessMesh(layout=ParallelLayout(world_size=1)), device=CPU)
     assert link.buffer(TensorForm((2, 3), torch.float32)).shape == (2, 3)
     assert link.receive_backward("B0.0", source=1, awaited=()).wait() == Crossing((), Form())

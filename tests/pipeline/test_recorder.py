@@ -1,4 +1,4 @@
-"""Tests of the step recorder, its alignment of clocks and the ideal step to compare with."""
+"""Tests of the action recorder, its clock alignment and the ideal timeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Stands in for ``time``: seconds that somebody sets."""
+    """Replacement for ``time`` that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -45,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Work:
-    """A reduction that ends when it is told to."""
+    """Reduction that ends when the test calls ``end``."""
 
     def __init__(self) -> None:
         self._told: list[Callable[[], None]] = []
@@ -63,7 +63,7 @@ def alone(microbatches: int = 2) -> Schedule:
 
 
 def played(clock: Clock, recorder: Any, schedule: Schedule, *, wait: float = 0.0) -> None:
-    """Forwards take 1, backwards 2, each after a wait; reductions are launched and not over."""
+    """Record ``schedule``: forwards take 1 and backwards 2, each after a wait."""
     recorder.began(schedule)
     for action in schedule.programs[0]:
         recorder.started(action)
@@ -84,7 +84,7 @@ def spans(timeline: Timeline | None) -> list[tuple[str, float, float]]:
     ]
 
 
-def test_computations_and_nothing_else_are_recorded(clock: Clock) -> None:
+def test_only_computations_are_recorded(clock: Clock) -> None:
     recorder = ActionRecorder(CPU)
     played(clock, recorder, alone())
     timeline = recorder.gather(Group())
@@ -94,7 +94,7 @@ def test_computations_and_nothing_else_are_recorded(clock: Clock) -> None:
     assert timeline.schedule is alone()
 
 
-def test_a_wait_is_idle_time(clock: Clock) -> None:
+def test_wait_counts_as_idle_time(clock: Clock) -> None:
     recorder = ActionRecorder(CPU)
     played(clock, recorder, alone(), wait=5)
     assert spans(recorder.gather(Group())) == [
@@ -105,7 +105,7 @@ def test_a_wait_is_idle_time(clock: Clock) -> None:
     ]
 
 
-def test_a_wait_outside_a_computation_changes_nothing(clock: Clock) -> None:
+def test_wait_outside_of_computation_is_ignored(clock: Clock) -> None:
     recorder = ActionRecorder(CPU)
     recorder.began(alone(1))
     for text in ("F0.0", "SF0.0", "B0.0"):
@@ -121,7 +121,7 @@ def test_a_wait_outside_a_computation_changes_nothing(clock: Clock) -> None:
     assert spans(recorder.gather(Group())) == [("F0.0", 0, 1), ("B0.0", 2, 3)]
 
 
-def test_the_last_whole_program_counts(clock: Clock) -> None:
+def test_timeline_covers_last_program_if_complete(clock: Clock) -> None:
     recorder = ActionRecorder(CPU)
     assert recorder.gather(Group()) is None
     played(clock, recorder, alone(3))
@@ -132,7 +132,7 @@ def test_the_last_whole_program_counts(clock: Clock) -> None:
     assert recorder.gather(Group()) is None
 
 
-def test_reductions_go_from_their_first_launch_to_their_last_end(clock: Clock) -> None:
+def test_reduction_spans_first_launch_to_last_end(clock: Clock) -> None:
     recorder, works = ActionRecorder(CPU), [Work() for _ in range(4)]
     recorder.began(alone(1))
     recorder.started(Action.parse("F0.0"))
@@ -154,7 +154,7 @@ def test_reductions_go_from_their_first_launch_to_their_last_end(clock: Clock) -
     assert timeline.step_time == 12.5
 
 
-def test_a_reduction_of_an_earlier_program_is_not_mixed_in(clock: Clock) -> None:
+def test_reduction_of_earlier_program_is_ignored(clock: Clock) -> None:
     recorder, late = ActionRecorder(CPU), Work()
     recorder.began(alone(1))
     recorder.reducing(0, late)
@@ -165,7 +165,7 @@ def test_a_reduction_of_an_earlier_program_is_not_mixed_in(clock: Clock) -> None
     assert timeline.reductions == ()
 
 
-def test_observers_are_told_in_order_and_may_leave() -> None:
+def test_observers_are_notified_in_order_until_removed() -> None:
     told: list[tuple[str, str]] = []
 
     events = ("began", "started", "waiting", "finished", "reducing", "ended")
@@ -195,11 +195,11 @@ def test_observers_are_told_in_order_and_may_leave() -> None:
     assert told == [("second", "ended")]
 
 
-# ---- the ideal -----------------------------------------------------------------------------------
+# ---- ideal timeline ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
-def test_the_ideal_of_a_simulated_step_is_itself(name: str, v: int) -> None:
+def test_ideal_of_simulated_step_equals_simulation(name: str, v: int) -> None:
     schedule = build_schedule(
         name, pipeline_parallel_size=2, virtual_pipeline_size=v, num_microbatches=4
     )
@@ -219,7 +219,7 @@ def test_the_ideal_of_a_simulated_step_is_itself(name: str, v: int) -> None:
     )
 
 
-def test_the_ideal_has_the_mean_costs() -> None:
+def test_ideal_timeline_uses_mean_costs() -> None:
     schedule = alone(2)
     costs = iter((1.0, 5.0, 3.0, 1.0))
     at, found = 0.0, []
@@ -232,7 +232,7 @@ def test_the_ideal_has_the_mean_costs() -> None:
     assert ideal.bubble_fraction == 0
 
 
-def test_of_a_reduction_only_what_outlasts_the_gradients_counts() -> None:
+def test_ideal_timeline_counts_only_exposed_reduction() -> None:
     schedule = alone(1)
     first, last = (Action.parse(text) for text in ("F0.0", "B0.0"))
     measured = Timeline(
@@ -254,8 +254,7 @@ def _late_clock(seconds: float) -> Any:
 
 
 def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[str]]:
-    """1F1B by hand, with real messages; every rank has a clock of its own, and rank ``broken`` is
-    cut short."""
+    """Run 1F1B with real messages and one clock per rank; rank ``broken`` does not finish."""
     recorder_module.time = _late_clock(1e4 * rank)
     try:
         layout = ParallelLayout(world_size=world_size, pipeline_parallel_size=world_size)
@@ -295,7 +294,7 @@ def _perform(
         sent.append((message, dist.isend(message, target, tag=action.microbatch or 0)))
 
 
-def test_ranks_with_other_clocks_are_put_together(pool: Pool) -> None:
+def test_clocks_of_ranks_are_aligned(pool: Pool) -> None:
     results = pool.run(_recorded_ring, world_size=3, args=(3, -1))
     timeline = results[0][0]
     assert results[1][0] is results[2][0] is None
@@ -311,14 +310,14 @@ def test_ranks_with_other_clocks_are_put_together(pool: Pool) -> None:
     assert 0 < timeline.step_time < 1e3
     ends = {str(span.action): span.end for spans in timeline.spans for span in spans}
     starts = {str(span.action): span.start for spans in timeline.spans for span in spans}
-    slack = 0.02  # half of the quickest round trip, at its very worst
+    slack = 0.02  # at most half of the fastest round trip
     for microbatch, stage in itertools.product(range(3), range(2)):
         assert starts[f"F{stage + 1}.{microbatch}"] > ends[f"F{stage}.{microbatch}"] - slack
         assert starts[f"B{stage}.{microbatch}"] > ends[f"B{stage + 1}.{microbatch}"] - slack
     assert all(0 <= span.start <= span.end for spans in timeline.spans for span in spans)
 
 
-def test_a_rank_that_was_cut_short_leaves_no_timeline(pool: Pool) -> None:
+def test_unfinished_rank_yields_no_timeline(pool: Pool) -> None:
     assert [timeline for timeline, _ in pool.run(_recorded_ring, world_size=2, args=(2, 1))] == [
         None,
         None,
@@ -329,7 +328,7 @@ def test_a_rank_that_was_cut_short_leaves_no_timeline(pool: Pool) -> None:
     not torch.cuda.is_available(),
     reason="times CUDA events: on a CPU there are none, and the host's clock is tested above",
 )
-def test_events_of_a_gpu_are_told_in_host_time() -> None:
+def test_cuda_events_are_converted_to_host_time() -> None:
     device = torch.device("cuda", 0)
     big = torch.randn(4096, 4096, device=device)
     recorder = ActionRecorder(device)

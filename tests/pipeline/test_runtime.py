@@ -1,5 +1,4 @@
-"""Every schedule, run on real processes, gives the uncut model's losses and gradients, and does
-what it says when it says so."""
+"""Every schedule on real processes matches the whole model and runs in program order."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ GRID = [case for p in (1, 2, 3, 4) for case in cases(p)]
 SPLIT = [case for case in GRID if case.build(1).splits_backward]
 
 Steps = dict[int, tuple[Schedule, Expected, list[Outcome]]]
-"""By number of microbatches; an outcome a rank."""
+"""By number of microbatches; one outcome per rank."""
 
 
 def _run_case(rank: int, case: Case) -> dict[int, Outcome]:
-    """All numbers of microbatches, once as they are and the last again with sends that block."""
+    """Run every number of microbatches, and the last one again with blocking sends."""
     here = Rank(case.build(1))
     outcomes = {}
     for m in (*MICROBATCHES, -MICROBATCHES[-1]):
@@ -43,7 +42,7 @@ def steps(pool: Pool) -> Any:
     """Return a function that runs a case.
 
     By number of microbatches, it gives the schedule, the expected values and the outcomes of all
-    ranks. A negative number stands for sends that block."""
+    ranks. A negative number means blocking sends."""
 
     @cache
     def of(case: Case) -> Steps:
@@ -61,7 +60,7 @@ def steps(pool: Pool) -> Any:
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_losses_and_gradients_are_the_uncut_models(case: Case, steps: Any) -> None:
+def test_losses_and_gradients_match_whole_model(case: Case, steps: Any) -> None:
     for m, (schedule, expected, outcomes) in steps(case).items():
         last = schedule.rank_of(schedule.num_stages - 1)
         assert [rank for rank, outcome in enumerate(outcomes) if outcome.losses] == [last]
@@ -71,7 +70,7 @@ def test_losses_and_gradients_are_the_uncut_models(case: Case, steps: Any) -> No
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_computation_follows_the_program(case: Case, steps: Any) -> None:
+def test_computations_follow_program_order(case: Case, steps: Any) -> None:
     for schedule, _, outcomes in steps(case).values():
         kinds = {
             ActionKind.FORWARD,
@@ -82,18 +81,18 @@ def test_computation_follows_the_program(case: Case, steps: Any) -> None:
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_a_stage_is_reduced_once_and_after_its_last_gradient(case: Case, steps: Any) -> None:
+def test_stage_is_reduced_once_after_its_last_gradient(case: Case, steps: Any) -> None:
     for m, (schedule, expected, outcomes) in steps(case).items():
         for program, outcome in zip(schedule.programs, outcomes, strict=True):
             assert outcome.told == _last_gradients_and_reductions(program)
             assert not outcome.late, (
-                f"m={m}: gradients change after they were said to be complete: {outcome.late}"
+                f"m={m}: gradients changed after they were reported as complete: {outcome.late}"
             )
             for stage, (remaining, awaited) in outcome.remaining.items():
                 last = _last_gradient(program, stage)
                 assert (awaited is None) == (last.kind is ActionKind.BACKWARD)
                 part = expected.parts[last.microbatch or 0]
-                # What was not awaited came earlier.
+                # Gradients that are not awaited were complete before.
                 due = {
                     n: part[n] if awaited is None or n in awaited else torch.zeros_like(part[n])
                     for n in remaining
@@ -124,8 +123,8 @@ def _last_gradients_and_reductions(program: tuple[Action, ...]) -> list[tuple[st
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=str)
-def test_weight_gradients_wait_for_their_action(case: Case, steps: Any) -> None:
-    """Before the first W of a stage no matrix and no bias of its blocks has a gradient."""
+def test_weight_gradients_are_deferred_to_their_action(case: Case, steps: Any) -> None:
+    """Before the first W of a stage, no matrix or bias of its blocks has a gradient."""
     for m, (schedule, _, outcomes) in steps(case).items():
         for rank, outcome in enumerate(outcomes):
             assert set(outcome.kept) == set(schedule.stages_of(rank))
@@ -145,19 +144,19 @@ def test_weight_gradients_wait_for_their_action(case: Case, steps: Any) -> None:
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_activations_are_held_as_long_as_the_schedule_says(case: Case, steps: Any) -> None:
+def test_live_activations_match_peak_in_flight(case: Case, steps: Any) -> None:
     for m, (schedule, _, outcomes) in steps(case).items():
         for program, outcome in zip(schedule.programs, outcomes, strict=True):
             assert outcome.held == peak_in_flight(program), f"m={m}"
 
 
 @pytest.mark.parametrize("case", [case for case in GRID if case.p > 1], ids=str)
-def test_an_output_is_freed_when_it_has_left(case: Case, steps: Any) -> None:
+def test_output_is_freed_after_send(case: Case, steps: Any) -> None:
     *_, outcomes = steps(case)[-MICROBATCHES[-1]]
     assert [outcome.unsent for outcome in outcomes] == [0] * case.p
 
 
-# ---- what a step may be besides ------------------------------------------------------------------
+# ---- recomputation, accumulation, dtypes, failures -----------------------------------------------
 
 PAIRS = [case for case in GRID if case.p == 2 and case.v < 3]
 
@@ -168,12 +167,14 @@ def _run_recomputed(rank: int, case: Case, policy: str) -> Outcome:
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_recomputation(case: Case, policy: str, pool: Pool) -> None:
+def test_recomputation_keeps_gradients_and_runs_layers_twice(
+    case: Case, policy: str, pool: Pool
+) -> None:
     outcomes = pool.run(_run_recomputed, world_size=2, args=(case, policy))
     assert_same(summed(outcomes), unsplit(make_batch(3), stages=2 * case.v).gradients, policy)
     for rank, outcome in enumerate(outcomes):
         layers = len([name for name in outcome.gradients if name.endswith("up.bias")])
-        assert outcome.calls == 2 * 3 * layers, "every microbatch passes a layer twice"
+        assert outcome.calls == 2 * 3 * layers, "each layer must run twice per microbatch"
         early = [
             name
             for _, early in outcome.kept.values()
@@ -185,8 +186,7 @@ def test_recomputation(case: Case, policy: str, pool: Pool) -> None:
 
 
 def _run_several_steps(rank: int, case: Case) -> list[tuple[Outcome, int]]:
-    """Two batches, one of them of other lengths and with fewer microbatches, accumulated, with
-    evaluation in between."""
+    """Accumulate gradients over batches of different shapes, with evaluation in between."""
     here, found = Rank(case.build(1)), []
     for m, seed, training in SEVERAL:
         outcome = here.step(
@@ -198,17 +198,17 @@ def _run_several_steps(rank: int, case: Case) -> list[tuple[Outcome, int]]:
 
 
 SEVERAL = [(3, 0, True), (2, 0, False), (2, 1, True), (5, 1, False), (3, 0, True), (2, 0, False)]
-"""(microbatches, batch, training)."""
+"""(microbatches, seed, training)."""
 
 
 @pytest.fixture(scope="module")
 def several(pool: Pool) -> Any:
-    """By rank, what every step gave and how many headers the rank had received by then."""
+    """Return a function that gives each rank's step outcomes and numbers of received headers."""
     return cache(lambda case: pool.run(_run_several_steps, world_size=2, args=(case,)))
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_accumulated_steps_of_changing_shapes_with_evaluation_in_between(
+def test_gradient_accumulation_with_changing_shapes_and_evaluation(
     case: Case, several: Any
 ) -> None:
     ranks, schedule = several(case), case.build(1)
@@ -235,7 +235,7 @@ def test_accumulated_steps_of_changing_shapes_with_evaluation_in_between(
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_shapes_are_told_when_they_change_and_not_again(case: Case, several: Any) -> None:
+def test_header_is_sent_once_per_shape(case: Case, several: Any) -> None:
     ranks, schedule = several(case), case.build(1)
     shapes: set[tuple[bool, tuple[int, ...]]] = set()
     for index, (m, seed, training) in enumerate(SEVERAL):
@@ -252,7 +252,7 @@ def _run_bfloat16(rank: int, case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_bfloat16(case: Case, pool: Pool) -> None:
+def test_bfloat16_gradients_match_whole_model(case: Case, pool: Pool) -> None:
     found = summed(pool.run(_run_bfloat16, world_size=2, args=(case,)))
     expected = unsplit(make_batch(3), stages=2 * case.v, dtype=torch.bfloat16).gradients
     for name, value in expected.items():
@@ -261,7 +261,7 @@ def test_bfloat16(case: Case, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("case", cases(1), ids=str)
-def test_a_failed_step_leaves_nothing_behind(case: Case) -> None:
+def test_failed_step_leaves_no_state(case: Case) -> None:
     here, batch = Rank(case.build(1)), make_batch(3)
     broken = [*batch[:2], dataclasses.replace(batch[2], ids=batch[2].ids + 1000)]
     with pytest.raises(IndexError):
@@ -274,7 +274,7 @@ def test_a_failed_step_leaves_nothing_behind(case: Case) -> None:
     )
 
 
-def test_a_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:
+def test_schedule_from_file_matches_whole_model(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "mine.csv")
     dump_schedule(Case("zb_v", 3, 2).build(4), path)
     outcomes = pool.run(_run_file, world_size=3, args=(Case(path, 3, 2),))

@@ -1,5 +1,4 @@
-"""Entering and leaving somebody's forward: a model cut in one process equals the uncut one, and
-misuse is named."""
+"""Tests of cutting a model's forward: the stages match the whole model, or the cut is refused."""
 
 from __future__ import annotations
 
@@ -60,13 +59,13 @@ def run_cut(whole: Net, ids: Tensor, parts: ModelParts) -> Tensor:
 
 
 @pytest.mark.parametrize("tuples", [False, True])
-def test_three_stages_equal_the_whole(tuples: bool) -> None:
+def test_three_stages_match_whole_model(tuples: bool) -> None:
     torch.manual_seed(0)
     whole, ids = Net(tuples=tuples), torch.randint(0, 11, (2, 5))
     assert torch.equal(run_cut(whole, ids, find_parts(whole)), whole(ids))
 
 
-def test_parameters_keep_their_names_and_each_lives_once() -> None:
+def test_each_parameter_keeps_its_name_on_one_stage() -> None:
     whole = Net()
     names = []
     for stage in range(3):
@@ -76,7 +75,7 @@ def test_parameters_keep_their_names_and_each_lives_once() -> None:
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 
 
-def test_stand_ins_are_in_the_mode_of_what_they_stand_for() -> None:
+def test_placeholders_keep_training_mode() -> None:
     whole = Net()
     for name in ("embedding", "layers.0", "layers.3", "head"):
         whole.get_submodule(name).eval()
@@ -90,7 +89,7 @@ def test_stand_ins_are_in_the_mode_of_what_they_stand_for() -> None:
 
 
 class SameNorm(Net):
-    """One norm, in front of the blocks and behind them."""
+    """One norm, used before and after the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class SameNorm(Net):
 
 
 @pytest.mark.parametrize(("model", "before"), [(Net, ()), (SameNorm, ("norm",))])
-def test_chunks_of_one_rank_take_turns(model: type[Net], before: tuple[str, ...]) -> None:
+def test_chunks_of_one_rank_match_whole_model(model: type[Net], before: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     whole, ids = model(), torch.randint(0, 11, (2, 5))
     expected = whole(ids)
@@ -127,7 +126,7 @@ class Late(Net):
 
 
 class Early(Net):
-    """Calls the norm, registered after the blocks, before them."""
+    """Calls the norm before the blocks, though it is registered after them."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.norm(self.embedding(ids))
@@ -182,7 +181,7 @@ class Peeking(Net):
         (Never, 2, "did not call the blocks"),
     ],
 )
-def test_misuse_is_named_with_the_mend(model: type[Net], stage: int, words: str) -> None:
+def test_unsupported_forward_is_refused(model: type[Net], stage: int, words: str) -> None:
     part = model()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
     received = crossing_of(torch.zeros(2, 5, 6)) if stage else None
@@ -190,7 +189,7 @@ def test_misuse_is_named_with_the_mend(model: type[Net], stage: int, words: str)
         cut.run(stage, received, lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
 
 
-def test_reading_the_weight_of_a_module_that_lives_elsewhere_is_named() -> None:
+def test_reading_weight_of_other_stage_is_refused() -> None:
     part = Peeking()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
     with pytest.raises(
@@ -205,7 +204,7 @@ def test_reading_the_weight_of_a_module_that_lives_elsewhere_is_named() -> None:
         )
 
 
-def test_the_container_is_found_or_asked_for() -> None:
+def test_block_container_is_found_or_error_names_option() -> None:
     assert find_blocks(Net()) == ("layers",)
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ("",)
     with pytest.raises(ValueError, match="blocks="):
@@ -218,12 +217,12 @@ def test_the_container_is_found_or_asked_for() -> None:
 
 
 class FixedTable(nn.Embedding):
-    """Pegasus' and Marian's positions: asked for by the shape of the input."""
+    """Position table that takes the shape of the input, as in Pegasus and Marian."""
 
     def forward(self, shape: torch.Size) -> torch.Tensor:
         return super().forward(torch.arange(shape[1]))
 
 
-def test_a_fixed_table_with_a_forward_of_its_own_is_not_stubbed() -> None:
+def test_frozen_table_with_custom_forward_is_not_stubbed() -> None:
     assert stub_shape(FixedTable(4, 2)) is not None
     assert stub_shape(FixedTable(4, 2).requires_grad_(False)) is None

@@ -1,4 +1,4 @@
-"""An encoder and a decoder in one cut: every way of cutting their layers equals the uncut model."""
+"""Encoder and decoder in one pipeline: every cut of their layers matches the whole model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.pipeline.crossing_models import EXACT, WIDTH, Block, Emulated, assert
 pytestmark = pytest.mark.thorough
 
 CUTS = ((1,), (2,), (3,), (4,), (5,), (6,), (2, 3), (1, 3, 5), (3, 4), (1, 2, 3, 4, 5, 6))
-"""Stages begin with these of the three layers of the encoder and the four of the decoder."""
+"""First layers of the stages after the first. Layers 0 to 2 are the encoder, 3 to 6 the decoder."""
 
 
 class EncoderDecoder(nn.Module):
-    """A tutorial's encoder and decoder.
+    """Encoder and decoder as in a tutorial.
 
     Each has an embedding and a list of blocks. A norm follows the encoder.
     """
@@ -57,8 +57,7 @@ class EmbeddedFirst(EncoderDecoder):
 
 
 class SharedEmbedding(EncoderDecoder):
-    """One embedding, for both; the encoder's blocks see the mean of it, the decoder's see the last
-    block's output itself."""
+    """Encoder blocks take the mean of the shared embedding, decoder blocks the encoder's output."""
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         x = self.source(source)
@@ -69,8 +68,7 @@ class SharedEmbedding(EncoderDecoder):
 
 
 class OneAfterTheOther(EncoderDecoder):
-    """The second container goes on with what the first returned, as a language model behind a
-    vision tower."""
+    """The second container continues from the first, as a language model after a vision tower."""
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         x = self.encode(self.source(source)) + self.target(target)
@@ -80,7 +78,7 @@ class OneAfterTheOther(EncoderDecoder):
 
 
 class Biased(Block):
-    """Makes a bias where it is given none, and hands it on."""
+    """Block that creates a bias if it receives none, and returns it."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -96,7 +94,7 @@ class Biased(Block):
 
 
 class Biases(EncoderDecoder):
-    """Blocks return a tuple, as T5's do."""
+    """Blocks return a tuple, as in T5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +113,7 @@ class Biases(EncoderDecoder):
 
 
 class Torch(nn.Module):
-    """``nn.Transformer``, masks included."""
+    """``nn.Transformer`` with masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +134,7 @@ class Torch(nn.Module):
 
 
 class Examined(EncoderDecoder):
-    """With an example, so that the order of the calls is seen; registered the wrong way round."""
+    """Model with an example input and modules registered in reverse order."""
 
     example_input_array = (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64))
 
@@ -156,7 +154,7 @@ def build(model: type[nn.Module]) -> nn.Module:
 
 
 def batch(model: type[nn.Module], samples: int = 2, length: int = 5) -> tuple[Tensor, Tensor]:
-    """Source and target; blocks that mix by position need sequences of one length."""
+    """Return source and target. Blocks that mix by position need equal lengths."""
     generator = torch.Generator().manual_seed(samples)
     shapes = (samples, length), (samples, length - 1 if model is Torch else length)
     source, target = (torch.randint(0, 11, shape, generator=generator) for shape in shapes)
@@ -170,9 +168,7 @@ def ranges(cut: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("model", MODELS)
-def test_loss_and_gradients_equal_the_whole_models(
-    model: type[nn.Module], cut: tuple[int, ...]
-) -> None:
+def test_loss_and_gradients_match_whole_model(model: type[nn.Module], cut: tuple[int, ...]) -> None:
     def loss(output: Tensor, source: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -184,7 +180,9 @@ def test_loss_and_gradients_equal_the_whole_models(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_without_training_before(model: type[nn.Module], context: Any) -> None:
+def test_evaluation_without_prior_training_matches_whole_model(
+    model: type[nn.Module], context: Any
+) -> None:
     whole = build(model).eval()
     for cut in CUTS:
         with context():
@@ -194,7 +192,7 @@ def test_evaluation_without_training_before(model: type[nn.Module], context: Any
 
 
 class UsedBehind(EncoderDecoder):
-    """The decoder's blocks are not given what is used behind them."""
+    """The memory is used after the decoder but not passed to its blocks."""
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         memory = self.encode(self.source(source))
@@ -221,7 +219,7 @@ class UsedBehind(EncoderDecoder):
         ),
     ],
 )
-def test_what_cannot_be_cut_is_named_with_the_mend(
+def test_unsupported_cut_is_refused(
     model: type[nn.Module], known: dict[str, Any], words: str
 ) -> None:
     with pytest.raises((StageError, ValueError), match=words):

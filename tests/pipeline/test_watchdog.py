@@ -32,7 +32,7 @@ from tests.pool import Pool
 pytestmark = pytest.mark.thorough
 
 HANGS_S = 40.0
-"""By then a test that should have ended hangs."""
+"""Limit in seconds after which a test counts as hung."""
 
 
 def watchdog(store: Any = None, *, rank: int = 0, world_size: int = 2, **options: Any) -> Watchdog:
@@ -49,7 +49,7 @@ def watchdog(store: Any = None, *, rank: int = 0, world_size: int = 2, **options
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Watchdog]]:
-    """Watchdogs that are closed after the test."""
+    """Return a factory of watchdogs that are closed after the test."""
     with contextlib.ExitStack() as stack:
 
         def make(*arguments: Any, **options: Any) -> Watchdog:
@@ -64,10 +64,10 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("ptdp")]
 
 
-# ---- what is said --------------------------------------------------------------------------------
+# ---- reports -------------------------------------------------------------------------------------
 
 
-def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
+def test_report_lists_action_of_each_rank(opened: Callable[..., Watchdog]) -> None:
     store = HashStore()
     ranks = [opened(store, rank=rank, world_size=6, ranks=range(5)) for rank in range(4)]
     with contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ def test_each_rank_says_what_it_does(opened: Callable[..., Watchdog]) -> None:
     )
 
 
-def test_rank_0_stays_until_all_that_answer_know_who_is_missed() -> None:
+def test_lost_rank_is_known_once_all_answering_ranks_report_it() -> None:
     def account(failure: str, *, world_size: int = 3, ended: bool = False) -> RankReport:
         told = LiveStatus()
         told.failure, told.ended = failure, ended
@@ -137,11 +137,11 @@ def _ranks_asked(rank: int) -> list[str]:
         watched.close()
 
 
-def test_ranks_that_share_only_the_world_are_told_of_too(pool: Pool) -> None:
+def test_report_includes_ranks_without_common_group(pool: Pool) -> None:
     assert pool.run(_ranks_asked, world_size=4) == [["0", "1", "2", "3"]] * 4
 
 
-def test_an_error_from_outside_gets_a_note(opened: Callable[..., Watchdog]) -> None:
+def test_communication_error_is_annotated_with_report(opened: Callable[..., Watchdog]) -> None:
     lost, other = dist.DistNetworkError("Connection reset by peer"), KeyError("mine")
     for error in (lost, other):
         opened(HashStore()).annotate(error)
@@ -151,7 +151,7 @@ def test_an_error_from_outside_gets_a_note(opened: Callable[..., Watchdog]) -> N
     assert not hasattr(other, "__notes__")
 
 
-def test_after_a_wait_the_action_goes_on(opened: Callable[..., Watchdog]) -> None:
+def test_action_continues_after_wait(opened: Callable[..., Watchdog]) -> None:
     rank = opened(HashStore(), interval_s=0.01)
     with rank.during("step 1"):
         rank.started(Action.parse("F1.0"))
@@ -160,13 +160,13 @@ def test_after_a_wait_the_action_goes_on(opened: Callable[..., Watchdog]) -> Non
         rank.waiting("F1.0", None)
         assert "in F1.0 since" in rank.explain() and "waits" not in rank.explain()
         rank.finished(Action.parse("F1.0"))
-        rank.waiting("F2.0", 1)  # a send that has not left at the end
+        rank.waiting("F2.0", 1)  # a send that is still outstanding at the end
         rank.waiting("F2.0", None)
         assert "after F2.0" in rank.explain()
     assert "after step 1 since" in rank.explain()
 
 
-def test_what_is_done_inside_something_else(opened: Callable[..., Watchdog]) -> None:
+def test_innermost_activity_is_reported(opened: Callable[..., Watchdog]) -> None:
     rank, other = opened(HashStore(), interval_s=0.01), opened(HashStore(), interval_s=0.01)
     with rank.during("optimizer step 5"):
         with rank.during("step 5"):
@@ -178,7 +178,7 @@ def test_what_is_done_inside_something_else(opened: Callable[..., Watchdog]) -> 
     assert "rank 0: step 5, in F0.1 since" in other.explain()
 
 
-def test_silence_is_told_from_work() -> None:
+def test_status_sentence_distinguishes_silence_from_work() -> None:
     live = LiveStatus()
     live.during = "step 3"
     live.set("in", Action.parse("F2.3"))
@@ -197,7 +197,7 @@ def test_silence_is_told_from_work() -> None:
     assert status != RankStatus.decode(live.status().encode())
 
 
-def test_of_many_ranks_the_suspects_are_named(opened: Callable[..., Watchdog]) -> None:
+def test_report_of_many_ranks_names_suspects(opened: Callable[..., Watchdog]) -> None:
     store = HashStore()
     ranks = [opened(store, rank=rank, world_size=40) for rank in range(39)]
     with (
@@ -225,7 +225,7 @@ def test_of_many_ranks_the_suspects_are_named(opened: Callable[..., Watchdog]) -
     )
 
 
-def test_alone_there_is_nothing_to_say() -> None:
+def test_single_process_has_no_report() -> None:
     alone = Watchdog.create(
         mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0), limit_s=1
     )
@@ -237,7 +237,7 @@ def test_alone_there_is_nothing_to_say() -> None:
     alone.close()
 
 
-def test_without_a_store_the_own_place_is_known(opened: Callable[..., Watchdog]) -> None:
+def test_report_without_store_covers_own_rank(opened: Callable[..., Watchdog]) -> None:
     rank = opened(None)
     with rank.during("step 4"):
         assert re.fullmatch(
@@ -267,7 +267,9 @@ def fail(rank: Watchdog, step: str, action: str, error: BaseException) -> None:
         KeyboardInterrupt(),
     ],
 )
-def test_other_errors_pass(error: BaseException, opened: Callable[..., Watchdog]) -> None:
+def test_unrelated_errors_pass_unchanged(
+    error: BaseException, opened: Callable[..., Watchdog]
+) -> None:
     rank = opened(HashStore())
     with pytest.raises(type(error)) as caught:
         fail(rank, "step 1", "F0.0", error)
@@ -289,7 +291,7 @@ def test_other_errors_pass(error: BaseException, opened: Callable[..., Watchdog]
         dist.DistNetworkError("Connection reset by peer"),
     ],
 )
-def test_errors_of_communication_are_named(
+def test_communication_error_becomes_peer_error(
     error: RuntimeError, opened: Callable[..., Watchdog]
 ) -> None:
     rank = opened(HashStore(), where="pipeline rank 0", interval_s=0.01)
@@ -302,7 +304,7 @@ def test_errors_of_communication_are_named(
     assert caught.value.__cause__ is error
 
 
-def test_a_failure_is_told_before_it_is_raised_and_forgotten_in_the_next_step(
+def test_failure_is_published_at_once_and_cleared_by_next_step(
     opened: Callable[..., Watchdog],
 ) -> None:
     store = HashStore()
@@ -319,7 +321,7 @@ def test_a_failure_is_told_before_it_is_raised_and_forgotten_in_the_next_step(
 
 
 class _Frozen:
-    """A store whose host does not answer any more."""
+    """Store whose host no longer answers."""
 
     def __init__(self) -> None:
         self.thaw = threading.Event()
@@ -332,7 +334,7 @@ class _Frozen:
     check = get = multi_get = set
 
 
-def test_a_frozen_store_does_not_hold_anybody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_store_does_not_block_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_ptdp.pipeline.watchdog._PUBLISH_LIMIT_S", 0.1)
     store = _Frozen()
     rank = watchdog(store)
@@ -347,7 +349,7 @@ def test_a_frozen_store_does_not_hold_anybody_up(monkeypatch: pytest.MonkeyPatch
 
 
 class _Gone:
-    """A store whose host has died."""
+    """Store whose host has died."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -359,7 +361,7 @@ class _Gone:
     check = get = multi_get = set
 
 
-def test_a_store_that_is_gone_is_left_alone() -> None:
+def test_lost_store_is_called_only_once() -> None:
     store = _Gone()
     rank = watchdog(store, interval_s=1e-3)
     for thread in threads():
@@ -371,10 +373,10 @@ def test_a_store_that_is_gone_is_left_alone() -> None:
     rank.close()
 
 
-# ---- the thread ----------------------------------------------------------------------------------
+# ---- threads -------------------------------------------------------------------------------------
 
 
-def test_the_threads_end_with_the_watchdog() -> None:
+def test_threads_end_with_watchdog() -> None:
     closed = watchdog(HashStore(), interval_s=1e4)
     assert len(threads()) == 2
     closed.close()
@@ -393,7 +395,7 @@ def _join() -> None:
     assert not threads()
 
 
-def test_a_forked_child_leaves_the_store_alone() -> None:
+def test_forked_child_does_not_use_store() -> None:
     rank = watchdog(HashStore(), interval_s=1e4)
     read, write = os.pipe()
     child = os.fork()
@@ -410,7 +412,7 @@ def test_a_forked_child_leaves_the_store_alone() -> None:
 
 
 class _Heard(HashStore):
-    """Knows what was published."""
+    """Store that signals the third publication."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +426,7 @@ class _Heard(HashStore):
             self.thrice.set()
 
 
-def test_who_fails_between_two_looks_is_known_to_have_lived() -> None:
+def test_failed_rank_heard_before_is_marked_as_lived() -> None:
     store, told = HashStore(), LiveStatus()
     early, late = (StatusStore(store, 0, (1,), 2, LiveStatus(), 1.0) for _ in range(2))
     store.set("lightning_ptdp/status/1", told.status().encode())
@@ -436,19 +438,19 @@ def test_who_fails_between_two_looks_is_known_to_have_lived() -> None:
     assert (early.heard[1].lived, late.heard[1].lived) == (True, False)
 
 
-def test_it_publishes_by_itself(opened: Callable[..., Watchdog]) -> None:
+def test_watchdog_publishes_periodically(opened: Callable[..., Watchdog]) -> None:
     store = _Heard()
     opened(store, interval_s=1e-3)
     assert store.thrice.wait(HANGS_S)
 
 
-def test_where_waits_do_not_raise_a_stuck_action_is_reported_once(
+def test_stuck_action_is_reported_once_if_waits_do_not_raise(
     opened: Callable[..., Watchdog],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(HangJudge, "look", lambda *_: "")  # else this process would end
-    # Whatever lasts is stuck at once; the test looks, and not a thread in between.
+    monkeypatch.setattr(HangJudge, "look", lambda *_: "")  # otherwise this process would end
+    # Every action is stuck at once. The test looks, because the thread's interval is long.
     rank = opened(HashStore(), limit_s=1e-9, interval_s=1e4, waits_raise=False)
     quiet = opened(HashStore(), rank=1, limit_s=1e-9, interval_s=1e4)
 

@@ -1,4 +1,4 @@
-"""One rank of the grid, with eyes on what the runtime does."""
+"""One rank of the runtime tests, with observers of the runtime."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Unit = tuple[int, int]
 
 
 class Census:
-    """Which activations are alive, by the stage and microbatch that made them."""
+    """Live activations, by the stage and microbatch that created them."""
 
     def __init__(self) -> None:
         self.unit: Unit = (0, 0)
@@ -43,8 +43,7 @@ class Census:
         self.peak = self.calls = 0
 
     def note(self, inside: Tensor, output: Tensor) -> None:
-        """A block keeps ``inside`` for its backward; ``output`` is the stage's if no other block
-        follows."""
+        """Register a block's saved activation and its output; the last output is the stage's."""
         unit, number = self.unit, next(self._numbers)
         self._inside[unit] += 1
         self.peak = max(self.peak, sum(count > 0 for count in self._inside.values()))
@@ -60,7 +59,7 @@ class Census:
             del self._outputs[unit]
 
     def outputs(self, stages: set[int]) -> int:
-        """Units of ``stages`` whose output is alive."""
+        """Return the number of units of ``stages`` whose output is alive."""
         return sum(stage in stages for stage, _ in self._outputs)
 
 
@@ -77,7 +76,7 @@ class Outcome:
         gradients: By name, after the step.
         remaining: By stage, the gradients added after ``before_last_gradients``, and the names of
             the parameters that it awaited.
-        told: Calls in order, as "last" or "reduce" with a stage.
+        told: Calls of the job in order, as "last" or "reduce" with a stage.
         completed: Parameters reported as complete, in order.
         late: Parameters whose gradient changed after they were reported as complete, or after their
             stage was reduced.
@@ -102,7 +101,7 @@ class Outcome:
 
 
 class WatchedStore(WeightGradients):
-    """Tells when the halves of a backward run, and what the second half finds."""
+    """Records the halves of a backward, and the gradients present before the second half."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -124,7 +123,7 @@ class WatchedStore(WeightGradients):
 
 
 class WatchedTransport(Transport):
-    """Counts headers; if ``rendezvous``, a send blocks until its message was received."""
+    """Transport that counts headers; with ``rendezvous``, a send blocks until it is received."""
 
     rendezvous = False
     headers = 0
@@ -145,7 +144,7 @@ class WatchedTransport(Transport):
 
 
 class WatchedJob:
-    """One step: the net on each microbatch; fills an ``Outcome``."""
+    """One step of the net on each microbatch, recorded in an ``Outcome``."""
 
     def __init__(
         self,
@@ -203,7 +202,7 @@ class WatchedJob:
         self._at += [(name, _copied(parameter)) for name, parameter in self._rank.parameters(stage)]
 
     def close(self) -> Outcome:
-        """The step is over."""
+        """Complete the outcome after the step and return it."""
         self._look()
         self.outcome.held, self.outcome.calls = self._rank.census.peak, self._rank.census.calls
         final = {self._rank.names[id(p)]: p.grad for p in self._rank.net.parameters()}
@@ -238,12 +237,12 @@ def _minus(left: Tensor | None, right: Tensor | None) -> Tensor:
 
 
 class Rank:
-    """This rank's part of the net and its runtime; collective to make.
+    """This rank's part of the net and its runtime; construction is collective.
 
     Args:
-        schedule: The schedule that the stages are placed for.
-        dtype: Of the net.
-        recompute: What ``apply_recomputation`` takes.
+        schedule: Schedule that determines the placement of the stages.
+        dtype: Dtype of the net.
+        recompute: Policy of ``apply_recomputation``.
     """
 
     def __init__(
@@ -291,7 +290,7 @@ class Rank:
         )
 
     def parameters(self, stage: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that belong to ``stage`` alone."""
+        """Yield the parameters that belong to ``stage`` alone."""
         for name, parameter in self.net.named_parameters():
             module = name.rpartition(".")[0]
             owner = self.cut.module_stages[module] if isinstance(self.cut, PipelineCut) else 0
@@ -301,7 +300,7 @@ class Rank:
     def step(
         self, schedule: Schedule, batch: Sequence[Microbatch], *, training: bool = True
     ) -> Outcome:
-        """Run ``schedule`` on ``batch``; gradients are added to those that are there."""
+        """Run ``schedule`` on ``batch``; accumulate gradients."""
         outcome = self.store.outcome = Outcome()
         self.census.peak = self.census.calls = 0
         job = WatchedJob(self, schedule, batch, training=training, outcome=outcome)
@@ -310,7 +309,7 @@ class Rank:
         return job.close()
 
     def rendezvous(self, on: bool) -> None:
-        """Let every send block until its message has been received, if ``on``."""
+        """Make every send block until its message is received, if ``on``."""
         if self.transport is not None:
             self.transport.rendezvous = on
 
@@ -321,7 +320,7 @@ HANGS_S = 60.0
 def join_world(
     rank: int, parent: Connection, limit_s: float = HANGS_S, backend: str = "gloo"
 ) -> None:
-    """The world of two; rank 0 keeps the store."""
+    """Join a process group of two ranks; rank 0 hosts the store."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=HANGS_S)
     port = 0 if rank == 0 else parent.recv()
@@ -348,8 +347,7 @@ def assert_same(
 
 
 def summed(outcomes: list[Outcome]) -> dict[str, Tensor]:
-    """Gradients of the whole model: a tied weight has a part on each rank that holds it, any other
-    is on one rank alone."""
+    """Return the gradients of the whole model, summed over the ranks that hold a tied weight."""
     total: dict[str, Tensor] = {}
     for outcome in outcomes:
         for name, gradient in outcome.gradients.items():

@@ -1,4 +1,4 @@
-"""Jobs that the tests of this folder share."""
+"""Planner jobs shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 
 
 class Row(NamedTuple):
-    """A row of table 1 of arXiv 2104.04473, with the microbatch and the chunks with which it was
-    run (Megatron-LM, examples/academic_paper_scripts/sc21/run_table_1.sh)."""
+    """A row of table 1 of arXiv 2104.04473. Microbatch and chunks are from Megatron-LM,
+    examples/academic_paper_scripts/sc21/run_table_1.sh."""
 
     parameters: float  # in 10^9
     heads: int
@@ -44,8 +44,8 @@ TABLE_1 = (
 def a100_job(
     sizes: tuple[int, int, int], *, gpus: int, batch: int, software: str = "megatron-2021"
 ) -> Job:
-    """A GPT of (layers, hidden, heads) on A100s, in the papers' precision, sequence length and
-    dropout."""
+    """Return the job of a GPT of (layers, hidden, heads) on A100s. Precision, sequence length and
+    dropout are the papers'."""
     layers, hidden, heads = sizes
     model = GPTConfig.gpt2(
         vocabulary_size=51200,
@@ -65,13 +65,13 @@ def a100_job(
 
 
 def job_of(row: Row, software: str = "megatron-2021") -> Job:
-    """The row's model on its GPUs."""
+    """Return the job of the row's model on its GPUs."""
     sizes = row.layers, row.hidden, row.heads
     return a100_job(sizes, gpus=row.gpus, batch=row.batch, software=software)
 
 
 def choice_of(row: Row, **changes: Any) -> Choice:
-    """The row's layout, with full recomputation."""
+    """Return the row's layout, with full recomputation."""
     layout = ParallelLayout(
         world_size=row.gpus,
         tensor_parallel_size=row.tensor,
@@ -89,8 +89,8 @@ def choice_of(row: Row, **changes: Any) -> Choice:
 
 
 def mean_and_worst(errors: list[float]) -> tuple[float, float]:
-    """Return the mean and the worst of relative errors, which must be in both directions."""
-    assert len({error > 0 for error in errors}) == 2, f"all on one side: {errors}"
+    """Return the mean and the maximum of the absolute errors. Both signs must occur."""
+    assert len({error > 0 for error in errors}) == 2, f"all errors have the same sign: {errors}"
     return fmean(map(abs, errors)), max(map(abs, errors))
 
 
@@ -117,7 +117,7 @@ def small_job(
     batch: int = 8,
     device: str = "h100",
 ) -> Job:
-    """A job on H100s, or other devices."""
+    """Return a job on H100s or on other devices."""
     return Job(
         model=model,
         world_size=world_size,
@@ -130,7 +130,7 @@ def small_job(
 def choice(
     *, world_size: int = 1, b: int = 2, m: int = 4, schedule: str = "1f1b", **options: Any
 ) -> Choice:
-    """A choice; degrees of the layout and fields of ``Choice`` by name."""
+    """Return a choice. Options are degrees of the layout and fields of ``Choice``."""
     kept = {
         key: options.pop(key)
         for key in ("recompute", "shard_optimizer", "distribute_saved_activations")

@@ -1,5 +1,4 @@
-"""The formulas of what a layer keeps, against the paper's, and against what our blocks do keep,
-counted by saved-tensor hooks."""
+"""Formulas of a layer's activation memory, against the paper and saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -41,20 +40,20 @@ TENSOR = pytest.mark.parametrize(
 
 
 def computing_in(precision: str) -> Any:
-    """The surroundings of a forward pass."""
+    """Return the autocast context of a forward pass."""
     mixed = precision == "bf16-mixed"
     return torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
 
 
 def hidden_states(precision: str, t: int, sequence_parallel: bool) -> torch.Tensor:
-    """A rank's input of a block."""
+    """Return a rank's input of a block."""
     length = SIZES["sequence_length"] // (t if sequence_parallel else 1)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     return torch.randn(BATCH, length, SIZES["hidden_size"], dtype=dtype, requires_grad=True)
 
 
 def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str, str], int]:
-    """Bytes that our block keeps, by model, precision and recomputation."""
+    """Return the bytes that our block saves, by model, precision and recomputation."""
     found = {}
     for name, config in MODELS.items():
         for precision in PRECISIONS:
@@ -82,11 +81,11 @@ def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str,
 
 
 @TENSOR
-def test_formulas_are_within_1_percent_of_what_is_kept(
+def test_activation_formula_is_within_1_percent_of_saved_bytes(
     pool: Pool, t: int, sequence_parallel: bool
 ) -> None:
     for results in pool.run(measured, world_size=t, args=(t, sequence_parallel)):
-        # dropout is keyed, and another, where there are several ranks
+        # Models with dropout are skipped on several ranks, where dropout is keyed.
         models = len(MODELS) if t == 1 else 3
         assert len(results) == models * len(PRECISIONS) * (
             4 if t > 1 and not sequence_parallel else 3
@@ -111,7 +110,7 @@ def test_formulas_are_within_1_percent_of_what_is_kept(
             )
 
 
-def test_a_llama_block_keeps_at_most_36_bytes_a_channel_in_bfloat16() -> None:
+def test_bf16_llama_block_saves_at_most_36_bytes_per_element() -> None:
     config = GPTConfig.llama(**{**SIZES, "hidden_size": 192})  # f is 8/3 h without rounding
     block = GPT(config).blocks[0].bfloat16()
     x = torch.randn(BATCH, 48, 192, dtype=torch.bfloat16, requires_grad=True)
@@ -122,7 +121,7 @@ HEAD = GPTConfig.gpt2(**{**SIZES, "vocabulary_size": 509})
 
 
 def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
-    """Bytes that the final norm, the head and the loss keep, by precision."""
+    """Return the bytes that the final norm, the head and the loss save, by precision."""
     found = {}
     for precision in PRECISIONS:
         model = GPT(HEAD)
@@ -148,7 +147,9 @@ def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
 
 
 @TENSOR
-def test_what_the_head_and_the_loss_keep(pool: Pool, t: int, sequence_parallel: bool) -> None:
+def test_head_and_loss_formula_is_within_5_percent_of_saved_bytes(
+    pool: Pool, t: int, sequence_parallel: bool
+) -> None:
     how = choice(world_size=t, b=BATCH, tensor_parallel_size=t, sequence_parallel=sequence_parallel)
     for results in pool.run(measured_head, world_size=t, args=(t, sequence_parallel)):
         for precision, kept in results.items():
@@ -181,13 +182,15 @@ def test_what_the_head_and_the_loss_keep(pool: Pool, t: int, sequence_parallel: 
         ),
     ],
 )
-def test_the_papers_formulas_without_the_scores(options: dict[str, Any], paper: float) -> None:
+def test_layer_activations_match_paper_without_attention_scores(
+    options: dict[str, Any], paper: float
+) -> None:
     model = GPTConfig.gpt2(sequence_length=2048, hidden_size=4096, num_heads=32, dropout=0.1)
     layer = layer_activations(small_job(model), choice(world_size=4, **options))
     assert layer.kept / (2 * 2048 * 4096) == pytest.approx(paper, rel=0.01)
 
 
-def test_context_parallelism_divides_everything() -> None:
+def test_context_parallelism_divides_layer_activations() -> None:
     model = GPTConfig.llama(sequence_length=8192, hidden_size=1024, num_heads=8, num_kv_heads=2)
     one, four = (
         layer_activations(
@@ -198,7 +201,7 @@ def test_context_parallelism_divides_everything() -> None:
     assert four.kept == one.kept / 4
 
 
-def test_only_the_computing_precision_of_autocast_is_kept_twice() -> None:
+def test_cast_weights_are_kept_only_in_bf16_mixed_without_tp() -> None:
     model = GPTConfig.gpt2(sequence_length=64, hidden_size=64, num_heads=4)
     cast = {
         (precision, t): layer_activations(
@@ -211,8 +214,8 @@ def test_only_the_computing_precision_of_autocast_is_kept_twice() -> None:
     assert cast["bf16-mixed", 1] == 12 * 64 * 64 * 2
 
 
-def test_offloaded_layers_hold_two_at_a_time() -> None:
-    """However many there are: what is not on the device is in no sum."""
+def test_offload_keeps_activations_of_two_layers_on_device() -> None:
+    """The number of layers does not matter. Memory off the device is not counted."""
     whole, offloaded = (
         layer_activations(small_job(MODELS["gpt2"]), choice(b=BATCH, recompute=recompute))
         for recompute in ("none", "offload")

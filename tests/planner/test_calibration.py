@@ -1,5 +1,4 @@
-"""The file of ``ptdp doctor --calibrate``: whose it is, and what is wrong with it; and what is
-measured."""
+"""Calibration files of ``ptdp doctor --calibrate``: origin, validation and measurements."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from lightning_ptdp.planner import (
     Link,
     Measured,
     device_here,
+    figures_source,
     find_device,
     layer_time,
     load_calibration,
@@ -30,7 +30,6 @@ from lightning_ptdp.planner import (
     save_calibration,
     simulated_step_time,
     step_time,
-    whose_figures,
 )
 from lightning_ptdp.planner.calibrated_device import MACHINE_FILE
 from lightning_ptdp.planner.communication import group_link
@@ -55,7 +54,7 @@ MEASURED = Measured(
 
 
 def device(**changes: Any) -> Device:
-    """A calibrated CPU; changes of what was measured by name."""
+    """Return a calibrated CPU. Options replace measured values."""
     collectives = (
         ("all-reduce", 2, 1000, 1e-3),
         ("all-reduce", 2, 3000, 3e-3),
@@ -78,7 +77,7 @@ def job_on(device: Device, model: GPTConfig = TINY, **changes: Any) -> Job:
     return dataclasses.replace(job, device=device)
 
 
-def test_a_file_holds_the_device_and_whose_it_is(
+def test_calibration_file_is_used_for_its_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -90,7 +89,7 @@ def test_a_file_holds_the_device_and_whose_it_is(
     assert device_here("NVIDIA H200") is find_device("h200")
 
 
-def test_stale_and_foreign_files_are_noticed(
+def test_stale_or_foreign_calibration_is_reported_and_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -99,7 +98,7 @@ def test_stale_and_foreign_files_are_noticed(
 
     def doubt(**changes: object) -> str:
         MACHINE_FILE.write_text(json.dumps({**content, **changes}))
-        assert device_here("cpu") is find_device("cpu"), "it is not used for what is measured here"
+        assert device_here("cpu") is find_device("cpu"), "a doubtful calibration is used"
         return load_calibration(MACHINE_FILE).doubt()
 
     assert "is 100 days old" in doubt(
@@ -111,14 +110,15 @@ def test_stale_and_foreign_files_are_noticed(
     assert "torch '1.0', here" in doubt(machine={**content["machine"], "torch": "1.0"})
 
 
-def test_an_estimate_says_whose_figures_it_has() -> None:
-    assert whose_figures(device(), 2) == "calibrated with --devices 2"
+def test_source_of_device_figures_is_reported() -> None:
+    assert figures_source(device(), 2) == "calibrated with --devices 2"
     assert (
         "with --devices 2 instead of 4; to calibrate, run ptdp doctor --calibrate --devices 4"
-        in whose_figures(device(), 4)
+        in figures_source(device(), 4)
     )
-    assert "not calibrated; to calibrate, run ptdp doctor --calibrate --devices 8" in whose_figures(
-        find_device("h100"), 8
+    assert (
+        "not calibrated; to calibrate, run ptdp doctor --calibrate --devices 8"
+        in figures_source(find_device("h100"), 8)
     )
 
 
@@ -139,7 +139,9 @@ def test_an_estimate_says_whose_figures_it_has() -> None:
         (("made",), "yesterday", "yesterday"),
     ],
 )
-def test_absurd_files(tmp_path: Path, place: tuple[str, ...], value: object, words: str) -> None:
+def test_invalid_calibration_file_is_refused(
+    tmp_path: Path, place: tuple[str, ...], value: object, words: str
+) -> None:
     path = tmp_path / "mine.json"
     save_calibration(device(), path)
     content = json.loads(path.read_text())
@@ -153,20 +155,22 @@ def test_absurd_files(tmp_path: Path, place: tuple[str, ...], value: object, wor
     assert words in str(error.value) and "mine.json" in str(error.value)
 
 
-def test_products_are_as_fast_as_was_measured_nearby() -> None:
+def test_product_time_is_interpolated_between_measurements() -> None:
     for m, n, k, rate in PRODUCTS:
         assert product_time(device(), 4, m, n, k) == pytest.approx(2 * m * n * k / rate, rel=0.01)
     between = 2 * 256 * 256 * 512 / product_time(device(), 4, 256, 256, 512)
     assert 1e9 < between < 16e9
 
 
-def test_a_cpu_launches_and_computes_one_after_the_other() -> None:
+def test_launch_time_is_added_to_compute_time_on_cpu() -> None:
     slow, quick = (job_on(device(operation_s=seconds)) for seconds in (2e-5, 1e-5))
     added = layer_time(slow, choice()).forward - layer_time(quick, choice()).forward
     assert added == pytest.approx(1e-5 * slow.software.operations)
 
 
-def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+def test_calibration_measures_products_and_collectives(
+    monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
     for figures in pool.run(measured_here, world_size=2):
         assert all(0 < seconds < 10 for seconds in figures.seconds.values())
     names = {(operation, members) for operation, members, _ in figures.links.seconds}
@@ -186,7 +190,7 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     assert found.flops_32 == max(rates.values())
     assert "2 processes on 3 cores" in measuring.describe(found)
     seconds = dict.fromkeys(figures.links.seconds, 1.0) | {
-        # Among two: 2 steps of 1 ms, and every byte once over the link at 1 GB/s.
+        # Two ranks: 2 steps of 1 ms, and every byte crosses the link once at 1 GB/s.
         ("all-reduce", 2, size): 0.002 + size / 1e9
         for size in (1000, 10_000_000)
     }
@@ -215,7 +219,7 @@ def measured_here(rank: int) -> measuring.Figures:
         )
 
 
-def test_attention_and_collectives_are_as_was_measured_nearby() -> None:
+def test_attention_and_collectives_are_interpolated() -> None:
     forward, backward = MEASURED.attention_rates(128, 64)
     assert (forward, backward) == (pytest.approx(1e9, rel=0.01), pytest.approx(2e9, rel=0.01))
     assert 1e9 < MEASURED.attention_rates(256, 64)[0] < 4e9
@@ -228,11 +232,11 @@ def test_attention_and_collectives_are_as_was_measured_nearby() -> None:
     )
     assert two.send(1000) == 5e-4
     assert four.all_reduce(1000) == dataclasses.replace(four, measured=()).all_reduce(1000), (
-        "not measured: the link's"
+        "an unmeasured group does not use the figures of the link"
     )
 
 
-def test_collectives_hide_only_where_a_core_is_free() -> None:
+def test_collectives_overlap_only_with_free_cores() -> None:
     how = choice(world_size=2, tensor_parallel_size=2)
     few, many = (job_on(device(cores=cores), world_size=2) for cores in (2, 4))
     assert not few.overlaps and many.overlaps
@@ -243,7 +247,7 @@ def test_collectives_hide_only_where_a_core_is_free() -> None:
     ("p", "cores", "expected"),
     [(1, 4, 1.0), (1, 2, 2.0), (2, 4, 1.0), (2, 2, 4 / 3), (2, 1, 8 / 3)],
 )
-def test_processes_share_cores(p: int, cores: int, expected: float) -> None:
+def test_step_time_with_processes_sharing_cores(p: int, cores: int, expected: float) -> None:
     """Check the slowdown of four processes on too few cores.
 
     Without a pipeline, each of 4 processes on 2 cores has half of a core. With 2 stages and m = 2,
@@ -265,9 +269,8 @@ def test_processes_share_cores(p: int, cores: int, expected: float) -> None:
     assert times[cores].total / times[8].total == pytest.approx(expected, rel=0.05)
 
 
-def test_large_tensors_are_fresh_memory() -> None:
-    """1 MiB and more where there are several processes, more than 32 MiB where there is one
-    (``shims/glibc.py``)."""
+def test_only_large_cpu_tensors_take_fresh_memory() -> None:
+    """The threshold is 1 MiB with several processes and 32 MiB with one (``shims/glibc.py``)."""
     fresh = device(fresh_s=1e-9)
     model = GPTConfig.gpt2(hidden_size=64, num_heads=2)
     one, two = (job_on(fresh, model, world_size=world) for world in (1, 2))

@@ -14,7 +14,7 @@ CLUSTER = find_device("h100").cluster
 CARD = CLUSTER.card.bandwidth
 
 
-def test_which_link_a_group_uses() -> None:
+def test_group_link_depends_on_placement_on_nodes() -> None:
     # d = 8
     layout = ParallelLayout(world_size=64, tensor_parallel_size=4, pipeline_parallel_size=2)
     assert group_link(layout, CLUSTER, "tensor").link == CLUSTER.node
@@ -31,15 +31,15 @@ def test_which_link_a_group_uses() -> None:
     assert wide.link.latency_s == CLUSTER.card.latency_s
 
 
-def test_a_rings_hop_between_nodes_goes_over_one_card() -> None:
-    """Collectives of a group that fills its nodes drive all of their cards; keys and values go from
-    one rank to the next."""
+def test_ring_hop_between_nodes_uses_one_card() -> None:
+    """Collectives of a group that fills its nodes use all cards. Keys and values are sent from one
+    rank to the next."""
     ring = group_link(ParallelLayout(world_size=16, context_parallel_size=16), CLUSTER, "context")
     assert ring.link.bandwidth == pytest.approx(min(CLUSTER.node.bandwidth, 8 * CARD))
     assert ring.hop.bandwidth == CARD
 
 
-def test_ranks_share_out_few_cards() -> None:
+def test_ranks_share_network_cards() -> None:
     four = dataclasses.replace(CLUSTER, cards=4)
     layout = ParallelLayout(world_size=64, tensor_parallel_size=8, pipeline_parallel_size=2)
     assert group_link(layout, four, "data").link.bandwidth == CARD / 2
@@ -48,22 +48,21 @@ def test_ranks_share_out_few_cards() -> None:
     assert pipeline_link(layout, slow).hop == slow.rail
 
 
-def test_ring_and_tree() -> None:
+def test_time_of_ring_and_tree_collectives() -> None:
     cluster = dataclasses.replace(find_device("a100").cluster, start_s=0.0)
     inside = group_link(ParallelLayout(world_size=8, tensor_parallel_size=8), cluster, "tensor")
     rate, latency = cluster.node.bandwidth, cluster.node.latency_s
     assert inside.all_gather(8e9) == pytest.approx(7 * latency + 7e9 / rate)
     assert inside.all_reduce(8e9) == pytest.approx(14 * latency + 14e9 / rate)
-    # Over 64 nodes a sum goes up and down a tree of six levels, while a gathering passes all of
-    # them.
+    # Over 64 nodes an all-reduce traverses a tree of six levels twice. An all-gather passes
+    # every node.
     wide = group_link(ParallelLayout(world_size=512, tensor_parallel_size=8), cluster, "data")
     assert wide.all_reduce(0.0) == pytest.approx(12 * cluster.card.latency_s)
     assert wide.all_gather(0.0) == pytest.approx(63 * cluster.card.latency_s)
 
 
-def test_rows_of_experts_travel_in_their_nodes_and_between_them() -> None:
-    """By hand, on the ranks that the layout names: bytes from each rank to each other one, by
-    link."""
+def test_expert_all_to_all_uses_links_in_and_between_nodes() -> None:
+    """Expected times are computed from the bytes between each pair of ranks, by link."""
     layout = ParallelLayout(
         world_size=32, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=8
     )
@@ -83,7 +82,7 @@ def test_rows_of_experts_travel_in_their_nodes_and_between_them() -> None:
     assert few.all_to_all(sent) == pytest.approx(
         CLUSTER.start_s + CLUSTER.card.latency_s + far / (CARD / 4)
     )
-    # The ranks with the same experts: one of each block.
+    # Ranks with the same experts: one per block.
     others = group_link(layout, CLUSTER, "expert_replicas")
     assert (
         layout.group_of("expert_replicas", 0) == (0, 16) and layout.stride("expert_replicas") == 16

@@ -1,4 +1,4 @@
-"""Context parallelism: what it costs beside the attention, and that it wins no tie."""
+"""Context parallelism in the planner: communication, memory and the layout search."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MODEL = GPTConfig.llama(
 )
 EXCHANGES = ("ring", "all_to_all")
 PAIRS = 32768 * 8 * 128 * 2
-"""Keys and values on a rank, by ``cut``."""
+"""Elements of the keys and values of a rank in a layout of ``cut``."""
 
 
 def cut(c: int, exchange: str = "ring", *, b: int = 8, world_size: int = 8) -> Choice:
-    """The same samples on each rank, whatever c is."""
+    """Return a layout with the same number of tokens on each rank for every c."""
     layout = ParallelLayout(world_size=world_size, context_parallel_size=c)
     return Choice(
         layout=layout,
@@ -47,15 +47,14 @@ def cut(c: int, exchange: str = "ring", *, b: int = 8, world_size: int = 8) -> C
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_it_is_never_free(exchange: str) -> None:
-    """As many operations on each rank with each c: the more ranks share a sequence, the longer it
-    takes."""
+def test_step_time_grows_with_context_parallel_size(exchange: str) -> None:
+    """The number of operations per rank is the same for every c."""
     job = small_job(MODEL, world_size=8)
     times = [step_time(job, cut(c, exchange)).total for c in (1, 2, 4, 8)]
     assert times == sorted(times) and times[1] > times[0]
 
 
-def test_messages_of_the_ring_by_hand() -> None:
+def test_ring_transfer_times_on_slow_link() -> None:
     """Check the transfer times of the ring on a link too slow to be hidden by attention.
 
     Keys and values are sent c - 1 times in the forward and in the backward pass. The backward pass
@@ -71,7 +70,7 @@ def test_messages_of_the_ring_by_hand() -> None:
         assert back == pytest.approx((c - 1) * PAIRS * (2 + 4) / 1e6, rel=1e-3)
 
 
-def test_the_last_hop_of_the_gradients_is_never_hidden() -> None:
+def test_last_gradient_hop_of_ring_is_not_overlapped() -> None:
     job = small_job(MODEL, world_size=8)
     job = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_bandwidth=1e30))
     attention, link = (
@@ -80,14 +79,14 @@ def test_the_last_hop_of_the_gradients_is_never_hidden() -> None:
     )
     there, back = exchange_time(job, cut(4), attention, 10.0, 25.0)
     assert (there, back) == (pytest.approx(0.0), pytest.approx(link.start_s + link.send(4 * PAIRS)))
-    # Beside an attention that takes no time nothing is.
+    # Attention that takes no time hides no hop.
     assert exchange_time(job, cut(4), attention, 0.0, 0.0)[0] == pytest.approx(
         3 * (link.start_s + link.send(2 * PAIRS))
     )
 
 
-def test_all_to_all_copies_few_heads() -> None:
-    """Eight heads of keys on sixteen ranks: each is sent, and kept, twice."""
+def test_all_to_all_copies_kv_heads_if_ranks_exceed_heads() -> None:
+    """With eight key/value heads on sixteen ranks, each head is sent and kept twice."""
     job = small_job(MODEL, world_size=16, batch=16)
     ring, traded = (
         layer_activations(job, cut(16, exchange, world_size=16)).kept for exchange in EXCHANGES
@@ -95,8 +94,8 @@ def test_all_to_all_copies_few_heads() -> None:
     assert traded - ring == pytest.approx(2 * PAIRS)
 
 
-def test_a_tie_goes_to_the_simpler_layout() -> None:
-    """Check that c = 1 comes first on a device with free communication and memory accesses.
+def test_search_tie_prefers_smaller_context_parallel_size() -> None:
+    """Check that c = 1 ranks first on a device with free communication and memory accesses.
 
     All context-parallel sizes then take about the same time.
     """
@@ -119,7 +118,7 @@ def test_a_tie_goes_to_the_simpler_layout() -> None:
     assert order == sorted(order)
 
 
-def test_the_search_offers_both_exchanges() -> None:
+def test_search_proposes_ring_and_all_to_all() -> None:
     job = small_job(MODEL, world_size=8, batch=8)
     space = Space(
         context_parallel_sizes=(4,), tensor_parallel_sizes=(1, 2), pipeline_parallel_sizes=(1,)

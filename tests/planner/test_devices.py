@@ -1,4 +1,4 @@
-"""Devices by name."""
+"""Device and software presets."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.planner.jobs import choice, small_job
         ("NVIDIA T4", "32-true", None),
     ],
 )
-def test_peaks_of_known_devices(device: str, precision: str, peak: float | None) -> None:
+def test_peak_flops_of_known_devices(device: str, precision: str, peak: float | None) -> None:
     assert known_peak_flops(device, precision) == peak
 
 
-def test_devices() -> None:
+def test_device_lookup_and_validation() -> None:
     assert find_device("A100") is DEVICES["a100-80gb"]
     assert find_device("h200").usable_bytes == 138 * 2**30
     with pytest.raises(ValueError, match=r"device='h1000' is unknown. Did you mean 'h"):
@@ -59,15 +59,15 @@ def test_devices() -> None:
         ("NVIDIA B200", "b200"),
     ],
 )
-def test_devices_by_what_they_call_themselves(name: str, preset: str) -> None:
+def test_reported_device_name_selects_preset(name: str, preset: str) -> None:
     assert known_device(name) is DEVICES[preset]
 
 
 @pytest.mark.parametrize("name", ["v100", "a100", "h100", "b200"])
-def test_no_attention_reaches_the_peak(name: str) -> None:
-    """FlashAttention-2 reaches up to 73 % of an A100's peak, FlashAttention-3 75 % of an H100's
-    (arXiv 2407.08608, abstract); where no kernel for the device's own instructions is published,
-    megatron-2024 has none."""
+def test_attention_runs_at_most_at_75_percent_of_peak(name: str) -> None:
+    """FlashAttention-2 achieves up to 73 % of an A100's peak, FlashAttention-3 75 % of an H100's
+    (arXiv 2407.08608, abstract). megatron-2024 has a tuned kernel only for devices with a
+    published one."""
     model, how = (
         GPTConfig.llama(sequence_length=4096, num_layers=1, hidden_size=4096, num_heads=32),
         choice(b=1, m=1),
@@ -86,7 +86,7 @@ def test_no_attention_reaches_the_peak(name: str) -> None:
     )
 
 
-def test_software() -> None:
+def test_software_lookup() -> None:
     assert find_software("ours-compiled").attention == "fused"
     with pytest.raises(ValueError, match=r"software='our' is unknown. Did you mean 'ours'"):
         find_software("our")

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a rank holds, what it waits for, which layouts are tried."""
+"""Mixtures of experts in the planner: memory, time and proposed layouts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MIXTRAL = GPTConfig.llama(
 SHAPE = ExpertShape(number=8, chosen=2, hidden=4096, width=14336)
 
 
-def test_parameters_of_experts_are_the_modules_own() -> None:
+def test_expert_parameters_match_module() -> None:
     with torch.device("meta"):
         model = GPT(MIXTURE)
     shape = small_job(MIXTURE).shape
@@ -74,8 +74,8 @@ def test_parameters_of_experts_are_the_modules_own() -> None:
     )
 
 
-def test_bytes_of_states() -> None:
-    """ZeRO-1 spreads what is dense over d c ranks, an expert's over the d c / e that hold it."""
+def test_static_bytes_of_dense_and_expert_parameters() -> None:
+    """ZeRO-1 shards dense states over d c ranks, and expert states over d c / e replicas."""
     job = small_job(MIXTURE, world_size=16)
     how = choice(
         world_size=16, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=4
@@ -86,7 +86,7 @@ def test_bytes_of_states() -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_what_a_mixture_keeps_is_what_its_block_keeps(precision: str) -> None:
+def test_mixture_activations_match_saved_bytes_of_block(precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     block = GPT(MIXTURE).blocks[-1].to(dtype)
     x = torch.randn(2, 48, 64, dtype=dtype, requires_grad=True)
@@ -96,7 +96,7 @@ def test_what_a_mixture_keeps_is_what_its_block_keeps(precision: str) -> None:
     assert expected == pytest.approx(kept, rel=0.03), expected / kept
 
 
-def test_rows_are_kept_by_whom_they_reach() -> None:
+def test_expert_activations_depend_on_tp_and_imbalance() -> None:
     job = small_job(MIXTRAL, world_size=16)
     one, shared = (choice(world_size=16, b=1, expert_parallel_size=e) for e in (1, 8))
     assert expert_kept(SHAPE, job, one) == expert_kept(SHAPE, job, shared)
@@ -111,8 +111,8 @@ def test_rows_are_kept_by_whom_they_reach() -> None:
         replace(job, imbalance=0.5)
 
 
-def test_time_of_experts_by_hand() -> None:
-    """4,096 tokens with two experts each: of 8 ranks with one each, every one gets 8,192 rows."""
+def test_expert_time_matches_products_and_all_to_all() -> None:
+    """Each of 8 ranks has one expert and gets 8,192 rows: 4,096 tokens select two experts each."""
     job = small_job(MIXTRAL, world_size=16)
     how = choice(world_size=16, b=1, expert_parallel_size=8)
     time, group = expert_time(SHAPE, job, how), group_link(how.layout, job.cluster, "expert")
@@ -123,7 +123,7 @@ def test_time_of_experts_by_hand() -> None:
     assert time.forward == pytest.approx(up + down)
     assert time.dispatch == pytest.approx(2 * group.all_to_all(8192 * 4096 * 2))
     assert time.weight < time.backward < 2.5 * time.forward
-    # Whoever has all experts computes as many rows, in eight groups; few rows each are slow.
+    # A rank with all experts computes as many rows in eight groups. Small groups are slow.
     alone, few = choice(world_size=16, b=1), choice(world_size=16, b=1, context_parallel_size=16)
     assert expert_time(SHAPE, job, alone).forward == pytest.approx(
         product_time(job.device, 2, 1024, 28672, 4096, 8)
@@ -138,7 +138,7 @@ def test_time_of_experts_by_hand() -> None:
     )
 
 
-def test_experts_and_their_tokens_are_parts_of_the_step() -> None:
+def test_step_time_includes_experts_and_dispatch() -> None:
     job = small_job(MIXTRAL, world_size=64, batch=256)
     times = {
         e: step_time(
@@ -149,7 +149,7 @@ def test_experts_and_their_tokens_are_parts_of_the_step() -> None:
     for e, time in times.items():
         assert time.total == pytest.approx(sum(time.parts.values()))
         assert (time.dispatch > 0) == (e > 1) and 0.5 < time.experts / time.total < 0.9
-    # What is held once by eight ranks is summed over two.
+    # Gradients of experts sharded over eight ranks are reduced over two.
     assert times[8].gradients < times[1].gradients
     mixed, plain = small_job(MIXTURE, world_size=64), choice(world_size=64)
     assert (
@@ -161,15 +161,15 @@ def test_experts_and_their_tokens_are_parts_of_the_step() -> None:
     assert not step_time(dense, choice()).experts + step_time(dense, choice()).dispatch
 
 
-def test_what_is_proposed() -> None:
+def test_search_proposes_expert_parallel_layouts() -> None:
     job = small_job(MIXTRAL, world_size=64, batch=256)
     plan = search(job, count=40)
     assert {candidate.choice.layout.expert_parallel_size for candidate in plan.best} > {8}
     best = plan.best[0]
     assert best.choice.options()["expert_parallel_size"] == 8 and "e8" in best.choice.describe()
     assert all(candidate.memory.total <= job.device.usable_bytes for candidate in plan.best)
-    # By far the most of the step is computing: a plan that filled the memory wrongly would have the
-    # activations too small.
+    # Most of the step is compute. A plan that filled the memory wrongly would have too small
+    # activations.
     held = fullest_rank(job, best.choice)
     assert held.activations > held.logits
     reasons = {misfit.what: misfit.reason for misfit in plan.rejected}
@@ -188,7 +188,7 @@ def test_what_is_proposed() -> None:
     assert UnfitSize(what="e2", reason="the model has no experts") in dense.rejected
 
 
-def test_nothing_fits_without_experts_shared_out() -> None:
+def test_remedy_names_expert_parallelism_if_nothing_fits() -> None:
     job: Job = small_job(MIXTRAL, world_size=16, batch=64)
     space = Space(
         expert_parallel_sizes=(1,), pipeline_parallel_sizes=(1,), tensor_parallel_sizes=(1,)
@@ -200,9 +200,9 @@ def test_nothing_fits_without_experts_shared_out() -> None:
     )
 
 
-def test_experts_that_are_split() -> None:
-    """Over t = 2 ranks: half the parameters of each, all rows of the replica, no gradients to sum
-    over these ranks."""
+def test_expert_tensor_parallelism_halves_expert_parameters() -> None:
+    """Each of t = 2 ranks has half of an expert's parameters and gets all rows of the replica. No
+    gradients are summed over these ranks."""
     job = small_job(MIXTRAL, world_size=64, batch=256)
     whole = choice(world_size=64, b=1, m=8, tensor_parallel_size=2, expert_parallel_size=4)
     split = replace(whole, layout=replace(whole.layout, expert_tensor_parallel_size=2))
@@ -235,8 +235,8 @@ def test_experts_that_are_split() -> None:
     ).best
 
 
-def test_the_fullest_rank_of_unlike_layers_is_the_fullest() -> None:
-    """Dense layers in front are many in a stage, and mixtures behind them heavier."""
+def test_fullest_rank_of_dense_and_expert_layers_is_maximum() -> None:
+    """The first stages have many dense layers. The mixtures in later stages are heavier."""
     model = replace(MIXTRAL, dense_layers=5, ffn_hidden_size=4096, expert_hidden_size=14336)
     job = small_job(model, world_size=64, batch=64)
     for p in (2, 4, 8, 16):

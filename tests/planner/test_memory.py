@@ -27,7 +27,7 @@ from tests.tensor_parallel.toy import tensor_group
 @pytest.mark.parametrize(
     "config", [*VARIANTS.values(), MIXTURE], ids=[*VARIANTS.keys(), "dense and mixtures"]
 )
-def test_parameters_and_stages_are_the_modules_own(config: object) -> None:
+def test_parameters_and_stages_match_module(config: object) -> None:
     with torch.device("meta"):
         model = GPT(config)
     shape = small_job(config).shape
@@ -68,7 +68,7 @@ def parameters_of_a_rank(rank: int) -> dict[str, int]:
     return found
 
 
-def test_parameters_under_tensor_parallelism(pool: Pool) -> None:
+def test_parameters_match_module_under_tensor_parallelism(pool: Pool) -> None:
     layout = ParallelLayout(world_size=4, tensor_parallel_size=2, expert_parallel_size=2)
     for found in pool.run(parameters_of_a_rank, world_size=2):
         assert len(found) == sum(config.num_heads % 2 == 0 for config in VARIANTS.values())
@@ -80,36 +80,36 @@ def test_parameters_under_tensor_parallelism(pool: Pool) -> None:
     ("precision", "whole", "sharded"),
     [("bf16-true", 18, 6 + 12 / 8), ("32-true", 16, 8 + 8 / 8), ("bf16-mixed", 16, 8 + 8 / 8)],
 )
-def test_bytes_a_parameter(precision: str, whole: float, sharded: float) -> None:
+def test_static_bytes_per_parameter(precision: str, whole: float, sharded: float) -> None:
     job = small_job(VARIANTS["gpt2"], precision=precision, world_size=8)
     for options, expected in (
         ({}, whole),
         ({"shard_optimizer": True}, sharded),
-        # The ranks of a context group hold the same parameters as well.
+        # The ranks of a context group are replicas of the parameters too.
         ({"shard_optimizer": True, "context_parallel_size": 2}, sharded),
     ):
         assert sum(static_bytes(job, choice(world_size=8, **options), 1000)) == expected * 1000
 
 
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row.parameters} B")
-def test_table_1_fits(row: Row) -> None:
-    """The layouts of arXiv 2104.04473, table 1, ran on 80 GB."""
+def test_table_1_layouts_fit_in_memory(row: Row) -> None:
+    """The layouts in table 1 of arXiv 2104.04473 ran on GPUs with 80 GB."""
     job = job_of(row)
     assert num_parameters(job.model) == pytest.approx(row.parameters * 1e9, rel=0.03)
     memory = fullest_rank(job, choice_of(row))
     assert 25 * 2**30 < memory.total < job.device.usable_bytes
 
 
-def test_the_fullest_rank_is_the_fullest() -> None:
+def test_fullest_rank_is_maximum_over_ranks() -> None:
     for row in TABLE_1[4:]:
         job, how = job_of(row), choice_of(row)
         every = [rank_memory(job, how, rank) for rank in range(row.pipeline)]
         assert fullest_rank(job, how) == max(every, key=lambda memory: memory.total)
 
 
-def test_activations_follow_the_schedule() -> None:
-    """The first stage of 1F1B holds p microbatches; interleaving 1 + (p-1)/(p v) as much (arXiv
-    2205.05198, section 4.2.3)."""
+def test_activation_memory_depends_on_schedule() -> None:
+    """The first stage of 1F1B holds p microbatches. Interleaved 1F1B holds 1 + (p-1)/(p v) times
+    as much (arXiv 2205.05198, section 4.2.3)."""
     row = TABLE_1[6]
     job, p = job_of(row), row.pipeline
 
@@ -121,17 +121,17 @@ def test_activations_follow_the_schedule() -> None:
         }
         how = choice(world_size=row.gpus, b=1, m=96, schedule=schedule, recompute="full", **layout)
         layer = layer_activations(job, how).held
-        inputs = 2048 * (8 + 8 + 12288)  # ids of tokens and positions, masks of the embedding
+        inputs = 2048 * (8 + 8 + 12288)  # token ids, position ids, embedding mask
         count = (p if schedule != "gpipe" else 96) if v == 1 else p * v + p - 1
         return (rank_memory(job, how, 0).activations - count * inputs) / layer
 
-    # 80 layers in 8 stages, 10 in each; in 16 stages 5.
+    # 80 layers: 10 per stage in 8 stages, 5 per stage in 16.
     assert held("1f1b") == pytest.approx(10 * p)
     assert held("gpipe") == pytest.approx(10 * 96)
     assert held("interleaved_1f1b", v=2) == pytest.approx(10 * p * (1 + (p - 1) / (p * 2)))
 
 
-def test_the_memory_of_communicators_follows_their_number() -> None:
+def test_communicator_memory_depends_on_number_of_groups() -> None:
     def nbytes(world_size: int, **layout: int) -> float:
         job = small_job(VARIANTS["gpt2"], world_size=world_size)
         return fullest_rank(job, choice(world_size=world_size, **layout)).communicators / 2**20

@@ -1,7 +1,7 @@
-"""The planner beside what was measured and published: errors count in both directions.
+"""Planner estimates against published measurements, with errors in both directions.
 
-The one number that is fitted (``sustained`` of the devices) is fitted on rows 1, 3, 5, 7 and 9 of
-table 1 of arXiv 2104.04473."""
+Only ``sustained`` of the devices is fitted, on rows 1, 3, 5, 7 and 9 of table 1 of arXiv
+2104.04473."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ ONE_LAYER = (
 )
 
 # Megatron-LM on A100s, full recomputation, published with arXiv 2312.12391 (VIA-Research/vTrain,
-# data/ground_truth_multi.csv): of every (t, p) that was measured the fastest microbatch. (layers,
-# hidden, heads), (GPUs, batch), (t, p, b, seconds).
+# data/ground_truth_multi.csv): the fastest microbatch of every measured (t, p). (layers, hidden,
+# heads), (GPUs, batch), (t, p, b, seconds).
 LAYOUTS = (
     (
         (30, 3072, 32),
@@ -99,7 +99,7 @@ LAYOUTS = (
 )
 
 
-def test_table_1() -> None:
+def test_table_1_throughput_is_within_6_percent() -> None:
     errors = []
     for row in TABLE_1:
         job, time = job_of(row), step_time(job_of(row), choice_of(row))
@@ -116,13 +116,13 @@ def test_table_1() -> None:
         errors.append(time.tflops / row.tflops - 1)
     mean, worst = mean_and_worst(errors)
     assert (mean <= 0.03) and (worst <= 0.06), errors
-    # What was not fitted is no worse.
+    # Rows that are not fitted are no worse.
     assert fmean(map(abs, errors[1::2])) <= 0.035
 
 
-def test_table_2() -> None:
-    """PTD-P's rows of table 2 of arXiv 2104.04473, which nothing is fitted on: what more replicas
-    cost at one batch."""
+def test_table_2_throughput_is_within_4_percent() -> None:
+    """The PTD-P rows of table 2 of arXiv 2104.04473 show the cost of more replicas at the same
+    batch size. Nothing is fitted on them."""
     errors = []
     for sizes, p, rows in TABLE_2:
         for gpus, batch, tflops in rows:
@@ -185,7 +185,7 @@ def korthikanti(
     ).total
 
 
-def test_steps_with_selective_recomputation() -> None:
+def test_step_time_with_recomputation_is_within_10_percent() -> None:
     errors = []
     for sizes, pipeline, job, full, selective in KORTHIKANTI:
         errors.append(korthikanti(sizes, pipeline, job, fast=False) / full - 1)
@@ -197,7 +197,7 @@ def test_steps_with_selective_recomputation() -> None:
 def one_layer(
     sizes: tuple[int, int, int], t: int, b: int, recompute: str, sequence: bool
 ) -> tuple[Job, Choice]:
-    """One microbatch on a node."""
+    """Return a job and a choice with one microbatch on a node."""
     return planned(
         sizes,
         8,
@@ -210,9 +210,8 @@ def one_layer(
     )
 
 
-def test_one_layer() -> None:
-    """Forward and backward alone, for each way to recompute: the model is right for its parts, not
-    only for their sum."""
+def test_layer_time_is_within_5_percent() -> None:
+    """Forward and backward are compared separately, for each recomputation policy."""
     errors = []
     for sequence, recompute, forward, backward in ONE_LAYER:
         time = layer_time(*one_layer((48, 6144, 64), 8, 4, recompute, sequence))
@@ -221,9 +220,9 @@ def test_one_layer() -> None:
 
 
 @pytest.mark.parametrize("sizes", [sizes for sizes, *_ in KORTHIKANTI])
-def test_activation_memory(sizes: tuple[int, int, int]) -> None:
-    """Table 2 of arXiv 2205.05198: bytes over s b h of a layer, t = 8, attention's scores in
-    memory."""
+def test_activation_memory_matches_paper(sizes: tuple[int, int, int]) -> None:
+    """Table 2 of arXiv 2205.05198 has bytes over s b h of a layer, with t = 8 and attention scores
+    in memory."""
     _, hidden, heads = sizes
     t, scores = 8, 5 * heads * 2048 / hidden
 
@@ -244,14 +243,14 @@ def test_activation_memory(sizes: tuple[int, int, int]) -> None:
         assert kept(size, recompute, sequence=sequence) == pytest.approx(
             bytes_of_channel, rel=0.005
         )
-    # The abstract's "5x": what tensor parallelism alone keeps over both techniques; 4.9 to 6.2
-    # times by size.
+    # The abstract's "5x": tensor parallelism alone keeps 4.9 to 6.2 times as much as both
+    # techniques, depending on the size.
     assert 4.8 < kept(t, "none") / kept(t, "selective", sequence=True) < 6.3
 
 
-def test_the_recomputation_that_pays_is_found() -> None:
-    """Ranking, arXiv 2205.05198: selective with sequence parallelism beats full recomputation by 27
-    to 32 % at each size."""
+def test_speedup_of_selective_recomputation_matches_paper() -> None:
+    """In arXiv 2205.05198 selective recomputation with sequence parallelism is 27 to 32 % faster
+    than full recomputation at each size."""
     for sizes, pipeline, job, full, selective in KORTHIKANTI:
         predicted = korthikanti(sizes, pipeline, job, fast=False) / korthikanti(
             sizes, pipeline, job, fast=True
@@ -259,9 +258,9 @@ def test_the_recomputation_that_pays_is_found() -> None:
         assert predicted == pytest.approx(full / selective, rel=0.04)
 
 
-def test_the_fastest_layout_is_found() -> None:
-    """Ranking, of 6 to 10 layouts of each of four models: what is lost by taking the one that is
-    predicted to be the fastest."""
+def test_predicted_best_layout_loses_at_most_5_percent() -> None:
+    """For each of four models the predicted best of 6 to 10 layouts is compared with the measured
+    best."""
     lost = []
     for sizes, (gpus, batch), rows in LAYOUTS:
         predicted = [

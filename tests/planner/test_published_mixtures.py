@@ -1,11 +1,11 @@
-"""The planner beside published trainings of mixtures of experts, on which nothing is fitted: errors
-count in both directions.
+"""Planner estimates against published trainings of mixtures of experts, with errors in both
+directions. Nothing is fitted on them.
 
-arXiv 2504.14960, tables 3 and 4, rows "MCore w/ Folding": H100s, bf16, 4,096 tokens, as many rows
-for each expert. Layouts are the paper's; chunks are of one layer, and microbatches of one sample,
-as in the mappings that its authors publish for two of these models (Megatron-LM,
-megatron/core/transformer/moe/README.md, "Reference Best Parallel Mapping"). The first row is of
-that page: 468 TFLOP/s. Rows whose layout has more experts' ranks than d c have no counterpart here.
+arXiv 2504.14960, tables 3 and 4, rows "MCore w/ Folding": H100s, bf16, 4,096 tokens, balanced
+experts. Layouts are the paper's. Chunks have one layer and microbatches one sample, as in the
+mappings that the authors publish for two of these models (Megatron-LM,
+megatron/core/transformer/moe/README.md, "Reference Best Parallel Mapping"). The first row is from
+that page: 468 TFLOP/s. Rows with more expert-parallel ranks than d c have no counterpart here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PEAK = 989.5
 
 
 class Mixture(NamedTuple):
-    """A model, and the layout that it was trained in."""
+    """A model and its published layout."""
 
     layers: int
     hidden: int
@@ -105,15 +105,14 @@ def planned(one: Mixture, gpus: int, batch: int, **degrees: Any) -> tuple[Job, C
     )
 
 
-def test_mixtures() -> None:
+def test_mfu_of_mixtures_is_within_18_percent() -> None:
     """Check that estimated MFU is within 6.5 % of published MFU on average, and 18 % at most.
 
     Known causes of the largest errors:
 
     - In the first row the router distributed tokens unevenly.
     - In the last rows with experts an eighth as wide (t = 4, 512 and 1,024 GPUs) the estimate is 16
-      and 18 % too fast. It seems to miss the slowdown of products by operations that run beside
-      them.
+      and 18 % too fast. It seems to miss the slowdown of products by concurrent operations.
     - At t = 8 it is 12 % too slow, because overlap inside Transformer Engine is not counted.
     """
     errors = [
@@ -125,10 +124,10 @@ def test_mixtures() -> None:
     assert fmean(map(abs, errors[1:12])) <= 0.03 and max(map(abs, errors[1:12])) <= 0.065, errors
 
 
-def test_qwen3() -> None:
+def test_qwen3_throughput_is_within_3_percent() -> None:
     """NeMo AutoModel, docs/performance-summary.md of October 2025: Qwen3-30B-A3B on eight H100s, e
-    = 8, all layers recomputed (examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml), 277
-    TFLOP/s of the model's own operations."""
+    = 8, full recomputation (examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml), 277 TFLOP/s
+    of model FLOPs."""
     model = PlannedGPT.llama(
         vocabulary_size=151936,
         sequence_length=4096,
@@ -161,7 +160,7 @@ def test_qwen3() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS[:-1], ids=lambda row: f"{row[1]} GPUs, {row[2]}")
-def test_they_fit(row: tuple[Mixture, int, int, float]) -> None:
+def test_published_mixtures_fit_in_memory(row: tuple[Mixture, int, int, float]) -> None:
     """Check that the fullest rank of published runs takes over 30 GiB and fits in memory."""
     job, how = planned(*row[:3])
     assert 30 * 2**30 < fullest_rank(job, how).total < job.device.memory_bytes

@@ -1,8 +1,7 @@
-"""The planner beside published trainings whose replicas share out parameters (FSDP2, ZeRO-3):
-errors count in both directions.
+"""Planner estimates against published FSDP2 and ZeRO-3 trainings, with errors in both directions.
 
-Each preset has one number that is fitted on one row here, and so has the card of the first table,
-which differs from an H100's data sheet."""
+One number of each preset is fitted on one row here. So is one of the GPU in the first table, which
+differs from the data sheet of an H100."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ H100 = (
     ("fsdp2-compiled", 128, 6514, 62.0),
     ("fsdp2-fp8", 128, 8380, 61.8),
 )
-# The same model, benchmarks/llama3_8b_h200_2025-06_torchtitan.md; on the first row "slower" of
-# fsdp2 is fitted.
+# The same model, benchmarks/llama3_8b_h200_2025-06_torchtitan.md. "slower" of fsdp2 is
+# fitted on the first row.
 H200 = (("fsdp2-fp8", 32, 10938, 47.96), ("fsdp2-fp8", 64, 10753, 46.97))
 # Its table 2: full recomputation, b = 1, 8 H100s: c, tokens of a sample, tokens a second and GPU.
-# Left out, because the estimate misses them for a reason that is not known: c = 4 and 8 (1,071 and
-# 548; 34 and 40 % too fast), and table 4's 70 B (829; 26 % too slow).
+# Left out, because the estimate is wrong for unknown reasons: c = 4 and 8 (1,071 and 548; 34 and
+# 40 % too fast), and the 70 B of table 4 (829; 26 % too slow).
 LONG = ((1, 32768, 3890), (2, 65536, 2540))
-# arXiv 2104.04473, table 2, ZeRO-3: (layers, hidden size, heads), (GPUs, b, TFLOP/s a GPU); on the
-# first row "slower" is fitted.
+# arXiv 2104.04473, table 2, ZeRO-3: (layers, hidden size, heads), (GPUs, b, TFLOP/s a GPU).
+# "slower" is fitted on the first row.
 ZERO_3 = (
     ((96, 12288, 96), ((384, 4, 144), (768, 2, 88), (1536, 1, 44))),
     ((105, 20480, 128), ((640, 4, 138), (1120, 2, 98), (2240, 1, 48))),
@@ -76,7 +75,7 @@ def tokens_error(job: Job, choice: Choice, published: float) -> float:
     return job.tokens / step_time(job, choice).total / job.world_size / published - 1
 
 
-def test_fsdp2() -> None:
+def test_fsdp2_throughput_is_within_11_percent() -> None:
     errors = []
     for device, rows in ((LIMITED, H100), (find_device("h200"), H200)):
         for software, gpus, tokens, _ in rows:
@@ -84,19 +83,19 @@ def test_fsdp2() -> None:
             errors.append(tokens_error(job, how, tokens))
     mean, worst = mean_and_worst(errors)
     assert mean <= 0.045 and worst <= 0.11, errors
-    # What float8 gains, and what compiling does, on 8 and on 128 GPUs.
+    # Speedups of float8 and of compilation, on 8 and on 128 GPUs.
     for eager, compiled, float8 in (errors[:3], errors[3:6]):
         assert abs((1 + float8) / (1 + compiled) - 1) <= 0.04
         assert abs((1 + compiled) / (1 + eager) - 1) <= 0.08
 
 
-def test_fsdp2_with_context_parallelism() -> None:
+def test_fsdp2_throughput_with_context_parallelism() -> None:
     for c, length, tokens in LONG:
         job, how = llama("fsdp2-fp8", LIMITED, 8, b=1, length=length, c=c, recompute="full")
         assert abs(tokens_error(job, how, tokens)) <= 0.085
 
 
-def test_without_the_preset_it_is_too_fast() -> None:
+def test_fsdp2_preset_predicts_longer_steps() -> None:
     """Check that the FSDP2 preset predicts steps 15 to 30 % longer than this package's preset."""
     job, how = llama("ours-compiled", find_device("h200"), 32, b=2, length=8192, recompute="none")
     bf16 = dataclasses.replace(job, software=SOFTWARE["fsdp2-compiled"])
@@ -104,9 +103,8 @@ def test_without_the_preset_it_is_too_fast() -> None:
     assert 1.15 * ours < theirs < 1.3 * ours
 
 
-def test_memory_of_fsdp2() -> None:
-    """Readings are of what the allocator has reserved: on full cards well above what tensors
-    take."""
+def test_fsdp2_memory_is_close_to_published() -> None:
+    """Readings are of reserved memory. On full GPUs it is well above the allocated memory."""
     for device, rows in ((LIMITED, H100), (find_device("h200"), H200)):
         for software, gpus, _, reading in rows:
             memory = fullest_rank(
@@ -116,7 +114,7 @@ def test_memory_of_fsdp2() -> None:
             assert 0.68 <= tensors / reading <= 1.06, (software, gpus, tensors)
 
 
-def test_parameters_are_shared_out() -> None:
+def test_fsdp2_shards_parameters_over_replicas() -> None:
     parts = [
         fullest_rank(*llama("fsdp2", LIMITED, gpus, b=2, length=8192, recompute="full")).parts
         for gpus in (8, 16)
@@ -125,10 +123,10 @@ def test_parameters_are_shared_out() -> None:
         assert parts[0][name] == pytest.approx(2 * parts[1][name])
 
 
-def test_zero_3() -> None:
-    """From 768 GPUs on the network limits it. That each ring has one card's rate, and that
-    parameters are gathered a third time, was inferred from these rows, so that they show
-    consistency, not foresight."""
+def test_zero_3_throughput_is_within_11_percent() -> None:
+    """The network is the bottleneck from 768 GPUs on. The rate of one card per ring and a third
+    all-gather of the parameters were inferred from these rows. They show consistency, not
+    prediction."""
     errors = []
     for sizes, rows in ZERO_3:
         for gpus, b, tflops in rows:
@@ -144,7 +142,7 @@ def test_zero_3() -> None:
     assert mean <= 0.06 and worst <= 0.11, errors
 
 
-def test_float8_needs_a_device_that_has_it() -> None:
+def test_float8_is_refused_on_device_without_it() -> None:
     with pytest.raises(
         ValueError,
         match="software='fsdp2-fp8' computes in float8, but the float8 rate of a100-80gb is unknown",

@@ -1,4 +1,4 @@
-"""The search: the rules of the papers, and what it says of what it rejects."""
+"""Layout search: rules of the papers, and reasons for rejected layouts."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ PAPER = Space(
 
 
 def degree(candidate: Candidate) -> tuple[int, int]:
-    """(t, p)"""
+    """Return (t, p)."""
     layout = candidate.choice.layout
     return layout.tensor_parallel_size, layout.pipeline_parallel_size
 
 
 def degrees(plan: Plan) -> list[tuple[int, int]]:
-    """In the order of their fastest."""
+    """Return all (t, p) in the order of their fastest candidates."""
     return list(dict.fromkeys(map(degree, plan.best)))
 
 
 @pytest.mark.parametrize(
     "row", [TABLE_1[index] for index in (0, 2, 4, 6, 8, 9)], ids=lambda row: f"{row.parameters} B"
 )
-def test_table_1_is_near_the_top(row: Row) -> None:
-    """The layout of arXiv 2104.04473, table 1, beside the best of hundreds in its own space: found
-    by rules, it takes at most 15 % longer; the largest, for which there is little choice, at most 5
-    %. (That t = 4 is quicker than 8 for some of these sizes is measured: arXiv 2312.12391, its data
-    for 39.1 B on 512 GPUs.)"""
+def test_table_1_layouts_are_near_top_of_search(row: Row) -> None:
+    """A layout of table 1 of arXiv 2104.04473 takes at most 15 % longer than the best of hundreds
+    in its search space. The largest model, which has few layouts, takes at most 5 % longer. (t = 4
+    is faster than 8 for some of these sizes in measurements: arXiv 2312.12391, 39.1 B on 512
+    GPUs.)"""
     plan = search(dataclasses.replace(job_of(row), reserve=0.0), PAPER, count=1000, simulate=False)
     own = next(one for one in plan.best if degree(one) == (row.tensor, row.pipeline))
     allowed = 1.05 if row.parameters > 500 else 1.15
@@ -46,7 +46,7 @@ def test_table_1_is_near_the_top(row: Row) -> None:
     assert plan.examined >= len(plan.best) >= 15
 
 
-def test_tensor_parallelism_stays_inside_a_node() -> None:
+def test_tensor_parallelism_stays_inside_node() -> None:
     """Takeaway 1 of arXiv 2104.04473, section 3.2: t up to the size of a node, then p."""
     row = TABLE_1[6]
     space = dataclasses.replace(
@@ -60,7 +60,7 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
     assert degrees(plan)[0][0] <= 8
 
 
-def test_a_model_that_fits_on_one_device_is_data_parallel() -> None:
+def test_small_model_is_data_parallel_unless_memory_is_tight() -> None:
     """Takeaway 2 of arXiv 2104.04473, section 3.3: as little model parallelism as memory allows,
     data parallelism for the rest."""
     job = small_job(GPTConfig.gpt2(), world_size=8, batch=64)
@@ -78,7 +78,7 @@ def test_a_model_that_fits_on_one_device_is_data_parallel() -> None:
     )
 
 
-def test_everything_found_fits_and_is_in_order() -> None:
+def test_search_results_fit_and_are_sorted_by_time() -> None:
     job = job_of(TABLE_1[4], "ours")
     plan = search(job, count=12)
     times = [candidate.time.total for candidate in plan.best]
@@ -96,7 +96,7 @@ def test_everything_found_fits_and_is_in_order() -> None:
         assert config.microbatches(10**6) == how.num_microbatches
 
 
-def test_long_sequences_are_cut() -> None:
+def test_long_sequences_use_context_parallelism() -> None:
     model = GPTConfig.llama(
         sequence_length=131072,
         num_layers=32,
@@ -113,7 +113,7 @@ def test_long_sequences_are_cut() -> None:
     )
 
 
-def test_reasons() -> None:
+def test_rejected_layouts_have_reasons() -> None:
     model = GPTConfig.gpt2(
         num_layers=6, hidden_size=6144, num_heads=12, vocabulary_size=512, sequence_length=1024
     )
@@ -128,7 +128,7 @@ def test_reasons() -> None:
     assert all("times the time of the best" in misfit.reason for misfit in plan.slower)
 
 
-def test_reasons_of_memory() -> None:
+def test_layouts_exceeding_memory_have_reasons() -> None:
     job = dataclasses.replace(job_of(TABLE_1[5], "ours"), world_size=16, global_batch_size=16)
     plan = search(job)
     assert not plan.best
@@ -138,7 +138,7 @@ def test_reasons_of_memory() -> None:
     assert reasons["t8 p2 d1"].endswith("of 62.4 GiB") or "at least" in reasons["t8 p2 d1"]
 
 
-def test_a_reserve_is_left() -> None:
+def test_search_leaves_memory_reserve() -> None:
     """Check that proposed layouts fit, even if memory exceeds its estimate by 23 %.
 
     With ``reserve=0`` the search uses the memory up to the limit.
@@ -159,7 +159,7 @@ def test_a_reserve_is_left() -> None:
         dataclasses.replace(job, reserve=1)
 
 
-def test_wishes_are_checked() -> None:
+def test_invalid_search_options_are_refused() -> None:
     for wishes, words in (
         ({"schedules": ("2f2b",)}, "schedules has '2f2b'"),
         ({"recompute": ("some",)}, "recompute=.*'some'"),

@@ -1,4 +1,4 @@
-"""Time of a step: what it must follow."""
+"""Estimated time of a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MODEL = GPTConfig.gpt2(
 
 @pytest.mark.parametrize("m", [8, 16, 64])
 @pytest.mark.parametrize("p", [2, 8])
-def test_the_bubble_of_1f1b(p: int, m: int) -> None:
-    """(p - 1) / m where the stages take the same time: a model without a head to speak of."""
+def test_bubble_fraction_of_1f1b(p: int, m: int) -> None:
+    """The bubble is (p - 1) / m if all stages take the same time, here with a negligible head."""
     model = dataclasses.replace(MODEL, vocabulary_size=8)
     how = choice(world_size=p, pipeline_parallel_size=p, m=m)
     time = step_time(small_job(model, world_size=p, batch=2 * m), how)
@@ -37,7 +37,7 @@ def test_the_bubble_of_1f1b(p: int, m: int) -> None:
         ("gpipe", 1),
     ],
 )
-def test_closed_forms_and_simulator_agree(schedule: str, v: int) -> None:
+def test_closed_form_agrees_with_simulator(schedule: str, v: int) -> None:
     how = choice(
         world_size=4, pipeline_parallel_size=4, virtual_pipeline_size=v, m=16, schedule=schedule
     )
@@ -48,7 +48,7 @@ def test_closed_forms_and_simulator_agree(schedule: str, v: int) -> None:
     assert exact.messages > 0
 
 
-def test_recomputation_costs_a_third() -> None:
+def test_full_recomputation_adds_a_third_of_compute() -> None:
     none, full = (
         layer_time(small_job(MODEL), choice(recompute=recompute)) for recompute in ("none", "full")
     )
@@ -59,7 +59,7 @@ def test_recomputation_costs_a_third() -> None:
     )
 
 
-def test_a_slower_link_slows_down_its_part_alone() -> None:
+def test_slow_link_affects_only_its_own_traffic() -> None:
     how = choice(world_size=16, tensor_parallel_size=2, pipeline_parallel_size=4)
     job = small_job(MODEL, world_size=16, batch=16)
     fast = step_time(job, how)
@@ -71,7 +71,7 @@ def test_a_slower_link_slows_down_its_part_alone() -> None:
     assert slow.tensor == fast.tensor
 
 
-def test_a_slow_host_is_waited_for_and_a_quick_one_is_not() -> None:
+def test_only_slow_host_limits_layer_time() -> None:
     job = small_job(MODEL)
 
     def layer(seconds: float) -> float:
@@ -84,7 +84,7 @@ def test_a_slow_host_is_waited_for_and_a_quick_one_is_not() -> None:
 
 
 def on(job: Job, **changes: object) -> Job:
-    """The job on a cluster that differs."""
+    """Return the job on a changed cluster."""
     return dataclasses.replace(
         job,
         device=dataclasses.replace(job.device, cluster=dataclasses.replace(job.cluster, **changes)),

@@ -1,4 +1,4 @@
-"""Any model's shape, read off its forward, beside the model's sizes and torch's own counters."""
+"""Model shapes traced from the forward, against configured sizes and torch's FLOP counter."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def layer_matrices(config: GPTConfig) -> list[tuple[int, int]]:
         ("gpt2, dropout", "bf16-true", "h100"),
     ],
 )
-def test_a_configuration_is_what_its_model_is(name: str, precision: str, device: str) -> None:
+def test_traced_shape_matches_configuration(name: str, precision: str, device: str) -> None:
     """Check the shape of a configuration against the built model, and against its own sizes."""
     config = OURS[name]
     with torch.device("meta"):
@@ -109,12 +109,12 @@ PASSES = (
 
 
 @pytest.mark.parametrize(("elementwise", "norm_reads", "dropout", "expected"), PASSES)
-def test_bytes_between_products(
+def test_elementwise_bytes_between_products(
     elementwise: Any, norm_reads: int, dropout: float, expected: tuple[int, int]
 ) -> None:
-    """Count by hand: a norm reads r and writes w, a sum reads 2 r and writes r, GELU reads and
-    writes 4 h; in the backward a norm reads 2 r and writes r, and each stream is summed. What is in
-    one pass is read once."""
+    """A norm reads r and writes w, a sum reads 2 r and writes r, GELU reads and writes 4 h. In the
+    backward pass a norm reads 2 r and writes r, and each stream is summed. A fused pass reads its
+    inputs once."""
     config = GPTConfig.gpt2(**SIZES | {"hidden_size": 512, "dropout": dropout})
     job = small_job(config)
     software = replace(job.software, elementwise=elementwise, norm_reads=norm_reads)
@@ -129,7 +129,7 @@ EXAMPLE = torch.zeros(1, 24, dtype=torch.long)
 
 
 class Own(nn.Module):
-    """Somebody's encoder."""
+    """A user's encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ MODELS: dict[str, Callable[[str], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_and_operations_of_any_model(name: str) -> None:
+def test_traced_parameters_and_flops_match_model(name: str) -> None:
     with torch.device("meta"):
         model, plain = MODELS[name]("sdpa"), MODELS[name]("eager")
     run = call_with(model, None, sequence_length=48)
@@ -217,14 +217,14 @@ def test_parameters_and_operations_of_any_model(name: str) -> None:
     )
     assert 2 * forward == counter.get_total_flops()
     assert shape.num_layers == (4 if name == "t5" else 3)
-    # an encoder's layers are others than a decoder's, and the first have a table of positions
+    # encoder and decoder layers differ, and the first of each has a position table
     if name == "t5":
         assert [count for count, _ in shape.runs] == [1, 1, 1, 1]
     assert all(layer.products[-1].cut == "inputs" for layer in shape.layers)
 
 
-def test_a_mixture_is_what_its_configuration_says() -> None:
-    """Its experts are not followed, since values say what goes where; what they are is known."""
+def test_traced_mixture_matches_configuration() -> None:
+    """Routing depends on values, so experts are not traced but read from the configuration."""
     build = _of_hugging_face(
         "MixtralForCausalLM", "MixtralConfig", **SMALL, num_key_value_heads=2, num_local_experts=8
     )
@@ -239,14 +239,14 @@ def test_a_mixture_is_what_its_configuration_says() -> None:
 
 
 class Stubborn(Own):
-    """Looks at values."""
+    """A model whose forward depends on values."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids if ids.sum().item() else ids + 1)
 
 
 class Lit(L.LightningModule):
-    """A user's, with an example."""
+    """A user's module with an example input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Lit(L.LightningModule):
         return out
 
 
-def test_plan_of_a_module() -> None:
+def test_plan_accepts_lightning_and_torch_modules() -> None:
     module = Lit()
     plan = lightning_ptdp.plan(module, world_size=4, batch=16, device="a100")
     assert module.net is None
@@ -282,7 +282,7 @@ def test_plan_of_a_module() -> None:
     assert own.shape.parameters == num_parameters(OURS["gpt2"])
 
 
-def test_frozen_parameters_are_not_trained() -> None:
+def test_frozen_parameters_reduce_optimizer_memory_and_flops() -> None:
     module = Own()
     for parameter in module.layers.parameters():
         parameter.requires_grad_(False)
@@ -337,7 +337,7 @@ def cut_already() -> nn.Module:
     ],
     ids=["values", "length", "example", "longer", "inputs", "cut"],
 )
-def test_what_cannot_be_followed(
+def test_untraceable_model_is_refused(
     make: Callable[[], nn.Module], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):

@@ -1,4 +1,4 @@
-"""Model sizes and batches that papers print for the models of the recipes."""
+"""Published model sizes and batch sizes of the recipes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["PUBLISHED", "Published"]
 
 @dataclass(frozen=True)
 class Published:
-    """A row of a table.
+    """Row of a published table.
 
     Attributes:
-        parameters: As printed, such as ``"1.7 B"``: as exact as its last digit.
-        batch: Sequences a step, over all replicas.
-        tensor: t, where the paper tells it.
-        pipeline: p, likewise.
-        devices: Number of GPUs, likewise.
+        parameters: Number as printed, such as ``"1.7 B"``; exact to its last digit.
+        batch: Sequences per step, over all replicas.
+        tensor: Tensor-parallel size, if published.
+        pipeline: Pipeline-parallel size, if published.
+        devices: Number of GPUs, if published.
     """
 
     parameters: str

@@ -1,4 +1,4 @@
-"""The recipes that train a model of Hugging Face, without their weights."""
+"""Recipes for Hugging Face models, checked without weights."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ PUBLISHED = {
     "hf/qwen3-8b": (sizes(_QWEN, 36, 4096, 12288, 32), "8.19 B"),
     "hf/qwen3-32b": (sizes(_QWEN, 64, 5120, 25600, 64), "32.8 B"),
 }
-# Whose sizes are in the recipe: parameters in all, those that a token meets, and sequences a batch,
-# where that is told. Of Mixtral arXiv 2401.04088, section 1 and the announcement; of Qwen3 the
-# model's card, of DeepSeek-V3 arXiv 2412.19437, sections 4.2 and 2.1 (without the layer that
-# predicts a second token). All three count the embedding and the head; the last two cut digits off
-# instead of rounding.
+# Recipes that contain the sizes: all parameters, active parameters per token, and sequences per
+# batch if published. Sources: arXiv 2401.04088, section 1, and the announcement of Mixtral; the
+# model card of Qwen3; arXiv 2412.19437, sections 4.2 and 2.1, for DeepSeek-V3 (without its layer
+# for multi-token prediction). All three count the embedding and the head; the last two truncate
+# digits instead of rounding.
 MIXTURES = {
     "hf/mixtral-8x7b": ("46.7 B", "12.9 B", None),
     "hf/qwen3-30b-a3b": ("30.5 B", "3.3 B", None),
@@ -74,7 +74,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_layout_fits_the_model(
+def test_recipe_layout_fits_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,8 +138,8 @@ def check_mixture(
     if batch is not None:
         assert strategy.config.num_microbatches * layout.data_parallel_size == batch
 
-    # docs/layout.md, "Memory of weights and optimizer": with a sharded optimizer 6 bytes a
-    # parameter, and 12 of those that step on it.
+    # docs/layout.md, "Memory of weights and optimizer": with a sharded optimizer 6 bytes per
+    # parameter, and 12 bytes per parameter of the rank's optimizer shard.
     e, d, p = layout.expert_parallel_size, layout.data_parallel_size, layout.pipeline_parallel_size
     parts, layers = find_parts(module, blocks="model.model.layers"), module.model.model.layers
     ranges = layer_ranges(module, parts=parts, layout=layout)
@@ -155,4 +155,4 @@ def check_mixture(
         of_experts = sum(x.numel() for x in every if x.dim() == 3)
         others = sum(x.numel() for x in every) - of_experts
         fullest = max(fullest, of_experts / e * (6 + 12 * e / d) + others * (6 + 12 / d))
-    assert fullest < 48e9, "the rest is for what blocks keep"
+    assert fullest < 48e9, "too little memory is left for activations"

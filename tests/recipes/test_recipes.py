@@ -1,5 +1,5 @@
-"""Every recipe, without its machines: read, parsed, laid out, built on the meta device, cut and
-scheduled; and held against its paper."""
+"""Recipes without their machines: parsed, built on the meta device, split, scheduled and compared
+with their papers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.recipes.published import PUBLISHED
 pytestmark = pytest.mark.thorough
 
 RECIPES = recipe_names()
-SIZED = [name for name in RECIPES if not name.startswith("hf/")]  # whose sizes are in the recipe
+SIZED = [name for name in RECIPES if not name.startswith("hf/")]  # recipes with model sizes
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -61,7 +61,7 @@ def is_rounded(number: int, printed: str) -> bool:
     return abs(Decimal(number) - printed_value) <= last / 2
 
 
-def test_rounding() -> None:
+def test_rounding_to_printed_digits() -> None:
     assert is_rounded(1_652_000_000, "1.7 B")
     assert not is_rounded(1_649_000_000, "1.7 B")
     assert is_rounded(335_500_000, "34e1 M")
@@ -79,7 +79,7 @@ def test_every_published_model_has_a_recipe() -> None:
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_layout_stages_and_schedule(name: str) -> None:
+def test_layout_stages_and_schedule_are_valid(name: str) -> None:
     strategy = strategy_of(name)
     config, layout = strategy.config, strategy.config.layout(devices_of(name))
     module = built(parsed(name)["model"])
@@ -92,11 +92,11 @@ def test_layout_stages_and_schedule(name: str) -> None:
     ranges = layer_ranges(module, parts=parts, layout=layout, partition=config.partition)
     assert (ranges[0][0], ranges[-1][1], len(ranges)) == (0, layers, layout.num_stages)
     assert all(before[1] == after[0] for before, after in pairwise(ranges))
-    if name.startswith("gpt/ptdp-"):  # as the comments say
+    if name.startswith("gpt/ptdp-"):  # as their comments state
         assert {stop - start for start, stop in ranges} == {layers // layout.num_stages}
     assert config.num_microbatches % layout.pipeline_parallel_size == 0
-    # Verified as it is built. Two rounds through the pipeline have every phase of a step; more of
-    # them repeat the middle one.
+    # build_schedule verifies the schedule. Two rounds through the pipeline contain every phase of a
+    # step; more rounds repeat the middle phase.
     schedule = config.build_schedule(
         min(config.num_microbatches, 2 * layout.pipeline_parallel_size)
     )
@@ -113,7 +113,7 @@ def test_layout_stages_and_schedule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_data_and_batches_fit(name: str) -> None:
+def test_data_and_batches_match_model_and_paper(name: str) -> None:
     values, strategy = parsed(name), strategy_of(name)
     data, sizes = values["data"]["init_args"], values["model"]["init_args"]["config"]
     assert data["vocabulary_size"] == sizes["vocabulary_size"]
@@ -140,7 +140,7 @@ def test_data_and_batches_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names(shared=True))
-def test_a_recipe_tells_what_it_is_and_has_a_base(name: str) -> None:
+def test_recipe_has_description_and_base(name: str) -> None:
     text = (recipe_folder() / f"{name}.yaml").read_text()
     assert text.startswith("# ")
     assert all(len(line) <= 140 for line in text.splitlines())
@@ -149,14 +149,14 @@ def test_a_recipe_tells_what_it_is_and_has_a_base(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_keeps_its_runs_apart(name: str) -> None:
+def test_recipe_has_its_own_experiment_name(name: str) -> None:
     assert parsed(name)["trainer"]["logger"]["init_args"]["experiment_name"] == name.replace(
         "/", "-"
     )
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_on_a_gpu_weights_are_in_half_precision_and_those_that_are_stepped_on_are_not(
+def test_gpu_recipes_use_bf16_with_master_weights(
     name: str,
 ) -> None:
     trainer = parsed(name)["trainer"]
@@ -164,8 +164,8 @@ def test_on_a_gpu_weights_are_in_half_precision_and_those_that_are_stepped_on_ar
     assert PTDPStrategy(**trainer["strategy"]["init_args"]).config.master_weights
 
 
-def test_one_device_instead_of_many() -> None:
-    """Check the options for one GPU, and for none, that ``recipes/common.yaml`` documents."""
+def test_single_device_options_are_valid() -> None:
+    """Check the options for one GPU and for a CPU that ``recipes/common.yaml`` documents."""
     one = [
         "--trainer.devices",
         "1",

@@ -1,4 +1,4 @@
-"""Schedules by name, and schedules that are written out."""
+"""Builders of schedules by name and from text."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def build(
 
 
 def from_text(name: str, p: int, v: int, m: int, *lines: str) -> Schedule:
-    """A schedule with one line of actions per rank."""
+    """Return a schedule from one line of actions per rank."""
     programs = tuple(tuple(map(Action.parse, line.split())) for line in lines)
     return Schedule(name, p, v, m, programs)
 
 
 def simulated(name: str, p: int, v: int = 1, m: int = 1, **costs: Any) -> Timeline:
-    """The timeline of a schedule with these ``Costs``."""
+    """Return the timeline of a schedule with these ``Costs``."""
     return simulate(build(name, p, v, m), Costs(**costs))
 
 

@@ -1,4 +1,4 @@
-"""Operations that the hosts of a pipeline give to NCCL for a lowered program.
+"""Operations that the hosts of a pipeline issue to NCCL for a lowered program.
 
 This model follows the rules of the runtime and its transport, without torch. test_nccl_order.py
 compares it with the runtime's own calls. test_nccl.py simulates all sizes with it."""
@@ -20,17 +20,19 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """Attributes:
-    first_step: A header goes ahead of the first hidden state of each boundary, and the host reads
-    it.
-    connected: Communicators were used before; otherwise their first use holds both hosts.
-    one_communicator: A pair of ranks has one communicator for all directions.
-    tensor: Ranks that compute every stage together: a collective in each forward and backward.
-    It stands for those of tensor, context and expert groups. A computation waits for each of them,
-    so a rank has one at a time.
-    replicas: Ranks that reduce a stage's gradients together.
-    message_blocks: Thread blocks of a send or receive (``channel_ctas``).
-    collective_blocks: Thread blocks of a collective.
+    """Assumptions of the model.
+
+    Attributes:
+        first_step: A header precedes the first hidden state of each boundary, and the host reads
+            it.
+        connected: Communicators were used before. Otherwise their first use blocks both hosts.
+        one_communicator: A pair of ranks has one communicator for all directions.
+        tensor: Number of ranks that compute every stage together, with a collective in each forward
+            and backward. It represents tensor, context and expert groups. A computation waits for
+            each collective, so a rank has one at a time.
+        replicas: Number of ranks that reduce a stage's gradients together.
+        message_blocks: Thread blocks of a send or receive (``channel_ctas``).
+        collective_blocks: Thread blocks of a collective.
     """
 
     first_step: bool = False
@@ -44,8 +46,7 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A receive that was asked for; ``boundary`` is known by a header, None: gradients need
-    none."""
+    """A requested receive. ``boundary`` needs a header first; it is None for gradients."""
 
     what: str
     channel: Channel
@@ -54,7 +55,7 @@ class Receipt:
 
 @dataclass(kw_only=True)
 class Host:
-    """One rank, giving its operations."""
+    """One rank and the operations that it issues."""
 
     schedule: Schedule
     rank: int
@@ -63,8 +64,7 @@ class Host:
     replica: int = 0
     operations: list[Operation] = field(default_factory=list)
     latest: int = -1
-    """The last operation of the compute stream: whatever is given to another stream waits for
-    it."""
+    """Index of the last compute operation, for which operations of other streams wait."""
     counts: Counter[Hashable] = field(default_factory=Counter)
     used: set[Hashable] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
@@ -75,7 +75,7 @@ class Host:
     sent: list[int] = field(default_factory=list)
 
     def run(self) -> list[Operation]:
-        """All operations of a step."""
+        """Return all operations of a step."""
         for action in self.schedule.programs[self.rank]:
             match action.kind:
                 case K.FORWARD | K.BACKWARD:
@@ -178,7 +178,7 @@ class Host:
         )
 
     def takes(self, action: Action) -> tuple[int, ...]:
-        """The messages that a computation waits for."""
+        """Return the messages that a computation waits for."""
         forward = action.kind is K.FORWARD
         source = action.stage - 1 if forward else action.stage + 1
         if (
@@ -256,8 +256,7 @@ def operations(schedule: Schedule, habits: Habits) -> list[list[Operation]]:
 def every(
     name: str, sizes: Iterable[tuple[int, int]], chunks: Iterable[int] = (1, 2, 3)
 ) -> Iterator[Schedule]:
-    """Yield the schedules of the name for each (p, m), in training and evaluation, for each v that
-    it supports."""
+    """Yield the supported schedules of all (p, m) and v, in training and evaluation."""
     for (p, m), v, training in itertools.product(sizes, chunks, (True, False)):
         with contextlib.suppress(ValueError):  # the schedule does not support this size
             yield build_schedule(

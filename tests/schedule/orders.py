@@ -1,4 +1,4 @@
-"""Random orders of computation that can run, for property tests."""
+"""Random executable orders of computations, for property tests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 
 @st.composite
 def compute_orders(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 5) -> Schedule:
-    """A schedule of computations alone: all of a training step, in any order that respects what
-    needs what."""
+    """Draw the computations of a training step, in any order that respects their dependencies."""
     p, m = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
     placement: StagePlacement = draw(st.sampled_from(["loop", "v"]))
     v = 2 if placement == "v" else draw(st.integers(1, 3))
     random = draw(st.randoms(use_true_random=False))
     empty = Schedule("random", p, v, m, ((),) * p, placement)
     kinds = (F, B, W) if draw(st.booleans()) else (F, B)
-    # A preference for some kinds gives orders such as all forwards first, which a fair choice would
-    # never find.
+    # A preference for some kinds yields orders such as all forwards first, which a uniform choice
+    # would never find.
     weights = {kind: random.choice([1, 1, 5, 50]) for kind in kinds}
     able = [Action(F, 0, i) for i in range(m)]
     done: set[Action] = set()

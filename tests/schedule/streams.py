@@ -26,7 +26,7 @@ from itertools import accumulate, chain, islice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """An operation that a host gives to a stream.
+    """An operation that a host issues to a stream.
 
     Attributes:
         name: Name in messages.
@@ -51,12 +51,12 @@ class Operation:
 def stuck_operations(
     programs: Sequence[Sequence[Operation]], *, one_queue: bool = False, budget: int | None = None
 ) -> list[Operation | None]:
-    """The first operation of each rank that never starts; None: all of the rank's do.
+    """Return each rank's first operation that never starts, or None if all of them start.
 
     Args:
-        programs: By rank, in the order in which its host gives them.
+        programs: Operations of each rank, in the order in which its host issues them.
         one_queue: Whether all streams of a rank share one hardware queue.
-        budget: Thread blocks of a rank; None: as many as are asked for.
+        budget: Thread blocks of a rank. None means unlimited.
     """
     started, _ = _run(programs, one_queue=one_queue, budget=budget)
     return [next((one for one, mark in rank if not mark), None) for rank in started]
@@ -65,7 +65,7 @@ def stuck_operations(
 def delayed_operations(
     programs: Sequence[Sequence[Operation]], *, budget: int
 ) -> list[list[Operation]]:
-    """The operations of each rank that wait for thread blocks in this simulation's order."""
+    """Return the operations of each rank that wait for thread blocks in this simulation's order."""
     _, delayed = _run(programs, budget=budget)
     return [[one for one, mark in rank if mark] for rank in delayed]
 
@@ -73,8 +73,7 @@ def delayed_operations(
 def most_blocks(program: Sequence[Operation]) -> int:
     """Return a bound of the thread blocks that a rank's operations hold at once, in any order.
 
-    A stream runs one operation at a time. No operation waits for blocks on a GPU that has as many
-    as this.
+    A stream runs one operation at a time. No operation waits for blocks on a GPU with this many.
     """
     largest: Counter[Hashable] = Counter()
     for operation in program:
@@ -90,8 +89,8 @@ def _run(
 ) -> tuple[_Marks, _Marks]:
     """Mark the operations that start, and those that have to wait for thread blocks.
 
-    Messages and collectives start at once if there are blocks for them. Of the computations that
-    can start the latest is first, so some ranks run ahead of others.
+    Messages and collectives start at once if there are blocks for them. Among the computations that
+    can start, the latest runs first, so some ranks run ahead of others.
     """
     waits = _Waits.of(programs, one_queue=one_queue)
     ranks = [rank for rank, program in enumerate(programs) for _ in program]
@@ -131,15 +130,15 @@ def _by_rank(programs: Sequence[Sequence[Operation]], marks: bytearray) -> _Mark
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waits:
-    """Which operations wait for which; each has a number, rank after rank.
+    """Dependencies of the operations, which are numbered rank by rank.
 
     Attributes:
         first: Number of each rank's first operation.
-        missing: By operation: how many it still waits for.
-        ends: By operation: those that wait for its end.
-        starts: By operation: those that wait for its start alone; empty: none do.
-        parts: The operations that meet, by each of them.
-        absent: By the first operation of a meeting: how many have not started.
+        missing: Number of operations that each operation still waits for.
+        ends: Operations that wait for the end of each operation.
+        starts: Operations that wait only for the start of each operation. Empty if there are none.
+        parts: Members of a message or collective, by each of its operations.
+        absent: Number of members that have not started, by the first of them.
     """
 
     first: list[int]
@@ -151,7 +150,7 @@ class _Waits:
 
     @classmethod
     def of(cls, programs: Sequence[Sequence[Operation]], *, one_queue: bool) -> _Waits:
-        """Return the waits of the operations of all ranks."""
+        """Return the dependencies of the operations of all ranks."""
         first = [0, *accumulate(map(len, programs))]
         missing = [0] * first[-1]
         ends: list[list[int]] = [[] for _ in missing]
@@ -183,7 +182,7 @@ class _Waits:
         )
 
     def ended_by(self, number: int) -> list[int]:
-        """Return the operations that end when ``number`` starts: all that meet, with the last."""
+        """Return the operations that end when ``number`` starts: all members, with the last one."""
         members = self.parts.get(number)
         if members is None:
             return [number]
@@ -191,7 +190,7 @@ class _Waits:
         return [] if self.absent[members[0]] else members
 
     def woken_by(self, number: int, ended: list[int]) -> list[int]:
-        """Return the operations that wait no longer, now that ``number`` has started."""
+        """Return the operations that become ready when ``number`` starts."""
         ready = []
         for woken in chain(
             *(self.ends[one] for one in ended), self.starts[number] if self.starts else ()

@@ -1,4 +1,4 @@
-"""The closed forms are the simulator's numbers."""
+"""The closed-form costs of schedules match the simulator."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CHUNKS = {
     "dualpipe_v": (2,),
 }
 TIMES = [(120, 240, 120), (120, 360, 120), (120, 252, 108), (120, 300, 100)]
-"""Forward, whole backward, weight gradient: as in the papers, with recomputation, with attention,
-with both."""
+"""Times of forward, whole backward and weight gradient: as in the papers, with recomputation, with
+attention, with both."""
 
 
 def step_time(schedule: Schedule, times: tuple[int, int, int], *, latency: float) -> float:
@@ -34,7 +34,7 @@ def step_time(schedule: Schedule, times: tuple[int, int, int], *, latency: float
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_bubble_activations_and_waiting(name: str, p: int) -> None:
+def test_closed_form_costs_match_simulation(name: str, p: int) -> None:
     form = FAMILIES[name].cost
     for v in CHUNKS[name]:
         for m in range(form.least(p), 13):
@@ -61,7 +61,7 @@ def test_bubble_activations_and_waiting(name: str, p: int) -> None:
             )
 
 
-def test_the_papers_bubbles() -> None:
+def test_closed_form_bubbles_match_paper() -> None:
     # arXiv 2104.04473, section 2.2: (p - 1) / m, and (p - 1) / (v m) interleaved.
     assert FAMILIES["1f1b"].cost.bubble(8, 1, 1.0, 2.0, 1.0) / (16 * 3.0) == pytest.approx(7 / 16)
     assert FAMILIES["interleaved_1f1b"].cost.bubble(8, 4, 1.0, 2.0, 1.0) / (

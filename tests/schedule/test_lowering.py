@@ -1,6 +1,6 @@
 """Tests of lowering, which adds communication to a program.
 
-Messages come just in time, in the order of the sends, and never in an order that deadlocks.
+Receives are posted just in time, in the order of the sends, and without deadlock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECEIVES = {
 SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 BOUNDED = (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 2))
-"""Schedules, and their chunks, that keep a bounded number of receives open."""
+"""Schedules, with their number of chunks, that keep a bounded number of receives open."""
 
 
 def order_of(text: str, p: int, v: int, m: int) -> Schedule:
@@ -37,7 +37,7 @@ def order_of(text: str, p: int, v: int, m: int) -> Schedule:
 
 
 def most_open(program: tuple[Action, ...]) -> int:
-    """The most receives that are posted and not yet used at any time."""
+    """Return the largest number of receives that are posted and not yet used."""
     open_now: set[Action] = set()
     most = 0
     for action in program:
@@ -50,7 +50,7 @@ def most_open(program: tuple[Action, ...]) -> int:
 
 @given(compute_orders())
 @settings(max_examples=150, deadline=None)
-def test_any_order_that_can_run_is_lowered_without_deadlock(order: Schedule) -> None:
+def test_executable_order_is_lowered_without_deadlock(order: Schedule) -> None:
     schedule = lower(order)
     verify_schedule(schedule, training=True)
     assert compute_order(schedule) == order
@@ -65,11 +65,11 @@ def test_any_order_that_can_run_is_lowered_without_deadlock(order: Schedule) -> 
                     Action(RECEIVES[action.kind], action.stage, action.microbatch)
                 )
                 if action.kind is ActionKind.RECEIVE_BACKWARD:
-                    # Its shape is that of the forward's result.
+                    # The gradient has the shape of the forward's output.
                     assert Action(ActionKind.FORWARD, action.stage, action.microbatch) in done
 
 
-def test_hidden_states_are_asked_for_a_computation_ahead() -> None:
+def test_forward_receives_are_posted_one_computation_ahead() -> None:
     for name, v in (*BOUNDED, ("interleaved_1f1b", 2)):
         for program in build(name, 4, v, 16).programs:
             computations = [action for action in program if action.kind in COMPUTE]
@@ -86,27 +86,25 @@ def test_hidden_states_are_asked_for_a_computation_ahead() -> None:
 @pytest.mark.parametrize(
     ("text", "lowered"),
     [
-        # Neither rank may send before both have posted: the gradient of microbatch 0 and the hidden
-        # state of 1 cross.
+        # The gradient of microbatch 0 and the hidden state of 1 cross, so both ranks must post
+        # their receives before either sends.
         (
             "F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1",
             "F0.0 SF0.0 RB0.0 F0.1 SF0.1 RB0.1 B0.0 B0.1 R0\nRF1.0 F1.0 RF1.1 B1.0 SB1.0 F1.1 "
             "B1.1 SB1.1 R1",
         ),
-        # Sent in the order 0, 1, needed in the order 1, 0: the receive of 0 is posted first all the
-        # same.
+        # Sent in order 0, 1 but needed in order 1, 0: the receive of 0 is still posted first.
         ("F0.0 F0.1 B0.0 B0.1\nF1.1 B1.1 F1.0 B1.0", None),
-        # Split: the reduction after the last weight gradient, wherever the last backward is.
+        # Split backward: the reduction follows the last weight gradient.
         (
             "F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0",
             "F0.0 SF0.0 RB0.0 B0.0 W0.0 R0\nRF1.0 F1.0 B1.0 SB1.0 W1.0 R1",
         ),
-        # Long ahead: rank 1 computes 0 and 1 only after its own long way, but rank 0 is not held
-        # up.
+        # Rank 1 uses the microbatches in reverse order, but does not block rank 0.
         ("F0.0 F0.1 F0.2 B0.0 B0.1 B0.2\nF1.2 F1.1 F1.0 B1.2 B1.1 B1.0", None),
     ],
 )
-def test_what_crosses_is_posted_in_time(text: str, lowered: str | None) -> None:
+def test_receives_are_posted_in_send_order(text: str, lowered: str | None) -> None:
     m = 1 + max(int(word[-1]) for word in text.split())
     schedule = lower(order_of(text, 2, 1, m))
     verify_schedule(schedule, training=True)
@@ -121,13 +119,13 @@ def test_what_crosses_is_posted_in_time(text: str, lowered: str | None) -> None:
 
 
 @pytest.mark.parametrize(("name", "v"), BOUNDED)
-def test_few_receives_are_open_whatever_the_size(name: str, v: int) -> None:
+def test_open_receives_are_bounded_at_any_size(name: str, v: int) -> None:
     for p, m in ((2, 4), (4, 8), (4, 64), (4, 65), (8, 40), (16, 50)):
         for training in (True, False):
             assert max(map(most_open, build(name, p, v, m, training).programs)) <= 4
 
 
-def test_with_interleaving_as_many_are_open_as_arrive_early() -> None:
+def test_open_receives_of_interleaved_schedules_are_bounded() -> None:
     for p, v, m in (
         (2, 2, 8),
         (4, 2, 8),
@@ -148,7 +146,7 @@ def test_with_interleaving_as_many_are_open_as_arrive_early() -> None:
         )
 
 
-def test_reductions_follow_the_last_gradient_at_once() -> None:
+def test_reduction_follows_last_gradient_directly() -> None:
     for name, v in (("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)):
         for program in build(name, 4, v, 8).programs:
             last = ActionKind.WEIGHT if name.startswith("zb") else ActionKind.BACKWARD
@@ -158,7 +156,7 @@ def test_reductions_follow_the_last_gradient_at_once() -> None:
                     assert (before.kind, before.stage, before.microbatch) == (last, action.stage, 7)
 
 
-def test_stages_next_to_each_other_on_a_rank_hand_over_locally() -> None:
+def test_adjacent_stages_on_one_rank_send_no_messages() -> None:
     for schedule in (build("zb_v", 4, 2, 4), build("dualpipe_v", 4, 2, 4)):
         for action in schedule.programs[3]:
             assert action.kind is not ActionKind.SEND_FORWARD or action.stage == 4
@@ -182,14 +180,14 @@ def test_stages_next_to_each_other_on_a_rank_hand_over_locally() -> None:
         ),
     ],
 )
-def test_orders_that_cannot_run_are_named(text: str, words: str) -> None:
+def test_invalid_order_is_refused(text: str, words: str) -> None:
     with pytest.raises(ScheduleError) as error:
         lower(order_of(text, 2, 1, 2))
     assert words in str(error.value) and words in error.value.reason
     assert "-->" in str(error.value) or "one per rank" in words
 
 
-def test_the_placement_decides_who_sends() -> None:
+def test_programs_of_other_placement_are_refused() -> None:
     loop = build("interleaved_1f1b", 2, 2, 2)
     assert any(action.kind in SENDS and action.stage == 1 for action in loop.programs[1])
     with pytest.raises(ScheduleError, match="is on rank"):
@@ -198,9 +196,8 @@ def test_the_placement_decides_who_sends() -> None:
         lower(dataclasses.replace(compute_order(loop), placement="v"))
 
 
-def test_the_work_of_building_grows_with_the_actions() -> None:
-    """Every rank builds the whole schedule, and large ones have millions of actions: eight times as
-    many take about eight times as long."""
+def test_build_time_grows_linearly_with_actions() -> None:
+    """Every rank builds the whole schedule, which may have millions of actions."""
 
     def seconds(m: int) -> float:
         order = compute_order(build("interleaved_1f1b", 16, 4, m))

@@ -1,5 +1,4 @@
-"""NCCL's rules on paper: what our programs become there runs to its end, and what would hang is
-known to hang."""
+"""Programs simulated by NCCL's rules: all schedules complete, and known hangs are detected."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ EARLY = (
     "RF2.0 F0.0 SF0.0 F2.0 RB2.0 RB0.0 SF2.0 B2.0 SB2.0 R2 B0.0 R0",
     "RF1.0 RF3.0 F1.0 SF1.0 F3.0 RB1.0 B3.0 SB3.0 R3 B1.0 SB1.0 R1",
 )
-"""Lowered gpipe p2 v2 m1 from before receives waited for one another: B0.0 is asked for while B2.0
-is on its way."""
+"""Earlier lowering of gpipe p2 v2 m1, which posts the receive of B0.0 while B2.0 is in flight."""
 
 
 def runs(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> bool:
@@ -36,8 +34,10 @@ def runs(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> bool
 @pytest.mark.parametrize(
     ("sizes", "habits"), [(SIZES, Habits()), (((2, 3), (4, 4)), FOUR_EACH)], ids=["alone", "groups"]
 )
-def test_every_schedule_runs(name: str, sizes: tuple[Any, ...], habits: Habits) -> None:
-    """Also with the collectives of other groups."""
+def test_every_schedule_runs_to_completion(
+    name: str, sizes: tuple[Any, ...], habits: Habits
+) -> None:
+    """The second case adds the collectives of tensor groups and replicas."""
     schedules = list(every(name, sizes))
     assert schedules
     for schedule, first_step, one_queue in itertools.product(schedules, *[(True, False)] * 2):
@@ -47,15 +47,14 @@ def test_every_schedule_runs(name: str, sizes: tuple[Any, ...], habits: Habits) 
 
 @given(compute_orders())
 @settings(max_examples=60, deadline=None)
-def test_any_order_of_a_user_runs(order: Schedule) -> None:
+def test_custom_order_runs_to_completion(order: Schedule) -> None:
     schedule = lower(order)
     assert runs(schedule, Habits(), one_queue=True)
-    # What learns the shapes in a first step holds up a shared queue until it is needed: there an
-    # odd order may hang.
+    # In a first step, receives of shapes block a shared queue, so unusual orders may hang there.
     assert runs(schedule, Habits(first_step=True))
 
 
-def test_a_receive_behind_one_that_waits_holds_up_a_shared_queue() -> None:
+def test_early_receive_hangs_shared_queue_and_is_refused() -> None:
     early = from_text("early", 2, 2, 1, *EARLY)
     assert runs(early, Habits()) and not runs(early, Habits(), one_queue=True)
     with pytest.raises(
@@ -74,9 +73,7 @@ def test_a_receive_behind_one_that_waits_holds_up_a_shared_queue() -> None:
     ],
     ids=["1f1b", "zb_h1", "interleaved_1f1b"],
 )
-def test_connections_that_are_made_when_they_are_first_used_hang(
-    name: str, v: int, programs: tuple[str, str]
-) -> None:
+def test_lazy_connections_hang(name: str, v: int, programs: tuple[str, str]) -> None:
     """Check that lazy connections hang if both ranks first call different channels.
 
     Each host then waits for the other's.
@@ -93,9 +90,8 @@ def test_one_communicator_for_both_directions_hangs(name: str) -> None:
             assert not runs(schedule, Habits(one_communicator=True)), schedule.describe()
 
 
-def test_orders_that_differ_between_the_ranks_of_a_group_hang() -> None:
-    """Two groups' collectives, each waited for at once, in one order here and in the other
-    there."""
+def test_different_collective_orders_on_ranks_hang() -> None:
+    """Two ranks wait for the collectives of two groups in opposite orders."""
 
     def rank(*groups: str) -> list[Operation]:
         program: list[Operation] = []
@@ -113,7 +109,7 @@ def test_orders_that_differ_between_the_ranks_of_a_group_hang() -> None:
     assert second is not None and second.name == "after context"
 
 
-def test_a_message_that_nobody_takes_hangs() -> None:
+def test_message_without_receive_hangs() -> None:
     given = operations(build("1f1b", 2, 1, 2), Habits())
     given[1] = given[1][:2]
     assert stuck_operations(given)[0] is not None

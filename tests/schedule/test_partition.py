@@ -1,4 +1,4 @@
-"""No layer is lost, no split is better, and mistakes name the mend."""
+"""Tests of layer partitioning: complete, optimal, and with errors that name the fix."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def key(
     """Return the sort key that the best split minimizes.
 
     It compares the largest stage, the evenness, the first and the last stage, and the boundaries,
-    so that remainders come late."""
+    so that later stages get the remainder."""
     exact = [Fraction(str(cost)) for cost in layers]
     stages = [sum(exact[start:stop], Fraction(0)) for start, stop in pairwise(bounds)]
     stages[0] += Fraction(str(first))
@@ -43,7 +43,7 @@ def key(
 
 @given(costs, st.data())
 @settings(max_examples=200, deadline=None)
-def test_the_split_is_the_best_of_all(layers: list[float], data: st.DataObject) -> None:
+def test_partition_is_optimal(layers: list[float], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(layers)))
     first, last = (data.draw(st.sampled_from([0.0, 0.5, 3.0])) for _ in range(2))
     ranges = partition_layers(layers, num_stages=num_stages, first_cost=first, last_cost=last)
@@ -56,7 +56,7 @@ def test_the_split_is_the_best_of_all(layers: list[float], data: st.DataObject) 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60), st.data())
 @settings(max_examples=200, deadline=None)
-def test_no_layer_is_dropped(layers: list[float], data: st.DataObject) -> None:
+def test_partition_covers_all_layers(layers: list[float], data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, len(layers)))
     ends = data.draw(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)))
     ranges = partition_layers(layers, num_stages=num_stages, first_cost=ends[0], last_cost=ends[1])
@@ -80,13 +80,15 @@ def test_no_layer_is_dropped(layers: list[float], data: st.DataObject) -> None:
         (105, 35, [3] * 35),
     ],
 )
-def test_remainders_avoid_the_ends(num_layers: int, num_stages: int, expected: list[int]) -> None:
-    # 0.1 is not exact in binary: ties must be found all the same.
+def test_remainder_layers_prefer_inner_stages(
+    num_layers: int, num_stages: int, expected: list[int]
+) -> None:
+    # 0.1 is not exact in binary, but ties must still be found.
     for cost in (1, 0.1):
         assert counts(partition_layers([cost] * num_layers, num_stages=num_stages)) == expected
 
 
-def test_embedding_and_head_count() -> None:
+def test_partition_accounts_for_embedding_and_head() -> None:
     assert counts(partition_layers([1] * 8, num_stages=4, last_cost=1)) == [2, 2, 3, 1]
     assert counts(partition_layers([1] * 8, num_stages=4, first_cost=1, last_cost=1)) == [
         1,
@@ -103,7 +105,7 @@ def names(num_layers: int) -> list[str]:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 3))
-def test_an_explicit_split_by_counts_or_by_names(wanted: list[int], depth: int) -> None:
+def test_explicit_partition_by_counts_or_names(wanted: list[int], depth: int) -> None:
     layers = names(sum(wanted))
     ranges = explicit_partition(wanted, layers=layers, num_stages=len(wanted))
     assert counts(ranges) == wanted
@@ -114,7 +116,7 @@ def test_an_explicit_split_by_counts_or_by_names(wanted: list[int], depth: int) 
     assert explicit_partition(first, layers=layers, num_stages=len(wanted)) == ranges
 
 
-def test_names_are_taken_whole() -> None:
+def test_layer_name_components_match_exactly() -> None:
     layers = ["h.a1", "h.1", "h.11", "h.21"]
     assert explicit_partition(["a1", "11", "21"], layers=layers, num_stages=3) == (
         (0, 2),
@@ -124,7 +126,7 @@ def test_names_are_taken_whole() -> None:
     assert explicit_partition(("h.a1", "1"), layers=layers, num_stages=2) == ((0, 1), (1, 4))
 
 
-def test_a_name_of_two_layers_is_refused() -> None:
+def test_ambiguous_layer_name_is_refused() -> None:
     layers = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
     with pytest.raises(ValueError, match=r"'encoder.block.1' or 'decoder.block.1'. Write the full"):
         explicit_partition(["encoder.block.0", "block.1"], layers=layers, num_stages=2)
@@ -161,7 +163,7 @@ def test_a_name_of_two_layers_is_refused() -> None:
         (["0", "2", "blocks.2"], 6, ["out of order", "stage 2 starts with 'blocks.2'"]),
     ],
 )
-def test_explicit_splits_that_do_not_fit(
+def test_invalid_explicit_partition_is_refused(
     partition: list, num_layers: int, words: list[str]
 ) -> None:
     with raises_with(words):
@@ -190,26 +192,24 @@ def ranges_of(model: nn.Module, p: int, **options: Any) -> tuple[tuple[int, int]
     ("vocabulary", "expected"),
     [
         (8, [2, 2, 2, 2]),
-        (64, [2, 2, 3, 1]),  # the head is a layer
-        # the head is four layers, the embedding half a one: no reason yet to take one from the
+        (64, [2, 2, 3, 1]),  # the head costs one layer
+        # the head costs four layers and the embedding half a layer, too little to move one off the
         # first stage
         (
             256,
             [2, 2, 3, 1],
         ),
-        (512, [1, 3, 3, 1]),  # the embedding is a layer
+        (512, [1, 3, 3, 1]),  # the embedding costs one layer
     ],
 )
-def test_the_head_costs_what_it_multiplies_and_the_embedding_an_eighth(
-    vocabulary: int, expected: list[int]
-) -> None:
+def test_embedding_costs_one_eighth_of_head(vocabulary: int, expected: list[int]) -> None:
     with torch.device("meta"):
         model = Model(vocabulary=vocabulary)
     assert counts(ranges_of(model, 4)) == expected
     assert ranges_of(model, 4, partition=["0", "blocks.1", "2", "blocks.7"])[2] == (2, 7)
 
 
-def test_experts_cost_what_a_token_meets_of_them() -> None:
+def test_only_active_experts_count_as_cost() -> None:
     mixture = nn.Module()
     mixture.top_k, mixture.experts = 2, nn.Module()
     mixture.experts.num_experts = 16
@@ -218,7 +218,7 @@ def test_experts_cost_what_a_token_meets_of_them() -> None:
     assert counts(ranges_of(Model(layers=[*dense, mixture, mixture]), 2)) == [4, 2]
 
 
-def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
+def test_repeated_layer_counts_each_time() -> None:
     assert ranges_of(Model(layers=[nn.Linear(8, 64)] * 4), 2) == ((0, 2), (2, 4))
 
 
@@ -243,7 +243,7 @@ def test_a_layer_that_is_there_twice_is_no_layer_less() -> None:
         (1, 2, 1, ["pipeline_parallel_size=1"]),
     ],
 )
-def test_too_few_layers_for_the_stages(num_layers: int, p: int, v: int, words: list[str]) -> None:
+def test_too_few_layers_are_refused(num_layers: int, p: int, v: int, words: list[str]) -> None:
     check_num_layers(p * v, pipeline_parallel_size=p, virtual_pipeline_size=v)
     with raises_with(words):
         check_num_layers(num_layers, pipeline_parallel_size=p, virtual_pipeline_size=v)
@@ -261,6 +261,6 @@ def test_too_few_layers_for_the_stages(num_layers: int, p: int, v: int, words: l
         ({"costs": [1], "num_stages": 0}, ["num_stages=0"]),
     ],
 )
-def test_costs_that_cannot_be_split(kwargs: dict, words: list[str]) -> None:
+def test_invalid_costs_are_refused(kwargs: dict, words: list[str]) -> None:
     with raises_with(words):
         partition_layers(kwargs.pop("costs"), **kwargs)

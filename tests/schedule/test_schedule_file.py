@@ -1,5 +1,4 @@
-"""Schedules from CSV files, and a user's own functions: the same proofs, and mistakes named by
-line."""
+"""Schedules from CSV files and from user functions: verified, with errors that name the line."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def written(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
-def test_a_dumped_schedule_is_loaded_as_it_was(tmp_path: Path, name: str) -> None:
+def test_dumped_schedule_is_loaded_unchanged(tmp_path: Path, name: str) -> None:
     v = {"1f1b": 1, "zb_h1": 1, "gpipe": 3}.get(name, 2)
     schedule = build(name, 4, v, 7)
     dump_schedule(schedule, tmp_path / f"{name}.csv")
@@ -50,7 +49,7 @@ def test_a_dumped_schedule_is_loaded_as_it_was(tmp_path: Path, name: str) -> Non
 
 @given(order=compute_orders())
 @settings(max_examples=40, deadline=None)
-def test_any_order_survives_a_file(
+def test_any_order_round_trips_through_file(
     tmp_path_factory: pytest.TempPathFactory, order: Schedule
 ) -> None:
     path = tmp_path_factory.mktemp("orders") / "random.csv"
@@ -61,7 +60,7 @@ def test_any_order_survives_a_file(
     assert loaded.programs == lower(order).programs
 
 
-def test_a_file_keeps_the_columns_in_step_with_time(tmp_path: Path) -> None:
+def test_file_columns_are_aligned_in_time(tmp_path: Path) -> None:
     dump_schedule(build("1f1b", 2, 1, 2), tmp_path / "a.csv")
     assert (
         (tmp_path / "a.csv").read_text()
@@ -69,7 +68,7 @@ def test_a_file_keeps_the_columns_in_step_with_time(tmp_path: Path) -> None:
     )
 
 
-def test_the_file_of_the_docstring_is_a_schedule(tmp_path: Path) -> None:
+def test_docstring_example_is_valid_schedule(tmp_path: Path) -> None:
     shown = [
         line.strip()
         for line in (inspect.getdoc(schedule_file) or "").splitlines()
@@ -87,7 +86,7 @@ def test_blanks_comments_and_quotes_are_skipped(tmp_path: Path) -> None:
     assert load_schedule(written(tmp_path, text)).programs == build("1f1b", 2, 1, 2).programs
 
 
-def test_the_placement_is_found_out(tmp_path: Path) -> None:
+def test_placement_is_detected_from_file(tmp_path: Path) -> None:
     path = written(tmp_path, IN_A_V)
     assert schedule_placement(path) == "v"
     schedule = build(path, 2, 2, 1)
@@ -137,7 +136,7 @@ def test_the_placement_is_found_out(tmp_path: Path) -> None:
         ("F0.0,W0.0,B0.0\nF1.0,B1.0,W1.0", ["line 1 at W0.0", "needs B0.0"]),
     ],
 )
-def test_a_faulty_file_is_named_with_line_action_and_mend(
+def test_error_of_invalid_file_names_line_and_action(
     tmp_path: Path, text: str, words: list[str]
 ) -> None:
     path = written(tmp_path, text)
@@ -146,14 +145,14 @@ def test_a_faulty_file_is_named_with_line_action_and_mend(
             load(path)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x80")
     for name in ("nowhere.csv", "bytes.csv"):
         with pytest.raises(ValueError, match=rf"{name} cannot be read as a schedule"):
             build(str(tmp_path / name), 2, 1, 2)
 
 
-def test_a_file_is_for_its_own_sizes_only(tmp_path: Path) -> None:
+def test_file_with_other_sizes_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD)
     assert schedule_microbatches(path) == 2
     check_schedule(path, pipeline_parallel_size=2)
@@ -193,7 +192,7 @@ def in_a_v(p: int, v: int, m: int) -> list[list[Action]]:
     ]
 
 
-def test_a_schedule_of_ones_own_is_lowered_and_proven() -> None:
+def test_custom_schedule_is_lowered_and_verified() -> None:
     mine = CustomSchedule("mine", all_forwards_first)
     assert build(mine, 3, 1, 4).programs == build("gpipe", 3, 1, 4).programs
     assert build(mine, 3, 1, 4).name == "mine"
@@ -203,7 +202,7 @@ def test_a_schedule_of_ones_own_is_lowered_and_proven() -> None:
     assert schedule_microbatches(mine) is None
 
 
-def test_a_schedule_of_ones_own_in_a_v() -> None:
+def test_custom_schedule_with_v_placement() -> None:
     mine = CustomSchedule("mine", in_a_v, placement="v")
     for m in (1, 2, 5):
         assert build(mine, 3, 2, m).stages_of(1) == (1, 4)
@@ -215,7 +214,7 @@ def test_a_schedule_of_ones_own_in_a_v() -> None:
             check_schedule(mine, pipeline_parallel_size=3, virtual_pipeline_size=v)
 
 
-def test_mistakes_of_ones_own_schedule() -> None:
+def test_invalid_custom_schedule_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"mine p2 v1 m2: B1\.1 needs F1\.1 before it"):
         build(CustomSchedule("mine", backwards_first), 2, 1, 2)
     with pytest.raises(ScheduleError, match=r"rank 1 at B1\.0 waits for B2\.0, which is missing"):

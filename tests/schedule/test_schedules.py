@@ -1,4 +1,4 @@
-"""Tests of the guarantees of schedules: order, memory, names, and a proof of each."""
+"""Tests of the guarantees of schedules: order, memory, names and verification."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def allowed(name: str, p: int, v: int) -> bool:
 
 @pytest.mark.parametrize("p", range(1, 8))
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
-def test_every_size_is_proven(name: str, p: int) -> None:
+def test_every_size_is_verified(name: str, p: int) -> None:
     for v in range(1, 5):
         for m in range(1, 18):
             if not allowed(name, p, v):
                 continue
-            schedule = build(name, p, v, m)  # verified as it is built
+            schedule = build(name, p, v, m)  # build verifies the schedule
             assert schedule.num_stages == p * v
             assert len(schedule.programs) == p
             assert schedule.placement == schedule_placement(name)
@@ -75,13 +75,13 @@ def test_every_size_is_proven(name: str, p: int) -> None:
 @pytest.mark.parametrize(
     ("p", "v", "m"), [(11, 2, 21), (13, 3, 38), (16, 2, 31), (16, 4, 47), (31, 2, 61), (9, 6, 17)]
 )
-def test_large_sizes_with_a_remainder(p: int, v: int, m: int) -> None:
+def test_large_schedules_with_remainder_are_built(p: int, v: int, m: int) -> None:
     for name in ("gpipe", "interleaved_1f1b"):
         assert build(name, p, v, m).num_microbatches == m
 
 
 @pytest.mark.parametrize("p", range(1, 7))
-def test_evaluation_has_forwards_alone(p: int) -> None:
+def test_evaluation_has_only_forwards(p: int) -> None:
     for v in range(1, 5 if p > 1 else 2):
         for m in range(1, 18):
             for name in ("auto", "zb_v") if v == 2 else ("auto",):
@@ -97,7 +97,7 @@ def test_evaluation_has_forwards_alone(p: int) -> None:
                 }
 
 
-def test_the_peak_is_the_most_held_at_any_time() -> None:
+def test_peak_in_flight_is_maximum_over_program() -> None:
     program = [
         Action.parse(word) for word in ("F0.0", "F0.1", "B0.0", "B0.1", "F0.2", "B0.2", "R0")
     ]
@@ -105,7 +105,7 @@ def test_the_peak_is_the_most_held_at_any_time() -> None:
     assert peak_in_flight([]) == 0
 
 
-def test_1f1b_holds_what_the_paper_says() -> None:
+def test_1f1b_peak_memory_matches_paper() -> None:
     for p in range(1, 9):
         for m in range(1, 18):
             orders = generators.one_f_one_b(p, 1, m)
@@ -114,7 +114,7 @@ def test_1f1b_holds_what_the_paper_says() -> None:
             ]
 
 
-def test_interleaved_holds_what_its_docstring_says() -> None:
+def test_interleaved_peak_memory_matches_docstring() -> None:
     for p in range(2, 9):
         for v in range(2, 5):
             for m in range(1, 18):
@@ -125,7 +125,7 @@ def test_interleaved_holds_what_its_docstring_says() -> None:
                     )
 
 
-def test_gradients_of_a_stage_are_summed_in_the_order_of_microbatches() -> None:
+def test_gradients_are_accumulated_in_microbatch_order() -> None:
     for name, v in (
         ("gpipe", 1),
         ("gpipe", 3),
@@ -147,8 +147,7 @@ def test_gradients_of_a_stage_are_summed_in_the_order_of_microbatches() -> None:
 
 
 def in_parts(timeline: str, columns: int) -> list[str]:
-    """The lines of a timeline of p < 10 ranks, cut into parts of so many columns of five
-    characters, one part below the other."""
+    """Return the lines of a timeline of p < 10 ranks, wrapped after ``columns`` columns."""
     lines = timeline.splitlines()
     width = 5 * columns
     starts = range(8, max(map(len, lines)), width)
@@ -167,7 +166,7 @@ def in_parts(timeline: str, columns: int) -> list[str]:
         (generators.dualpipe_v, ["dualpipe_v"], 2, 8, True, 17),
     ],
 )
-def test_docstrings_show_the_timeline(
+def test_docstrings_show_simulated_timeline(
     function: object, names: list[str], v: int, m: int, training: bool, columns: int
 ) -> None:
     drawn = [
@@ -180,12 +179,12 @@ def test_docstrings_show_the_timeline(
 
 
 def ranks_of(documented: object) -> list[str]:
-    """The lines of ranks in a docstring."""
+    """Return the lines of ranks in a docstring."""
     lines = (inspect.getdoc(documented) or "").splitlines()
     return [line.strip() for line in lines if re.match(r"rank \d", line.strip())]
 
 
-def test_the_printed_programs_are_those_of_the_docstring() -> None:
+def test_docstring_shows_printed_programs() -> None:
     shown = ranks_of(actions)
     schedule = build("1f1b", 2, 1, 2)
     assert shown == schedule.text().splitlines()
@@ -194,12 +193,12 @@ def test_the_printed_programs_are_those_of_the_docstring() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F", "F3", "X3.1", "R3.1", "F-1.0", "F3.1 ", "f3.1", "SF.1"])
-def test_what_is_not_an_action(text: str) -> None:
+def test_invalid_action_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"such as F3\.1"):
         Action.parse(text)
 
 
-def test_the_result_is_cached() -> None:
+def test_built_schedules_are_cached() -> None:
     assert build("auto", 4, 2, 8) is build("interleaved_1f1b", 4, 2, 8)
     assert build("auto", 4, 1, 8).name == "1f1b"
     assert build("zb_v", 4, 2, 8, training=False) is build("dualpipe_v", 4, 2, 8, training=False)
@@ -243,7 +242,7 @@ def test_the_result_is_cached() -> None:
         ("auto", 2, 1.5, 1, ["virtual_pipeline_size=1.5"]),
     ],
 )
-def test_mistakes_are_named_with_the_mend(
+def test_invalid_name_or_size_is_refused(
     name: str, p: int, v: int, m: int, words: list[str]
 ) -> None:
     with pytest.raises(ValueError) as error:
@@ -256,7 +255,7 @@ def test_mistakes_are_named_with_the_mend(
         assert str(earlier.value) == str(error.value)
 
 
-def test_the_placement_and_the_microbatches_of_a_name() -> None:
+def test_placement_and_microbatches_of_named_schedules() -> None:
     assert {
         name: schedule_placement(name) for name in SCHEDULES if schedule_placement(name) == "v"
     } == dict.fromkeys(V_SHAPED, "v")
@@ -266,7 +265,7 @@ def test_the_placement_and_the_microbatches_of_a_name() -> None:
 
 
 @pytest.mark.parametrize(("p", "v"), [(1, 2), (2, 3), (3, 2), (4, 3)])
-def test_any_group_size_keeps_the_bubble_and_bounds_the_memory(p: int, v: int) -> None:
+def test_group_size_keeps_bubble_and_bounds_memory(p: int, v: int) -> None:
     for m in (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 17, 20):
         for group_size in (p, p + 1, 2 * p, 3 * p - 1, 40):
             orders = generators.interleaved_one_f_one_b(p, v, m, group_size)
@@ -281,7 +280,7 @@ def test_any_group_size_keeps_the_bubble_and_bounds_the_memory(p: int, v: int) -
 
 
 def microbatch_groups(order: tuple[Action, ...], p: int) -> list[list[Action]]:
-    """The runs of forwards of the first rank through one chunk."""
+    """Return the runs of consecutive forwards of one chunk."""
     forwards = [action for action in order if action.kind is ActionKind.FORWARD]
     return [list(run) for _, run in itertools.groupby(forwards, key=lambda action: action.stage)]
 
@@ -300,13 +299,15 @@ def microbatch_groups(order: tuple[Action, ...], p: int) -> list[list[Action]]:
         ("auto", 1, 4, ["group_size=4", "only, but schedule='1f1b'"]),
     ],
 )
-def test_group_sizes_that_cannot_be(name: str, v: int, group_size: int, words: list[str]) -> None:
+def test_invalid_group_size_is_refused(
+    name: str, v: int, group_size: int, words: list[str]
+) -> None:
     with raises_with(words):
         build(name, 4, v, 8, group_size=group_size)
 
 
-def test_the_front_door_needs_neither_torch_nor_matplotlib() -> None:
-    # An empty package stands in for lightning_ptdp, whose own front door may import torch.
+def test_schedule_package_imports_neither_torch_nor_matplotlib() -> None:
+    # An empty package replaces lightning_ptdp, whose own __init__ may import torch.
     package = repr(str(next(iter(sys.modules["lightning_ptdp"].__path__))))
     code = (
         "import sys, types; package = types.ModuleType('lightning_ptdp'); "

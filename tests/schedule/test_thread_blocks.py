@@ -1,7 +1,7 @@
 """Thread blocks of a GPU that messages and collectives hold.
 
-A receive that was posted early holds its blocks until its send arrives. With few blocks per message
-every schedule fits on an H100, whatever the order of events."""
+A receive that was posted early holds its blocks until its send arrives. With few blocks per
+message, every schedule fits on an H100 in any order of events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bound(schedule: Schedule, habits: Habits) -> int:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_operation_of_a_schedule_ever_waits_for_blocks(name: str) -> None:
+def test_thread_blocks_of_every_schedule_fit_on_h100(name: str) -> None:
     """Check the bound, which holds in any order of events.
 
     One more collective fits, because reductions in two levels have two communicators.
@@ -52,7 +52,7 @@ def test_no_operation_of_a_schedule_ever_waits_for_blocks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_runs_within_the_budget(name: str) -> None:
+def test_every_schedule_runs_within_block_budget(name: str) -> None:
     for schedule, one_queue in itertools.product(every(name, ((2, 4), (3, 6))), (False, True)):
         assert runs(schedule, FEW, H100, one_queue=one_queue), schedule.describe()
 
@@ -67,7 +67,7 @@ def test_every_schedule_runs_within_the_budget(name: str) -> None:
         ("interleaved_1f1b", 4, A100),
     ],
 )
-def test_messages_of_32_blocks_leave_none_for_a_collective(name: str, p: int, budget: int) -> None:
+def test_messages_with_32_blocks_delay_collectives(name: str, p: int, budget: int) -> None:
     schedule = build(name, p, 2, 4 * p)
     assert bound(schedule, MANY) > H100
     assert "tensor" in delayed(schedule, MANY, budget)
@@ -83,7 +83,7 @@ def delayed(schedule: Schedule, habits: Habits, budget: int) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
-def test_receives_posted_ahead(name: str) -> None:
+def test_receives_posted_ahead_stay_within_documented_bounds(name: str) -> None:
     """Check the table in docs/machines.md."""
     sizes = [*itertools.product((2, 3, 4, 5), range(1, 17)), (8, 16), (8, 32)]
     for schedule in every(name, sizes):
@@ -103,7 +103,7 @@ def in_docs(name: str, schedule: Schedule) -> tuple[int, int]:
 
 
 def posted_ahead(schedule: Schedule) -> tuple[int, int]:
-    """Return how many receives, and on how many channels, a rank has posted at most at once."""
+    """Return the largest numbers of receives, and of their channels, posted at once on a rank."""
     kinds = {message.receive: kind for kind, message in MESSAGES.items()}
     receives = channels = 0
     for program in schedule.programs:
@@ -118,8 +118,8 @@ def posted_ahead(schedule: Schedule) -> tuple[int, int]:
     return receives, channels
 
 
-def test_a_posted_receive_holds_its_blocks_until_its_send_arrives() -> None:
-    """Check a collective that the sender needs before it sends."""
+def test_posted_receive_holds_blocks_until_send_arrives() -> None:
+    """The sender needs a collective before it sends."""
 
     def message(*waits: int) -> Operation:
         return Operation(
@@ -133,6 +133,6 @@ def test_a_posted_receive_holds_its_blocks_until_its_send_arrives() -> None:
     assert delayed_operations(programs, budget=5) == [[], []]
     assert stuck_operations(programs, budget=4) == [collective, message(0)]
     assert delayed_operations(programs, budget=4) == [[collective], []]
-    # Blocks are free again after the message, so a collective that comes later has enough.
+    # The message frees its blocks, so a later collective has enough.
     programs = [[message(), collective], [message(), collective]]
     assert stuck_operations(programs, budget=4) == [None, None]

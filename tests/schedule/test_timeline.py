@@ -1,4 +1,4 @@
-"""Pictures and traces of timelines."""
+"""Plots and traces of timelines."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def timeline(p: int = 4, v: int = 2, m: int = 8, name: str = "auto", **costs: An
 
 
 def picture(folder: Path, *timelines: Timeline, **options: Any) -> np.ndarray:
-    """The pixels of a drawing."""
+    """Return the pixels of a plot."""
     draw_timelines(timelines, folder / "timeline.png", **options)
     return pixels(folder / "timeline.png")
 
 
 def pixels(path: Path) -> np.ndarray:
-    """(h, w, 3), 0 to 255."""
+    """Return the pixels of an image file, (h, w, 3), 0 to 255."""
     from PIL import Image
 
     return np.asarray(Image.open(path).convert("RGB")).astype(int)
@@ -55,7 +55,7 @@ def is_idle(row_w3: np.ndarray) -> np.ndarray:
 
 
 def rows_of(picture_hw3: np.ndarray, count: int) -> list[np.ndarray]:
-    """The middles of the ``count`` rows with boxes, found by their colours left of the numbers."""
+    """Return one pixel row of each of the ``count`` rows of boxes, found by their colours."""
     coloured = [bool(sum(shares(row)) > 0.2) for row in picture_hw3]
     edges = np.flatnonzero(np.diff([0, *coloured, 0]))
     runs = [
@@ -67,7 +67,7 @@ def rows_of(picture_hw3: np.ndarray, count: int) -> list[np.ndarray]:
     return [picture_hw3[start + 4] for start, _ in runs]
 
 
-def test_the_picture_has_the_width_and_the_colours(tmp_path: Path) -> None:
+def test_plot_has_requested_width_and_colours(tmp_path: Path) -> None:
     drawn = picture(tmp_path, timeline(), width=1600)
     assert drawn.shape[1] == 1600
     for row in rows_of(drawn, 4):
@@ -88,7 +88,7 @@ def test_weight_gradients_and_reductions_have_their_own_colours(tmp_path: Path) 
     assert purple == pytest.approx(0.93 * 4 / 31, abs=0.02)
 
 
-def test_stacked_timelines_have_one_time_axis(tmp_path: Path) -> None:
+def test_stacked_timelines_share_time_axis(tmp_path: Path) -> None:
     long, short = timeline(2, 1, 8), timeline(2, 1, 4)
     rows = rows_of(picture(tmp_path, long, short), 4)
     drawn = [float(np.flatnonzero(is_idle(row) | (row.sum(-1) < 720)).max()) for row in rows]
@@ -97,7 +97,7 @@ def test_stacked_timelines_have_one_time_axis(tmp_path: Path) -> None:
     assert (drawn[2] - left) / (drawn[0] - left) == pytest.approx(15 / 27, abs=0.01)
 
 
-def test_a_v_placement_has_the_second_chunk_light(tmp_path: Path) -> None:
+def test_second_chunk_of_v_placement_is_light(tmp_path: Path) -> None:
     row = rows_of(picture(tmp_path, timeline(2, 2, 1, "zb_v", backward=1)), 2)[1]
     forwards = [tuple(pixel) for pixel in row if shares(pixel[None])[BLUE]]
     # Rank 1 runs stage 1, its first chunk, and then stage 2.
@@ -118,17 +118,17 @@ def test_any_size_can_be_drawn(
     assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 
-def test_the_memory_curve_takes_its_place(tmp_path: Path) -> None:
+def test_memory_curve_increases_plot_height(tmp_path: Path) -> None:
     without, with_ = (picture(tmp_path, timeline(), memory=memory) for memory in (False, True))
     assert with_.shape[0] > without.shape[0] + 100
 
 
-def test_drawing_leaves_pyplot_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_does_not_import_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would fail
     draw_timelines([timeline()], tmp_path / "timeline.png")
 
 
-def test_without_matplotlib_the_error_says_what_to_install(
+def test_missing_matplotlib_error_names_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -136,7 +136,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
         draw_timelines([timeline()], tmp_path / "timeline.png")
 
 
-def test_the_trace_holds_every_span() -> None:
+def test_trace_contains_every_span() -> None:
     drawn = timeline(reduce=3)
     trace = json.loads(json.dumps(chrome_trace(drawn)))
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]

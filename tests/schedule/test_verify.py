@@ -1,5 +1,4 @@
-"""The verifier against valid schedules, against damaged ones, and against a slow oracle that reads
-like the definition."""
+"""Tests of the verifier on valid and damaged schedules, and against a slow oracle."""
 
 from __future__ import annotations
 
@@ -50,14 +49,16 @@ def changed(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
 
 
 def refuse(schedule: Schedule, *words: str) -> None:
-    """The verifier refuses the training schedule, and points at the fault."""
+    """Check that the verifier refuses the training schedule and marks the fault."""
     with raises_with(("-->", *words), ScheduleError):
         verify_schedule(schedule, training=True)
 
 
 def is_legal(schedule: Schedule) -> bool:
-    """The oracle, for permuted training schedules: try every rank in turn, blocking sends, first in
-    first out; a receive waits until what was received before it on its channel is sent."""
+    """Return True if a permuted training schedule can run. This is the oracle.
+
+    It tries every rank in turn. Sends block, in first-in first-out order. A receive waits until the
+    previous message of its channel is sent."""
     kinds = {action.kind for program in schedule.programs for action in program}
     positions = [0] * schedule.pipeline_parallel_size
     done: set[Action] = set()
@@ -116,7 +117,7 @@ def accepted(schedule: Schedule) -> bool:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_oracle_agrees_on_valid_schedules(size: tuple[str, int, int, int]) -> None:
+def test_oracle_accepts_valid_schedules(size: tuple[str, int, int, int]) -> None:
     schedule = build(*size)
     assert is_legal(schedule)
     assert verify_schedule(schedule) == tuple(
@@ -137,7 +138,7 @@ def places(draw: st.DrawFn) -> Place:
 
 @given(places())
 @settings(max_examples=150, deadline=None)
-def test_a_missing_action_is_rejected(place: Place) -> None:
+def test_missing_action_is_rejected(place: Place) -> None:
     schedule, rank, position = place
     program = list(schedule.programs[rank])
     del program[position]
@@ -146,7 +147,7 @@ def test_a_missing_action_is_rejected(place: Place) -> None:
 
 @given(places(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_repeated_action_is_rejected(place: Place, data: st.DataObject) -> None:
+def test_repeated_action_is_rejected(place: Place, data: st.DataObject) -> None:
     schedule, rank, position = place
     program = list(schedule.programs[rank])
     program.insert(data.draw(st.integers(0, len(program))), program[position])
@@ -155,10 +156,10 @@ def test_a_repeated_action_is_rejected(place: Place, data: st.DataObject) -> Non
 
 @given(places(), st.data())
 @settings(max_examples=400, deadline=None)
-def test_swapped_actions_are_judged_as_the_oracle_does(place: Place, data: st.DataObject) -> None:
+def test_verifier_agrees_with_oracle_on_swapped_actions(place: Place, data: st.DataObject) -> None:
     schedule, rank, position = place
     program = list(schedule.programs[rank])
-    # Near swaps are the interesting ones: some of them are legal.
+    # Swaps of close actions are the interesting ones: some of them are legal.
     other = min(max(position + data.draw(st.integers(-6, 6)), 0), len(program) - 1)
     program[position], program[other] = program[other], program[position]
     mutant = changed(schedule, rank, program)
@@ -170,7 +171,7 @@ def test_swapped_actions_are_judged_as_the_oracle_does(place: Place, data: st.Da
 
 @given(compute_orders(max_ranks=3, max_microbatches=3), st.data())
 @settings(max_examples=150, deadline=None)
-def test_swaps_in_random_orders_are_judged_as_the_oracle_does(
+def test_verifier_agrees_with_oracle_on_swaps_in_random_orders(
     order: Schedule, data: st.DataObject
 ) -> None:
     schedule = lower(order)
@@ -189,8 +190,8 @@ SENDS = (K.SEND_FORWARD, K.SEND_BACKWARD)
 
 @given(places())
 @settings(max_examples=150, deadline=None)
-def test_what_comes_too_late_or_too_early_is_rejected(place: Place) -> None:
-    """A receive behind its use, a weight gradient before its backward, a reduction before the last
+def test_action_too_late_or_too_early_is_rejected(place: Place) -> None:
+    """A receive after its use, a weight gradient before its backward, a reduction before the last
     gradient."""
     schedule, rank, position = place
     program = list(schedule.programs[rank])
@@ -215,9 +216,7 @@ def test_what_comes_too_late_or_too_early_is_rejected(place: Place) -> None:
 
 @given(places(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_sends_and_receives_in_another_order_are_rejected(
-    place: Place, data: st.DataObject
-) -> None:
+def test_reordered_sends_or_receives_are_rejected(place: Place, data: st.DataObject) -> None:
     schedule, rank, _ = place
     program = list(schedule.programs[rank])
     kinds = (*SENDS, *USE)
@@ -236,7 +235,7 @@ def test_sends_and_receives_in_another_order_are_rejected(
 
 @given(places(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_an_action_on_another_rank_is_rejected(place: Place, data: st.DataObject) -> None:
+def test_action_on_wrong_rank_is_rejected(place: Place, data: st.DataObject) -> None:
     schedule, rank, position = place
     other = (rank + 1) % schedule.pipeline_parallel_size
     if other == rank:
@@ -254,7 +253,7 @@ def test_an_action_on_another_rank_is_rejected(place: Place, data: st.DataObject
     st.integers(0, 9),
 )
 @settings(max_examples=120, deadline=None)
-def test_every_generator_at_every_size_passes(
+def test_generators_pass_verification_at_any_size(
     name: str, p: int, v: int, m: int, extra: int
 ) -> None:
     v = (
@@ -302,7 +301,7 @@ GOOD = ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1")
         ("F0.0 SF0.0", "RF1.0 F1.0", "B0.0 is missing"),
     ],
 )
-def test_each_fault_is_named(first: str, second: str, words: str) -> None:
+def test_error_names_each_fault(first: str, second: str, words: str) -> None:
     verify_schedule(from_text("hand", 2, 1, 1, *GOOD), training=True)
     refuse(from_text("hand", 2, 1, 1, first, second), words)
 
@@ -310,7 +309,7 @@ def test_each_fault_is_named(first: str, second: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        # messages in another order than receives
+        # sends and receives in different orders
         (
             ("F0.0 F0.1 SF0.1 SF0.0", "RF1.0 RF1.1 F1.0 F1.1"),
             [
@@ -329,12 +328,14 @@ def test_each_fault_is_named(first: str, second: str, words: str) -> None:
         ),
     ],
 )
-def test_faults_of_two_ranks_are_marked_on_both(lines: tuple[str, str], words: list[str]) -> None:
+def test_fault_between_two_ranks_is_marked_on_both(
+    lines: tuple[str, str], words: list[str]
+) -> None:
     with raises_with(words, ScheduleError):
         verify_schedule(from_text("hand", 2, 1, 2, *lines))
 
 
-def test_receives_posted_only_just_before_their_use_can_hang_the_ring() -> None:
+def test_receives_posted_just_before_use_can_deadlock() -> None:
     schedule = build("interleaved_1f1b", 2, 2, 4)
     programs = []
     for program in schedule.programs:
@@ -354,7 +355,7 @@ def test_receives_posted_only_just_before_their_use_can_hang_the_ring() -> None:
         verify_schedule(dataclasses.replace(schedule, programs=tuple(programs)))
 
 
-def test_split_backwards_hold_activations_until_the_weight_gradient() -> None:
+def test_split_backward_holds_activations_until_weight_gradient() -> None:
     lines = (
         "F0.0 RB0.0 SF0.0 F0.1 RB0.1 SF0.1 B0.0 B0.1 W0.0 W0.1 R0",
         "RF1.0 RF1.1 F1.0 B1.0 SB1.0 F1.1 B1.1 SB1.1 W1.0 W1.1 R1",
@@ -362,21 +363,21 @@ def test_split_backwards_hold_activations_until_the_weight_gradient() -> None:
     assert verify_schedule(from_text("split", 2, 1, 2, *lines)) == (2, 2)
 
 
-def test_several_stages_on_the_only_rank_hand_over_locally() -> None:
+def test_stages_on_single_rank_need_no_messages() -> None:
     one = from_text("one", 1, 2, 1, "F0.0 F1.0 B1.0 R1 B0.0 R0")
     assert verify_schedule(one, training=True) == (2,)
     with pytest.raises(ScheduleError, match=r"F1\.0 needs F0\.0"):
         verify_schedule(from_text("one", 1, 2, 1, "F1.0 F0.0 B1.0 R1 B0.0 R0"))
 
 
-def test_backwards_in_an_evaluation_and_missing_programs() -> None:
+def test_backward_in_evaluation_or_missing_program_is_refused() -> None:
     with pytest.raises(ScheduleError, match="not for training"):
         verify_schedule(build("1f1b", 2, 1, 2), training=False)
     with pytest.raises(ScheduleError, match="one per rank"):
         verify_schedule(from_text("short", 2, 1, 1, "F0.0"))
 
 
-def test_long_programs_are_shown_near_the_arrow_only() -> None:
+def test_error_shows_long_programs_only_near_fault() -> None:
     schedule = build("1f1b", 4, 1, 40)
     program = list(schedule.programs[2])
     del program[60]

@@ -1,4 +1,4 @@
-"""The zero-bubble schedules and DualPipeV against what their papers promise, exactly."""
+"""Zero-bubble schedules and DualPipeV have exactly the bubbles and memory of their papers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.schedule.builders import UNIT, build, simulated
 
 
 def idle_in_the_middle(timeline: Timeline) -> list[object]:
-    """For each rank, the time between its first start and its last end in which it does nothing."""
+    """Return each rank's idle time between its first start and its last end."""
     return [
         spans[-1].end - spans[0].start - busy
         for spans, busy in zip(timeline.spans, timeline.busy, strict=True)
@@ -29,9 +29,9 @@ def idle_in_the_middle(timeline: Timeline) -> list[object]:
     ("forward", "backward", "weight"),
     [(1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 3, 2), (4, 5, 3), (1, 1, 0)],
 )
-def test_zb_h1_has_the_bubble_of_the_paper(forward: int, backward: int, weight: int) -> None:
+def test_zb_h1_bubble_matches_paper(forward: int, backward: int, weight: int) -> None:
     costs = Costs(forward=forward, backward=backward, weight=weight)
-    # arXiv 2401.10241, section 3: (p-1)(T_F + T_B - T_W) a rank.
+    # arXiv 2401.10241, section 3: (p-1)(T_F + T_B - T_W) per rank.
     for p in range(2, 7):
         for m in range(p, max(13, 2 * p + 4)):
             timeline = simulate(build("zb_h1", p, 1, m), costs)
@@ -43,7 +43,7 @@ def test_zb_h1_has_the_bubble_of_the_paper(forward: int, backward: int, weight: 
             assert timeline.bubble_fraction == Fraction(bubble, work)
 
 
-def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_in_its_memory() -> None:
+def test_zb_h1_has_third_of_1f1b_bubble_with_same_memory() -> None:
     for p in range(2, 7):
         for m in range(1, 3 * p):
             mine, other = (
@@ -57,7 +57,7 @@ def test_zb_h1_has_a_third_of_the_bubble_of_1f1b_in_its_memory() -> None:
                 assert 3 * mine.bubble_fraction == other.bubble_fraction
 
 
-def test_zb_v_never_waits_between_the_first_and_the_last_action() -> None:
+def test_zb_v_has_zero_bubble_between_first_and_last_action() -> None:
     for p in range(2, 7):
         for m in range(2 * p - 1, max(12, 4 * p)):
             timeline = simulated("zb_v", p, 2, m, **UNIT)
@@ -67,7 +67,7 @@ def test_zb_v_never_waits_between_the_first_and_the_last_action() -> None:
             assert timeline.peak_in_flight == (2 * p,) * p
 
 
-def test_zb_v_takes_the_least_possible_time_for_any_m_from_p_on() -> None:
+def test_zb_v_step_time_is_minimal_with_p_or_more_microbatches() -> None:
     for p in range(2, 7):
         for m in range(1, 3 * p):
             timeline = simulated("zb_v", p, 2, m, **UNIT)
@@ -85,7 +85,7 @@ def test_zb_v_takes_the_least_possible_time_for_any_m_from_p_on() -> None:
 @pytest.mark.parametrize(
     ("forward", "backward", "weight"), [(1, 1, 1), (2, 2, 1), (1, 1, 0), (3, 3, 2)]
 )
-def test_dualpipe_v_has_the_memory_and_bubble_of_its_docstring(
+def test_dualpipe_v_memory_and_bubble_match_docstring(
     forward: int, backward: int, weight: int
 ) -> None:
     for p in range(2, 6):
@@ -98,7 +98,7 @@ def test_dualpipe_v_has_the_memory_and_bubble_of_its_docstring(
             assert timeline.peak_in_flight == (2 * p + 1,) * p
 
 
-def test_dualpipe_v_puts_weight_gradients_off_among_the_last_backwards_only() -> None:
+def test_dualpipe_v_defers_only_last_weight_gradients() -> None:
     for p in range(2, 7):
         for m in range(2 * p, 3 * p):
             for rank, order in enumerate(generators.dualpipe_v(p, 2, m)):
@@ -116,7 +116,7 @@ def test_dualpipe_v_puts_weight_gradients_off_among_the_last_backwards_only() ->
                 ), (rank, waiting)
 
 
-def test_fewer_microbatches_never_take_longer_or_hold_more() -> None:
+def test_step_time_and_memory_grow_with_microbatches() -> None:
     for name in ("zb_h1", "zb_v", "dualpipe_v"):
         for p in range(2, 7):
             before: Timeline | None = None
@@ -127,7 +127,7 @@ def test_fewer_microbatches_never_take_longer_or_hold_more() -> None:
                 before = now
 
 
-def test_without_a_pipeline_a_microbatch_is_finished_before_the_next() -> None:
+def test_single_rank_finishes_each_microbatch_before_next() -> None:
     for m in (1, 2, 5):
         (order,) = generators.zb_h1(1, 1, m)
         assert [str(action) for action in order[:3]] == ["F0.0", "B0.0", "W0.0"]
@@ -138,7 +138,7 @@ def test_without_a_pipeline_a_microbatch_is_finished_before_the_next() -> None:
         assert simulated("zb_v", 1, 1, m).peak_in_flight == (1,)
 
 
-def test_weights_in_gaps_wait_for_a_gap_or_for_room() -> None:
+def test_weights_in_gaps_respects_memory_limit() -> None:
     orders = generators.one_f_one_b(2, 1, 3)
     roomy = generators.weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=9)
     tight = generators.weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=2)
@@ -148,7 +148,7 @@ def test_weights_in_gaps_wait_for_a_gap_or_for_room() -> None:
         generators.weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=1)
 
 
-def test_evaluation_in_a_v_has_the_bubble_of_its_docstring() -> None:
+def test_evaluation_bubble_of_v_placement_matches_docstring() -> None:
     for p in range(2, 6):
         for m in range(1, 12):
             schedule = build("zb_v", p, 2, m, training=False)

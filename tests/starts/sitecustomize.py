@@ -1,6 +1,7 @@
-"""For the interpreters that tests start, of which each imports Lightning: without what torchmetrics
-imports for metrics of pictures and of sound, in 3 of 5 seconds. Python runs a file of this name at
-its start; ``conftest.py`` puts the folder on their path."""
+"""Faster import of Lightning in interpreters that tests start, in 3 instead of 5 seconds.
+
+It skips the packages that torchmetrics imports for image and audio metrics. Python runs a file of
+this name at its start; ``conftest.py`` adds the folder to the interpreters' path."""
 
 import runpy
 import sys
@@ -8,7 +9,9 @@ from pathlib import Path
 
 
 class _BeforeLightning:
-    """The package is not imported here: some tests are about what happens when it is not."""
+    """Import hook that imports a reduced torchmetrics before Lightning.
+
+    It does not import the package, because some tests need it unimported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name in ("lightning", "pytorch_lightning"):

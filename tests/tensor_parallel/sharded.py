@@ -1,4 +1,4 @@
-"""A model with values made parallel by a plan alone, without the rest of ``parallelize``."""
+"""Tensor parallelism by a plan alone, without the other steps of ``parallelize``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ __all__ = ["apply_plan"]
 def apply_plan(
     model: nn.Module, plan: ParallelPlan, *, group: Group, sequence_parallel: bool
 ) -> dict[str, Placement]:
-    """Replace the modules that the plan names by parallel ones, in place: what ``parallelize`` does
-    to a model whose values are there.
+    """Replace the modules named by the plan with parallel ones, in place, like ``parallelize``.
 
     Returns:
-        The sharding of every parameter, by the name that ``model.named_parameters()`` gives to it.
-        Under sequence parallelism every
-        whole parameter is partial: its gradient covers this rank's slice of the sequence.
+        The placement of every parameter by its name in ``model.named_parameters()``. Under sequence
+        parallelism every replicated parameter is partial: its gradient covers this rank's slice of
+        the sequence.
 
     Raises:
-        ValueError: Of ``plan.check``.
+        ValueError: If ``plan.check`` refuses the model.
     """
     plan.check(model, tensor_parallel_size=group.size, sequence_parallel=sequence_parallel)
     originals = list(model.parameters())  # alive while their ids are keys of `shared`

@@ -1,4 +1,4 @@
-"""Collectives that autograd understands, against the same arithmetic on one process."""
+"""Differentiable collectives, against the same arithmetic in a single process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tensor_parallel.toy import assert_same, counted_collectives, own_slic
 
 
 def everyones(group: Group, *shape: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """A tensor a rank, known to all; small integers, so that bfloat16 sums are exact."""
+    """Return one tensor per rank, equal on all ranks. Small integers make bfloat16 sums exact."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(-8, 9, shape, generator=generator).to(dtype) for _ in range(group.size)]
 
@@ -75,13 +75,13 @@ def check_all(rank: int) -> None:
 
 def check_shared_values_survive(rank: int) -> None:
     group = tensor_group(rank)
-    # exp keeps its output for the backward pass: reducing in place would spoil it.
+    # exp saves its output for the backward pass. A reduction in place would corrupt it.
     x = torch.full((2, 3), 0.5, dtype=torch.float64, requires_grad=True)
     collectives.reduce(x.exp(), group).sum().backward()
     assert x.grad is not None
     assert_same(x.grad, x.detach().exp())
-    # One gradient tensor reaches both branches of a sum: summing it in place would spoil the
-    # other's.
+    # Both branches of a sum get the same gradient tensor. A reduction in place would corrupt the
+    # other branch.
     a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
     (collectives.copy(a, group) + b).backward(torch.ones(2))
     assert a.grad is not None
@@ -96,12 +96,12 @@ def check_shared_values_survive(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_values_and_gradients(pool: Pool, size: int) -> None:
+def test_collectives_match_single_process(pool: Pool, size: int) -> None:
     pool.run(check_all, world_size=size)
     pool.run(check_shared_values_survive, world_size=size)
 
 
-def test_a_group_of_one_communicates_nothing() -> None:
+def test_group_of_one_does_not_communicate() -> None:
     x = torch.randn(2, 3, 4)
     with counted_collectives() as counts:
         for function in (

@@ -1,5 +1,4 @@
-"""Heads of keys and values that several ranks hold: cut, counted once, their gradients summed over
-the copies."""
+"""Key/value heads with copies on several ranks: slices, gradients and norms."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ PARTS, HEADS = (16, 4, 4), (8, 2, 2)  # head size 2
     ("size", "copies"), [(1, (1, 1, 1)), (2, (1, 1, 1)), (4, (1, 2, 2)), (8, (1, 4, 4))]
 )
 @pytest.mark.parametrize("dim", [0, 1])
-def test_every_rank_has_its_queries_and_the_head_that_they_share(
+def test_rank_has_its_queries_and_their_kv_heads(
     size: int, copies: tuple[int, ...], dim: int
 ) -> None:
     kind = Column(parts=PARTS, heads=HEADS, copy_heads=True)
@@ -87,5 +86,5 @@ def check_gradients(rank: int) -> None:
         torch.testing.assert_close(norm, torch.tensor(2 * full_square**0.5))
 
 
-def test_gradients_are_summed_over_the_copies_and_counted_once(pool: Pool) -> None:
+def test_gradients_of_copies_are_summed_and_counted_once(pool: Pool) -> None:
     pool.run(check_gradients, world_size=4)

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy against ``F.cross_entropy``: values, gradients, corner cases,
+"""Vocabulary-parallel cross-entropy against ``F.cross_entropy``: values, gradients, corner cases,
 communication."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.thorough
 
 
 def own_columns(full: Tensor, words: VocabularyRange) -> Tensor:
-    """This member's columns; what pads them would win every softmax if it took part."""
+    """Return this rank's columns. Padding would dominate every softmax if it were included."""
     local = torch.full((*full.shape[:-1], words.rows), 99.0, dtype=full.dtype)
     local[..., : words.count] = full[..., words.start : words.stop]
     return local
@@ -28,7 +28,7 @@ def own_columns(full: Tensor, words: VocabularyRange) -> Tensor:
 def compare(
     group: Group, logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **options: Any
 ) -> None:
-    """The same loss and the same gradient as torch's, the logits untouched."""
+    """Compare loss and gradient with torch's, and check that the logits are unchanged."""
     words = VocabularyRange(size=logits.size(-1), parts=group.size, index=group.rank)
     dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
     reference = logits.to(dtype, copy=True).requires_grad_()
@@ -150,13 +150,13 @@ def check_corners(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_against_torch(pool: Pool, size: int) -> None:
+def test_vocabulary_parallel_loss_matches_torch(pool: Pool, size: int) -> None:
     pool.run(check_options, world_size=size)
     pool.run(check_random_cases, world_size=size)
     pool.run(check_corners, world_size=size)
 
 
-def test_a_group_of_one() -> None:
+def test_loss_in_group_of_one_matches_torch() -> None:
     check_options(0)
     check_random_cases(0)
     check_corners(0)

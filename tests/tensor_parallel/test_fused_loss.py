@@ -1,5 +1,4 @@
-"""The compiled form of the loss's formulas, which a GPU runs, against their eager form; and where
-functions are compiled."""
+"""Compiled loss formulas against eager ones, and the conditions for compilation."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Logits, columns (some of them elsewhere), log Z of more words than these, gradients."""
+    """Return logits, columns (some of other ranks), log Z of a larger vocabulary, gradients."""
     generator = torch.Generator().manual_seed(1)
     logits_nk = torch.randn(_N, _K, generator=generator, dtype=torch.float64).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -34,7 +33,9 @@ def _inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
-def test_compiled_formulas(smoothing: float, z_loss: float, dtype: torch.dtype) -> None:
+def test_compiled_loss_formulas_match_eager(
+    smoothing: float, z_loss: float, dtype: torch.dtype
+) -> None:
     formula = TokenLoss(VocabularyRange(size=20), smoothing, z_loss)
     logits_nk, column_n, log_sum_n, grad_n = _inputs(dtype)
     for function, arguments in (
@@ -53,7 +54,7 @@ def test_compiled_formulas(smoothing: float, z_loss: float, dtype: torch.dtype) 
             assert_same(found, expected)
 
 
-def test_the_gradient_may_overwrite_the_logits() -> None:
+def test_gradient_overwrites_logits_in_place() -> None:
     formula, (logits_nk, column_n, *rest) = (
         TokenLoss(VocabularyRange(size=20), 0.0, 0.0),
         _inputs(torch.float64),
@@ -64,7 +65,7 @@ def test_the_gradient_may_overwrite_the_logits() -> None:
     assert_same(found, expected)
 
 
-def test_compiled_on_a_gpu_with_a_compiler_only() -> None:
+def test_functions_are_compiled_only_on_gpu_with_compiler() -> None:
     gpu = torch.device("cuda")
     assert fused(_double, torch.device("cpu")) is _double
     with mock.patch.object(fused_functions, "missing_compiler", return_value="a C compiler"):

@@ -1,4 +1,4 @@
-"""A kind of one's own: one class, which a plan takes as it takes those of the package."""
+"""A user-defined kind, used in a plan like the package's own kinds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tensor_parallel.toy import assert_gradients, assert_same, tensor_grou
 
 @dataclass(frozen=True, kw_only=True)
 class ByOutput(Kind):
-    """``nn.Bilinear`` split by output features, which are gathered again."""
+    """``nn.Bilinear`` split by output features, with a gathered output."""
 
     takes = "nn.Bilinear"
 
@@ -94,12 +94,12 @@ def _compare(rank: int) -> None:
         assert_same(got.grad, whole.grad)
 
 
-def test_a_kind_of_ones_own(pool: Pool) -> None:
+def test_user_defined_kind_matches_single_process(pool: Pool) -> None:
     pool.run(_compare, world_size=2)
     assert "(6/t, 4, 5)  by output, gathered" in PLAN.explain(_Model())
 
 
-def test_what_it_does_not_take_is_refused_in_its_words() -> None:
+def test_user_defined_kind_refuses_unsupported_modules() -> None:
     with pytest.raises(
         ValueError,
         match=r"'last' is a Linear, which cannot be sharded as ByOutput\(\): that takes "

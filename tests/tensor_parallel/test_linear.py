@@ -1,5 +1,5 @@
-"""Column and row layers against ``nn.Linear`` on one process: output, input gradient, parameter
-gradients, collectives."""
+"""Column and row layers against ``nn.Linear`` in a single process: output, gradients and
+collectives."""
 
 from __future__ import annotations
 
@@ -153,11 +153,11 @@ def check_details(rank: int) -> None:
     assert not frozen.get_parameter("weight").requires_grad
     x = torch.randn(B, S // group.size, IN)
     with counted_collectives() as counts:
-        # nobody wants the gradients of x and of the weight: nothing is sent for them
+        # x and the weight require no gradients, so nothing is sent for them
         frozen(x).sum().backward()
     assert counts == {"all_gather": 1}
     kept = saved_elements(frozen, torch.randn(B, S // group.size, IN, requires_grad=True))
-    assert kept <= B * S // group.size * IN + IN * 8 // group.size, "the gathered input was kept"
+    assert kept <= B * S // group.size * IN + IN * 8 // group.size, "the gathered input is saved"
 
     rows, _ = shard_module(nn.Linear(IN, 8), Row(), group=group, sequence_parallel=False, shared={})
     with pytest.raises(
@@ -174,7 +174,7 @@ def check_details(rank: int) -> None:
 
 
 def saved_elements(module: nn.Module, x: Tensor) -> int:
-    """Elements that autograd keeps for the backward pass."""
+    """Return the number of elements that autograd saves for the backward pass."""
     sizes: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -187,18 +187,18 @@ def saved_elements(module: nn.Module, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_output_and_gradients(pool: Pool, size: int) -> None:
+def test_parallel_linear_matches_single_process(pool: Pool, size: int) -> None:
     pool.run(check_layers, world_size=size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_autocast_and_details(pool: Pool, size: int) -> None:
+def test_linear_autocast_frozen_weight_and_invalid_input(pool: Pool, size: int) -> None:
     pool.run(check_autocast, world_size=size)
     pool.run(check_details, world_size=size)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_group_of_one_is_left_alone(sequence_parallel: bool) -> None:
+def test_group_of_one_leaves_linear_unchanged(sequence_parallel: bool) -> None:
     reference = nn.Linear(4, 6)
     for kind in (Column(), Row()):
         same, shardings = shard_module(

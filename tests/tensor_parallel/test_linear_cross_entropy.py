@@ -1,5 +1,5 @@
-"""Head and loss in one against ``F.cross_entropy`` of the head's output: values, every gradient,
-memory, communication."""
+"""Fused head and loss against ``F.cross_entropy`` of the head's output: values, gradients, memory,
+communication."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tensor_parallel.toy import (
 )
 
 _V, _H = 37, 6
-_ROWS = 8 * 2**-18  # MiB of so many logits that eight tokens have one row at a time
+_ROWS = 8 * 2**-18  # MiB of logits of eight tokens for one row of the head
 
 
 def _draw(*shape: int, seed: int) -> Tensor:
@@ -63,7 +63,7 @@ def _head(
 def _compare(
     group: Group, *, rows: int, sequence_parallel: bool = False, adds: bool = False, **options: Any
 ) -> None:
-    """The same loss and the same gradients as torch's; ``rows`` of the head at a time."""
+    """Compare loss and gradients with torch's, with ``rows`` rows of the head per chunk."""
     weight, bias, x = (
         _draw(_V, _H, seed=1),
         _draw(_V, seed=2) if rows % 2 else None,
@@ -97,7 +97,7 @@ def _compare(
         found = parameter.grad - 1 if adds and parameter is head.weight else parameter.grad
         assert_same(found[: words.count], reference.grad[words.start : words.stop])
         assert not found[words.count :].any(), "padding got a gradient"
-    if group.size > 1 and rows < _V // 2:  # whatever the number of parts
+    if group.size > 1 and rows < _V // 2:  # regardless of the number of chunks
         sums = (
             {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
             if sequence_parallel
@@ -108,7 +108,7 @@ def _compare(
 
 def _check(rank: int) -> None:
     group = tensor_group(rank)
-    for rows in (1, 4, 18, 100):  # the last one: as a whole
+    for rows in (1, 4, 18, 100):  # 100: in one chunk
         for sequence_parallel in (False, True)[: group.size]:
             for options in (
                 {},
@@ -131,13 +131,13 @@ def _check(rank: int) -> None:
     assert not head.weight.grad.any()
 
 
-def test_against_torch(pool: Pool) -> None:
+def test_linear_cross_entropy_matches_torch(pool: Pool) -> None:
     _check(0)
     pool.run(_check, world_size=2)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_half_precision_computes_the_loss_in_float32(autocast: bool) -> None:
+def test_half_precision_loss_is_computed_in_float32(autocast: bool) -> None:
     weight, x, target = _draw(_V, _H, seed=1), _draw(8, _H, seed=3), torch.arange(8)
     dtype = torch.float32 if autocast else torch.bfloat16
     results = []
@@ -158,7 +158,7 @@ def test_half_precision_computes_the_loss_in_float32(autocast: bool) -> None:
         torch.testing.assert_close(found, value, rtol=2e-2, atol=2e-3)
 
 
-def test_a_head_that_does_more_is_called() -> None:
+def test_head_with_hook_or_custom_forward_is_called() -> None:
     class Capped(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).tanh()
@@ -172,7 +172,7 @@ def test_a_head_that_does_more_is_called() -> None:
     assert len(seen) == 2
 
 
-def test_a_compiler_sees_one_graph_that_adds_to_no_gradient() -> None:
+def test_compiled_loss_accumulates_gradients_like_eager() -> None:
     head, x, target = nn.Linear(_H, _V), _draw(8, _H, seed=3).float(), torch.arange(8)
     gradients = []
     for run in (
@@ -180,14 +180,14 @@ def test_a_compiler_sees_one_graph_that_adds_to_no_gradient() -> None:
         torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True),
     ):
         head.zero_grad()
-        for _ in range(2):  # the second finds a gradient there
+        for _ in range(2):  # the second run accumulates
             run(x, head, target, chunk_mb=4 * _ROWS).backward()
         gradients.append([parameter.grad.clone() for parameter in head.parameters()])
     torch.testing.assert_close(*gradients)
 
 
 class _Peak(TorchDispatchMode):
-    """The most bytes that tensors made under it take at a time, each storage once."""
+    """Peak bytes of the tensors created under it, each storage counted once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,9 +208,9 @@ class _Peak(TorchDispatchMode):
         return result
 
 
-def test_the_memory_of_the_logits_does_not_grow_with_the_vocabulary_times_the_sequence() -> None:
-    """As 128k tokens of a vocabulary and a sequence of 4096 with 4096 channels, all divided by 32;
-    the weight's gradient is there."""
+def test_chunked_loss_takes_under_an_eighth_of_peak_memory() -> None:
+    """The sizes are a vocabulary of 128k, a sequence of 4096 and 4096 channels, each divided by 32.
+    The weight has a gradient already."""
     v, s, h = 4096, 128, 128
     head, x, target = (
         nn.Linear(h, v, bias=False).bfloat16(),
@@ -223,5 +223,4 @@ def test_the_memory_of_the_logits_does_not_grow_with_the_vocabulary_times_the_se
         with _Peak() as peak:
             linear_cross_entropy(x.requires_grad_(), head, target, chunk_mb=chunk_mb).backward()
         peaks.append(peak.most)
-    print(peaks, 4 * s * v)
     assert peaks[0] < peaks[1] / 8

@@ -1,5 +1,5 @@
-"""Losses and outputs written for whole logits, run on split ones: same values, same gradients,
-gathered only where it must be."""
+"""Losses and outputs for full logits on vocabulary-parallel ones: same values and gradients,
+gathered only if necessary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ B, S, V = 2, 5, 13
 
 
 def hugging_face(logits: Tensor, y: Tensor) -> Tensor:
-    """As transformers' ForCausalLMLoss."""
+    """Return the loss of transformers' ForCausalLMLoss."""
     logits = logits.float()
     shifted = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(
@@ -32,7 +32,7 @@ def hugging_face(logits: Tensor, y: Tensor) -> Tensor:
     )
 
 
-# Losses that leave the vocabulary where it is.
+# Losses that do not gather the vocabulary.
 CHEAP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flatten": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
     "flatten end": lambda x, y: F.cross_entropy(x.flatten(end_dim=-2), y.flatten()),
@@ -77,7 +77,7 @@ CHEAP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "clone": lambda x, y: F.cross_entropy(x.clone().double().flatten(0, 1), y.flatten()),
 }
 
-# Losses that need it whole.
+# Losses that gather the vocabulary.
 GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax": lambda x, y: -(x.softmax(-1).gather(-1, y.unsqueeze(-1)).log()).mean(),
     "log_softmax": lambda x, y: F.nll_loss(F.log_softmax(x, dim=-1).flatten(0, 1), y.flatten()),
@@ -104,7 +104,7 @@ GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def split(full: Tensor, group: Group) -> tuple[Tensor, VocabularyParallelLogits]:
-    """The local leaf, and logits made of it; padding holds a value that would show."""
+    """Return the local leaf and its logits. The value of padding would change the results."""
     words = VocabularyRange(size=full.size(-1), parts=group.size, index=group.rank)
     local = torch.full((*full.shape[:-1], words.rows), 50.0, dtype=full.dtype)
     local[..., : words.count] = full[..., words.start : words.stop]
@@ -249,18 +249,18 @@ def check_outputs_and_refusals(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_losses_written_for_one_device(pool: Pool, size: int) -> None:
+def test_losses_for_full_logits_match_single_process(pool: Pool, size: int) -> None:
     pool.run(check_losses, world_size=size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_they_look_whole(pool: Pool, size: int) -> None:
+def test_parallel_logits_behave_like_full_tensor(pool: Pool, size: int) -> None:
     pool.run(check_metadata, world_size=size)
     pool.run(check_argmax, world_size=size)
     pool.run(check_outputs_and_refusals, world_size=size)
 
 
-def test_plain_outputs_pass_through() -> None:
+def test_gather_full_keeps_plain_tensors() -> None:
     x = torch.randn(2)
     assert gather_full([x])[0] is x
 
@@ -269,8 +269,8 @@ def test_plain_outputs_pass_through() -> None:
     "index",
     [0, slice(1, 3), (..., slice(None)), None, (slice(None), None), torch.tensor([0, 1]), ()],
 )
-def test_indices_that_keep_the_vocabulary(index: Any) -> None:
-    """Against torch: the last dimension comes out whole, with its own stride."""
+def test_index_keeps_vocabulary(index: Any) -> None:
+    """In torch such an index keeps the last dimension complete and in order."""
     x = torch.arange(24).reshape(2, 3, 4)
     items = index if isinstance(index, tuple) else (index,)
     assert keeps_vocabulary(items, 3)
@@ -290,7 +290,7 @@ def test_indices_that_keep_the_vocabulary(index: Any) -> None:
         (torch.tensor(True),),
     ],
 )
-def test_indices_that_do_not(index: tuple) -> None:
+def test_index_does_not_keep_vocabulary(index: tuple) -> None:
     assert not keeps_vocabulary(index, 3)
 
 
@@ -311,8 +311,10 @@ def test_indices_that_do_not(index: tuple) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["view", "reshape"])
-def test_views_that_keep_the_vocabulary(name: str, shape: tuple[int, ...], keeps: bool) -> None:
-    """Against torch, where that takes the shape at all."""
+def test_views_match_torch_and_keep_vocabulary_if_possible(
+    name: str, shape: tuple[int, ...], keeps: bool
+) -> None:
+    """A shape that torch refuses is refused here too."""
     whole = torch.arange(42.0).view(6, 7)
     logits = VocabularyParallelLogits.wrap(whole, vocabulary=VocabularyRange(size=7), group=Group())
     try:

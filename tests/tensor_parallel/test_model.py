@@ -1,5 +1,4 @@
-"""A whole transformer under a plan, against the same transformer on one process; and what a layer
-costs in messages."""
+"""A transformer under a plan against a single process, and collectives per layer."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.thorough
 
 
 def shifted_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    """A language model's loss, as anybody would write it."""
+    """Return the usual next-token loss of a language model."""
     logits = model(ids)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=5)
 
@@ -69,7 +68,7 @@ def check_model(rank: int, tied: bool) -> None:
 
 
 def check_messages(rank: int) -> None:
-    """The costs that linear.py states, for one layer of two column-row pairs and for the ends."""
+    """Check the costs stated in linear.py for a layer of two column-row pairs and for both ends."""
     group = tensor_group(rank)
     for sequence_parallel in (False, True):
         model = Toy()
@@ -87,7 +86,7 @@ def check_messages(rank: int) -> None:
             {"all_gather": 4, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
         )
 
-        # two layers, embedding, head, and two small ones in the loss
+        # two layers, embedding, head, and two small collectives in the loss
         with counted_collectives() as counts:
             loss = shifted_loss(model, torch.randint(37, (2, 8)))
         expected = (
@@ -148,22 +147,22 @@ def check_swapping(rank: int) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_loss_and_gradients_equal_one_process(pool: Pool, size: int, tied: bool) -> None:
+def test_loss_and_gradients_match_single_process(pool: Pool, size: int, tied: bool) -> None:
     pool.run(check_model, world_size=size, args=(tied,))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_messages_a_layer(pool: Pool, size: int) -> None:
+def test_collectives_per_layer(pool: Pool, size: int) -> None:
     pool.run(check_messages, world_size=size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_swapping_keeps(pool: Pool, size: int) -> None:
+def test_module_replacement_keeps_meta_device_and_aliases(pool: Pool, size: int) -> None:
     pool.run(check_swapping, world_size=size)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_group_of_one_leaves_the_model_alone(sequence_parallel: bool) -> None:
+def test_group_of_one_leaves_model_unchanged(sequence_parallel: bool) -> None:
     model = Toy()
     before = list(model.named_modules())
     shardings = apply_plan(model, toy_plan(), group=Group(), sequence_parallel=sequence_parallel)

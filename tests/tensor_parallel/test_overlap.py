@@ -1,5 +1,4 @@
-"""Products in pieces of the sequence, beside the collectives of the others, are the same
-products."""
+"""Products in pieces of the sequence, overlapped with the collectives of other pieces."""
 
 from __future__ import annotations
 
@@ -23,16 +22,16 @@ from tests.tensor_parallel.toy import tensor_group
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 WIDTH, LENGTH = 6, 5
-"""A slice of the sequence is LENGTH."""
+"""LENGTH is the length of a rank's slice of the sequence."""
 
 
 @dataclass
 class Beside(TorchDispatchMode):
-    """Which collectives are under way while a product is computed.
+    """Collectives in flight while a product is computed.
 
     Attributes:
-        since: The place in the host's calls from which on they count.
-        beside: Their places.
+        since: Index of the first call of the host that counts.
+        beside: Indices of these collectives.
     """
 
     since: int = field(default_factory=lambda: len(HOST.calls))
@@ -64,7 +63,7 @@ class Beside(TorchDispatchMode):
 
 
 def _whole_numbers(*shape: int, seed: int) -> Tensor:
-    """Whose products and sums are exact in any order."""
+    """Return integers, whose products and sums are exact in any order."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -78,8 +77,8 @@ def _pair(
     defers: bool,
     transposed: bool,
 ) -> Any:
-    """Outputs and gradients of a column and a row layer, and which share of what was sent was
-    beside products, forward and backward."""
+    """Return outputs and gradients of a column and a row layer, and the share of communication that
+    overlapped with products, in forward and backward."""
 
     def parameter(*shape: int, seed: int) -> nn.Parameter:
         values = _whole_numbers(*shape, seed=seed)
@@ -124,8 +123,8 @@ def check(rank: int) -> None:
     group = tensor_group(rank)
     for options in CASES:
         expected, before = _pair(group, 1, **options)
-        # The column layer's backward has another product beside which it is summed, unless that
-        # comes later or not at all.
+        # The backward pass of the column layer overlaps its reduction with the product of the
+        # weight gradient, unless that is deferred or skipped.
         other = 0 if options["frozen"] or options["defers"] else 1
         assert before == [0, other, 0, 0], options
         for pieces in (LENGTH, 3):
@@ -146,13 +145,13 @@ def check(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_in_pieces_it_is_the_same(size: int, pool: Pool) -> None:
+def test_overlapped_products_are_bitwise_equal(size: int, pool: Pool) -> None:
     pool.run(check, world_size=size, backend="queued")
 
 
 def check_symmetric(rank: int) -> None:
-    """torch's own definition of its products, which it has for tensors without values, takes the
-    place of the GPUs' kernels."""
+    """Compare products by symmetric memory. torch's fallbacks for meta tensors replace the kernels
+    of GPUs."""
     from torch.distributed import _symmetric_memory as symmetric
 
     assert has_symmetric_products()
@@ -170,5 +169,5 @@ def check_symmetric(rank: int) -> None:
     library._destroy()
 
 
-def test_by_symmetric_memory_too(pool: Pool) -> None:
+def test_symmetric_memory_products_are_bitwise_equal(pool: Pool) -> None:
     pool.run(check_symmetric, world_size=2)

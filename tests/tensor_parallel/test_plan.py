@@ -1,4 +1,4 @@
-"""Plans: what they match, what they refuse and how they say it."""
+"""Tensor-parallel plans: matched modules, refusals and messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.errors import raises_with
 from tests.tensor_parallel.toy import Toy, toy_plan
 
 
-def test_resolve_gives_every_module_its_kind_in_the_models_order() -> None:
+def test_resolve_returns_kinds_in_model_order() -> None:
     kinds = toy_plan().resolve(Toy())
     assert list(kinds.items()) == [
         ("wte", Vocabulary()),
@@ -33,7 +33,7 @@ def test_resolve_gives_every_module_its_kind_in_the_models_order() -> None:
     ]
 
 
-def test_a_star_is_one_component_or_a_part_of_one() -> None:
+def test_star_matches_within_one_name_component() -> None:
     model = Toy()
     assert list(ParallelPlan(tensor={"layers.1.[ud]*": "row"}).resolve(model)) == [
         "layers.1.up",
@@ -47,7 +47,7 @@ def test_a_star_is_one_component_or_a_part_of_one() -> None:
         ParallelPlan(tensor={"layers.*.qkv": "column"}).resolve(model)
 
 
-def test_plans_are_plain_values() -> None:
+def test_plans_are_picklable_and_comparable() -> None:
     plan = toy_plan()
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert plan == toy_plan()
@@ -74,7 +74,7 @@ def test_plans_are_plain_values() -> None:
         ({"after": ("nrom",)}, ["after='nrom'", "norm"]),
     ],
 )
-def test_what_does_not_fit_the_model(plan: dict[str, Any], words: list[str]) -> None:
+def test_mismatch_of_plan_and_model_is_refused(plan: dict[str, Any], words: list[str]) -> None:
     with raises_with(words):
         ParallelPlan(**plan).check(Toy(), tensor_parallel_size=1)
 
@@ -89,7 +89,7 @@ def test_what_does_not_fit_the_model(plan: dict[str, Any], words: list[str]) -> 
         (lambda: Column(parts=(4, 0)), ["parts=(4, 0)"]),
     ],
 )
-def test_what_is_no_plan(make: Any, words: list[str]) -> None:
+def test_invalid_plan_is_refused(make: Any, words: list[str]) -> None:
     with raises_with(words):
         make()
 
@@ -111,7 +111,7 @@ def test_what_is_no_plan(make: Any, words: list[str]) -> None:
         ),
     ],
 )
-def test_sizes_and_options_that_cannot_be_spread(
+def test_unsupported_sizes_and_options_are_refused(
     module: nn.Module, kind: Any, words: list[str]
 ) -> None:
     model, plan = nn.ModuleDict({"x": module}), ParallelPlan(tensor={"x": kind})
@@ -119,12 +119,12 @@ def test_sizes_and_options_that_cannot_be_spread(
         plan.check(model, tensor_parallel_size=4)
 
 
-def test_a_vocabulary_that_does_not_divide_is_no_mistake() -> None:
+def test_indivisible_vocabulary_is_accepted() -> None:
     toy_plan().check(Toy(vocabulary=37), tensor_parallel_size=4, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("missing", ["wte", "head"])
-def test_a_tied_weight_is_spread_in_one_way(missing: str) -> None:
+def test_partly_sharded_tied_weight_is_refused(missing: str) -> None:
     tensor = {name: kind for name, kind in toy_plan().tensor.items() if name != missing}
     with pytest.raises(ValueError, match=r"'wte' and 'head' share a weight"):
         ParallelPlan(tensor=tensor).check(Toy(), tensor_parallel_size=2)
@@ -132,7 +132,7 @@ def test_a_tied_weight_is_spread_in_one_way(missing: str) -> None:
 
 
 @pytest.mark.parametrize(("missing", "word"), [("wte", "embedding"), ("head", "head")])
-def test_sequence_parallelism_needs_both_ends(missing: str, word: str) -> None:
+def test_sequence_parallelism_needs_embedding_and_head(missing: str, word: str) -> None:
     tensor = {name: kind for name, kind in toy_plan().tensor.items() if name != missing}
     with pytest.raises(ValueError, match=rf"sequence_parallel=True.*no 'vocabulary' {word}"):
         ParallelPlan(tensor=tensor).check(

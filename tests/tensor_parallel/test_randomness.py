@@ -1,4 +1,4 @@
-"""Dropout agrees where ranks hold the same activation and differs where each holds a part."""
+"""Dropout masks: equal on replicated activations, different on sharded ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 32
 
 
 class Mlp(nn.Module):
-    """Dropout on what is split and on what is whole."""
+    """An MLP with dropout on a sharded and on a replicated activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class LitMlp(LitBase):
 
 
 class Mixed(Mlp):
-    """Dropout on what is whole inside of what is split."""
+    """An MLP with dropout on a whole activation inside a split sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class LitBert(LitBase):
 
 
 class Masks(L.Callback):
-    """Dropout masks by module, in the order of the calls."""
+    """Callback that records dropout masks by module, in call order."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[Tensor]] = {}
@@ -122,7 +122,9 @@ def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
 @pytest.mark.parametrize(
     "options", [{}, {"pipeline_parallel_size": 2, "num_microbatches": 2}], ids=["t2", "t2p2"]
 )
-def test_inside_a_region_and_outside(options: dict[str, Any], pool: Pool) -> None:
+def test_dropout_masks_differ_only_inside_parallel_region(
+    options: dict[str, Any], pool: Pool
+) -> None:
     world_size = 4 if options else 2
     ranks = [
         seen
@@ -137,18 +139,18 @@ def test_inside_a_region_and_outside(options: dict[str, Any], pool: Pool) -> Non
         for name in first:
             assert _equal(first[name], second[name]) == ("outside" in name), name
             assert not torch.equal(first[name][0], first[name][1]), (
-                f"{name} drops the same in every step"
+                f"{name} has the same mask twice"
             )
 
 
-def test_recomputation_replays_it(pool: Pool) -> None:
+def test_recomputation_replays_dropout(pool: Pool) -> None:
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
     _, kept = pool.run(_fit, world_size=4, args=(LitMlp, layout, 4))[0]
     _, found = pool.run(_fit, world_size=4, args=(LitMlp, {**layout, "recompute": "full"}, 4))[0]
     assert all(torch.equal(found[name], value) for name, value in kept.items())
 
 
-def test_recomputation_replays_what_is_whole_inside_of_what_is_split(pool: Pool) -> None:
+def test_recomputation_replays_dropout_of_whole_module(pool: Pool) -> None:
     layout = {"tensor_parallel_size": 2, "sequence_parallel": True}
     (first, kept), (second, _) = pool.run(_fit, world_size=2, args=(LitMixed, layout, 2))
     for name in first:
@@ -157,8 +159,8 @@ def test_recomputation_replays_what_is_whole_inside_of_what_is_split(pool: Pool)
     assert all(torch.equal(found[name], value) for name, value in kept.items())
 
 
-def test_outside_of_the_blocks_under_sequence_parallelism(pool: Pool) -> None:
-    """BERT's embeddings are whole on all ranks; its blocks see slices."""
+def test_dropout_outside_sequence_parallel_blocks_is_equal(pool: Pool) -> None:
+    """BERT's embeddings are replicated on all ranks. Its blocks get slices."""
     layout = {"tensor_parallel_size": 2, "sequence_parallel": True}
     (first, _), (second, _) = pool.run(_fit, world_size=2, args=(LitBert, layout, 2))
     for name in first:

@@ -1,4 +1,4 @@
-"""Rectangles: every element of the full tensor is in exactly one place, and padding in none."""
+"""Placements: every element of the full tensor is in exactly one piece, and padding in none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def full_tensor(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("parts", [(8,), (8, 4, 4), (16, 4, 4, 8)])
 @pytest.mark.parametrize("rest", [(), (3,)])
-def test_columns_split_every_part_on_its_own(
+def test_columns_split_each_part_separately(
     size: int, parts: tuple[int, ...], rest: tuple[int, ...]
 ) -> None:
     full = full_tensor(sum(parts), *rest)
@@ -39,7 +39,7 @@ def test_columns_split_every_part_on_its_own(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_rows(size: int) -> None:
+def test_rows_split_second_dimension(size: int) -> None:
     full = full_tensor(3, 8)
     shardings = [
         shard_columns((3, 8), parts=(8,), size=size, index=index, dim=1) for index in range(size)
@@ -54,7 +54,7 @@ def test_rows(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("vocabulary", [1, 5, 8, 37])
 @pytest.mark.parametrize("rest", [(), (3,)])
-def test_vocabulary_is_padded_with_zeros_that_no_piece_covers(
+def test_vocabulary_is_padded_with_zeros_outside_pieces(
     size: int, vocabulary: int, rest: tuple[int, ...]
 ) -> None:
     full = full_tensor(vocabulary, *rest) + 1
@@ -73,7 +73,7 @@ def test_vocabulary_is_padded_with_zeros_that_no_piece_covers(
     assert sum(sharding.num_padding for sharding in shardings) == together.numel() - full.numel()
 
 
-def test_slices_are_copies_with_the_dtype_and_device_of_the_full_tensor() -> None:
+def test_slices_are_copies_with_same_dtype_and_device() -> None:
     full = torch.ones(4, 2, dtype=torch.bfloat16, requires_grad=True)
     local = slice_full(full, Placement.replicated(full.shape))
     assert local.dtype is torch.bfloat16
@@ -88,7 +88,7 @@ def test_slices_are_copies_with_the_dtype_and_device_of_the_full_tensor() -> Non
     assert meta.shape == (3, 2)
 
 
-def test_replicated_scalar() -> None:
+def test_placement_of_replicated_scalar() -> None:
     sharding = Placement.replicated((), partial=("tensor",))
     assert sharding.partial
     assert not sharding.sharded
@@ -98,7 +98,7 @@ def test_replicated_scalar() -> None:
     assert slice_full(torch.tensor(3.0), sharding).item() == 3.0
 
 
-def test_a_piece_outside_of_its_tensor_is_refused() -> None:
+def test_piece_outside_tensor_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"\[2:5\] is outside the shape \(4,\)"):
         Placement(
             full_shape=(4,), local_shape=(3,), pieces=(Piece(local=(0,), full=(2,), size=(3,)),)

@@ -1,5 +1,5 @@
-"""Embeddings, the output head and positions against one process, with vocabularies that do and do
-not divide."""
+"""Embeddings, output head and positions against a single process, with divisible and indivisible
+vocabularies."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def check_all(rank: int) -> None:
     group = tensor_group(rank)
     for sequence_parallel in (False, True):
         for dtype in (torch.float32, torch.float64):
-            # 5 over 4 ranks: two rows each, the last rank holds nothing but padding
+            # 5 over 4 ranks: two rows each, the last rank has only padding
             for vocabulary in (5, 8, 13):
                 for padding_idx in (None, 0, vocabulary - 1):
                     embedding_case(
@@ -188,12 +188,12 @@ def check_tied(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_against_one_process(pool: Pool, size: int) -> None:
+def test_vocabulary_layers_match_single_process(pool: Pool, size: int) -> None:
     pool.run(check_all, world_size=size)
     pool.run(check_tied, world_size=size)
 
 
-def test_a_group_of_one_is_left_alone() -> None:
+def test_group_of_one_leaves_vocabulary_layers_unchanged() -> None:
     for module, kind in (
         (nn.Embedding(5, H), Vocabulary()),
         (nn.Linear(H, 5), Vocabulary()),

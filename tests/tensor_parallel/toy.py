@@ -22,14 +22,14 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11, torch.bfloat16: 2e-2}
 
 
 def tensor_group(rank: int) -> Group:
-    """The tensor group of a worker: the whole world."""
+    """Return the tensor group of a worker, which is the whole world."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     layout = ParallelLayout(world_size=size, tensor_parallel_size=size)
     return ProcessMesh.create(layout=layout, rank=rank).group("tensor")
 
 
 def assert_same(got: Tensor, expected: Tensor, *, dtype: torch.dtype | None = None) -> None:
-    """Equal within the summation order of the dtype."""
+    """Assert equality up to the summation order of the dtype."""
     limit = TOLERANCE.get(dtype or expected.dtype, 0.0)
     torch.testing.assert_close(
         got, expected, rtol=limit, atol=limit, equal_nan=True, check_dtype=dtype is None
@@ -37,7 +37,7 @@ def assert_same(got: Tensor, expected: Tensor, *, dtype: torch.dtype | None = No
 
 
 def with_z_loss(logits: Tensor, target: Tensor, z_loss: float, **options: Any) -> Tensor:
-    """torch's loss, and the z-loss written down as it is defined."""
+    """Return torch's loss plus the z-loss by its definition."""
     expected = F.cross_entropy(
         logits.movedim(-1, 1) if logits.dim() > 1 else logits, target, **options
     )
@@ -53,12 +53,12 @@ def with_z_loss(logits: Tensor, target: Tensor, z_loss: float, **options: Any) -
 
 
 def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This member's part of a dimension."""
+    """Return this rank's part of a dimension."""
     return x.chunk(group.size, dim)[group.rank]
 
 
 def whole_gradient(grad: Tensor, sharding: Placement, group: Group) -> Tensor:
-    """Return the whole gradient of which a rank holds a partial one.
+    """Return the full gradient from the partial ones of the ranks.
 
     Partial gradients are summed over the group. So are the parts of copied rows.
     """
@@ -84,7 +84,7 @@ def assert_gradients(
     group: Group,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Every local gradient is its part of the reference's."""
+    """Assert that every local gradient is its part of the reference's."""
     expected = dict(reference.named_parameters())
     assert list(shardings) == [name for name, _ in module.named_parameters()] == list(expected)
     for name, parameter in module.named_parameters():
@@ -99,7 +99,7 @@ def assert_gradients(
 
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
-    """Counts what is asked of torch.distributed, by kind."""
+    """Count the calls of collectives in torch.distributed, by kind."""
     counts: Counter[str] = Counter()
     names = {
         "all_reduce": "all_reduce",
@@ -166,7 +166,7 @@ class Layer(nn.Module):
 
 
 class Toy(nn.Module):
-    """Token ids (b, s) -> logits (b, s, V)."""
+    """A transformer: token ids (b, s) -> logits (b, s, V)."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class Toy(nn.Module):
 
 
 def toy_plan() -> ParallelPlan:
-    """The plan of ``Toy()``."""
+    """Return the plan of ``Toy()``."""
     return ParallelPlan(
         blocks="layers",
         tensor={
@@ -212,7 +212,7 @@ def toy_plan() -> ParallelPlan:
 
 
 def assemble_full(parts: Sequence[tuple[Tensor, Placement]]) -> Tensor:
-    """The full tensor, put together from the local tensors of all members: the inverse of
+    """Assemble the full tensor from the local tensors of all ranks: the inverse of
     ``slice_full``."""
     first, sharding = parts[0]
     full = torch.empty(sharding.full_shape, dtype=first.dtype, device=first.device)

@@ -30,21 +30,21 @@ def trainer(folder: Path, **options: Any) -> L.Trainer:
     )
 
 
-def test_a_difference_ends_before_training(tmp_path: Path) -> None:
+def test_difference_aborts_before_training(tmp_path: Path) -> None:
     started = trainer(tmp_path, devices=1)
     with pytest.raises(VerificationError, match="sum over samples"):
         started.fit(Summed(), loader())
     assert started.global_step == 0
 
 
-def test_an_equal_layout_trains(tmp_path: Path) -> None:
+def test_equal_layout_trains(tmp_path: Path) -> None:
     started, module = trainer(tmp_path, devices=1, gradient_clip_val=0.1), Lit()
     started.fit(module, loader())
     assert started.global_step == 2
     assert not list(tmp_path.iterdir())
 
 
-def test_it_is_refused_where_it_cannot_work(
+def test_first_step_is_refused_on_several_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
@@ -54,6 +54,6 @@ def test_it_is_refused_where_it_cannot_work(
         trainer(tmp_path, devices=1, num_nodes=2).fit(Lit(), loader())
 
 
-def test_another_value_is_refused() -> None:
+def test_unknown_verify_value_is_refused() -> None:
     with pytest.raises(ValueError, match="verify"):
         PTDPStrategy(verify="always")

@@ -1,4 +1,4 @@
-"""``lightning_ptdp.verify``: right modules are equal, wrong ones are found, with their cause."""
+"""``lightning_ptdp.verify``: correct modules are equal, wrong ones are reported with a cause."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def report(module: Any, layout: dict[str, Any], **trainer: Any) -> Report:
 
 @pytest.fixture(autouse=True)
 def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaders shuffle by this seed, which other tests of the process set."""
+    """Fix the seed by which loaders shuffle; other tests in this process set it."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
 
 
@@ -107,7 +107,7 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         "recomputed, clipped by value p",
     ],
 )
-def test_a_right_module_is_equal(
+def test_correct_module_is_equal(
     module: Any, layout: dict[str, Any], trainer: dict[str, Any]
 ) -> None:
     found = report(module(), layout, **trainer)
@@ -124,7 +124,7 @@ def test_a_right_module_is_equal(
     } <= kinds
 
 
-def test_a_gpt_is_equal_with_tokens_and_warm_up() -> None:
+def test_gpt_with_token_counts_and_warmup_is_equal() -> None:
     layout = {**T2, **P2, "virtual_pipeline_size": 2, "num_microbatches": 4}
     data = {"train_dataloaders": tokens(), "val_dataloaders": tokens(8)}
     found = report(LitValidated(Run()), layout, gradient_clip_val=0.05, **data)
@@ -149,14 +149,14 @@ def test_a_gpt_is_equal_with_tokens_and_warm_up() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
-def test_a_wrong_module_is_found_with_its_cause(
+def test_wrong_module_is_reported_with_cause(
     module: Any, layout: dict[str, Any], cause: str
 ) -> None:
     try:
         data = {"train_dataloaders": tokens(), "val_dataloaders": None} if layout is C2 else {}
         found = report(module(), layout, **data)
     except (PTDPError, ValueError) as error:
-        # The strategy may refuse some of them by name instead.
+        # The strategy may refuse some of these modules instead.
         if cause not in (
             "parameters in the step",
             "label shift",
@@ -170,13 +170,13 @@ def test_a_wrong_module_is_found_with_its_cause(
     assert cause in str(found)
 
 
-def test_a_logged_time_is_left_out_and_said() -> None:
+def test_logged_time_is_excluded_with_note() -> None:
     found = report(LitClocked(), M2)
     assert found.equal, str(found)
     assert any("clock" in note for note in found.notes)
 
 
-def test_batches_that_cannot_be_joined_are_accumulated() -> None:
+def test_unjoinable_batches_are_accumulated() -> None:
     data = {"train_dataloaders": loader(collate_fn=toys.Graph), "val_dataloaders": None}
     found = report(Lit(), D2, **data, accumulate_grad_batches=2)
     assert found.equal, str(found)
@@ -184,7 +184,7 @@ def test_batches_that_cannot_be_joined_are_accumulated() -> None:
     assert {"loss", "gradient", "weight"} <= {one.kind for one in found.compared}
 
 
-def test_the_arguments_are_those_of_fit() -> None:
+def test_verify_takes_arguments_of_fit() -> None:
     assert verify(
         Lit(),
         loader(),
@@ -201,12 +201,12 @@ def test_the_arguments_are_those_of_fit() -> None:
         verify(Lit(), loader(), strategy=PTDPStrategy(), trainer={"devices": 2})
 
 
-def test_labels_whose_number_is_returned_are_no_cause() -> None:
+def test_returned_label_count_is_no_cause() -> None:
     found = report(toys.ContrastiveCounted(), M2)
     assert [one.name for one in found.causes] == ["coupled samples"], str(found)
 
 
-def test_the_report_has_a_picture(tmp_path: Path) -> None:
+def test_report_draws_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = report(toys.Summed(), M2)
     found.draw(tmp_path / "report.png")
@@ -214,7 +214,7 @@ def test_the_report_has_a_picture(tmp_path: Path) -> None:
     assert "only m" in str(found)
 
 
-def test_fewer_blocks_are_said() -> None:
+def test_reduced_number_of_blocks_is_noted() -> None:
     found = report(Lit(), P2, blocks=2)
     assert found.equal, str(found)
     assert any("2 blocks" in note for note in found.notes)
@@ -228,11 +228,11 @@ class Waiting(Lit):
         return super().loss(batch)
 
 
-def test_nothing_is_left_and_the_module_is_untouched() -> None:
+def test_verify_leaves_no_processes_and_module_unchanged() -> None:
     module, here = Lit(), psutil.Process()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     children = set(here.children(recursive=True))
-    with pytest.raises((PTDPError, Exception)):
+    with pytest.raises(PTDPError):
         report(Waiting(), D2)
     assert report(module, D2).equal
     assert set(here.children(recursive=True)) <= children
@@ -240,7 +240,7 @@ def test_nothing_is_left_and_the_module_is_untouched() -> None:
     assert "training_step" not in vars(module)
 
 
-def test_a_late_training_is_ended() -> None:
+def test_training_over_time_limit_is_aborted() -> None:
     with pytest.raises(VerificationError, match="limit_s"):
         report(Lit(), D2, limit_s=0.2)
 

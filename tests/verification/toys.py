@@ -1,4 +1,4 @@
-"""Small LightningModules, right and wrong ones, with their data."""
+"""Small correct and wrong LightningModules, with their data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, LENGTH = 8, 4
 
 
 class Samples(Dataset):
-    """Sequences of numbers; the labels of later samples are ignored more often."""
+    """Sequences of numbers, with 0 to 3 ignored labels per sample."""
 
     def __init__(self, count: int = 24) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Lit(L.LightningModule):
-    """An ordinary module."""
+    """A typical module."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class LitAdam(Lit):
 
 
 class LitCounted(Lit):
-    """Ignores labels, and says how many there are."""
+    """Ignores some labels, and returns the number of the others."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = F.cross_entropy(
@@ -117,7 +117,7 @@ class LitNoisy(Lit):
 
 
 class LitRecurrent(Lit):
-    """Drops between the layers of an LSTM, inside of one call of torch."""
+    """Has dropout between the layers of an LSTM, inside one call of torch."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "recurrent"):
@@ -128,7 +128,7 @@ class LitRecurrent(Lit):
 
 
 class LitRounding(Lit):
-    """Computes a part in float32 whatever its dtype, and cancels most of it."""
+    """Computes a term in float32 for any dtype, with cancellation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class LitRounding(Lit):
 
 
 class Graph:
-    """A batch without a dimension of samples."""
+    """A batch without a sample dimension."""
 
     def __init__(self, samples: list[dict[str, Tensor]]) -> None:
         self.fields = {
@@ -160,13 +160,13 @@ class LitClocked(Lit):
     """Logs the time."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        # far apart, however short the time
+        # values differ much even after a short time
         self.log("clock", float(time.perf_counter_ns() % 1_000_003))
         return super().training_step(batch, batch_idx)
 
 
 class LitLayered(Lit):
-    """Gives each block a learning rate of its own."""
+    """Has a separate learning rate for each block."""
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -179,7 +179,7 @@ class LitLayered(Lit):
 
 
 class LitDecayed(Lit):
-    """Decays matrices and no vectors."""
+    """Decays matrices, but not vectors."""
 
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.ndim > 1]
@@ -197,7 +197,7 @@ class LitFrozen(Lit):
 
 
 class LitTied(Lit):
-    """Its last layer has the weight of its first."""
+    """Ties the weight of the last layer to that of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class LitManual(Lit):
 
 
 class LitScheduled(Lit):
-    """Halves its learning rate with each step."""
+    """Halves the learning rate after each step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, nesterov=True)
@@ -245,7 +245,7 @@ class LitScheduled(Lit):
 
 
 class LitMeasured(Lit):
-    """Keeps a metric over the epoch."""
+    """Logs a metric of the whole epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class LitMeasured(Lit):
 
 
 class EntropyNoise(Lit):
-    """No seed decides what it draws."""
+    """Draws random numbers that no seed controls."""
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(self(batch["x"]), batch["y"]) * (1 + os.urandom(1)[0] / 255)
@@ -273,14 +273,14 @@ class UnseededGenerator(Lit):
 
 
 class Penalty(Lit):
-    """Reads a parameter, of which a rank holds a part."""
+    """Reads a parameter of which each rank holds a shard."""
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return super().loss(batch) + self.blocks[0].up.weight.abs().amax()
 
 
 class ClippedByHand(Lit):
-    """Clips by the norm of what is here."""
+    """Clips manually, by the norm of the local gradients."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
@@ -290,7 +290,7 @@ class ClippedByHand(Lit):
 
 
 class Shifted(LitTiny):
-    """Shifts its labels itself."""
+    """Shifts the labels in the step."""
 
     def __init__(self) -> None:
         super().__init__(Run())
@@ -301,7 +301,7 @@ class Shifted(LitTiny):
 
 
 class Contrastive(Lit):
-    """The other samples of the batch are negatives."""
+    """Uses the other samples of the batch as negatives."""
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         similar = self(batch["x"]).flatten(1) @ batch["y"].flatten(1).T
@@ -309,7 +309,7 @@ class Contrastive(Lit):
 
 
 class ContrastiveCounted(Contrastive):
-    """Returns how many labels there are, which is not why the losses differ."""
+    """Returns the number of labels, which is not the cause of different losses."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return {
@@ -324,14 +324,14 @@ class Summed(Lit):
 
 
 class ScaledRate(Lit):
-    """The rule of linear scaling."""
+    """Scales the learning rate with the world size."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
 
 
 class Counting(Lit):
-    """A plain attribute counts the calls."""
+    """Counts the calls in a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()

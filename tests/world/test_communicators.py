@@ -1,4 +1,4 @@
-"""The communicators of a rank follow from the layout."""
+"""Communicators of each rank, derived from the layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T8P8D8C2E8: dict[str, Any] = {
         ({"world_size": 8}, {2}),
         ({"world_size": 8, "tensor_parallel_size": 8}, {2}),
         ({"world_size": 8, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {7}),
-        # The first and the last stage have two channels, the other stages four.
+        # The first and the last stage have two channels, other stages have four.
         ({"world_size": 8, "pipeline_parallel_size": 8}, {4, 6}),
         (T8P8D8C2E8, {12, 14}),
     ],
@@ -39,9 +39,9 @@ def test_number_of_communicators(options: dict[str, Any], numbers: set[int]) -> 
     assert {len(communicators(layout, rank)) for rank in range(layout.world_size)} == numbers
 
 
-def test_members_of_the_communicators_of_a_large_layout() -> None:
+def test_communicator_members_in_large_layout() -> None:
     every = communicators(ParallelLayout(**T8P8D8C2E8), 200)
-    # the world, t p e, t p c, d c, t, p, d, e, c, the replicas of the experts, channels
+    # world, t p e, t p c, d c, t, p, d, e, c, expert replicas, channels
     assert [len(ranks) for ranks in every] == [1024, 512, 128, 16, 8, 8, 8, 8, 2, 2, 2, 2, 2, 2]
     assert all(200 in ranks for ranks in every)
 
@@ -58,7 +58,7 @@ def _created(rank: int, layout: ParallelLayout) -> list[tuple[int, ...]]:
         mesh = ProcessMesh.create(layout=layout, rank=rank)
         before = len(created)
         mesh.levels(("data", "context"), 2)
-        # The context group is not shared with reductions.
+        # Reductions do not share the context group.
         assert len(created) - before == (layout.context_parallel_size > 1)
     return created[:before]
 
@@ -71,7 +71,7 @@ def _created(rank: int, layout: ParallelLayout) -> list[tuple[int, ...]]:
         {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "context_parallel_size": 2},
     ],
 )
-def test_a_mesh_creates_each_communicator_once(options: dict[str, int], pool: Pool) -> None:
+def test_mesh_creates_each_communicator_once(options: dict[str, int], pool: Pool) -> None:
     layout = ParallelLayout(world_size=8, **options)
     ranks = pool.run(_created, world_size=8, args=(layout,))
     assert len({len(created) for created in ranks}) == 1, "torch counts the groups of each rank"

@@ -1,4 +1,4 @@
-"""Layouts against brute force."""
+"""Layouts compared with brute force."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = [
 
 
 def brute_force(layout: ParallelLayout, *moving: str) -> set[tuple[int, ...]]:
-    """Ranks that agree on every coordinate except ``moving``."""
+    """Return the sets of ranks that agree on every coordinate except ``moving``."""
 
     def fixed(rank: int) -> tuple[int, ...]:
         here = layout.coordinates(rank)
@@ -73,7 +73,7 @@ def test_every_stage_is_on_one_rank(p: int, placement: StagePlacement) -> None:
     assert layout.last_stage_rank == (0 if placement == "v" else p - 1)
 
 
-def test_a_v_turns_at_the_last_rank() -> None:
+def test_v_placement_turns_at_last_rank() -> None:
     layout = ParallelLayout(
         world_size=4, pipeline_parallel_size=4, virtual_pipeline_size=2, placement="v"
     )
@@ -116,11 +116,11 @@ def test_rank_and_coordinates_are_inverse(rank: int) -> None:
         ),
     ],
 )
-def test_impossible_layouts_name_the_field_and_the_mend(kwargs: dict, words: list[str]) -> None:
+def test_impossible_layout_names_field_and_fix(kwargs: dict, words: list[str]) -> None:
     with raises_with(words):
         ParallelLayout(**kwargs)
 
 
-def test_coordinates_outside_the_world() -> None:
+def test_rank_outside_world_is_refused() -> None:
     with pytest.raises(ValueError, match="rank=8"):
         ParallelLayout(world_size=8).coordinates(8)

@@ -1,4 +1,4 @@
-"""The groups that a mesh makes really join the ranks that the layout names."""
+"""Process groups of a mesh contain the ranks of the layout."""
 
 from __future__ import annotations
 
@@ -86,8 +86,9 @@ Given = dict[tuple[str, tuple[int, ...]], tuple[bool, int | None, bool]]
 def _options(
     rank: int, layout: ParallelLayout, channel_ctas: int | None, accepted: bool = True
 ) -> Given:
-    """By axis and ranks, what NCCL's groups would be made with: high priority, thread blocks, the
-    timeout of the mesh."""
+    """Return NCCL's options by axis and ranks.
+
+    The options are: high priority, thread blocks, and True if the timeout is that of the mesh."""
     given: Given = {}
     new_group, default = dist.new_group, dist.ProcessGroupNCCL.Options().config.max_ctas
 
@@ -125,7 +126,7 @@ def _options(
 @pytest.mark.skipif(
     not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are looked at"
 )
-def test_what_a_computation_waits_for_goes_first(pool: Pool) -> None:
+def test_groups_on_critical_path_have_high_priority(pool: Pool) -> None:
     layout = ParallelLayout(
         world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2, context_parallel_size=2
     )
@@ -142,7 +143,7 @@ def test_what_a_computation_waits_for_goes_first(pool: Pool) -> None:
     not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are looked at"
 )
 @pytest.mark.parametrize(("accepted", "expected"), [(True, 4), (False, None)])
-def test_messages_get_few_thread_blocks_where_nccl_accepts_a_number(
+def test_channel_thread_blocks_are_limited_if_supported(
     pool: Pool, accepted: bool, expected: int | None
 ) -> None:
     layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)

@@ -1,4 +1,4 @@
-"""Tests of the ports at which ranks meet."""
+"""Reserved ports for the rendezvous of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from lightning_ptdp.world.rendezvous_address import LOOPBACK, reserved_port
 
 
-def test_a_reserved_port_is_taken_by_its_number_only() -> None:
+def test_reserved_port_is_bound_only_with_reuse_address() -> None:
     with reserved_port() as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((LOOPBACK, port))

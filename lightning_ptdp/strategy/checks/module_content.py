@@ -139,15 +139,15 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
     if not names:
         return
     if config.has_microbatches:
-        part, mend = "one microbatch", "num_microbatches=1 without a pipeline"
+        part, remedy = "one microbatch", "num_microbatches=1 without a pipeline"
     elif layout.size("replica_sum") > 1:
-        part, mend = "one replica's part", "Trainer(sync_batchnorm=True) on GPUs"
+        part, remedy = "one replica's part", "Trainer(sync_batchnorm=True) on GPUs"
     else:
         return
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
         f"{', '.join(names[:3])}{more} normalize over the batch, which here is {part}, so the "
-        f"model differs slightly from the same model on one device. Use {mend}, or a "
+        f"model differs slightly from the same model on one device. Use {remedy}, or a "
         "normalization that does not depend on other samples",
         stacklevel=2,
     )
