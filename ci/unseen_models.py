@@ -35,8 +35,8 @@ from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS
 from lightning_ptdp.verification import VerificationError
 from tests.huggingface.architectures import ARCHITECTURES, build
-from tests.huggingface.circle import CIRCLE, differences_around
-from tests.huggingface.habits import HABITS
+from tests.huggingface.hook_mixins import HABITS
+from tests.huggingface.round_trip import CIRCLE, differences_around
 from tests.huggingface.unseen import Run, refusal, verified
 from tests.pool import Pool, WorkerFailure
 

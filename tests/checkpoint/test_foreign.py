@@ -21,7 +21,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from tests.checkpoint.layouts import save
-from tests.hostile.forging import forge, sign
+from tests.hostile.forged_checkpoints import forge, sign
 
 
 @pytest.fixture

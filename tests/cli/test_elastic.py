@@ -101,7 +101,7 @@ def test_run_resumes_on_fewer_replicas_and_after_lost_rank(
     )
     assert code == 0, err
     dies = {
-        "class_path": "tests.cli.dying.DiesOnce",
+        "class_path": "tests.cli.killing_callback.DiesOnce",
         "init_args": {"step": 4, "notes": str(tmp_path)},
     }
     two = configure(config, tmp_path / "two.yaml", devices=2, steps=STEPS, callbacks=[dies])

@@ -22,7 +22,7 @@ from lightning_ptdp.exchange import from_huggingface, open_huggingface, to_huggi
 from lightning_ptdp.models import BertConfig, LitBert
 from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import shard
-from tests.models.theirs import randomized
+from tests.models.hf_models import randomized
 from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")

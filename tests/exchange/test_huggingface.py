@@ -30,7 +30,7 @@ from lightning_ptdp.models import LitGPT
 from lightning_ptdp.models.model_config import GPTConfig
 from tests.checkpoint.layouts import save, shard
 from tests.models.configs import GPT2, LLAMA, VARIANTS
-from tests.models.theirs import hf_gpt2, hf_llama, randomized
+from tests.models.hf_models import hf_gpt2, hf_llama, randomized
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp import Sampling, generate
 from lightning_ptdp.models import Bert, BertConfig
-from tests.generation.writing import GREEDY, PROMPTS, SAMPLED, gpt
+from tests.generation.sampling_run import GREEDY, PROMPTS, SAMPLED, gpt
 from tests.huggingface.runs import make_model
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generation.writing import Writing, fit
+from tests.generation.sampling_run import Writing, fit
 from tests.huggingface.runs import LAYOUTS
 from tests.pool import Pool
 

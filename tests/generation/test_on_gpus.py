@@ -15,7 +15,7 @@ import torch
 from lightning_ptdp import Sampling, generate
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.fake_cuda import Waits, fake_cuda
-from tests.generation.writing import LitGPTWriting, LitWriting, Writing, fit
+from tests.generation.sampling_run import LitGPTWriting, LitWriting, Writing, fit
 from tests.huggingface.runs import LAYOUTS
 from tests.nccl_calls import operations_of
 from tests.pool import Pool

@@ -38,7 +38,7 @@ from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import replicated
 from tests.hostile import Case
-from tests.hostile.forging import forge, sign
+from tests.hostile.forged_checkpoints import forge, sign
 
 __all__ = ["cases"]
 

@@ -11,7 +11,7 @@ from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.recipe_files import recipe_folder
 from tests.hostile import Case
-from tests.hostile.lies import ODD_FILES, put
+from tests.hostile.false_files import ODD_FILES, put
 
 __all__ = ["cases"]
 

@@ -28,7 +28,7 @@ from lightning_ptdp.data import (
 from lightning_ptdp.data.token_store import ChunkMap
 from tests.data.conftest import write_corpus
 from tests.hostile import Case
-from tests.hostile.lies import (
+from tests.hostile.false_files import (
     BROKEN_JSON,
     FALSE_NUMBERS,
     FALSE_VALUES,

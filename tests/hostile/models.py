@@ -15,7 +15,7 @@ from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.exchange.tokenizers import tokenizer_files
 from lightning_ptdp.models import LitCausalLM, make_tiny
 from tests.hostile import Case
-from tests.hostile.lies import BROKEN_JSON, FALSE_VALUES, ODD_FILES, put
+from tests.hostile.false_files import BROKEN_JSON, FALSE_VALUES, ODD_FILES, put
 
 __all__ = ["cases"]
 

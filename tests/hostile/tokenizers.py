@@ -14,7 +14,7 @@ from typing import Any
 from lightning_ptdp.data import Tokenizer
 from tests.hostile import Case
 from tests.hostile.data import prepared_files
-from tests.hostile.lies import BROKEN_JSON, FALSE_VALUES, ODD_FILES, put
+from tests.hostile.false_files import BROKEN_JSON, FALSE_VALUES, ODD_FILES, put
 
 __all__ = ["cases"]
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.verification import Report, verify
 from tests.huggingface.architectures import ARCHITECTURES, Samples, build
-from tests.huggingface.habits import HABITS
+from tests.huggingface.hook_mixins import HABITS
 
 __all__ = ["Run", "refusal", "verified"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_ptdp.models import GPT
 from tests.models.configs import GPT2, LLAMA
-from tests.models.theirs import hf_gpt2, hf_llama
+from tests.models.hf_models import hf_gpt2, hf_llama
 
 
 def weights_from_gpt2(source: dict[str, Tensor]) -> dict[str, Tensor]:

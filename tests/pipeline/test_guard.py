@@ -22,7 +22,7 @@ from lightning_ptdp.pipeline.hang_guard import GuardObservation, HangGuard, Hang
 from lightning_ptdp.pipeline.rank_report import LOST
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 from lightning_ptdp.pipeline.status_board import Heard
-from tests.pipeline.losing import train, work
+from tests.pipeline.lost_ranks import train, work
 from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD
 

@@ -15,7 +15,7 @@ import torch
 from lightning_ptdp.cli import main
 from lightning_ptdp.cli.entry import VERBS
 from lightning_ptdp.models import LitGPT
-from tests.models.theirs import hf_gpt2
+from tests.models.hf_models import hf_gpt2
 
 pytestmark = pytest.mark.thorough
 

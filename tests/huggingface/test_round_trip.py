@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.huggingface.circle import CIRCLE, differences_around
+from tests.huggingface.round_trip import CIRCLE, differences_around
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
