@@ -40,7 +40,7 @@ _install()
 
 def __getattr__(name: str) -> object:
     """Import torch and Lightning only when a name that needs them is used."""
-    rooms = {
+    packages = {
         "LitCausalLM": "models",
         "LitMaskedLM": "models",
         "PTDPStrategy": "strategy",
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> object:
         "plan": "strategy",
         "verify": "verification",
     }
-    if name not in rooms:
+    if name not in packages:
         raise AttributeError(f"module 'lightning_ptdp' has no attribute '{name}'")
     _check_core()
-    return getattr(import_module(f"lightning_ptdp.{rooms[name]}"), name)
+    return getattr(import_module(f"lightning_ptdp.{packages[name]}"), name)

@@ -45,21 +45,21 @@ def _load_file_or_folder(
             from lightning_ptdp.base.requirements import check_url
 
             check_url(path)
-        found = load(path_or_url, map_location=map_location, weights_only=weights_only)
+        checkpoint = load(path_or_url, map_location=map_location, weights_only=weights_only)
         return (
-            found
-            if not isinstance(found, dict) or _TYPES not in found
-            else _with_types(found, path)
+            checkpoint
+            if not isinstance(checkpoint, dict) or _TYPES not in checkpoint
+            else _with_types(checkpoint, path)
         )
     from lightning_ptdp.checkpoint import read_whole
 
     return read_whole(path, map_location, trusted=weights_only is False)
 
 
-def _with_types(found: dict[str, Any], path: str) -> dict[str, Any]:
+def _with_types(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
     from lightning_ptdp.checkpoint import with_types
 
-    return with_types(found, path)
+    return with_types(checkpoint, path)
 
 
 def upload_folders(logger: ModuleType) -> None:
@@ -116,7 +116,7 @@ def _parse_file_or_folder(parse: Callable[[LightningCLI], None], cli: LightningC
 
 def _new_folders(callback: object, uploaded: Mapping[str, float]) -> Iterator[Found]:
     """Yield every folder that a checkpoint callback keeps and that has not been uploaded."""
-    kept: dict[str, tuple[object, str]] = {
+    checkpoints: dict[str, tuple[object, str]] = {
         getattr(callback, "last_model_path", ""): (
             getattr(callback, "current_score", None),
             "latest",
@@ -130,9 +130,9 @@ def _new_folders(callback: object, uploaded: Mapping[str, float]) -> Iterator[Fo
             for path, score in getattr(callback, "best_k_models", {}).items()
         },
     }
-    for path, (score, what) in kept.items():
+    for path, (score, tag) in checkpoints.items():
         if _is_checkpoint(path) and (written := os.stat(path).st_mtime) > uploaded.get(path, 0.0):
-            yield written, path, score, what
+            yield written, path, score, tag
 
 
 @contextlib.contextmanager

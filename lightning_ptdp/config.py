@@ -220,9 +220,9 @@ class PTDPConfig(Degrees):
                 "The other follows from the batch size of a replica, micro_batch_size * "
                 "num_microbatches"
             )
-        for field, most in _MOST.items():
-            if (value := getattr(self, field)) is not None and not 0 < value <= most:
-                raise ValueError(f"{field}={value!r} must be greater than 0 and at most {most:g}")
+        for field, limit in _MOST.items():
+            if (value := getattr(self, field)) is not None and not 0 < value <= limit:
+                raise ValueError(f"{field}={value!r} must be greater than 0 and at most {limit:g}")
         if self.channel_ctas is not None and self.pipeline_parallel_size == 1:
             raise ValueError(
                 f"channel_ctas={self.channel_ctas} applies to messages between stages, but "
@@ -365,12 +365,12 @@ class PTDPConfig(Degrees):
                 "compile_options is set, but compile='none'. Use compile='blocks', or leave "
                 "compile_options out"
             )
-        known = inspect.signature(torch.compile).parameters.keys() - {"model", "disable"}
-        unknown = [name for name in self.compile_options or () if name not in known]
+        parameters = inspect.signature(torch.compile).parameters.keys() - {"model", "disable"}
+        unknown = [name for name in self.compile_options or () if name not in parameters]
         if unknown:
             raise ValueError(
                 f"compile_options has the unknown key {unknown[0]!r}. torch.compile accepts "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(parameters))}"
             )
 
     def _check_overlap(self) -> None:

@@ -91,10 +91,10 @@ class ParallelModel:
         Raises:
             ValueError: Some are not; names them.
         """
-        held = [
+        parameters = [
             (name, p) for name, p in self.module.named_parameters() if frozen or p.requires_grad
         ]
-        unknown = [name for name, parameter in held if parameter not in self.parameters]
+        unknown = [name for name, parameter in parameters if parameter not in self.parameters]
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: created or "
@@ -108,9 +108,9 @@ class ParallelModel:
         """Return the parameters of the modules that every pipeline stage keeps, by name."""
         everywhere = self.cut.parts.everywhere if self.cut is not None else ()
         return {
-            f"{top}.{name}": one
+            f"{top}.{name}": parameter
             for top in everywhere
-            for name, one in self.module.get_submodule(top).named_parameters()
+            for name, parameter in self.module.get_submodule(top).named_parameters()
         }
 
     @property
@@ -170,8 +170,8 @@ def parallelize(  # noqa: PLR0913
         if not t.is_meta
     ]
     differing = agree_on_values(built, device=device)
-    whole = WholeParameters.of(module)
-    view = UncutView(module, whole.names) if layout.divides_model else None
+    full_parameters = WholeParameters.of(module)
+    view = UncutView(module, full_parameters.names) if layout.divides_model else None
     materialize = Materializer(module, seed=seed, device=device, left=left)
 
     cut: PipelineCut | None = None
@@ -183,20 +183,20 @@ def parallelize(  # noqa: PLR0913
             module, parts=parts, ranges=ranges, stages=stages, collects=planned.collects
         )
 
-    placements = _build_local(module, planned, kinds, materialize, whole, mesh)
+    placements = _build_local(module, planned, kinds, materialize, full_parameters, mesh)
     if tensor.size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
     make_room(
         module,
         device=device,
-        padded={parameter for parameter, one in placements.items() if one.num_padding},
+        padded={parameter for parameter, placement in placements.items() if placement.num_padding},
     )
     copies = {c for kind in kinds.values() for c in kind.copies(mesh.group(kind.axis).size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
     parameters = manage_parameters(
         module,
         placements,
-        whole,
+        full_parameters,
         cut.module_stages if cut is not None else None,
         mesh,
         copy_groups,
@@ -207,7 +207,7 @@ def parallelize(  # noqa: PLR0913
         placements={managed.name: managed.placement for managed in parameters.values()},
         padded={
             name
-            for name, users in whole.users.items()
+            for name, users in full_parameters.users.items()
             if any(user in kinds and kinds[user].pads for user in users)
         },
         size=tensor.size,
@@ -217,8 +217,8 @@ def parallelize(  # noqa: PLR0913
         plan=planned,
         cut=cut,
         parameters=parameters,
-        aliases=whole.aliases,
-        names=tuple(whole.order),
+        aliases=full_parameters.aliases,
+        names=tuple(full_parameters.order),
         whole=view,
         notes=tuple(notes),
         split_blocks=planned.split_blocks
@@ -234,19 +234,19 @@ def _build_local(
     plan: ParallelPlan,
     kinds: Mapping[str, Kind],
     materialize: Materializer,
-    whole: WholeParameters,
+    full_parameters: WholeParameters,
     mesh: ProcessMesh,
 ) -> dict[nn.Parameter, Placement]:
     """Give values to the local modules and shard them, one module at a time.
 
-    Keeps ``whole.names`` up to date."""
+    Keeps ``full_parameters.names`` up to date."""
     tensor, sequence_parallel = (
         mesh.group("tensor"),
         mesh.layout.sequence_parallel and mesh.group("tensor").size > 1,
     )
     shared: dict[int, nn.Parameter] = {}
     placements: dict[nn.Parameter, Placement] = {}
-    places, names = _places(module), whole.names
+    places, names = _places(module), full_parameters.names
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
         # A kind may apply to a module with children, which then need their values first.
@@ -266,7 +266,7 @@ def _build_local(
             continue
         old = dict(child.named_parameters())
         splits = plan.splits_sequence(name, sequence_parallel)
-        new, own = shard_module(
+        new, local_placements = shard_module(
             child,
             kind,
             group=mesh.group(kind.axis),
@@ -278,10 +278,10 @@ def _build_local(
         )
         for parent, key in places[child] if new is not child else ():
             parent._modules[key] = new
-        for key, placement in own.items():
+        for key, placement in local_placements.items():
             parameter = new.get_parameter(key)
             names[parameter], placements[parameter] = names[old[key]], placement
-            if parameter is not old[key] and len(whole.users[names[parameter]]) == 1:
+            if parameter is not old[key] and len(full_parameters.users[names[parameter]]) == 1:
                 # The slice is a copy. Release the full value.
                 old[key].data = old[key].data.new_empty(0)
     replace_aliases(module, shared)

@@ -63,10 +63,10 @@ class AllToAllAttention(DistributedAttention):
             k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
         q, k, v = _HeadExchange.apply(_to_heads, _to_sequence, group, call.q, k, v)
         mask = None if call.mask is None else _whole_mask(call.mask, q, group)
-        whole = AttentionCall(
+        full_call = AttentionCall(
             q, k, v, causal=call.causal, mask=mask, scale=call.scale, dropout_p=call.dropout_p
         )
-        return _HeadExchange.apply(_to_sequence, _to_heads, group, plain_attention(whole))[0]
+        return _HeadExchange.apply(_to_sequence, _to_heads, group, plain_attention(full_call))[0]
 
     @classmethod
     def held_kv_heads(cls, kv_heads: int, size: int) -> int:
@@ -85,12 +85,9 @@ class AllToAllAttention(DistributedAttention):
         Queries, keys and values are exchanged before the attention, and its result after it. The
         backward does the same.
         """
-        sizes = (
-            (traffic.queries + traffic.pairs) * traffic.width,
-            traffic.results * traffic.width,
-        )
-        taken = sum(traffic.all_to_all(size) + 4 * size / traffic.memory for size in sizes)
-        return taken, taken
+        sizes = ((traffic.queries + traffic.pairs) * traffic.width, traffic.results * traffic.width)
+        total = sum(traffic.all_to_all(size) + 4 * size / traffic.memory for size in sizes)
+        return total, total
 
 
 Exchange: TypeAlias = Callable[[tuple[Tensor, ...], Group], tuple[Tensor, ...]]
@@ -158,11 +155,11 @@ def _trade(sent: list[list[Tensor]], group: Group) -> list[Tensor]:
         ]
         return [wait_traced(result) for result in started]
     received = [torch.empty_like(source) for source in sources]
-    under_way = [
+    pending = [
         dist.all_to_all_single(result, source, group=group.handle, async_op=True)
         for result, source in zip(received, sources, strict=True)
     ]
-    for work in under_way:
+    for work in pending:
         assert work is not None
         work.wait()
     return received

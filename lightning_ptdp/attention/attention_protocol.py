@@ -139,11 +139,11 @@ class DistributedAttention(ABC):
             ValueError: They do not.
         """
         if cls.divides_heads and heads % size:
-            works = ", ".join(str(c) for c in range(1, heads + 1) if heads % c == 0)
+            divisors = ", ".join(str(c) for c in range(1, heads + 1) if heads % c == 0)
             raise ValueError(
                 f"context_parallel_attention={cls.name!r} distributes the {heads} heads of a "
                 "tensor-parallel rank, but they are not divisible by "
-                f"context_parallel_size={size}. Use a context_parallel_size of {works}, or "
+                f"context_parallel_size={size}. Use a context_parallel_size of {divisors}, or "
                 "context_parallel_attention='ring'"
             )
 

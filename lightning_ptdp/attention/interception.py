@@ -64,27 +64,27 @@ def _multi_head(attention: Attention, *args: Any, **kwargs: Any) -> tuple[Tensor
     """
     call = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
     call.apply_defaults()
-    given = call.arguments
-    x = given["query"]
-    _check_plain(given, x)
-    projected = F.linear(x, given["in_proj_weight"], given["in_proj_bias"])
+    bound = call.arguments
+    x = bound["query"]
+    _check_plain(bound, x)
+    projected = F.linear(x, bound["in_proj_weight"], bound["in_proj_bias"])
     q, k, v = (
-        torch.unflatten(part, -1, (given["num_heads"], -1)).permute(1, 2, 0, 3)
+        torch.unflatten(part, -1, (bound["num_heads"], -1)).permute(1, 2, 0, 3)
         for part in projected.chunk(3, dim=-1)
     )
-    causal, mask, padding = bool(given["is_causal"]), given["attn_mask"], given["key_padding_mask"]
+    causal, mask, padding = bool(bound["is_causal"]), bound["attn_mask"], bound["key_padding_mask"]
     if mask is not None:
-        mask = _seen(mask, given["num_heads"])
+        mask = _seen(mask, bound["num_heads"])
     if causal:
         mask = None
     if padding is not None:
         keys = _seen(padding)[:, None, None, :]
         mask = with_causal(keys, q, k) if causal else keys if mask is None else mask & keys
         causal = False
-    dropout_p = given["dropout_p"] if given["training"] else 0.0
+    dropout_p = bound["dropout_p"] if bound["training"] else 0.0
     y = attention(AttentionCall(q, k, v, causal=causal, mask=mask, dropout_p=dropout_p))
     return F.linear(
-        y.permute(2, 0, 1, 3).flatten(2), given["out_proj_weight"], given["out_proj_bias"]
+        y.permute(2, 0, 1, 3).flatten(2), bound["out_proj_weight"], bound["out_proj_bias"]
     ), None
 
 
@@ -95,23 +95,23 @@ def _seen(mask: Tensor, heads: int | None = None) -> Tensor:
             "nn.MultiheadAttention cannot be split over context ranks, because its mask has "
             "values other than 0 and -inf"
         )
-    seen = ~mask if mask.dtype is torch.bool else mask == 0
-    return torch.unflatten(seen, 0, (-1, heads)) if heads is not None and seen.dim() == 3 else seen
+    keys = ~mask if mask.dtype is torch.bool else mask == 0
+    return torch.unflatten(keys, 0, (-1, heads)) if heads is not None and keys.dim() == 3 else keys
 
 
-def _check_plain(given: dict[str, Any], x: Tensor) -> None:
+def _check_plain(bound: dict[str, Any], x: Tensor) -> None:
     unsupported = {
-        "need_weights=True (call it with need_weights=False)": given["need_weights"],
-        "cross-attention": given["key"] is not x or given["value"] is not x,
-        "separate projections (kdim, vdim)": given["use_separate_proj_weight"],
-        "add_bias_kv": given["bias_k"] is not None or given["bias_v"] is not None,
-        "add_zero_attn": given["add_zero_attn"],
-        "static keys or values": given["static_k"] is not None or given["static_v"] is not None,
+        "need_weights=True (call it with need_weights=False)": bound["need_weights"],
+        "cross-attention": bound["key"] is not x or bound["value"] is not x,
+        "separate projections (kdim, vdim)": bound["use_separate_proj_weight"],
+        "add_bias_kv": bound["bias_k"] is not None or bound["bias_v"] is not None,
+        "add_zero_attn": bound["add_zero_attn"],
+        "static keys or values": bound["static_k"] is not None or bound["static_v"] is not None,
         "an input without a batch dimension": x.dim() != 3,
     }
-    found = [name for name, present in unsupported.items() if present]
-    if found:
+    features = [name for name, present in unsupported.items() if present]
+    if features:
         raise ContextParallelError(
-            f"nn.MultiheadAttention with {', '.join(found)} cannot be split over context "
+            f"nn.MultiheadAttention with {', '.join(features)} cannot be split over context "
             "ranks. Use plain self-attention, or context_parallel_size=1"
         )

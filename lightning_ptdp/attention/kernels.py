@@ -182,8 +182,8 @@ def _plain_backward(
         grad_weights = _unfold(grad_rows.matmul(v[:, :, keys].to(dtype).transpose(-1, -2)), q)
         dropped = weights
         if block.dropout_p:
-            kept = _kept(weights, block, rows)
-            grad_weights, dropped = grad_weights * kept, weights * kept
+            dropout_mask = _kept(weights, block, rows)
+            grad_weights, dropped = grad_weights * dropout_mask, weights * dropout_mask
         dv[:, :, keys] += _fold(dropped, k).transpose(-1, -2).matmul(grad_rows)
         grad_scores = _fold(weights * (grad_weights - delta[:, :, rows]) * block.scale, k)
         dq[:, :, rows] = _unfold(grad_scores.matmul(k[:, :, keys].to(dtype)), q)

@@ -83,18 +83,18 @@ class RingAttention(DistributedAttention):
         earlier ones, in float32.
         """
         c, width, hides = traffic.size, traffic.width, traffic.overlaps
-        hop, home = (traffic.hop(traffic.pairs * each) for each in (width, _SINGLE))
-        there = (c - 1) * max(0.0, hop - hides * traffic.forward / c)
-        travelling = [hop * (step < c - 1) + home * (step >= 2) for step in range(c)]
-        back = home + sum(max(0.0, each - hides * traffic.backward / c) for each in travelling)
-        seen = _HALVES if traffic.causal else 1.0
+        hop, grad_hop = (traffic.hop(traffic.pairs * value) for value in (width, _SINGLE))
+        forward = (c - 1) * max(0.0, hop - hides * traffic.forward / c)
+        hops = [hop * (step < c - 1) + grad_hop * (step >= 2) for step in range(c)]
+        backward = grad_hop + sum(max(0.0, value - hides * traffic.backward / c) for value in hops)
+        fraction = _HALVES if traffic.causal else 1.0
         # The sum so far is scaled, the new part is scaled into its own tensor, and both are added.
-        merged = (c - 1) * seen * (6 * _SINGLE + width) + 2 * (_SINGLE + width)
+        merged = (c - 1) * fraction * (6 * _SINGLE + width) + 2 * (_SINGLE + width)
         # Each part is added to the gradients so far. These start as zeros and are finally cast to
         # the precision of the computation.
-        added = (c - 1) * seen * (2 * _SINGLE + width) + 2 * (_SINGLE + width)
-        there += traffic.results * merged / traffic.memory
-        return there, back + (traffic.queries + traffic.pairs) * added / traffic.memory
+        added = (c - 1) * fraction * (2 * _SINGLE + width) + 2 * (_SINGLE + width)
+        forward += traffic.results * merged / traffic.memory
+        return forward, backward + (traffic.queries + traffic.pairs) * added / traffic.memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,24 +132,20 @@ class _Options:
             source = (rank - step) % size  # owner of the current keys and values
             rows, columns = self._seen(step, source, length)
             bias = None if mask is None else _bias(mask, rows, columns, source, size)
-            own = derive_seed(run, rank, source) if self.dropout_p else 0
+            step_seed = derive_seed(run, rank, source) if self.dropout_p else 0
             causal = self.causal and step == 0
             block = AttentionBlock(
-                scale=self.scale, causal=causal, bias=bias, dropout_p=self.dropout_p, seed=own
+                scale=self.scale, causal=causal, bias=bias, dropout_p=self.dropout_p, seed=step_seed
             )
             yield step, rows, columns, block, [x[:, :, columns] for x in visiting]
             travelling.finish()
 
     def _seen(self, step: int, source: int, length: int) -> tuple[slice, slice]:
         """Return the rows and the columns that attend in a step."""
-        everything, chunk = slice(0, length), length // 2
+        full, chunk = slice(0, length), length // 2
         if not self.causal or step == 0:
-            return everything, everything
-        return (
-            (everything, slice(0, chunk))
-            if source < self.group.rank
-            else (slice(chunk, length), everything)
-        )
+            return full, full
+        return (full, slice(0, chunk)) if source < self.group.rank else (slice(chunk, length), full)
 
 
 class _Ring(torch.autograd.Function):
@@ -195,11 +191,11 @@ def _attend(
     out = lse = torch.empty(0)
     with torch.autocast(q.device.type, enabled=False):
         for step, rows, _, block, (visiting_k, visiting_v) in options.steps(k, v, mask, seed):
-            more, more_lse = attend(q[:, :, rows], visiting_k, visiting_v, block)
+            block_out, block_lse = attend(q[:, :, rows], visiting_k, visiting_v, block)
             if step == 0:
-                out, lse = _like(q, more, more_lse.dtype), more_lse.contiguous()
+                out, lse = _like(q, block_out, block_lse.dtype), block_lse.contiguous()
             else:
-                _merge(out[:, :, rows], lse[:, :, rows], more, more_lse)
+                _merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
     return out.to(q.dtype), lse
 
 
@@ -215,7 +211,7 @@ def _attend_backward(  # noqa: PLR0913
     seed: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v."""
-    dq, own = torch.empty(0), [torch.empty(0)]
+    dq, dkv = torch.empty(0), [torch.empty(0)]
     gradients = _Travelling(
         [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v)], options.group
     )
@@ -226,7 +222,7 @@ def _attend_backward(  # noqa: PLR0913
                 grad_rows, q[:, :, rows], visiting_k, visiting_v, out_rows, lse_rows, block
             )
             if step == 0:
-                dq, own = dq_part.to(lse.dtype), [x.to(lse.dtype) for x in dkv_part]
+                dq, dkv = dq_part.to(lse.dtype), [x.to(lse.dtype) for x in dkv_part]
             else:
                 dq[:, :, rows] += dq_part
                 gradients.finish()
@@ -234,9 +230,9 @@ def _attend_backward(  # noqa: PLR0913
                     total[:, :, columns] += part
                 gradients.start()  # after the keys and values to which they belong
     gradients.finish()
-    for mine, home in zip(own, gradients.here(), strict=True):
-        mine += home
-    return tuple(total.to(x.dtype) for total, x in zip((dq, *own), (q, k, v), strict=True))
+    for local, remote in zip(dkv, gradients.here(), strict=True):
+        local += remote
+    return tuple(total.to(x.dtype) for total, x in zip((dq, *dkv), (q, k, v), strict=True))
 
 
 _OPTIONS = "bool causal, float scale, float dropout_p, str group"
@@ -331,15 +327,15 @@ def _like(q: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(q, dtype=dtype).copy_(x) if x.shape == q.shape else x.to(dtype)
 
 
-def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Add a block to the accumulated rows, in place.
 
     Rows without visible keys have a log-sum-exp of -inf.
     """
-    total = torch.logaddexp(lse, more_lse)
+    total = torch.logaddexp(lse, block_lse)
     reference = total.masked_fill(total == -torch.inf, 0.0)
     out.mul_((lse - reference).exp_()[..., None]).add_(
-        more * (more_lse - reference).exp_()[..., None]
+        block_out * (block_lse - reference).exp_()[..., None]
     )
     lse.copy_(total)
 

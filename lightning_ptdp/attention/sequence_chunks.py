@@ -52,7 +52,7 @@ def check_sequence(
     unit = math.lcm(2 * context_parallel_size, context_parallel_size * sequence_parallel_size)
     if length % unit:
         below = length // unit * unit
-        works = " or ".join(str(n) for n in (below, below + unit) if n)
+        multiples = " or ".join(str(n) for n in (below, below + unit) if n)
         tensor = (
             f" and sequence parallelism over {sequence_parallel_size} ranks"
             if unit != 2 * context_parallel_size
@@ -62,7 +62,7 @@ def check_sequence(
             f"a sequence of {length} tokens cannot be split for "
             f"context_parallel_size={context_parallel_size}{tensor}. Every rank takes two "
             f"equal chunks, so the length must be a multiple of {unit}. Pad or truncate it to "
-            f"{works} tokens"
+            f"{multiples} tokens"
         )
 
 

@@ -64,16 +64,16 @@ class SlicedAttention:
             group=self.distributed.group,
             padded=self.padded,
         )
-        whole = read() if call.mask is None and not self.padded else self._read_once(read)
+        full_mask = read() if call.mask is None and not self.padded else self._read_once(read)
         # Surplus heads of this rank's call are copies, adjacent to each other.
-        copies = k.size(1) // whole.kv_heads
+        copies = k.size(1) // full_mask.kv_heads
         result = self.distributed(
             AttentionCall(
                 q,
                 k[:, ::copies],
                 v[:, ::copies],
-                causal=whole.causal,
-                mask=whole.mask,
+                causal=full_mask.causal,
+                mask=full_mask.mask,
                 scale=call.scale,
                 dropout_p=call.dropout_p,
             )
@@ -84,15 +84,15 @@ class SlicedAttention:
         """Return the mask of a call, and read it only if the call before had another one.
 
         Reading waits for the device, and layers usually get the same mask."""
-        (mask,), given = read.args, read.keywords
+        (mask,), kwargs = read.args, read.keywords
         identity = None if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
         version = mask._version if mask is not None and not mask.is_inference() else None
-        key = (identity, version, given["is_causal"], given["q"].size(0), given["kv_heads"])
+        key = (identity, version, kwargs["is_causal"], kwargs["q"].size(0), kwargs["kv_heads"])
         if key != self._last[0]:
-            whole = read()
-            is_reusable = whole.is_reusable and (mask is None or version is not None)
+            full_mask = read()
+            is_reusable = full_mask.is_reusable and (mask is None or version is not None)
             # the mask is kept, so that no other one takes its place in memory
-            self._last = (key if is_reusable else None, whole, mask)
+            self._last = (key if is_reusable else None, full_mask, mask)
         assert self._last[1] is not None
         return self._last[1]
 
@@ -194,23 +194,23 @@ def read_mask(
         if mask.size(-1) != local_length or mask.size(-2) not in (1, local_length):
             raise ContextParallelError(_refusal(_shape_of(mask), local_length, group))
         kind, keys = _classify(mask)
-    what = None if mask is None else _shape_of(mask)
+    description = None if mask is None else _shape_of(mask)
     if padded:
-        seen = torch.ones(q.size(0), local_length, dtype=torch.int32, device=q.device)
+        visible = torch.ones(q.size(0), local_length, dtype=torch.int32, device=q.device)
         if keys is not None:
-            seen = keys.expand_as(seen).to(seen)
-        return _agree(seen, (kind, kv_heads, what is not None), what, group)
-    if what is None or keys is None:
+            visible = keys.expand_as(visible).to(visible)
+        return _agree(visible, (kind, kv_heads, description is not None), description, group)
+    if description is None or keys is None:
         return WholeMask(causal=is_causal, kv_heads=kv_heads)
-    found, sees_all = torch.stack((torch.as_tensor(kind), keys.all())).tolist()
-    _check_kinds([found], what, local_length, group)
-    if not sees_all:
+    kind_bits, all_visible = torch.stack((torch.as_tensor(kind), keys.all())).tolist()
+    _check_kinds([kind_bits], description, local_length, group)
+    if not all_visible:
         raise ContextParallelError(
             "the model masks some tokens as padding, but the batch has no padding mask, so "
             "the other ranks do not know these tokens. Add a mask of shape (batch, sequence) "
             "to the batch as 'attention_mask', 'key_padding_mask' or 'padding_mask'"
         )
-    return WholeMask(causal=found == _CAUSAL, kv_heads=kv_heads)
+    return WholeMask(causal=kind_bits == _CAUSAL, kv_heads=kv_heads)
 
 
 def _classify(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,18 +219,18 @@ def _classify(mask: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         What it may be, () int32, and which tokens are visible, (b or 1, s/c) boolean.
     """
-    seen, biased = mask, torch.zeros((), dtype=torch.bool, device=mask.device)
+    visible, biased = mask, torch.zeros((), dtype=torch.bool, device=mask.device)
     if mask.dtype is not torch.bool:
-        seen, hidden = mask == 0, mask < torch.finfo(mask.dtype).min / 2
-        biased = ~(seen | hidden).all()
-    keys = seen[:, :1, -1:]
-    kind = (seen == keys).all() * _BIDIRECTIONAL
-    if seen.size(-2) > 1:
-        kind = kind + (seen == keys.expand_as(seen).tril()).all() * _CAUSAL
+        visible, hidden = mask == 0, mask < torch.finfo(mask.dtype).min / 2
+        biased = ~(visible | hidden).all()
+    keys = visible[:, :1, -1:]
+    kind = (visible == keys).all() * _BIDIRECTIONAL
+    if visible.size(-2) > 1:
+        kind = kind + (visible == keys.expand_as(visible).tril()).all() * _CAUSAL
     return torch.where(biased, _BIASED, kind).to(torch.int32), keys[:, 0, 0]
 
 
-def _check_kinds(kinds: list[int], what: str, length: int, group: Group) -> None:
+def _check_kinds(kinds: list[int], description: str, length: int, group: Group) -> None:
     """Check that the masks of all ranks have a meaning for the full sequence.
 
     Raises:
@@ -240,34 +240,34 @@ def _check_kinds(kinds: list[int], what: str, length: int, group: Group) -> None
         raise ContextParallelError(
             "the attention mask has values other than 0 and -inf, for example a "
             "position-dependent bias. A rank knows them only for its own slice of the "
-            "sequence; " + _refusal(what, length, group)
+            "sequence; " + _refusal(description, length, group)
         )
     if 0 in kinds:
-        raise ContextParallelError(_refusal(what, length, group))
+        raise ContextParallelError(_refusal(description, length, group))
 
 
 def _agree(
-    keys: Tensor, own: tuple[Tensor | int, int, bool], what: str | None, group: Group
+    keys: Tensor, local: tuple[Tensor | int, int, bool], description: str | None, group: Group
 ) -> WholeMask:
     """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
 
-    It is the only place that reads values back, once. ``own`` is what this rank's mask may be, its
+    It reads values back once. ``local`` holds the possible kinds of this rank's mask, its
     number of key/value heads, and whether there is a mask. A slice of only padding fits both causal
     and bidirectional masks. The other ranks decide then.
     """
     samples, length = keys.shape
     numbers = [
         number.to(keys) if isinstance(number, Tensor) else keys.new_full((), number)
-        for number in own
+        for number in local
     ]
-    mine = torch.cat((keys, torch.stack(numbers).expand(samples, -1)), 1)
-    gathered = mine.new_empty(group.size * samples, length + 3)
-    all_gather_single(gathered, mine, group.handle)
+    message = torch.cat((keys, torch.stack(numbers).expand(samples, -1)), 1)
+    gathered = message.new_empty(group.size * samples, length + 3)
+    all_gather_single(gathered, message, group.handle)
     parts = gathered.view(group.size, samples, length + 3)
-    whole = unshard_sequence(list(parts[..., :length].bool()), 1)
-    *found, sees_all = torch.cat((parts[:, 0, length:].flatten(), whole.all()[None])).tolist()
-    kinds = found[::3]
-    _check_kinds(kinds, what or "the attention mask of another rank", length, group)
+    full = unshard_sequence(list(parts[..., :length].bool()), 1)
+    *fields, all_visible = torch.cat((parts[:, 0, length:].flatten(), full.all()[None])).tolist()
+    kinds = fields[::3]
+    _check_kinds(kinds, description or "the attention mask of another rank", length, group)
     common = reduce(and_, kinds)
     if not common:
         raise ContextParallelError(
@@ -277,9 +277,9 @@ def _agree(
         )
     return WholeMask(
         causal=bool(common & _CAUSAL),
-        mask=None if sees_all else whole[:, None, None],
-        kv_heads=min(found[1::3]),
-        is_reusable=len({*found[2::3]}) == 1,
+        mask=None if all_visible else full[:, None, None],
+        kv_heads=min(fields[1::3]),
+        is_reusable=len({*fields[2::3]}) == 1,
     )
 
 
@@ -287,9 +287,9 @@ def _shape_of(mask: Tensor) -> str:
     return f"an attention mask of shape {tuple(mask.shape)}"
 
 
-def _refusal(what: str, length: int, group: Group) -> str:
+def _refusal(description: str, length: int, group: Group) -> str:
     return (
-        f"{what} cannot be used under context parallelism. "
+        f"{description} cannot be used under context parallelism. "
         f"Each of {group.size} ranks has {length} of {length * group.size} tokens, from which only "
         "causal and padding masks can be derived. Use is_causal=True instead of a mask, or add the "
         "mask to the batch as (batch, 1, sequence, sequence), which is split along its queries only"

@@ -73,11 +73,11 @@ class PartialValues(TorchFunctionMode):
             PartialModelError: The result is a number that requires the whole values.
         """
         kwargs = kwargs or {}
-        parts = [one for one in iterate_tensors((args, kwargs)) if one in self._names]
+        parts = [tensor for tensor in iterate_tensors((args, kwargs)) if tensor in self._names]
         result = func(*args, **kwargs)
-        for one in iterate_tensors(result) if parts else ():
-            if one not in self._names:
-                self._follow(func, parts, one)
+        for tensor in iterate_tensors(result) if parts else ():
+            if tensor not in self._names:
+                self._follow(func, parts, tensor)
         return result
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:

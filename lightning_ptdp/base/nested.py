@@ -69,7 +69,9 @@ def rebuilt(value: Nested, items: dict[Any, Nested]) -> Nested:
 def _lacks_argument(value: Nested) -> bool:
     """Return True if a dataclass has not kept an argument that its constructor needs."""
     fields = value.__dataclass_fields__.values()
-    return any("InitVar" in str(one.type) and one.default is dataclasses.MISSING for one in fields)
+    return any(
+        "InitVar" in str(field.type) and field.default is dataclasses.MISSING for field in fields
+    )
 
 
 def _name(container: Nested, key: object, name: str) -> str:
@@ -125,9 +127,9 @@ def named_tensors(value: Nested, name: str = "") -> list[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         return [(name, value)]
     return [
-        found
+        entry
         for key, item in children(value) or ()
-        for found in named_tensors(item, _name(value, key, name))
+        for entry in named_tensors(item, _name(value, key, name))
     ]
 
 
@@ -153,13 +155,13 @@ def batch_size(batch: Nested) -> int:
     sizes = {t.size(0) for t in iterate_tensors(batch) if t.dim()}
     sizes = sizes - {1} or sizes
     if len(sizes) != 1:
-        found = (
+        description = (
             f"tensors whose first dimensions are {sorted(sizes)}"
             if sizes
             else "no tensor with a first dimension"
         )
         raise ValueError(
-            f"the batch has {found}. To split it into microbatches, every tensor needs the "
+            f"the batch has {description}. To split it into microbatches, every tensor needs the "
             "samples along dimension 0. Change the collate function, or use "
             "pipeline_parallel_size=1 and num_microbatches=1"
         )

@@ -86,8 +86,8 @@ def check_arguments(function: Callable[..., object], values: Mapping[str, object
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"``, or "" if no known name is close."""
-    found = difflib.get_close_matches(name[:_LONG], list(known), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name[:_LONG], list(known), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def shown(value: object) -> str:

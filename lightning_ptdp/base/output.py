@@ -37,9 +37,9 @@ class _Survivor(io.RawIOBase):
         try:
             return os.write(self._descriptor, data)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._descriptor)
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self._descriptor)
+            os.close(devnull)
             return len(data)
 
 

@@ -48,19 +48,19 @@ class Outcome:
 
         The rank with the least progress is the one that the other ranks wait for.
         """
-        said = [
+        sentences = [
             f"rank {rank} failed in {self._at(rank)}: {text}" for rank, text in self.errors.items()
         ]
         if self.late and not self.errors:
             least = min(len(self.reports[rank]) for rank in self.late)
-            behind = [rank for rank in self.late if len(self.reports[rank]) == least]
-            others = [rank for rank in self.late if rank not in behind]
-            said.append(
-                f"{_ranks(behind)} {'hangs' if len(behind) == 1 else 'hang'} in "
-                f"{self._at(behind[0])}"
+            hanging = [rank for rank in self.late if len(self.reports[rank]) == least]
+            waiting = [rank for rank in self.late if rank not in hanging]
+            sentences.append(
+                f"{_ranks(hanging)} {'hangs' if len(hanging) == 1 else 'hang'} in "
+                f"{self._at(hanging[0])}"
             )
-            said += [f"rank {rank} is waiting in {self._at(rank)}" for rank in others]
-        return "; ".join(said)
+            sentences += [f"rank {rank} is waiting in {self._at(rank)}" for rank in waiting]
+        return "; ".join(sentences)
 
     def _at(self, rank: int) -> str:
         return self.reports[rank][-1] if self.reports[rank] else "its start"
@@ -79,12 +79,12 @@ def run_ranks(
     pipes: dict[Connection, int] = {}
     processes = []
     for rank in range(count):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(there, function, rank, tuple(args)))
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_serve, args=(sender, function, rank, tuple(args)))
         process.start()
-        there.close()
+        sender.close()
         processes.append(process)
-        pipes[here] = rank
+        pipes[receiver] = rank
     try:
         _listen(outcome, pipes, time.monotonic() + timeout_s)
     finally:
@@ -96,13 +96,13 @@ def run_ranks(
 
 
 def _serve(
-    there: Connection, function: Callable[..., object], rank: int, args: Sequence[object]
+    sender: Connection, function: Callable[..., object], rank: int, args: Sequence[object]
 ) -> None:
     try:
-        there.send(("result", function(rank, lambda what: there.send(("report", what)), *args)))
+        sender.send(("result", function(rank, lambda place: sender.send(("report", place)), *args)))
     except BaseException as error:
         # The first line only: notes follow it.
-        there.send(("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0]))
+        sender.send(("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0]))
 
 
 def _listen(outcome: Outcome, pipes: dict[Connection, int], deadline: float) -> None:

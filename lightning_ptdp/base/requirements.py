@@ -89,14 +89,14 @@ def read_declared(lines: Sequence[str] | None = None) -> tuple[Declared, ...]:
             lines = metadata.requires(DISTRIBUTION) or []
         except metadata.PackageNotFoundError:
             return ()
-    found = []
+    libraries = []
     for requirement in map(Requirement, lines):
         extra = _extra(requirement)
         if extra not in _FOR_DEVELOPERS:
-            found.append(
+            libraries.append(
                 Declared(name=requirement.name, versions=requirement.specifier, extra=extra)
             )
-    return tuple(found)
+    return tuple(libraries)
 
 
 def find_problem(declared: Declared, installed: Callable[[str], str] | None = None) -> str | None:
@@ -189,10 +189,10 @@ def check_url(path: object) -> None:
     Raises:
         RequirementError: The library is missing, or there is none for such URLs.
     """
-    protocol, found, _ = (
+    protocol, separator, _ = (
         os.fspath(path).partition("://") if isinstance(path, str | os.PathLike) else ("", "", "")
     )
-    if not found or protocol in _WITHOUT_FSSPEC:
+    if not separator or protocol in _WITHOUT_FSSPEC:
         return
     try:
         import_module("fsspec").get_filesystem_class(protocol.rpartition("::")[2])

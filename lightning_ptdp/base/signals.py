@@ -125,10 +125,10 @@ def breakable() -> Iterator[None]:
 
     Lightning already ignores the signal at that time.
     """
-    began = time.monotonic()
+    start = time.monotonic()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - began > _COPIES_S:
+        if time.monotonic() - start > _COPIES_S:
             raise StoppedNow
 
     with handled(signal.SIGINT, stop):

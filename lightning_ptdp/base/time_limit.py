@@ -23,12 +23,12 @@ def time_limit(seconds: float) -> Iterator[None]:
     Raises:
         TimeoutError: The block was not finished.
     """
-    thread, done, turn = threading.get_ident(), threading.Event(), threading.Lock()
+    thread, done, lock = threading.get_ident(), threading.Event(), threading.Lock()
 
     def watch() -> None:
         if done.wait(seconds):
             return
-        with turn:
+        with lock:
             if not done.is_set():
                 _raise_in(thread, _Late)
 
@@ -38,10 +38,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
-            with turn:
+            with lock:
                 done.set()
     except _Late:
-        with turn:
+        with lock:
             done.set()
             _raise_in(thread, None)
         raise TimeoutError(f"not finished after {seconds:g} s") from None

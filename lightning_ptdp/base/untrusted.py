@@ -85,15 +85,15 @@ def regular_size(path: str | Path, *, linked: Sequence[Path] | None = None) -> i
             target.parent == Path(os.path.realpath(folder))
             for folder in (Path(path).parent, *linked)
         ):
-            what = (
+            message = (
                 f"it is a link to {target}, which is outside its folder. Replace it with "
                 "the file itself"
             )
-            raise OSError(errno.EINVAL, what, str(path))
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, message, str(path))
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return found.st_size
+    return status.st_size
 
 
 def read_bytes(
@@ -121,12 +121,12 @@ def small_files(folder: str | Path, patterns: Iterable[str]) -> list[Path]:
         ValueError: One of them is larger.
     """
     linked = hub_blobs(folder)
-    found = sorted(
+    paths = sorted(
         {path for pattern in patterns for path in Path(folder).glob(pattern) if not path.is_dir()}
     )
-    for path in found:
+    for path in paths:
         _check_size(path, _MOST_BESIDE, linked)
-    return found
+    return paths
 
 
 def read_files(folder: str | Path, patterns: Iterable[str]) -> dict[str, bytes]:

@@ -195,7 +195,7 @@ class CountedMemory(TorchDispatchMode):
         gc.collect()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # isinstance accesses lazy attributes of modules
-            tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+            tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
         self._see(tensors)
         super().__enter__()
         return self
@@ -215,9 +215,9 @@ class CountedMemory(TorchDispatchMode):
                 or (nbytes := tensor.untyped_storage().nbytes()) < _LEAST
             ):
                 continue
-            found = StorageWeakRef(tensor.untyped_storage())
-            if found.cdata not in self._there:
-                self._there[found.cdata] = found, nbytes
+            reference = StorageWeakRef(tensor.untyped_storage())
+            if reference.cdata not in self._there:
+                self._there[reference.cdata] = reference, nbytes
                 self._held += nbytes
         if self._held > self.peak_bytes:  # only then do freed tensors matter
             for key in [key for key, (storage, _) in self._there.items() if storage.expired()]:

@@ -82,13 +82,13 @@ def compile_blocks(
         return
     try:
         check_compiler(device, options)
-        held = list(local_blocks(module, blocks))
+        stage_blocks = list(local_blocks(module, blocks))
     except ValueError as error:
         if policy == "blocks":
             raise
         warnings.warn(f"compile='auto' does not compile: {error}", stacklevel=2)
         return
-    for block in held:
+    for block in stage_blocks:
         if not is_compiled(block.module):
             replace_forward(block.module, CompiledForward, options=with_late_waits(options))
 

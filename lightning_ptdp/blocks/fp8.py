@@ -72,11 +72,11 @@ class Float8Product(MatrixProduct):
 
     def input_gradient(self, grad: Tensor) -> Tensor:
         """Return the gradient of the input, (..., i), from that of the output, (..., o)."""
-        turned = self._scaled(self._turned(), "weight", -1)
+        weight = self._scaled(self._turned(), "weight", -1)
         return (
             self._scaled(_rows(grad), "grad_output", -1)
-            .mm(turned.t())
-            .view(*grad.shape[:-1], turned.size(0))
+            .mm(weight.t())
+            .view(*grad.shape[:-1], weight.size(0))
         )
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -121,10 +121,10 @@ class Float8Linear(OwnForward):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Run the layer's forward."""
-        own: Any = self.module
-        store, transposed = own.weight_gradients, is_conv1d(own)
+        layer: Any = self.module
+        store, transposed = layer.weight_gradients, is_conv1d(layer)
         return multiply(
-            x, own.weight, own.bias, products=self.products, transposed=transposed, store=store
+            x, layer.weight, layer.bias, products=self.products, transposed=transposed, store=store
         )
 
 
@@ -149,14 +149,14 @@ def check_fp8(
             16.
     """
     check_installed("torchao")
-    found = False
+    has_layers = False
     for name, layer in _layers(module, blocks):
         outputs, inputs = output_input_sizes(layer)
         outputs //= tensor_parallel_size if isinstance(kinds.get(name), Column) else 1
         inputs //= tensor_parallel_size if isinstance(kinds.get(name), Row) else 1
         _check_sizes(name, outputs, inputs)
-        found = True
-    if not found:
+        has_layers = True
+    if not has_layers:
         raise ValueError(
             "fp8 applies to linear layers of the repeated blocks, but there are none. Use fp8=None"
         )
@@ -199,19 +199,19 @@ def _layers(module: nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, nn.
 
     Layers that are too small to gain from float8, such as adapters and routers, are left out."""
     for block in local_blocks(module, blocks):
-        inside = dict(block.module.named_modules(prefix=block.name))
-        computed = {
+        modules = dict(block.module.named_modules(prefix=block.name))
+        attentions = {
             name
-            for name, child in inside.items()
+            for name, child in modules.items()
             if isinstance(child, nn.MultiheadAttention | ParallelMultiheadAttention)
         }
-        for name, child in inside.items():
+        for name, child in modules.items():
             plain = isinstance(child, ColumnParallelLinear | RowParallelLinear) or (
                 is_linear(child) and not has_own_forward(child, nn.Linear)
             )
             if (
                 plain
-                and name.rpartition(".")[0] not in computed
+                and name.rpartition(".")[0] not in attentions
                 and min(child.get_parameter("weight").shape) >= _UNIT
             ):
                 yield name, child

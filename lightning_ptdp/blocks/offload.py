@@ -74,27 +74,27 @@ class Offloaded(OwnForward):
         staying = self._staying((*args, *kwargs.values())) if self.sends else None
         # Nothing runs twice. Deferred gradients of modules with hooks recognize blocks by the first
         # of the two contexts.
-        known = (
+        context = (
             self.surroundings.recomputation()[0]
             if self.surroundings is not None
             else contextlib.nullcontext()
         )
-        with self.offload.around(self.layer, staying), known:
+        with self.offload.around(self.layer, staying), context:
             return self.original(*args, **kwargs)
 
     def _staying(self, inputs: tuple[Any, ...]) -> _Staying | None:
         tensors = [tensor for _, tensor in tensors_in(inputs)]
         if not tensors:
             return None
-        first, own = (
+        first, weights = (
             tensors[0],
             [*dict(nn.Module.named_parameters(self.module)).values(), *self.module.buffers()],
         )
-        storages = {tensor.untyped_storage().data_ptr() for tensor in (*own, *tensors[1:])}
+        storages = {tensor.untyped_storage().data_ptr() for tensor in (*weights, *tensors[1:])}
         return _Staying(
             device=first.device,
             storages=storages - {first.untyped_storage().data_ptr()},
-            matrices={tuple(tensor.shape) for tensor in own if tensor.dim() == 2},
+            matrices={tuple(tensor.shape) for tensor in weights if tensor.dim() == 2},
             first=first.nbytes,
         )
 
@@ -126,12 +126,12 @@ class _Staying:
             return True
         if tensor.is_complex() or tensor.is_neg() or tensor.nbytes < _SMALL * self.first:
             return True
-        turned = (
+        is_transposed = (
             tensor.dim() == 2
             and not tensor.is_contiguous()
             and tuple(reversed(tensor.shape)) in self.matrices
         )
-        return turned or tensor.untyped_storage().data_ptr() in self.storages
+        return is_transposed or tensor.untyped_storage().data_ptr() in self.storages
 
 
 class Offload:
@@ -195,15 +195,15 @@ class _Block:
             return tensor
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), tensor._version
-        found = self._storages.get(key)
-        kept = found() if found is not None else None
-        if kept is None:
+        reference = self._storages.get(key)
+        stored = reference() if reference is not None else None
+        if stored is None:
             if tensor.nbytes < _VIEW * storage.nbytes():
                 return tensor
-            kept = _Storage(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
-            self._storages[key] = weakref.ref(kept)
+            stored = _Storage(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
+            self._storages[key] = weakref.ref(stored)
         return _Saved(
-            kept, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+            stored, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
         )
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
@@ -255,7 +255,9 @@ class _Block:
                     storage.on_device.record_stream(self._stream)
 
     def _alive(self) -> list[_Storage]:
-        return [storage for found in self._storages.values() if (storage := found()) is not None]
+        return [
+            storage for reference in self._storages.values() if (storage := reference()) is not None
+        ]
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:

@@ -111,7 +111,7 @@ def check_recomputation(
             "patterns of your module names, such as "
             f"ParallelPlan(selective=(\"{names[0]}.*.attention.core\",)), or use recompute='full'"
         )
-    inside = {
+    modules = {
         name: child
         for layer in layers_of(module, names)
         for name, child in module.get_submodule(layer.name).named_modules(
@@ -119,11 +119,11 @@ def check_recomputation(
         )
     }
     for pattern in selective:
-        if not any(matches(name, pattern) for name in inside):
+        if not any(matches(name, pattern) for name in modules):
             shown = " and ".join(f"'{name}'" for name in names)
             raise ValueError(
                 f"the pattern {pattern!r} in the plan's selective matches no module inside "
-                f"{shown}; {nearest_names(pattern, inside)}"
+                f"{shown}; {nearest_names(pattern, modules)}"
             )
 
 
@@ -166,17 +166,17 @@ def apply_recomputation(
         return ()
     blocks = find_blocks(module) if blocks is None else blocks
     numbers = _chosen_numbers(ranges or ((0, len(layers_of(module, blocks))),), layers)
-    held = list(local_blocks(module, blocks))
+    stage_blocks = list(local_blocks(module, blocks))
     surroundings = surroundings if surroundings is not None and surroundings.recompute else None
-    chosen = [(block.name, block.module) for block in held if block.number in numbers]
+    chosen = [(block.name, block.module) for block in stage_blocks if block.number in numbers]
     if policy == "offload":
         offload = Offload()
-        for block in held:
+        for block in stage_blocks:
             options = {"offload": offload, "layer": block.number, "sends": block.number in numbers}
             replace_forward(block.module, Offloaded, surroundings=surroundings, **options)
         return tuple(name for name, _ in chosen)
     if policy == "selective":
-        chosen = [found for name, block in chosen for found in _outermost(name, block, selective)]
+        chosen = [entry for name, block in chosen for entry in _outermost(name, block, selective)]
     group = (
         shard_input
         if policy == "full" and shard_input is not None and shard_input.size > 1
@@ -241,16 +241,16 @@ def _checkpoint_in(
 class _InParts:
     """Function that runs on the whole input first, and on gathered parts when recomputed."""
 
-    def __init__(self, whole: Tensor, group: Group) -> None:
-        self._whole: Tensor | None = whole
-        self._group, self._shape, self._requires_grad = group, whole.shape, whole.requires_grad
+    def __init__(self, tensor: Tensor, group: Group) -> None:
+        self._whole: Tensor | None = tensor
+        self._group, self._shape, self._requires_grad = group, tensor.shape, tensor.requires_grad
 
-    def __call__(self, run: Callable[..., Any], part: Tensor, *others: Any) -> Any:
-        whole, self._whole = self._whole, None
-        if whole is None:
-            whole = start_all_gather(part, dim=0, group=self._group).wait().view(self._shape)
-            whole.requires_grad_(self._requires_grad)
-        return run(whole, *others)
+    def __call__(self, run: Callable[..., Any], part: Tensor, *inputs: Any) -> Any:
+        tensor, self._whole = self._whole, None
+        if tensor is None:
+            tensor = start_all_gather(part, dim=0, group=self._group).wait().view(self._shape)
+            tensor.requires_grad_(self._requires_grad)
+        return run(tensor, *inputs)
 
 
 def _is_divisible(value: Any, group: Group) -> bool:
@@ -289,9 +289,9 @@ def _layers_a_stage(layers: Layers, ranges: Ranges) -> list[int]:
         return sizes
     if isinstance(layers, int):
         if layers > max(sizes):
-            held = ", ".join(map(str, sizes))
+            shown = ", ".join(map(str, sizes))
             raise ValueError(
-                f"recompute_layers={layers}, but the stages have {held} layers. Use at most "
+                f"recompute_layers={layers}, but the stages have {shown} layers. Use at most "
                 f"{max(sizes)}, or None for all layers"
             )
         return [min(layers, size) for size in sizes]

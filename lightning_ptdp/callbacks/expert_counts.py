@@ -67,14 +67,16 @@ class ExpertLoads:
         if not self.layers:
             return {}
         loads = [load for layer in self.layers for load in layer.loads]
-        seen = [layer.router_entropy for layer in self.layers if layer.router_entropy is not None]
-        found = {
+        entropies = [
+            layer.router_entropy for layer in self.layers if layer.router_entropy is not None
+        ]
+        metrics = {
             "expert_load_max": max(loads),
             "expert_load_min": min(loads),
             "expert_load_entropy": sum(layer.entropy for layer in self.layers) / len(self.layers),
             "dead_experts": float(loads.count(0)),
         }
-        return found | ({"router_entropy": sum(seen) / len(seen)} if seen else {})
+        return metrics | ({"router_entropy": sum(entropies) / len(entropies)} if entropies else {})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -101,9 +103,9 @@ class _Layer:
             experts.register_forward_pre_hook(partial(self._chosen, position), with_kwargs=True)
         ]
         hooks += [
-            inner.register_forward_hook(partial(self._scored, each))
-            for each in siblings
-            for inner in each.modules()
+            inner.register_forward_hook(partial(self._scored, sibling))
+            for sibling in siblings
+            for inner in sibling.modules()
         ]
         return [hook.remove for hook in hooks]
 
@@ -160,10 +162,10 @@ class ExpertCounts:
     def attach(cls, trainer: Trainer, module: LightningModule) -> ExpertCounts:
         """Start to count; collective over the ranks of a pipeline."""
         kind = Experts()
-        found = {name: child for name, child in module.named_modules() if kind.fits(child)}
-        numbers = {name: _number(trainer, child) for name, child in found.items()}
+        modules = {name: child for name, child in module.named_modules() if kind.fits(child)}
+        numbers = {name: _number(trainer, child) for name, child in modules.items()}
         counts = cls(numbers=_of_all_stages(trainer, numbers))
-        for name, experts in found.items():
+        for name, experts in modules.items():
             zeros = partial(torch.zeros, dtype=torch.float64, device=trainer.strategy.root_device)
             layer = counts._layers[name] = _Layer(counts=zeros(numbers[name]), entropy=zeros(2))
             siblings = [
@@ -183,14 +185,14 @@ class ExpertCounts:
         """Set the counts aside and count from zero; return a function that restores them.
 
         The function discards the counts made meanwhile."""
-        kept = [tensor.clone() for tensor in self._tensors()]
+        saved = [tensor.clone() for tensor in self._tensors()]
         self._clear()
 
-        def go_on() -> None:
-            for tensor, value in zip(self._tensors(), kept, strict=True):
+        def restore() -> None:
+            for tensor, value in zip(self._tensors(), saved, strict=True):
                 tensor.copy_(value)
 
-        return go_on
+        return restore
 
     def take(self, trainer: Trainer) -> ExpertLoads:
         """Return and reset the counts since the last call, over all ranks.
@@ -241,14 +243,14 @@ def _number(trainer: Trainer, experts: nn.Module) -> int:
     return int(parallel.parameters[first].placement.full_shape[0])
 
 
-def _of_all_stages(trainer: Trainer, found: dict[str, int]) -> dict[str, int]:
+def _of_all_stages(trainer: Trainer, numbers: dict[str, int]) -> dict[str, int]:
     mesh = getattr(trainer.strategy, "mesh", None)
-    parts: list[Any] = [found]
+    parts: list[Any] = [numbers]
     if mesh is not None and mesh.group("pipeline").size > 1:
         parts = [None] * mesh.group("pipeline").size
-        dist.all_gather_object(parts, found, group=mesh.group("pipeline").handle)
-    together = {name: number for part in parts for name, number in part.items()}
-    return {name: together[name] for name in sorted(together, key=_natural)}
+        dist.all_gather_object(parts, numbers, group=mesh.group("pipeline").handle)
+    merged = {name: number for part in parts for name, number in part.items()}
+    return {name: merged[name] for name in sorted(merged, key=_natural)}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -59,8 +59,8 @@ class ExpertLoad(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Log the metrics if they are due."""
-        step, every = trainer.global_step, trainer.log_every_n_steps
-        if step != self._step and every and step % every == 0:
+        step, interval = trainer.global_step, trainer.log_every_n_steps
+        if step != self._step and interval and step % interval == 0:
             self._log(self._attached(trainer, pl_module).take(trainer))
         self._step = step
 
@@ -161,17 +161,17 @@ def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
     bar = figure.colorbar(image, ax=axes, extend="both", ticks=[0.25, 0.5, 1, 2, 4])
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"], fontsize=7)
     bar.ax.minorticks_off()
-    every = max(1, -(-rows * 16 // int(height * 100)))
-    axes.set_yticks(range(0, rows, every), map(_label, loads.layers[::every]))
+    stride = max(1, -(-rows * 16 // int(height * 100)))
+    axes.set_yticks(range(0, rows, stride), map(_label, loads.layers[::stride]))
     axes.set_ylabel("layer", fontsize=8)
     axes.set_xlabel("expert", fontsize=8)
     axes.locator_params(axis="x", integer=True)
     axes.tick_params(labelsize=7, length=2)
     axes.spines[:].set_visible(False)
-    found = loads.metrics()
+    metrics = loads.metrics()
     figure.suptitle(
-        f"{title}: tokens of each expert over the mean\nlargest {found['expert_load_max']:.3g} "
-        f"  ·   smallest {found['expert_load_min']:.3g}   ·   {found['dead_experts']:.0f} "
+        f"{title}: tokens of each expert over the mean\nlargest {metrics['expert_load_max']:.3g} "
+        f"  ·   smallest {metrics['expert_load_min']:.3g}   ·   {metrics['dead_experts']:.0f} "
         "without tokens (black)",
         fontsize=8,
     )

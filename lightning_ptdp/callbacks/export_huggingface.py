@@ -61,8 +61,8 @@ class ExportHuggingFace(pl.Callback):
         shard_bytes: Size = 5_000_000_000,
         prefix: str | None = None,
     ) -> None:
-        given = {"when": when, "dtype": dtype, "shard_bytes": shard_bytes}
-        check_arguments(ExportHuggingFace.__init__, given)
+        arguments = {"when": when, "dtype": dtype, "shard_bytes": shard_bytes}
+        check_arguments(ExportHuggingFace.__init__, arguments)
         if when == "end":
             files.check_replaceable(folder, marker=files.EXPORT_MARK)
         self._folder, self._when = os.fspath(folder), when

@@ -116,12 +116,12 @@ class PipelineTimeline(Callback):
             f"{measured.schedule.name}, step {self._step}, measured",
             "ideal: mean costs, free messages",
         ]
-        both = [measured, ideal]
-        trace = json.dumps(chrome_trace(*both, titles=titles))
+        timelines = [measured, ideal]
+        trace = json.dumps(chrome_trace(*timelines, titles=titles))
         is_written = keep_files(
             trainer,
             {
-                ".png": lambda file: draw_timelines(both, file, titles=titles, measured=True),
+                ".png": lambda file: draw_timelines(timelines, file, titles=titles, measured=True),
                 ".json": lambda file: file.write_text(trace, encoding="utf-8"),
             },
             kind="timeline",

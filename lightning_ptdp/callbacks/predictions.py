@@ -69,7 +69,7 @@ class PredictionWriter(Callback):
         gathered = _from_all_replicas(trainer, records)
         if trainer.is_global_zero:
             out = self._out or sys.stdout
-            for record in (one for replica in gathered for one in replica):
+            for record in (row for replica in gathered for row in replica):
                 out.write(json.dumps(record) + "\n")
                 self._written += 1
 

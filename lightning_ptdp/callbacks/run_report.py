@@ -49,20 +49,20 @@ class RunRecord:
 
     def lines(self) -> list[str]:
         """Return the record as lines of text."""
-        found = [f"{name + ':':12} {value:.4g}" for name, value in self.validation.items()]
-        found.append(f"run folder:  {self.folder}")
+        lines = [f"{name + ':':12} {value:.4g}" for name, value in self.validation.items()]
+        lines.append(f"run folder:  {self.folder}")
         if self.checkpoint:
-            found.append(f"checkpoint:  {self.checkpoint}")
+            lines.append(f"checkpoint:  {self.checkpoint}")
         if self.best_checkpoint:
             score = "" if self.best_score is None else f" ({self.monitor} {self.best_score:.4g})"
-            found.append(f"best:        {self.best_checkpoint}{score}")
+            lines.append(f"best:        {self.best_checkpoint}{score}")
         if self.run_id:
-            found.append(f"MLflow run:  {self.url or self.run_id}")
+            lines.append(f"MLflow run:  {self.url or self.run_id}")
             if not self.tracking_uri.startswith("http"):
-                found.append(
+                lines.append(
                     f"             after mlflow ui --backend-store-uri {self.tracking_uri}"
                 )
-        return found
+        return lines
 
 
 class RunReport(Callback):
@@ -107,18 +107,18 @@ class RunReport(Callback):
 
 def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
     callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-    found: dict[str, Any] = {}
-    for best in callbacks:
-        if best.monitor and "monitor" not in found:
-            score = best.best_model_score
-            found |= {
-                "best_checkpoint": best.best_model_path,
-                "monitor": best.monitor,
+    fields: dict[str, Any] = {}
+    for callback in callbacks:
+        if callback.monitor and "monitor" not in fields:
+            score = callback.best_model_score
+            fields |= {
+                "best_checkpoint": callback.best_model_path,
+                "monitor": callback.monitor,
                 "best_score": None if score is None else float(score),
             }
     for logger in trainer.loggers:
-        if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id") and "url" not in found:
-            found |= {
+        if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id") and "url" not in fields:
+            fields |= {
                 "tracking_uri": str(logger.tracking_uri),
                 "run_id": str(logger.run_id),
                 "url": str(getattr(logger, "url", "")),
@@ -135,7 +135,7 @@ def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
             if name.startswith("val")
         },
         finished=finished,
-        **found,
+        **fields,
     )
 
 

@@ -89,24 +89,24 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
     layout = mesh.layout
     microbatches = config.usual_microbatches
     schedule = None if microbatches is None else config.build_schedule(microbatches)
-    held = _held(parallel)
-    all_held = [held]
+    local = _held(parallel)
+    all_held = [local]
     if layout.world_size > 1:
-        all_held = [held] * layout.world_size
-        dist.all_gather_object(all_held, held)
+        all_held = [local] * layout.world_size
+        dist.all_gather_object(all_held, local)
     once = (
         [all_held[rank] for rank in layout.group_of("shards", 0)]
         if layout.world_size > 1
         else all_held
     )
-    total, resting = sum(each.counted for each in once), [each.resting for each in once]
+    total, resting = sum(held.counted for held in once), [held.resting for held in once]
     return StrategySummary(
         layout=layout,
         schedule=schedule_name(config.schedule, config.virtual_pipeline_size),
         num_microbatches=microbatches,
         micro_batch_size=config.micro_batch_size,
         stages=_stages(parallel, layout),
-        parameters_per_rank=tuple(each.local for each in all_held),
+        parameters_per_rank=tuple(held.local for held in all_held),
         parameters=total,
         active_parameters=round(total - sum(resting))
         if any(resting) and not math.isnan(sum(resting))
@@ -156,28 +156,28 @@ def _chosen(module: nn.Module, experts: str) -> int | None:
 
     It is an attribute of the modules around the experts, or of their configurations."""
     parent = module.get_submodule(experts.rpartition(".")[0])
-    around = [module.get_submodule(experts), parent, *parent.children()]
-    said = (
-        getattr(place, key, None)
-        for one in around
-        for place in (one, getattr(one, "config", None))
+    modules = [module.get_submodule(experts), parent, *parent.children()]
+    values = (
+        getattr(source, key, None)
+        for submodule in modules
+        for source in (submodule, getattr(submodule, "config", None))
         for key in _CHOSEN
     )
-    return next((number for number in said if isinstance(number, int)), None)
+    return next((number for number in values if isinstance(number, int)), None)
 
 
 def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSummary, ...]:
     if parallel.cut is None:
         return ()
     last, parts = len(parallel.ranges) - 1, parallel.cut.parts
-    held = [
+    modules = [
         (0, parts.before),
         *((stage, parts.between) for stage in parallel.cut.starts),
         (last, parts.after),
     ]
     extras = {
-        stage: ", ".join(name for at, names in held if at == stage for name in names)
-        for stage, _ in held
+        stage: ", ".join(name for owner, names in modules if owner == stage for name in names)
+        for stage, _ in modules
     }
     return tuple(
         StageSummary(
@@ -265,8 +265,8 @@ def _ranks_of(layout: ParallelLayout, pipeline_rank: int) -> str:
     return str(first) if width == 1 else f"{first}-{first + width - 1}"
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def _short(number: int) -> str:

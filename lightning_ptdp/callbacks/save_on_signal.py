@@ -71,25 +71,25 @@ class SaveOnSignal(pl.Callback):
         self._before = {number: signal.getsignal(number) for number in numbers}
         self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
         self._notes.take(*numbers)
-        held = {
+        handlers = {
             number: handler
             for number, handler in self._before.items()
             if isinstance(handler, HeldSignal)
         }
-        self._after = {number: requeue_handler(trainer) for number in held}
+        self._after = {number: requeue_handler(trainer) for number in handlers}
         self._before |= self._after
-        self._notes.received |= {number for number, handler in held.items() if handler.received}
+        self._notes.received |= {number for number, handler in handlers.items() if handler.received}
         self._left = {Path(trainer.ckpt_path).resolve()} if trainer.ckpt_path else set()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         """Read the flags of the step before, and exchange the current ones."""
         numbers = _signals(trainer)
         agreed = self._agreed()
-        mine = torch.tensor([int(number in self._notes.received) for number in numbers])
+        flags = torch.tensor([int(number in self._notes.received) for number in numbers])
         work = None
         if self._group is not None:
-            work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = (work, mine)
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = (work, flags)
         if agreed is None or not agreed.any():
             return
         self._agreed()
@@ -158,24 +158,24 @@ class SaveOnSignal(pl.Callback):
         ]
         saved = {
             path
-            for one in callbacks
-            for path in (one.last_model_path, one.best_model_path, *one.best_k_models)
+            for saver in callbacks
+            for path in (saver.last_model_path, saver.best_model_path, *saver.best_k_models)
             if path
         }
-        named = strategy.run_facts.get("started_from")
-        found = _requeued(trainer) - {Path(named).resolve() if named else None}
+        started_from = strategy.run_facts.get("started_from")
+        requeued = _requeued(trainer) - {Path(started_from).resolve() if started_from else None}
         experiment = strategy.run_facts.get("experiment")
         for path in superseded(
-            found, saved=map(Path, saved), own=self._left, experiment=experiment
+            requeued, saved=map(Path, saved), own=self._left, experiment=experiment
         ):
             strategy.remove_checkpoint(path)
 
-    def _save(self, trainer: pl.Trainer, why: str) -> None:
+    def _save(self, trainer: pl.Trainer, reason: str) -> None:
         path = next(iter(checkpoint_dirs(trainer)), Path(trainer.default_root_dir)) / self._name
-        rank_zero_info(f"{why}: saving {path}")
+        rank_zero_info(f"{reason}: saving {path}")
         trainer.save_checkpoint(path)
         _finish_saving(trainer)
-        rank_zero_info(f"{why}: saved {path}. To resume, use fit(..., ckpt_path=...)")
+        rank_zero_info(f"{reason}: saved {path}. To resume, use fit(..., ckpt_path=...)")
 
     def _close(self) -> None:
         self._pending = None  # not awaited: after an exception a rank may be lost
@@ -204,16 +204,16 @@ def superseded(
     for path in saved:
         metadata = _metadata(path)
         newest = max(newest, 0.0 if metadata is None else metadata.created)
-    left = {}
+    candidates = {}
     for path in found:
         metadata = _metadata(path)
         if metadata is None:
             continue
         is_stated = experiment is not None and metadata.run.get("experiment") == experiment
         if path in own or is_stated:
-            left[path] = metadata.created
-    newest = max([newest, *left.values()])
-    return [path for path, created in left.items() if created < newest]
+            candidates[path] = metadata.created
+    newest = max([newest, *candidates.values()])
+    return [path for path, created in candidates.items() if created < newest]
 
 
 def _metadata(path: Path) -> CheckpointMetadata | None:

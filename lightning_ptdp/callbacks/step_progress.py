@@ -53,10 +53,10 @@ class StepProgress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the display, at the step of the checkpoint if training is resumed."""
         if self._enabled:
-            every = math.lcm(self._refresh_rate, max(1, trainer.log_every_n_steps))
+            interval = math.lcm(self._refresh_rate, max(1, trainer.log_every_n_steps))
             self._shown = trainer.global_step
             self._display = _open(
-                self._style, first=trainer.global_step, last=_last_step(trainer), every=every
+                self._style, first=trainer.global_step, last=_last_step(trainer), interval=interval
             )
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
@@ -132,11 +132,11 @@ def _last_step(trainer: Trainer) -> int | None:
     return None if math.isinf(steps) else int(steps)
 
 
-def _open(style: Style | None, *, first: int, last: int | None, every: int) -> _Display:
+def _open(style: Style | None, *, first: int, last: int | None, interval: int) -> _Display:
     if style is None:
         style = "rich" if sys.stdout is not None and sys.stdout.isatty() else "lines"
     if style == "lines":
-        return _StepLines(first, last, every)
+        return _StepLines(first, last, interval)
     return _Rich(first, last) if style == "rich" else _Tqdm(first, last)
 
 
@@ -213,8 +213,8 @@ class _Tqdm:
 
 
 class _StepLines:
-    def __init__(self, first: int, last: int | None, every: int) -> None:
-        self._first, self._last, self._every = first, last, every
+    def __init__(self, first: int, last: int | None, interval: int) -> None:
+        self._first, self._last, self._every = first, last, interval
         self._start, self._printed = time.monotonic(), first
 
     def show(self, step: int, text: str) -> None:

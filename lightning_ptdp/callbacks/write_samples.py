@@ -93,10 +93,10 @@ class WriteSamples(Callback):
         texts, rows, eos_ids = self._encoded(trainer, module)
         written = generate(module, rows, self.sampling, eos_ids=eos_ids)
         if self._tokenizer is not None:
-            shown = [
+            sequences = [
                 new if self.chat else [*row, *new] for row, new in zip(rows, written, strict=True)
             ]
-            self._log(trainer, texts, [self._tokenizer.decode(ids) for ids in shown])
+            self._log(trainer, texts, [self._tokenizer.decode(ids) for ids in sequences])
 
     def _encoded(
         self, trainer: Trainer, module: LightningModule
@@ -152,26 +152,26 @@ def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
     Raises:
         ValueError: The call failed on rank 0; raised with its message on all ranks.
     """
-    made: Any = None
+    value: Any = None
     problem = ""
     if trainer.is_global_zero:
         try:
-            made = make()
+            value = make()
         except (ValueError, OSError) as error:
             problem = str(error)
-    made, problem = trainer.strategy.broadcast((made, problem))
+    value, problem = trainer.strategy.broadcast((value, problem))
     if problem:
         raise ValueError(problem)
-    found: _T = made
-    return found
+    result: _T = value
+    return result
 
 
 def _texts(prompts: list[str] | str) -> list[str]:
     if not isinstance(prompts, str):
         return prompts
-    found = [
+    lines = [
         line for line in Path(prompts).read_text(encoding="utf-8").splitlines() if line.strip()
     ]
-    if not found:
+    if not lines:
         raise ValueError(f"prompts={prompts!r}: the file has no line with a prompt")
-    return found
+    return lines

@@ -228,12 +228,12 @@ class HostCopies:
         """
         is_cuda = any(tensor.is_cuda for tensor in tensors.values())
         sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values())
-        *begins, total = accumulate(sizes, initial=0)
+        *offsets, total = accumulate(sizes, initial=0)
         if total != len(self._buffer):
             self._allocate(total, lock=is_cuda)
         copies: dict[str, Tensor] = {}
-        for (name, tensor), begin in zip(tensors.items(), begins, strict=True):
-            memory = self._buffer[begin : begin + tensor.nbytes]
+        for (name, tensor), offset in zip(tensors.items(), offsets, strict=True):
+            memory = self._buffer[offset : offset + tensor.nbytes]
             copy = memory.view(tensor.dtype).view(tensor.shape)
             copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
         if is_cuda:
@@ -250,6 +250,6 @@ class HostCopies:
         self.release()
         self._buffer = torch.empty(total, dtype=torch.uint8)
         if lock:
-            runtime, place = torch.cuda.cudart(), self._buffer.data_ptr()
-            if int(runtime.cudaHostRegister(place, total, 0)) == 0:
-                self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, place)
+            runtime, pointer = torch.cuda.cudart(), self._buffer.data_ptr()
+            if int(runtime.cudaHostRegister(pointer, total, 0)) == 0:
+                self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, pointer)

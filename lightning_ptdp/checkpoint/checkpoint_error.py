@@ -35,8 +35,8 @@ def reading(file: Path, says: str = "is damaged") -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        named = error.filename if isinstance(error.filename, str) else file
-        raise CheckpointError(f"{named} cannot be read: {error.strerror}") from error
+        path = error.filename if isinstance(error.filename, str) else file
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} {says}: {error}") from error
 
@@ -51,7 +51,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
     root = error
-    while (earlier := root.__cause__ or root.__context__) is not None:
-        root = earlier
+    while (cause := root.__cause__ or root.__context__) is not None:
+        root = cause
     text = f"{type(error).__name__}: {error}"
     return text if root is error else f"{text} (after {type(root).__name__}: {root})"

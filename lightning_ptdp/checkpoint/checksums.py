@@ -211,8 +211,8 @@ def rows_at_once(row_bytes: int, nbytes: int = _PIECE) -> int:
 
     They end at the end of a block if the first of them begins at the beginning of one.
     """
-    whole = BLOCK // math.gcd(BLOCK, row_bytes)
-    return whole * max(1, nbytes // (whole * row_bytes))
+    aligned_rows = BLOCK // math.gcd(BLOCK, row_bytes)
+    return aligned_rows * max(1, nbytes // (aligned_rows * row_bytes))
 
 
 def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
@@ -253,21 +253,21 @@ def _staged(values: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
     Rows are valid until the next ones are requested. There are two buffers in page-locked memory.
     """
     shape, buffers = (min(count, len(values)), *values.shape[1:]), list[torch.Tensor]()
-    copied: torch.Tensor | None = None
+    pending: torch.Tensor | None = None
     event = torch.cuda.Event()
-    for place, rows in enumerate(values.split(count)):
+    for index, rows in enumerate(values.split(count)):
         if len(buffers) < 2:
             buffers.append(torch.empty(shape, dtype=values.dtype, pin_memory=True))
-        if copied is not None:
+        if pending is not None:
             event.synchronize()
-        part = buffers[place % 2][: len(rows)].copy_(rows, non_blocking=True)
+        part = buffers[index % 2][: len(rows)].copy_(rows, non_blocking=True)
         event.record()
-        if copied is not None:
-            yield copied
-        copied = part
+        if pending is not None:
+            yield pending
+        pending = part
     event.synchronize()
-    assert copied is not None
-    yield copied
+    assert pending is not None
+    yield pending
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:

@@ -67,23 +67,23 @@ def write_rectangles(
             could not be written, or rank 0 does not see the file of another rank.
     """
     with same_outcome(doing, group):
-        local = {(one.name, one.place): one for one in rectangles}
-    ranks = gather([Held.of(one) for one in local.values()], group)
+        local = {(rectangle.name, rectangle.place): rectangle for rectangle in rectangles}
+    held = gather([Held.of(rectangle) for rectangle in local.values()], group)
     with same_outcome(doing, group):
-        tensors = check_held(ranks, "to save")
-        own = share_out(ranks)[own_rank()]
-        stored = _write(folder, [local[key] for key in local if key in own], num_files)
-    found: dict[str, list[StoredRectangle]] = {}
-    for name, rectangle in (pair for pairs in gather(stored, group) for pair in pairs):
-        found.setdefault(name, []).append(rectangle)
+        tensors = check_held(held, "to save")
+        assigned = share_out(held)[own_rank()]
+        stored = _write(folder, [local[key] for key in local if key in assigned], num_files)
+    by_name: dict[str, list[StoredRectangle]] = {}
+    for name, stored_rectangle in (pair for pairs in gather(stored, group) for pair in pairs):
+        by_name.setdefault(name, []).append(stored_rectangle)
     with same_outcome(doing, group):
-        names = {one.file for stored_ones in found.values() for one in stored_ones}
+        names = {rectangle.file for parts in by_name.values() for rectangle in parts}
         if is_rank_zero() and (unseen := sorted(n for n in names if not (folder / n).is_file())):
             raise CheckpointError(
                 f"{folder / unseen[0]} was written but is not visible to this rank. All ranks "
                 "must write to one shared file system"
             )
-    return Written(tensors=tensors, rectangles=found)
+    return Written(tensors=tensors, rectangles=by_name)
 
 
 def write_data_file(
@@ -92,20 +92,23 @@ def write_data_file(
     """Write one file and its checksums; return the name and place of each rectangle."""
     # Tensors of whole blocks come first, and the largest of the others next, to begin at a block.
     ordered = sorted(
-        rectangles, key=lambda one: (one.values.nbytes % BLOCK > 0, -one.values.nbytes)
+        rectangles,
+        key=lambda rectangle: (rectangle.values.nbytes % BLOCK > 0, -rectangle.values.nbytes),
     )
-    align = BLOCK if sum(one.values.nbytes for one in ordered) > _ALIGNED_BYTES else 8
-    head, begins = header_of({_key(one): _entry(one) for one in ordered}, align=align)
+    align = BLOCK if sum(rectangle.values.nbytes for rectangle in ordered) > _ALIGNED_BYTES else 8
+    header, begins = header_of(
+        {_key(rectangle): _entry(rectangle) for rectangle in ordered}, align=align
+    )
     stored = []
     with summing(path) as file:
-        file.write(head)
-        for one in ordered:
-            begin = begins[_key(one)]
-            assert file.position == begin, (one.name, file.position, begin)
-            for piece in pieces_of(one.to_write().detach()):
+        file.write(header)
+        for rectangle in ordered:
+            begin = begins[_key(rectangle)]
+            assert file.position == begin, (rectangle.name, file.position, begin)
+            for piece in pieces_of(rectangle.to_write().detach()):
                 file.write(piece)
-            place = StoredRectangle(file=path.name, begin=begin, place=one.place)
-            stored.append((one.name, place))
+            place = StoredRectangle(file=path.name, begin=begin, place=rectangle.place)
+            stored.append((rectangle.name, place))
     return stored
 
 
@@ -130,20 +133,22 @@ def _shares(rectangles: Sequence[LocalRectangle], count: int) -> list[list[Local
         return [list(rectangles)]
     shares: list[list[LocalRectangle]] = [[] for _ in range(count)]
     sizes = [0] * count
-    for one in sorted(rectangles, key=lambda one: one.values.nbytes, reverse=True):
+    for rectangle in sorted(
+        rectangles, key=lambda rectangle: rectangle.values.nbytes, reverse=True
+    ):
         smallest = sizes.index(min(sizes))
-        shares[smallest].append(one)
-        sizes[smallest] += one.values.nbytes
+        shares[smallest].append(rectangle)
+        sizes[smallest] += rectangle.values.nbytes
     return shares
 
 
-def _key(one: LocalRectangle) -> str:
-    return f"{one.name}@{','.join(map(str, one.offset))}"
+def _key(rectangle: LocalRectangle) -> str:
+    return f"{rectangle.name}@{','.join(map(str, rectangle.offset))}"
 
 
-def _entry(one: LocalRectangle) -> TensorEntry:
+def _entry(rectangle: LocalRectangle) -> TensorEntry:
     """Return the rectangle's entry in a header; a dtype without a code is stored as bytes."""
-    shape, dtype = tuple(one.values.shape), one.values.dtype
+    shape, dtype = tuple(rectangle.values.shape), rectangle.values.dtype
     if is_storable(dtype):
         return TensorEntry(shape=shape, dtype=dtype)
     return TensorEntry(shape=(*shape, dtype.itemsize), dtype=torch.uint8)

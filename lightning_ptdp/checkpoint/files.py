@@ -56,9 +56,9 @@ def local_path(path: str | os.PathLike[str]) -> str:
         CheckpointError: The path is the URL of something other than a mounted file system.
     """
     text = os.fspath(path)
-    protocol, found, rest = text.partition("://")
-    if not found or protocol == "file":
-        return rest or text
+    protocol, separator, local = text.partition("://")
+    if not separator or protocol == "file":
+        return local or text
     raise CheckpointError(
         f"{text} is not on a file system that all ranks share, which checkpoints of this "
         "strategy need. Use a folder that is mounted on every machine, and copy the "
@@ -154,8 +154,8 @@ def leftovers(target: Path) -> list[Path]:
 
 def leftover_of(path: Path) -> Path | None:
     """Return the target of a save with the temporary name ``path``; None for other names."""
-    name = _TEMPORARY.fullmatch(path.name)
-    return path.with_name(name[1]) if name is not None else None
+    match = _TEMPORARY.fullmatch(path.name)
+    return path.with_name(match[1]) if match is not None else None
 
 
 def kind_of(path: Path) -> str:
@@ -164,8 +164,8 @@ def kind_of(path: Path) -> str:
     The kinds are "tmp" for content that is being written, "old" for content that is being replaced,
     and "gone" for content that is being removed, even if it is still whole.
     """
-    name = _TEMPORARY.fullmatch(path.name)
-    return name[2] if name is not None else ""
+    match = _TEMPORARY.fullmatch(path.name)
+    return match[2] if match is not None else ""
 
 
 def settled(path: Path) -> Path:
@@ -296,8 +296,8 @@ def check_apart(
     for source in map(Path, read):
         if not os.path.lexists(source):
             continue
-        found = Path(os.path.realpath(source))
-        if written == found or found in written.parents or written in found.parents:
+        resolved = Path(os.path.realpath(source))
+        if written == resolved or resolved in written.parents or written in resolved.parents:
             raise CheckpointError(
                 f"{what} {target} would change {source}, which is the source. Choose another path".lstrip()
             )

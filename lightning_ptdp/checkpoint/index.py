@@ -80,9 +80,9 @@ class Index:
             raise CheckpointError(
                 f"{file} is damaged: it names {unlisted[0]}, which is missing in metadata.json"
             )
-        if other := sorted(tensors.keys() ^ metadata.tensors.keys()):
+        if unmatched := sorted(tensors.keys() ^ metadata.tensors.keys()):
             raise CheckpointError(
-                f"{file} is damaged: only one of it and metadata.json has {other[0]!r}"
+                f"{file} is damaged: only one of it and metadata.json has {unmatched[0]!r}"
             )
 
     def _rectangles(self, name: str) -> tuple[StoredRectangle, ...]:
@@ -132,17 +132,18 @@ class Index:
 
 def write_index(folder: Path, tensors: Mapping[str, Sequence[StoredRectangle]]) -> None:
     """Write ``index.json``."""
-    names = sorted({one.file for stored in tensors.values() for one in stored})
-    number = {name: position for position, name in enumerate(names)}
+    names = sorted({part.file for parts in tensors.values() for part in parts})
+    numbers = {name: position for position, name in enumerate(names)}
     content = {
         "format": _FORMAT,
         "byteorder": sys.byteorder,
         "files": names,
         "tensors": {
             name: [
-                [number[one.file], one.begin, one.place.begin, one.place.shape] for one in stored
+                [numbers[part.file], part.begin, part.place.begin, part.place.shape]
+                for part in parts
             ]
-            for name, stored in tensors.items()
+            for name, parts in tensors.items()
         },
     }
     with files.open_synced(folder / INDEX_FILE) as stream:
@@ -156,17 +157,17 @@ def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
         CheckpointError: The index is damaged.
     """
     file = folder / INDEX_FILE
-    stored = sum(entry.size for entry in metadata.files.values())
+    stored_bytes = sum(entry.size for entry in metadata.files.values())
     dimensions = max((len(entry.shape) for entry in metadata.tensors.values()), default=0)
     # A rectangle is three lists with offset, extent, file and position, each followed by a comma.
-    most = (
-        (8 + 2 * dimensions) * (stored // _SMALLEST + 1)
+    limit = (
+        (8 + 2 * dimensions) * (stored_bytes // _SMALLEST + 1)
         + 2 * len(metadata.tensors)
         + 2 * len(metadata.files)
         + 16
     )
     with reading(file):
-        fields = _FIELDS(parse_json(read_verified(folder, metadata, INDEX_FILE), most_values=most))
+        fields = _FIELDS(parse_json(read_verified(folder, metadata, INDEX_FILE), most_values=limit))
     if fields["byteorder"] != sys.byteorder:
         raise CheckpointError(
             f"{file}: the values are {fields['byteorder']}-endian, which this machine cannot read"

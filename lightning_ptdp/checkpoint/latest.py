@@ -49,8 +49,8 @@ def mark_latest(checkpoint: Path) -> None:
         return
     try:
         any(_pointed(link, checkpoint.name) for _ in range(_TRIES))
-        for cut_off in link.parent.glob(f".{LATEST}-*"):
-            files.remove(cut_off)
+        for leftover in link.parent.glob(f".{LATEST}-*"):
+            files.remove(leftover)
     except OSError as error:
         # Some file systems do not support links. The checkpoint itself is whole.
         warnings.warn(
@@ -65,10 +65,10 @@ def _pointed(link: Path, name: str) -> bool:
 
     Another training that marks its own checkpoint may have removed the new link as a leftover.
     """
-    fresh = link.with_name(f".{LATEST}-{uuid.uuid4().hex[:12]}")
-    os.symlink(name, fresh)
+    temporary = link.with_name(f".{LATEST}-{uuid.uuid4().hex[:12]}")
+    os.symlink(name, temporary)
     try:
-        os.replace(fresh, link)
+        os.replace(temporary, link)
     except FileNotFoundError:
         return False
     return True
@@ -79,8 +79,8 @@ def latest_follows(target: Path) -> Callable[[Path], None]:
 
     ``latest`` may also lead to a temporary name of ``target``. Any other ``latest`` is kept.
     """
-    led = _target_of(target.parent)
-    if led is None or target not in (led, files.leftover_of(led)):
+    linked = _target_of(target.parent)
+    if linked is None or target not in (linked, files.leftover_of(linked)):
         return lambda _: None
     return mark_latest
 
@@ -92,9 +92,9 @@ def latest_leaves(checkpoint: Path) -> None:
     """
     if _target_of(checkpoint.parent) != checkpoint:
         return
-    left = [other for other in complete_checkpoints(checkpoint.parent) if other != checkpoint]
-    if left:
-        mark_latest(left[0])
+    remaining = [path for path in complete_checkpoints(checkpoint.parent) if path != checkpoint]
+    if remaining:
+        mark_latest(remaining[0])
     else:
         (checkpoint.parent / LATEST).unlink(missing_ok=True)
 
@@ -107,8 +107,8 @@ def _target_of(folder: Path) -> Path | None:
 
 def is_dangling(folder: Path) -> bool:
     """Return True if ``latest`` leads to a missing name, because a rename was interrupted."""
-    led = _target_of(folder)
-    return led is not None and not led.exists()
+    linked = _target_of(folder)
+    return linked is not None and not linked.exists()
 
 
 def written_at(path: Path) -> float | None:
@@ -133,17 +133,17 @@ def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = Fa
         folder: Folder to search; need not exist.
         recursive: Search subfolders too, for example if every run has its own folder.
     """
-    found: list[tuple[float, Path]] = []
-    for path, names, held in os.walk(folder):
+    checkpoints: list[tuple[float, Path]] = []
+    for path, subfolders, file_names in os.walk(folder):
         if files.kind_of(Path(path)) == "gone":
-            names.clear()
-        elif METADATA_FILE in held:
-            names.clear()
+            subfolders.clear()
+        elif METADATA_FILE in file_names:
+            subfolders.clear()
             if (time := written_at(Path(path))) is not None:
-                found.append((time, Path(path)))
+                checkpoints.append((time, Path(path)))
         elif not recursive and Path(path) != Path(folder):
-            names.clear()
-    return [path for _, path in sorted(found, key=lambda entry: entry[0], reverse=True)]
+            subfolders.clear()
+    return [path for _, path in sorted(checkpoints, key=lambda entry: entry[0], reverse=True)]
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -175,17 +175,17 @@ def choose_checkpoint(
     """
     if on_damage not in get_args(OnDamage):
         raise CheckpointError(f"on_damage={on_damage!r} must be one of {list(get_args(OnDamage))}")
-    first, earlier = _candidates(Path(os.path.abspath(path)))
+    first, find_older = _candidates(Path(os.path.abspath(path)))
     try:
         verify(first)
         return first
     except CheckpointError as error:
         reason = str(error)
-    others = earlier()
-    kind = CheckpointError if first.exists() else MissingCheckpointError
+    older = find_older()
+    error_type = CheckpointError if first.exists() else MissingCheckpointError
     if on_damage == "refuse":
-        raise kind(reason + (f". The previous one is {others[0]}" if others else ""))
-    for candidate in others:
+        raise error_type(reason + (f". The previous one is {older[0]}" if older else ""))
+    for candidate in older:
         try:
             verify(candidate)
         except CheckpointError:
@@ -194,32 +194,32 @@ def choose_checkpoint(
             f"{reason}. Training resumes from the previous one, {candidate}", stacklevel=2
         )
         return candidate
-    raise kind(reason)
+    raise error_type(reason)
 
 
-def _candidates(given: Path) -> tuple[Path, Callable[[], list[Path]]]:
+def _candidates(path: Path) -> tuple[Path, Callable[[], list[Path]]]:
     """Return the requested checkpoint, and a function that returns the older ones."""
-    folder = given if is_folder_of_checkpoints(given) else given.parent
-    if folder == given or (given.name == LATEST and _is_stale(given)):
-        found = complete_checkpoints(folder)
-        if not found:
+    folder = path if is_folder_of_checkpoints(path) else path.parent
+    if folder == path or (path.name == LATEST and _is_stale(path)):
+        checkpoints = complete_checkpoints(folder)
+        if not checkpoints:
             raise CheckpointError(f"there is no complete checkpoint in {folder}")
-        return found[0], lambda: found[1:]
-    first = given.resolve()
+        return checkpoints[0], lambda: checkpoints[1:]
+    first = path.resolve()
 
-    def earlier() -> list[Path]:
-        others = [
-            other
-            for other in complete_checkpoints(first.parent)
-            if other != first and _is_older(other, first)
+    def find_older() -> list[Path]:
+        older = [
+            candidate
+            for candidate in complete_checkpoints(first.parent)
+            if candidate != first and _is_older(candidate, first)
         ]
         if first.exists():
-            return others
+            return older
         # A missing name is a mistake, unless a save under this name was interrupted.
-        left = files.leftovers(first)
-        return [other for other in others if other in left]
+        leftovers = files.leftovers(first)
+        return [candidate for candidate in older if candidate in leftovers]
 
-    return first, earlier
+    return first, find_older
 
 
 def _is_stale(latest: Path) -> bool:
@@ -228,8 +228,8 @@ def _is_stale(latest: Path) -> bool:
     ``latest`` is not a link (the file system has none, or a copy turned it into a folder, which no
     save moves), leads to a missing path, or leads to the temporary name of an interrupted save.
     """
-    led = _target_of(latest.parent)
-    return led is None or not led.exists() or files.leftover_of(led) is not None
+    linked = _target_of(latest.parent)
+    return linked is None or not linked.exists() or files.leftover_of(linked) is not None
 
 
 def is_folder_of_checkpoints(path: Path) -> bool:
@@ -242,10 +242,10 @@ def is_folder_of_checkpoints(path: Path) -> bool:
     return any((entry / METADATA_FILE).is_file() for entry in path.iterdir())
 
 
-def _is_older(candidate: Path, than: Path) -> bool:
+def _is_older(candidate: Path, damaged: Path) -> bool:
     """Return True if ``candidate`` was written before a damaged checkpoint.
 
     If the damaged checkpoint does not show its time, every candidate counts as older.
     """
-    limit, time = written_at(than), written_at(candidate)
+    limit, time = written_at(damaged), written_at(candidate)
     return limit is None or (time is not None and time <= limit)

@@ -69,41 +69,41 @@ def load_tensors(
             cover a tensor. If one rank fails, all ranks raise it.
     """
     doing = f"loading the checkpoint {path}"
-    stored = {name: renamed(name, rename or {}) for name in tensors}
+    stored_names = {name: renamed(name, rename or {}) for name in tensors}
     with same_outcome(doing):
-        _check_distinct(stored)
-        tensors = {stored[name]: value for name, value in tensors.items()}
-        found = open_stored(path)
-        missing = _check(found.tensors, tensors, strict=strict)
+        _check_distinct(stored_names)
+        tensors = {stored_names[name]: value for name, value in tensors.items()}
+        stored = open_stored(path)
+        missing = _check(stored.tensors, tensors, strict=strict)
     if strict and prefix is not None:
-        asked = set().union(*gather({name for name in tensors if name.startswith(prefix)}))
-        if unexpected := {name for name in found.tensors if name.startswith(prefix)} - asked:
+        requested = set().union(*gather({name for name in tensors if name.startswith(prefix)}))
+        if unexpected := {name for name in stored.tensors if name.startswith(prefix)} - requested:
             raise CheckpointError(
                 f"{doing} failed: {_shown(unexpected)} in the checkpoint but not in the model"
             )
     with same_outcome(doing):
-        found.fill({name: value for name, value in tensors.items() if name not in missing})
-    return sorted(name for name, other in stored.items() if other in missing)
+        stored.fill({name: value for name, value in tensors.items() if name not in missing})
+    return sorted(name for name, stored_name in stored_names.items() if stored_name in missing)
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
     """Return the name of the tensor ``name`` in the checkpoint; see :func:`load_tensors`."""
     if name in rename:
         return rename[name]
-    fitting = [key for key in rename if key.endswith((".", "/")) and name.startswith(key)]
-    if not fitting:
+    matches = [key for key in rename if key.endswith((".", "/")) and name.startswith(key)]
+    if not matches:
         return name
-    longest = max(fitting, key=len)
+    longest = max(matches, key=len)
     return rename[longest] + name.removeprefix(longest)
 
 
-def _check_distinct(stored: Mapping[str, str]) -> None:
+def _check_distinct(stored_names: Mapping[str, str]) -> None:
     first: dict[str, str] = {}
-    for name, other in stored.items():
-        if first.setdefault(other, name) != name:
+    for name, stored_name in stored_names.items():
+        if first.setdefault(stored_name, name) != name:
             raise CheckpointError(
-                f"rename maps two names to one: {first[other]!r} and {name!r} are both "
-                f"{other!r} in the checkpoint"
+                f"rename maps two names to one: {first[stored_name]!r} and {name!r} are both "
+                f"{stored_name!r} in the checkpoint"
             )
 
 
@@ -112,22 +112,22 @@ def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool
     missing = {name for name in tensors if name not in entries}
     if missing and strict:
         raise CheckpointError(f"{_shown(missing)} not in the checkpoint")
-    wrong = []
+    errors = []
     for name, (tensor, placement) in tensors.items():
         if name in missing:
             continue
         entry = entries[name]
         if entry.shape != placement.full_shape:
-            wrong.append(
+            errors.append(
                 f"{name!r} has the shape {entry.shape} in the checkpoint, but "
                 f"{placement.full_shape} in the model"
             )
         elif not _convertible(entry, tensor):
-            wrong.append(
+            errors.append(
                 f"{name!r} is {entry.dtype} in the checkpoint, but {tensor.dtype} in the model"
             )
-    if wrong:
-        raise CheckpointError("; ".join(wrong[:_SHOWN]) + _more(len(wrong)))
+    if errors:
+        raise CheckpointError("; ".join(errors[:_SHOWN]) + _more(len(errors)))
     return missing
 
 

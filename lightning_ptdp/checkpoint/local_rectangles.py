@@ -86,7 +86,7 @@ def rectangles_of(tensors: Tensors) -> list[LocalRectangle]:
     Raises:
         CheckpointError: A tensor does not have the shape that its placement states.
     """
-    found = []
+    rectangles = []
     for name, (tensor, placement) in tensors.items():
         if tuple(tensor.shape) != placement.held_shape:
             raise CheckpointError(
@@ -94,12 +94,12 @@ def rectangles_of(tensors: Tensors) -> list[LocalRectangle]:
                 f"{placement.held_shape}"
             )
         for offset, values in placement.held(tensor.detach()):
-            found.append(
+            rectangles.append(
                 LocalRectangle(
                     name=name, full_shape=placement.full_shape, offset=offset, values=values
                 )
             )
-    return found
+    return rectangles
 
 
 def cut_strips(rectangles: Iterable[LocalRectangle]) -> Iterator[LocalRectangle]:
@@ -114,23 +114,23 @@ def cut_strips(rectangles: Iterable[LocalRectangle]) -> Iterator[LocalRectangle]
     such a shape, and ranks split them by rows (arXiv 1909.08053, section 3). Strips cost the save a
     copy.
     """
-    for whole in rectangles:
-        rows, columns = whole.full_shape[:2] if len(whole.full_shape) > 1 else (1, 1)
-        full_bytes = math.prod(whole.full_shape) * whole.values.element_size()
+    for rectangle in rectangles:
+        rows, columns = rectangle.full_shape[:2] if len(rectangle.full_shape) > 1 else (1, 1)
+        full_bytes = math.prod(rectangle.full_shape) * rectangle.values.element_size()
         fitting = (n for n in _STRIPS if columns % n == 0 and full_bytes >= n * _STRIP_BYTES)
         strips = next(fitting, 1) if rows < 2 * columns else 1
         if strips == 1:
-            yield whole
+            yield rectangle
             continue
         width = columns // strips
-        begin, end = whole.place.begin[1], whole.place.end[1]
+        begin, end = rectangle.place.begin[1], rectangle.place.end[1]
         while begin < end:
             stop = min((begin // width + 1) * width, end)
             ends = [
                 (first, column, *rest)
-                for (first, _, *rest), column in zip(whole.place, (begin, stop), strict=True)
+                for (first, _, *rest), column in zip(rectangle.place, (begin, stop), strict=True)
             ]
-            yield whole.within(Rectangle(*ends))
+            yield rectangle.within(Rectangle(*ends))
             begin = stop
 
 
@@ -158,56 +158,56 @@ def check_cover(
         CheckpointError: An element is in no rectangle or in two, or a rectangle reaches beyond the
             tensor. The message names the region.
     """
-    whole = Rectangle.at((0,) * len(shape), shape)
-    given = [rectangle for rectangle in rectangles if rectangle.numel]
-    if _make_up(whole, given):
+    full = Rectangle.at((0,) * len(shape), shape)
+    parts = [rectangle for rectangle in rectangles if rectangle.numel]
+    if _make_up(full, parts):
         return
-    if len(given) > _MOST_NAMED:
+    if len(parts) > _MOST_NAMED:
         raise CheckpointError(
-            f"{name!r}: the {len(given)} rectangles {doing} do not cover every element exactly once"
+            f"{name!r}: the {len(parts)} rectangles {doing} do not cover every element exactly once"
         )
-    left = [whole] if whole.numel else []
-    for rectangle in sorted(given):
-        found = [(free, free.common(rectangle)) for free in left]
-        if sum(common.numel for _, common in found) < rectangle.numel:
-            beyond = whole.common(rectangle) != rectangle
-            what = (
+    uncovered = [full] if full.numel else []
+    for rectangle in sorted(parts):
+        overlaps = [(free, free.common(rectangle)) for free in uncovered]
+        if sum(common.numel for _, common in overlaps) < rectangle.numel:
+            beyond = full.common(rectangle) != rectangle
+            problem = (
                 f"is outside the tensor of shape {tuple(shape)}"
                 if beyond
                 else "overlaps another one"
             )
-            raise CheckpointError(f"{name!r}: of the rectangles {doing}, {rectangle} {what}")
-        left = [
-            rest
-            for free, common in found
-            for rest in (free.around(common) if common.numel else (free,))
+            raise CheckpointError(f"{name!r}: of the rectangles {doing}, {rectangle} {problem}")
+        uncovered = [
+            remainder
+            for free, common in overlaps
+            for remainder in (free.around(common) if common.numel else (free,))
         ]
-    if left:
-        covered = whole.numel - sum(rectangle.numel for rectangle in left)
+    if uncovered:
+        covered = full.numel - sum(rectangle.numel for rectangle in uncovered)
         raise CheckpointError(
-            f"{name!r}: the rectangles {doing} cover {covered} of {whole.numel} elements; "
-            f"{left[0]} is not covered"
+            f"{name!r}: the rectangles {doing} cover {covered} of {full.numel} elements; "
+            f"{uncovered[0]} is not covered"
         )
 
 
-def _make_up(whole: Rectangle, given: Sequence[Rectangle]) -> bool:
-    """Return True if the rectangles ``given`` cover ``whole``, each element exactly once.
+def _make_up(full: Rectangle, parts: Sequence[Rectangle]) -> bool:
+    """Return True if the rectangles ``parts`` cover ``full``, each element exactly once.
 
-    No rectangle may reach beyond the whole. The cost is linear in the number of rectangles.
+    No rectangle may reach beyond it. The cost is linear in the number of rectangles.
 
     The number of rectangles that contain an element is a function on the grid. It is determined by
     its mixed differences, which are zero except at corners. Therefore the corners of the
-    rectangles, with their signs, must be those of the whole.
+    rectangles, with their signs, must be those of ``full``.
     """
     cut = [
         dim
-        for dim, full in enumerate(zip(*whole, strict=True))
-        if any((one.begin[dim], one.end[dim]) != full for one in given)
+        for dim, bounds in enumerate(zip(*full, strict=True))
+        if any((part.begin[dim], part.end[dim]) != bounds for part in parts)
     ]
     if len(cut) > _MOST_CUT:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
-    for rectangle, sign in [*((one, 1) for one in given), *([(whole, -1)] if whole.numel else [])]:
+    for rectangle, sign in [*((part, 1) for part in parts), *([(full, -1)] if full.numel else [])]:
         for ends in product((0, 1), repeat=len(cut)):
             corners[tuple(rectangle[end][dim] for end, dim in zip(ends, cut, strict=True))] += (
                 sign * (-1) ** sum(ends)
@@ -254,19 +254,19 @@ def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorE
         CheckpointError: The ranks disagree, or a tensor is not covered. The message names the
             tensor, and the ranks or the region.
     """
-    known: dict[str, tuple[TensorEntry, int]] = {}
-    found: dict[str, set[Rectangle]] = {}
-    for rank, one in ((rank, one) for rank, held in enumerate(ranks) for one in held):
-        entry, first = known.setdefault(one.name, (one.entry, rank))
-        if entry != one.entry:
+    first_seen: dict[str, tuple[TensorEntry, int]] = {}
+    by_name: dict[str, set[Rectangle]] = {}
+    for rank, item in ((rank, item) for rank, items in enumerate(ranks) for item in items):
+        entry, first = first_seen.setdefault(item.name, (item.entry, rank))
+        if entry != item.entry:
             raise CheckpointError(
-                f"{one.name!r} is {entry.dtype} of full shape {entry.shape} on rank {first}, but "
-                f"{one.entry.dtype} of {one.entry.shape} on rank {rank}"
+                f"{item.name!r} is {entry.dtype} of full shape {entry.shape} on rank {first}, but "
+                f"{item.entry.dtype} of {item.entry.shape} on rank {rank}"
             )
-        found.setdefault(one.name, set()).add(one.place)
-    for name, rectangles in found.items():
-        check_cover(name, known[name][0].shape, rectangles, doing)
-    return {name: entry for name, (entry, _) in known.items()}
+        by_name.setdefault(item.name, set()).add(item.place)
+    for name, places in by_name.items():
+        check_cover(name, first_seen[name][0].shape, places, doing)
+    return {name: entry for name, (entry, _) in first_seen.items()}
 
 
 def share_out(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Rectangle]]]:
@@ -277,14 +277,14 @@ def share_out(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Rectangle]
     """
     holders: dict[tuple[str, Rectangle], list[int]] = {}
     sizes: dict[tuple[str, Rectangle], int] = {}
-    for rank, one in ((rank, one) for rank, held in enumerate(ranks) for one in held):
-        holders.setdefault((one.name, one.place), []).append(rank)
-        sizes[one.name, one.place] = one.num_bytes
+    for rank, item in ((rank, item) for rank, items in enumerate(ranks) for item in items):
+        holders.setdefault((item.name, item.place), []).append(rank)
+        sizes[item.name, item.place] = item.num_bytes
     shares: list[set[tuple[str, Rectangle]]] = [set() for _ in ranks]
     load = [0] * len(ranks)
     # Rectangles with only one holder are assigned first.
-    for what in sorted(holders, key=lambda what: (len({*holders[what]}), -sizes[what], what)):
-        rank = min(holders[what], key=lambda rank: (load[rank], rank))
-        shares[rank].add(what)
-        load[rank] += sizes[what]
+    for key in sorted(holders, key=lambda key: (len({*holders[key]}), -sizes[key], key)):
+        rank = min(holders[key], key=lambda rank: (load[rank], rank))
+        shares[rank].add(key)
+        load[rank] += sizes[key]
     return shares

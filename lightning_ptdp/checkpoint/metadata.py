@@ -74,10 +74,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 """The dtypes that a checkpoint can store, by name."""
 
 # torch's limit of dimensions, and a number of elements whose bytes can be counted in 64 bits.
-_MOST_DIMENSIONS, _MOST_ELEMENTS = (
-    64,
-    2**56,
-)
+_MOST_DIMENSIONS, _MOST_ELEMENTS = (64, 2**56)
 _MOST_SMALL = 1 << 28
 _LAST_SECOND = 253402300799.0  # end of the year 9999
 
@@ -146,10 +143,10 @@ def write_metadata(
     Raises:
         CheckpointError: The content could not be read back.
     """
-    found = {}
+    file_entries = {}
     for path in sorted(folder.iterdir()):
         digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
-        found[path.name] = {"size": path.stat().st_size, "sha256": digest}
+        file_entries[path.name] = {"size": path.stat().st_size, "sha256": digest}
     versions = {"lightning": importlib.metadata.version("lightning"), "torch": torch.__version__}
     content = _plain(
         {
@@ -163,7 +160,7 @@ def write_metadata(
                 "lightning-ptdp": __version__,
                 **versions,
             },
-            "files": found,
+            "files": file_entries,
             "tensors": {
                 name: {"shape": entry.shape, "dtype": str(entry.dtype).removeprefix("torch.")}
                 for name, entry in tensors.items()
@@ -290,8 +287,8 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
                 f"files.{name}.sha256",
             )
     stored = sum(file.size for name, file in metadata.files.items() if name.endswith(DATA_SUFFIX))
-    if (asked := sum(entry.num_bytes for entry in metadata.tensors.values())) > stored:
-        raise Misfit(f"need {asked} bytes, but the files of tensors have {stored}", "tensors")
+    if (needed := sum(entry.num_bytes for entry in metadata.tensors.values())) > stored:
+        raise Misfit(f"need {needed} bytes, but the files of tensors have {stored}", "tensors")
     return metadata
 
 
@@ -341,8 +338,8 @@ def _not_a_checkpoint(folder: Path) -> str:
             "load_from_checkpoint can read it, but this needs a folder with a "
             f"{METADATA_FILE}, as PTDPStrategy(checkpoint_format='folder') writes it"
         )
-    whole = [str(entry) for entry in files.leftovers(folder) if (entry / METADATA_FILE).is_file()]
-    hint = f". An interrupted save left {' and '.join(whole)}. Rename one of them" if whole else ""
+    saves = [str(entry) for entry in files.leftovers(folder) if (entry / METADATA_FILE).is_file()]
+    hint = f". An interrupted save left {' and '.join(saves)}. Rename one of them" if saves else ""
     return f"{folder} does not exist{hint}"
 
 
@@ -350,9 +347,9 @@ def _check_file(file: Path, size: int) -> None:
     if not os.path.lexists(file):
         raise CheckpointError(f"{file.parent} is damaged: {file.name} is missing")
     with reading(file):
-        found = regular_size(file, linked=())
-    if found != size:
-        raise CheckpointError(f"{file} is damaged: it has {found} bytes instead of {size}")
+        actual = regular_size(file, linked=())
+    if actual != size:
+        raise CheckpointError(f"{file} is damaged: it has {actual} bytes instead of {size}")
 
 
 def _plain(value: Json) -> Json:

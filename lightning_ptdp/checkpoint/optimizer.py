@@ -76,7 +76,7 @@ def optimizer_tensors(
         CheckpointError: A parameter has no name, or a state has another shape or type. The message
             names optimizer, state and parameter.
     """
-    found = {}
+    tensors = {}
     for parameter, name in _named(optimizer, names).items():
         further = extra.get(parameter, {}) if extra is not None else {}
         for key, value in {**optimizer.state.get(parameter, {}), **further}.items():
@@ -92,17 +92,17 @@ def optimizer_tensors(
                     _unsupported(optimizer, key, name, f"is a {type(value).__name__}")
                 )
             if value.shape != parameter.shape and value.dim() > 0:
-                what = (
+                problem = (
                     f"has the shape {tuple(value.shape)}, but the parameter has "
                     f"{tuple(parameter.shape)}"
                 )
-                raise CheckpointError(_unsupported(optimizer, key, name, what))
-            like_it = value.shape == parameter.shape
-            found[f"{_prefix(index)}{key}/{name}"] = (
+                raise CheckpointError(_unsupported(optimizer, key, name, problem))
+            same_shape = value.shape == parameter.shape
+            tensors[f"{_prefix(index)}{key}/{name}"] = (
                 value,
-                placements[name] if like_it else Placement.replicated(()),
+                placements[name] if same_shape else Placement.replicated(()),
             )
-    return found
+    return tensors
 
 
 def keeps_history(optimizer: Optimizer) -> bool:
@@ -169,19 +169,19 @@ def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
                 f"the optimizer has {len(first)} parameter groups on rank 0, but {len(groups)} on "
                 f"rank {rank}"
             )
-        for position, (group, other) in enumerate(zip(first, groups, strict=True)):
-            for key in sorted((group.keys() | other.keys()) - {"params"}):
-                here, there = group.get(key), other.get(key)
-                if not _equal(here, there):
+        for position, (group, peer_group) in enumerate(zip(first, groups, strict=True)):
+            for key in sorted((group.keys() | peer_group.keys()) - {"params"}):
+                value, peer_value = group.get(key), peer_group.get(key)
+                if not _equal(value, peer_value):
                     raise CheckpointError(
-                        f"parameter group {position} has {key}={here!r} on rank 0, but {there!r} "
-                        f"on rank {rank}"
+                        f"parameter group {position} has {key}={value!r} on rank 0, but "
+                        f"{peer_value!r} on rank {rank}"
                     )
-    every = [
-        dict.fromkeys(name for group in same for name in group["params"])
-        for same in zip(*ranks, strict=True)
+    all_names = [
+        dict.fromkeys(name for group in matching for name in group["params"])
+        for matching in zip(*ranks, strict=True)
     ]
-    return [{**group, "params": list(names)} for group, names in zip(first, every, strict=True)]
+    return [{**group, "params": list(names)} for group, names in zip(first, all_names, strict=True)]
 
 
 def load_optimizer(
@@ -227,8 +227,8 @@ def load_optimizer(
     load_tensors(path, targets, prefix=_prefix(index), open_stored=lambda _: stored)
     optimizer.state.clear()
     # An optimizer keeps its states in this order.
-    places = {parameter: place for place, parameter in enumerate(named)}
-    for parameter, key, value, _ in sorted(states.values(), key=lambda state: places[state[0]]):
+    order = {parameter: place for place, parameter in enumerate(named)}
+    for parameter, key, value, _ in sorted(states.values(), key=lambda state: order[state[0]]):
         optimizer.state[parameter][key.removesuffix(_NUMBER)] = (
             value.item() if key.endswith(_NUMBER) else value
         )
@@ -286,9 +286,9 @@ def _named(optimizer: Optimizer, names: Names) -> dict[torch.nn.Parameter, str]:
                 f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} "
                 "that is not in the model"
             )
-    known = {id(parameter) for parameter in parameters}
+    parameter_ids = {id(parameter) for parameter in parameters}
     for key in optimizer.state:
-        if id(key) not in known:
+        if id(key) not in parameter_ids:
             raise CheckpointError(
                 f"{type(optimizer).__name__} has a state that belongs to none of its "
                 f"parameters: {key!r:.80}"
@@ -314,27 +314,27 @@ def _empty_states(
         if group.get("capturable") or group.get("fused")
     ]
     on_device = set().union(*with_scalars)
-    found: dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placement]] = {}
+    states: dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placement]] = {}
     for full_name in sorted(name for name in stored if name.startswith(_prefix(index))):
         key, _, name = full_name.removeprefix(_prefix(index)).partition("/")
         if name not in parameters:
             continue
         parameter, placement, entry = parameters[name], placements[name], stored[full_name]
-        whole = entry.shape == () and placement.full_shape != ()
-        if not whole and entry.shape != placement.full_shape:
+        scalar = entry.shape == () and placement.full_shape != ()
+        if not scalar and entry.shape != placement.full_shape:
             raise CheckpointError(
                 f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint, but "
                 f"{placement.full_shape} in the model"
             )
-        place = Placement.replicated(()) if whole else placement
-        device = parameter.device if parameter in on_device or not whole else torch.device("cpu")
-        found[full_name] = (
+        place = Placement.replicated(()) if scalar else placement
+        device = parameter.device if parameter in on_device or not scalar else torch.device("cpu")
+        states[full_name] = (
             parameter,
             key,
             torch.zeros(place.held_shape, dtype=entry.dtype, device=device),
             place,
         )
-    return found
+    return states
 
 
 def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Group]) -> None:
@@ -343,14 +343,16 @@ def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Group]) -
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, but the "
             f"checkpoint's has {len(groups)}"
         )
-    where = {name: position for position, group in enumerate(groups) for name in group["params"]}
+    group_index = {
+        name: position for position, group in enumerate(groups) for name in group["params"]
+    }
     for position, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[parameter]
-            if where.get(name) != position:
-                found = f"in group {where[name]}" if name in where else "in no group"
+            if group_index.get(name) != position:
+                actual = f"in group {group_index[name]}" if name in group_index else "in no group"
                 raise CheckpointError(
-                    f"{name!r} is in parameter group {position} of this optimizer, but {found} "
+                    f"{name!r} is in parameter group {position} of this optimizer, but {actual} "
                     "of the checkpoint's"
                 )
 
@@ -359,31 +361,31 @@ def _restore_group(group: Group, saved: Group) -> None:
     for key, value in saved.items():
         if key == "params" or key in _IMPLEMENTATION:
             continue
-        here = group.get(key)
+        current = group.get(key)
         # A captured or compiled step reads this very tensor.
-        if isinstance(here, torch.Tensor):
-            here.fill_(value)
+        if isinstance(current, torch.Tensor):
+            current.fill_(value)
         else:
             group[key] = (
                 value.item()
-                if isinstance(here, float) and isinstance(value, torch.Tensor)
+                if isinstance(current, float) and isinstance(value, torch.Tensor)
                 else value
             )
 
 
-def _equal(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
+def _equal(left: object, right: object) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
     return (
-        not isinstance(one, torch.Tensor)
-        and not isinstance(other, torch.Tensor)
-        and bool(one == other)
+        not isinstance(left, torch.Tensor)
+        and not isinstance(right, torch.Tensor)
+        and bool(left == right)
     )
 
 
-def _unsupported(optimizer: Optimizer, key: object, name: str, what: str) -> str:
+def _unsupported(optimizer: Optimizer, key: object, name: str, problem: str) -> str:
     return (
         f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of {name!r} "
-        f"{what}. Only tensors of the parameter's shape, 0-d tensors and numbers are "
+        f"{problem}. Only tensors of the parameter's shape, 0-d tensors and numbers are "
         "independent of the layout"
     )

@@ -140,16 +140,16 @@ class TensorReader:
                 rectangles do not cover the requested ones.
         """
         by_file: dict[str, list[_Part]] = {}
-        for wanted in rectangles:
+        for target in rectangles:
             parts = [
-                (stored, wanted, stored.place.common(wanted.place))
-                for stored in self._index.rectangles(wanted.name)
+                (stored, target, stored.place.common(target.place))
+                for stored in self._index.rectangles(target.name)
             ]
             parts = [part for part in parts if part[2].numel]
             check_cover(
-                wanted.name,
-                wanted.values.shape,
-                (part[2].seen_from(wanted.offset) for part in parts),
+                target.name,
+                target.values.shape,
+                (part[2].seen_from(target.offset) for part in parts),
                 "to load",
             )
             for part in parts:
@@ -161,12 +161,12 @@ class TensorReader:
     def _read_file(self, name: str, parts: list[_Part]) -> None:
         sums, size = self._sums(name), self.metadata.files[name].size
         with open_summed(self._folder / name, sums, size=size) as file:
-            for stored, wanted, common in sorted(parts, key=lambda part: part[0].begin):
+            for stored, target, common in sorted(parts, key=lambda part: part[0].begin):
                 read_rectangle(
                     file,
-                    wanted.values[common.seen_from(wanted.offset).slices],
+                    target.values[common.seen_from(target.offset).slices],
                     begin=stored.begin,
-                    dtype=self.tensors[wanted.name].dtype,
+                    dtype=self.tensors[target.name].dtype,
                     shape=stored.place.shape,
                     offset=common.seen_from(stored.place.begin).begin,
                 )
@@ -193,7 +193,7 @@ def verify_checkpoint(
     """
     folder = Path(path)
     metadata = read_metadata(folder)
-    wrong = []
+    errors = []
     data = [name for name, entry in sorted(metadata.files.items()) if entry.sha256 is None]
     for name in [*(metadata.files.keys() - set(data)), *data[part::parts]]:
         try:
@@ -204,8 +204,8 @@ def verify_checkpoint(
             else:
                 read_verified(folder, metadata, name)
         except (CheckpointError, OSError) as error:
-            wrong.append(str(error))
-    if wrong:
-        raise CheckpointError("; ".join(dict.fromkeys(wrong)))
+            errors.append(str(error))
+    if errors:
+        raise CheckpointError("; ".join(dict.fromkeys(errors)))
     check_index(folder, metadata)
     return metadata

@@ -87,7 +87,7 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
             length = int.from_bytes(stream.read(8), "little")
             header = parse_json(stream.read(length))
         header.pop("__metadata__", None)
-        if unknown := {one["dtype"] for one in header.values()} - _DTYPES.keys():
+        if unknown := {fields["dtype"] for fields in header.values()} - _DTYPES.keys():
             raise ValueError(
                 f"it has tensors of the unsupported dtypes {sorted(unknown)}. Supported are "
                 f"{sorted(_DTYPES)}"
@@ -95,10 +95,10 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     return {
         name: StoredTensor(
             file=Path(path),
-            begin=8 + length + one["data_offsets"][0],
-            entry=TensorEntry(shape=tuple(one["shape"]), dtype=_DTYPES[one["dtype"]]),
+            begin=8 + length + fields["data_offsets"][0],
+            entry=TensorEntry(shape=tuple(fields["shape"]), dtype=_DTYPES[fields["dtype"]]),
         )
-        for name, one in header.items()
+        for name, fields in header.items()
     }
 
 
@@ -116,15 +116,15 @@ def read_stored(wanted: Iterable[tuple[StoredTensor, LocalRectangle]]) -> None:
     for path, parts in sorted(by_file.items()):
         with reading(path), open(path, "rb", buffering=0) as stream:
             file = RawFile(stream, path)
-            for stored, one in sorted(parts, key=lambda part: (part[0].begin, part[1].offset)):
+            for stored, target in sorted(parts, key=lambda part: (part[0].begin, part[1].offset)):
                 shape, dtype = stored.entry.shape, stored.entry.dtype
                 read_rectangle(
                     file,
-                    one.values,
+                    target.values,
                     begin=stored.begin,
                     dtype=dtype,
                     shape=shape,
-                    offset=one.offset,
+                    offset=target.offset,
                 )
 
 
@@ -150,10 +150,7 @@ def _whole(path: str | os.PathLike[str]) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
-    except (
-        MemoryError,
-        RuntimeError,
-    ) as error:
+    except (MemoryError, RuntimeError) as error:
         # Mapping a file that is larger than the address space raises these errors.
         raise CheckpointError(
             f"{path} cannot be mapped into memory: {error}".rstrip(": ")
@@ -166,10 +163,7 @@ def is_storable(dtype: torch.dtype) -> bool:
 
 
 def header_of(
-    entries: Mapping[str, TensorEntry],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    align: int = 8,
+    entries: Mapping[str, TensorEntry], *, metadata: Mapping[str, str] | None = None, align: int = 8
 ) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file with the tensors ``entries``, and the values' positions.
 

@@ -169,7 +169,7 @@ def save_rectangles(
         CheckpointError: As for :func:`save_checkpoint`.
     """
     doing = _doing(target)
-    of_state = (
+    state_rectangles = (
         LocalRectangle.whole(f"{STATE}{number}", value)
         for number, value in enumerate(content.tensors)
     )
@@ -181,16 +181,16 @@ def save_rectangles(
                 keeper.take(claim)
         written = data_files.write_rectangles(
             part,
-            cut_strips(chain(rectangles, of_state)),
+            cut_strips(chain(rectangles, state_rectangles)),
             doing=doing,
             group=group,
             num_files=num_files,
         )
         with same_outcome(doing, group):
             if is_rank_zero():
-                for name, small in ((STATE_FILE, content.text), (README_FILE, README.encode())):
+                for name, data in ((STATE_FILE, content.text), (README_FILE, README.encode())):
                     with files.open_synced(part / name) as stream:
-                        stream.write(small)
+                        stream.write(data)
                 write_index(part, written.rectangles)
                 time = keeper.time_of_next(target.parent) if created is None else created
                 write_metadata(part, run=metadata, tensors=written.tensors, created=time)

@@ -76,23 +76,23 @@ def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator
         if is_communication_error(error) or is_communication_error(error.__cause__):
             raise  # A lost rank cannot take part in an agreement.
         cause, reasons = error, {own_rank(): explain(error)}
-    everyone = gather(reasons, group)
-    failures = {rank: reason for part in everyone for rank, reason in part.items()}
+    all_reasons = gather(reasons, group)
+    failures = {rank: reason for part in all_reasons for rank, reason in part.items()}
     if failures:
         raise CheckpointError(
-            f"{doing} failed: {_describe(failures, world_size=len(everyone))}"
+            f"{doing} failed: {_describe(failures, world_size=len(all_reasons))}"
         ) from cause
 
 
 def _describe(failures: dict[int, str], *, world_size: int) -> str:
-    ranks: dict[str, list[int]] = {}
+    by_reason: dict[str, list[int]] = {}
     for rank, reason in sorted(failures.items()):
-        ranks.setdefault(reason, []).append(rank)
-    if len(ranks) == 1 and len(failures) == world_size:
-        return next(iter(ranks))
+        by_reason.setdefault(reason, []).append(rank)
+    if len(by_reason) == 1 and len(failures) == world_size:
+        return next(iter(by_reason))
     parts = [
-        f"rank {', '.join(map(str, found))}: {reason}"
-        for reason, found in list(ranks.items())[:_SHOWN]
+        f"rank {', '.join(map(str, ranks))}: {reason}"
+        for reason, ranks in list(by_reason.items())[:_SHOWN]
     ]
-    more = len(ranks) - _SHOWN
+    more = len(by_reason) - _SHOWN
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

@@ -26,12 +26,7 @@ from lightning_ptdp.checkpoint.latest import (
     mark_latest,
     written_at,
 )
-from lightning_ptdp.checkpoint.metadata import (
-    INDEX_FILE,
-    METADATA_FILE,
-    README_FILE,
-    STATE_FILE,
-)
+from lightning_ptdp.checkpoint.metadata import INDEX_FILE, METADATA_FILE, README_FILE, STATE_FILE
 from lightning_ptdp.checkpoint.write_locks import Abandoned, WriteLock, writer_of
 
 __all__ = ["SaveFolders"]
@@ -76,12 +71,12 @@ class SaveFolders:
             # Claim before the search: on file systems without locks, at least one process sees the
             # other.
             claim.take()
-            others = [
+            leftovers = [
                 path
                 for path in files.leftovers(target)
                 if files.lock_name(path) != files.lock_name(claim.part)
             ]
-            writer = next(filter(None, map(writer_of, others)), None)
+            writer = next(filter(None, map(writer_of, leftovers)), None)
             if writer is not None:
                 # Release in this turn, so that the next process does not see a claim that was given
                 # up.
@@ -100,17 +95,17 @@ class SaveFolders:
         """
         if not folder.is_dir():
             return
-        found: dict[Path, list[Path]] = {}
+        by_target: dict[Path, list[Path]] = {}
         for entry in sorted(folder.iterdir()):
             target = files.leftover_of(entry)
             if target is not None:
-                found.setdefault(target, []).append(entry)
-        for target, names in found.items():
-            locks = {files.lock_name(entry) for entry in names}
+                by_target.setdefault(target, []).append(entry)
+        for target, paths in by_target.items():
+            locks = {files.lock_name(entry) for entry in paths}
             entries = (
-                names
-                if locks & {*names}
-                else [entry for entry in names if _looks_like_a_checkpoint(entry)]
+                paths
+                if locks & {*paths}
+                else [entry for entry in paths if _looks_like_a_checkpoint(entry)]
             )
             with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
                 if all(stack.enter_context(self._abandoned.taken_over(lock)) for lock in locks):
@@ -134,17 +129,17 @@ def _settle(target: Path, entries: list[Path]) -> None:
 
     A present checkpoint of that name is kept if it is newer.
     """
-    there = written_at(target)
-    kinds = ("tmp", "old") if there is None else ("tmp",)
-    whole = {
+    target_time = written_at(target)
+    kinds = ("tmp", "old") if target_time is None else ("tmp",)
+    times = {
         path: time
         for path in entries
         if files.kind_of(path) in kinds and (time := written_at(path)) is not None
     }
-    newest = max(whole, key=lambda path: whole[path], default=None)
+    newest = max(times, key=lambda path: times[path], default=None)
     if (
         newest is not None
-        and (there is None or whole[newest] > there)
+        and (target_time is None or times[newest] > target_time)
         and not files.has_other_content(target, marker=METADATA_FILE)
     ):
         files.replace(newest, target, follow=latest_follows(target))

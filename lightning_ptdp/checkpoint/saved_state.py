@@ -84,8 +84,8 @@ def read_state(
         _STATE(state)
     if types == "restore":
         warn_unread(missing, folder)
-    found: dict[str, Any] = state
-    return found
+    restored: dict[str, Any] = state
+    return restored
 
 
 def warn_unread(missing: Iterable[str], where: object) -> None:
@@ -155,27 +155,27 @@ def left_out(hyperparameters: object) -> dict[str, str]:
 def separate_objects(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with the objects among the hyperparameters as bytes, and their names."""
     names = {
-        key: found for key in _HYPERPARAMETERS if key in state and (found := left_out(state[key]))
+        key: kinds for key in _HYPERPARAMETERS if key in state and (kinds := left_out(state[key]))
     }
     if not names:
         return state
-    kept, objects = dict(state), {}
-    for key, found in names.items():
-        if "" in found:
-            del kept[key]
+    plain, objects = dict(state), {}
+    for key, kinds in names.items():
+        if "" in kinds:
+            del plain[key]
             objects[key] = state[key]
         else:
-            kept[key] = {
-                name: value for name, value in state[key].items() if str(name) not in found
+            plain[key] = {
+                name: value for name, value in state[key].items() if str(name) not in kinds
             }
             objects[key] = {
                 name: value
                 for name, value in state[key].items()
-                if str(name) in found and _dumped(value)
+                if str(name) in kinds and _dumped(value)
             }
-    if isinstance(kept.get(_TYPE), type):
-        objects[_TYPE] = kept.pop(_TYPE)
-    return {**kept, LEFT_OUT: names, _PICKLED: _dumped(objects)}
+    if isinstance(plain.get(_TYPE), type):
+        objects[_TYPE] = plain.pop(_TYPE)
+    return {**plain, LEFT_OUT: names, _PICKLED: _dumped(objects)}
 
 
 def with_objects(state: dict[str, Any]) -> dict[str, Any]:
@@ -183,13 +183,13 @@ def with_objects(state: dict[str, Any]) -> dict[str, Any]:
 
     The objects are unpickled, which executes their content.
     """
-    kept = {key: value for key, value in state.items() if key not in (LEFT_OUT, _PICKLED)}
+    restored = {key: value for key, value in state.items() if key not in (LEFT_OUT, _PICKLED)}
     if not state.get(_PICKLED):
-        return kept
+        return restored
     objects = torch.load(io.BytesIO(state[_PICKLED]), map_location="cpu", weights_only=False)
     for key, value in objects.items():
-        kept[key] = {**kept[key], **value} if key in kept else value
-    return kept
+        restored[key] = {**restored[key], **value} if key in restored else value
+    return restored
 
 
 def _is_plain(value: object) -> bool:

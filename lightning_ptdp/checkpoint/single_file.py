@@ -31,6 +31,7 @@ PARAMETER_NAMES = "lightning_ptdp_parameters"
 TYPES = "lightning_ptdp_types"
 """Key of the values whose types a plain file does not keep, encoded: key, name -> value."""
 _TENSORS = ("state_dict", "optimizer_states")
+_UNPICKLABLE = (AttributeError, TypeError, pickle.PicklingError)
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
@@ -47,17 +48,21 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
     checkpoint = _plain_where_possible(checkpoint)
     with files.replacing(path) as part:
         try:
-            _save(checkpoint, part)
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            # Like Lightning, save the weights even if the user's objects cannot be pickled.
-            rest = {key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS}
-            if len(rest) == len(checkpoint):
-                raise CheckpointError(f"writing {path} failed: {error}") from error
-            warnings.warn(
-                f"{path} is saved without hyperparameters, because they cannot be pickled: {error}",
-                stacklevel=2,
-            )
-            _save(rest, part)
+            try:
+                _save(checkpoint, part)
+            except _UNPICKLABLE as error:
+                # Like Lightning, save the weights even if the user's objects cannot be pickled.
+                picklable = {
+                    key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS
+                }
+                _save(picklable, part)
+                warnings.warn(
+                    f"{path} is saved without hyperparameters, because they cannot be pickled: "
+                    f"{error}",
+                    stacklevel=2,
+                )
+        except _UNPICKLABLE as error:
+            raise CheckpointError(f"writing {path} failed: {error}") from error
 
 
 def _plain_where_possible(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,19 +71,19 @@ def _plain_where_possible(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     The values with their types are added in encoded form. Objects are kept, as in Lightning's own
     file.
     """
-    found: dict[str, Any] = dict(checkpoint)
+    plain: dict[str, Any] = dict(checkpoint)
     types: dict[str, dict[str, Any]] = {}
     for key, value in checkpoint.items():
         if key in _TENSORS or type(value) is not dict:
             continue
-        found[key] = dict(value)
+        plain[key] = dict(value)
         for name, item in value.items():
             with suppress(CheckpointError):
                 encoded = encode(item, "")
-                found[key][name] = decode(encoded.text, encoded.tensors, types="plain")[0]
+                plain[key][name] = decode(encoded.text, encoded.tensors, types="plain")[0]
                 if not encoded.is_plain:
                     types.setdefault(key, {})[name] = (encoded.text, encoded.tensors)
-    return {**found, TYPES: types} if types else found
+    return {**plain, TYPES: types} if types else plain
 
 
 def with_types(
@@ -94,19 +99,19 @@ def with_types(
     Raises:
         CheckpointError: The encoded form is damaged.
     """
-    found = {key: value for key, value in checkpoint.items() if key != TYPES}
+    content = {key: value for key, value in checkpoint.items() if key != TYPES}
     unread: set[str] = set()
     try:
         for key, encoded in checkpoint.get(TYPES, {}).items():
-            found[key] = dict(found[key])
+            content[key] = dict(content[key])
             for name, (text, tensors) in encoded.items():
-                found[key][name], missing = decode(text, tensors, types=types)
+                content[key][name], missing = decode(text, tensors, types=types)
                 unread |= missing
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{where} is damaged: its {TYPES}: {error}") from error
     if types == "restore":
         warn_unread(unread, where)
-    return found
+    return content
 
 
 def _save(content: Mapping[str, Any], path: Path) -> None:
@@ -126,8 +131,8 @@ class InMemory:
 
     def __init__(self, rectangles: Iterable[LocalRectangle]) -> None:
         self._parts: dict[str, list[LocalRectangle]] = {}
-        for one in rectangles:
-            self._parts.setdefault(one.name, []).append(one)
+        for rectangle in rectangles:
+            self._parts.setdefault(rectangle.name, []).append(rectangle)
         self.tensors = {
             name: TensorEntry(shape=parts[0].full_shape, dtype=parts[0].values.dtype)
             for name, parts in self._parts.items()
@@ -140,11 +145,11 @@ class InMemory:
 
     def fill(self, tensors: Tensors) -> None:
         """Fill checked tensors, converted to the dtype of each."""
-        for wanted in rectangles_of(tensors):
-            for stored in self._parts[wanted.name]:
-                common = stored.place.common(wanted.place)
+        for target in rectangles_of(tensors):
+            for stored in self._parts[target.name]:
+                common = stored.place.common(target.place)
                 if common.numel:
-                    wanted.within(common).values.copy_(stored.within(common).values)
+                    target.within(common).values.copy_(stored.within(common).values)
 
 
 def optimizer_by_name(
@@ -171,8 +176,8 @@ def optimizer_by_name(
         )
     by_index = {
         i: name
-        for group, own in zip(saved, names, strict=True)
-        for i, name in zip(group["params"], own, strict=True)
+        for group, params in zip(saved, names, strict=True)
+        for i, name in zip(group["params"], params, strict=True)
     }
     values: dict[str, Tensor] = {}
     for index, entries in state["state"].items():
@@ -188,5 +193,5 @@ def optimizer_by_name(
                 )
             if isinstance(value, Tensor):
                 values[f"{prefix}{key}/{by_index[index]}"] = value
-    groups = [{**group, "params": list(own)} for group, own in zip(saved, names, strict=True)]
+    groups = [{**group, "params": list(params)} for group, params in zip(saved, names, strict=True)]
     return InMemory.whole(values), groups

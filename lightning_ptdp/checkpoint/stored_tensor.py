@@ -63,17 +63,17 @@ def _read_rows(
     file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int
 ) -> None:
     """Read whole rows in pieces, each checked and copied while in the processor's cache."""
-    row = math.prod(target.shape[1:]) * dtype.itemsize
-    count = rows_at_once(row)
+    row_bytes = math.prod(target.shape[1:]) * dtype.itemsize
+    count = rows_at_once(row_bytes)
     begin, last = first, first + len(target)
     while begin < last:
         end = min((begin // count + 1) * count, last)  # end of a block of the file
         rows = target[begin - first : end - first]
-        own = (
+        buffer = (
             as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
         )
-        content = file.read(data + begin * row, data + end * row, into=own)
-        if content is not own:
+        content = file.read(data + begin * row_bytes, data + end * row_bytes, into=buffer)
+        if content is not buffer:
             values = np.frombuffer(content, dtype=np.uint8)
             # Small tensors begin anywhere in a block, so their values may not be aligned.
             values = values.copy() if values.ctypes.data % dtype.itemsize else values
@@ -93,24 +93,24 @@ def _read_runs(
 
     The parts are placed at their positions in whole rows, and copied from there.
     """
-    row = math.prod(shape[1:]) * dtype.itemsize
-    count = min(rows_at_once(row), len(target))
-    whole = np.empty(count * row, dtype=np.uint8)
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    count = min(rows_at_once(row_bytes), len(target))
+    scratch = np.empty(count * row_bytes, dtype=np.uint8)
     columns = tuple(
         slice(begin, begin + extent)
         for begin, extent in zip(offset[1:], target.shape[1:], strict=True)
     )
     for first in range(0, len(target), count):
         rows = target[first : first + count]
-        start = data + (offset[0] + first) * row
+        start = data + (offset[0] + first) * row_bytes
         for begin, end in runs(
             (len(rows), *shape[1:]), (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize
         ):
-            own = whole[begin:end].data
-            content = file.read(start + begin, start + end, into=own)
-            if content is not own:
-                own[:] = content
-        values = torch.from_numpy(whole).view(dtype).view(count, *shape[1:])
+            buffer = scratch[begin:end].data
+            content = file.read(start + begin, start + end, into=buffer)
+            if content is not buffer:
+                buffer[:] = content
+        values = torch.from_numpy(scratch).view(dtype).view(count, *shape[1:])
         rows.copy_(values[slice(len(rows)), *columns])
 
 
@@ -135,11 +135,11 @@ def runs(
     first = (offset[outer] if offset else 0) * stride
     steps = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(outer)]
     begin = end = -1
-    for place in np.ndindex(*size[:outer]):
-        at = first + sum((offset[dim] + place[dim]) * step for dim, step in enumerate(steps))
-        if begin >= 0 and at - end >= gap:
+    for index in np.ndindex(*size[:outer]):
+        position = first + sum((offset[dim] + index[dim]) * step for dim, step in enumerate(steps))
+        if begin >= 0 and position - end >= gap:
             yield begin, end
-            begin = at
-        begin, end = (at if begin < 0 else begin), at + length
+            begin = position
+        begin, end = (position if begin < 0 else begin), position + length
     if begin >= 0:
         yield begin, end

@@ -152,17 +152,17 @@ class _Encoder:
         if kind in (bool, int, str, type(None)) or (kind is float and math.isfinite(value)):
             return value
         if kind is list:
-            return [self.value(one, f"{key}[{i}]", depth) for i, one in enumerate(value)]
+            return [self.value(item, f"{key}[{i}]", depth) for i, item in enumerate(value)]
         if kind is dict:
             return self._pairs(value, key, depth)
         tag, *parts = self._described(value, key)
         self.is_plain &= tag not in _TYPED and (kind is not bytes or value != b"")
-        return {f"${tag}": [self.value(one, key, depth) for one in parts]}
+        return {f"${tag}": [self.value(item, key, depth) for item in parts]}
 
     def _pairs(self, value: dict[Any, Any], key: str, depth: int) -> Json:
         is_object = all(type(name) is str and not name.startswith("$") for name in value)
         depth += not is_object
-        items = [self.value(one, f"{key}[{name!r}]", depth) for name, one in value.items()]
+        items = [self.value(item, f"{key}[{name!r}]", depth) for name, item in value.items()]
         if is_object:
             return dict(zip(value, items, strict=True))
         names = [self.value(name, f"{key} (one of its keys)", depth) for name in value]
@@ -186,8 +186,8 @@ class _Encoder:
         elif kind is np.ndarray and value.dtype.name in _ARRAYS:
             native = value.astype(value.dtype.newbyteorder("="), order="C")
             return "array", self._add(torch.from_numpy(native))
-        elif (found := _scalar(value) or _container(value)) is not None:
-            return found
+        elif (tagged := _scalar(value) or _container(value)) is not None:
+            return tagged
         raise CheckpointError(
             f"{key} is a {kind.__module__}.{kind.__qualname__}, which cannot be restored without "
             "executing code. Leave it out (for a hyperparameter: "
@@ -248,14 +248,14 @@ class _Decoder:
 
     def value(self, content: Json) -> Any:
         if isinstance(content, list):
-            return [self.value(one) for one in content]
+            return [self.value(item) for item in content]
         if not isinstance(content, dict):
             return content
         tag = next(iter(content), "")
         if len(content) != 1 or not tag.startswith("$"):
-            return {name: self.value(one) for name, one in content.items()}
+            return {name: self.value(item) for name, item in content.items()}
         try:
-            return self._made(tag[1:], [self.value(one) for one in content[tag]])
+            return self._made(tag[1:], [self.value(item) for item in content[tag]])
         except Misfit:
             raise
         except (
@@ -336,10 +336,10 @@ def _instance(name: str, value: Any) -> Any:
         if len(value) != len(getattr(kind, "_fields", value)):
             raise TypeError(f"{name} has different fields")
         return base.__new__(kind, value)
-    made: Any = base.__new__(kind)
+    instance: Any = base.__new__(kind)
     fill: Any = {dict: dict.update, list: list.extend, set: set.update}[base]
-    fill(made, value)
-    return made
+    fill(instance, value)
+    return instance
 
 
 def _name(kind: type) -> str:
@@ -356,20 +356,20 @@ def _class(name: str) -> type | None:
     No code of the class may run on instantiation.
     """
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    candidate: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = vars(found).get(part) if found is not None else None
-        if found is not None and not isinstance(found, type):
+        candidate = vars(candidate).get(part) if candidate is not None else None
+        if candidate is not None and not isinstance(candidate, type):
             return None
     if (
-        found is None
-        or not issubclass(found, (enum.Enum, *_CONTAINERS))
-        or hasattr(found, "__del__")
+        candidate is None
+        or not issubclass(candidate, (enum.Enum, *_CONTAINERS))
+        or hasattr(candidate, "__del__")
     ):
         return None
     # Such a class holds more than a dictionary's entries.
-    keeps_more = issubclass(found, (collections.OrderedDict, collections.defaultdict))
-    return None if keeps_more else found
+    keeps_more = issubclass(candidate, (collections.OrderedDict, collections.defaultdict))
+    return None if keeps_more else candidate
 
 
 _TYPED = {"path", "enum", "number", "array", "defaultdict", "frozenset", "class"}

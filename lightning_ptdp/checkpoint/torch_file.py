@@ -41,8 +41,8 @@ def load_saved(source: Path | bytes) -> Any:
             content = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
         _check_tensors(content, size)
     except Exception as error:
-        what = "it" if isinstance(source, bytes) else source
-        raise CheckpointError(f"{what} cannot be read: {_reason(error)}") from error
+        name = "it" if isinstance(source, bytes) else source
+        raise CheckpointError(f"{name} cannot be read: {_reason(error)}") from error
     return content
 
 
@@ -50,9 +50,9 @@ def _reason(error: Exception) -> str:
     """Return ``torch.load``'s reason in one sentence, without its advice to execute the file."""
     if not isinstance(error, pickle.UnpicklingError):
         return str(error) or type(error).__name__
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    what = found[1] if found is not None else "too much data"
-    return f"it has {what}, but only tensors and plain values are loaded"
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    content = match[1] if match is not None else "too much data"
+    return f"it has {content}, but only tensors and plain values are loaded"
 
 
 def _check_archive(stream: IO[bytes]) -> int:
@@ -61,10 +61,13 @@ def _check_archive(stream: IO[bytes]) -> int:
     try:
         with zipfile.ZipFile(stream) as archive:
             records = archive.infolist()
-            packed = any(one.compress_type or one.file_size != one.compress_size for one in records)
-            if packed or sum(one.file_size for one in records) > size:
+            packed = any(
+                record.compress_type or record.file_size != record.compress_size
+                for record in records
+            )
+            if packed or sum(record.file_size for record in records) > size:
                 raise Misfit("has packed or overlapping records, which torch.save does not write")
-            (pickled,) = [one for one in records if one.filename.endswith("/data.pkl")]
+            (pickled,) = [record for record in records if record.filename.endswith("/data.pkl")]
             if pickled.file_size > _MOST_PICKLE:
                 raise Misfit(f"has more than {_MOST_PICKLE} bytes in addition to its tensors")
             for code, argument, _ in pickletools.genops(archive.read(pickled)):
@@ -84,17 +87,17 @@ def _check_tensors(content: object, size: int) -> None:
 
     A tensor of 10^13 elements may be one stored element.
     """
-    left, seen, asked = [content], set(), {}
-    while left:
-        value = left.pop()
+    stack, seen, sizes = [content], set(), {}
+    while stack:
+        value = stack.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            asked[value.data_ptr(), value.shape, value.stride()] = value.nbytes
+            sizes[value.data_ptr(), value.shape, value.stride()] = value.nbytes
         elif isinstance(value, dict):
-            left += [*value, *value.values()]
+            stack += [*value, *value.values()]
         elif isinstance(value, list | tuple | set):
-            left += value
-    if (total := sum(asked.values())) > 2 * size + _SPARE:
+            stack += value
+    if (total := sum(sizes.values())) > 2 * size + _SPARE:
         raise Misfit(f"has {size} bytes, but its tensors need {total}")

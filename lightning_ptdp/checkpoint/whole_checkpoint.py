@@ -146,11 +146,11 @@ def read_whole(
     if trusted:
         state = with_objects(state)
     for key, names in state.get(LEFT_OUT, {}).items():
-        said = ", ".join(
+        objects = ", ".join(
             f"{name} (a {kind})" if name else f"all (a {kind})" for name, kind in names.items()
         )
         warnings.warn(
-            f"{path} is read without these {key}, which are objects: {said}. Pass them by name "
+            f"{path} is read without these {key}, which are objects: {objects}. Pass them by name "
             "(load_from_checkpoint(path, name=...)), or use weights_only=False if you trust "
             "the checkpoint",
             stacklevel=2,

@@ -164,9 +164,9 @@ class Abandoned:
 def _record(stream: IO[bytes]) -> LockHolder | None:
     stream.seek(0)
     try:
-        found = json.loads(stream.read(10_000))
+        fields = json.loads(stream.read(10_000))
         return LockHolder(
-            machine=str(found["machine"]), host=str(found["host"]), pid=int(found["pid"])
+            machine=str(fields["machine"]), host=str(fields["host"]), pid=int(fields["pid"])
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -42,9 +42,9 @@ class _BenchCLI(PTDPCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config
-        for name, least in (("warmup", 1), ("steps", 1)):
-            if config[name] < least:
-                raise UserError(f"--{name} {config[name]} must be at least {least}")
+        for name, minimum in (("warmup", 1), ("steps", 1)):
+            if config[name] < minimum:
+                raise UserError(f"--{name} {config[name]} must be at least {minimum}")
         config.seed_everything = config.seed_everything or 1
         quiet = {
             "logger": False,
@@ -74,12 +74,12 @@ def run(verb: str, arguments: list[str]) -> int:
     with held_back():
         cli = _BenchCLI(verb, arguments)
         world = cli.trainer.num_devices * cli.trainer.num_nodes
-        others = [
+        layouts = [
             layout_options(text, world)
             for text in (cli.config.compare or "").split(",")
             if text.strip()
         ]
-        if cli.config.compare is not None and not others:
+        if cli.config.compare is not None and not layouts:
             raise UserError("--compare has no layout. Use a form like 't2 p2, d4', or leave it out")
         data = (
             SyntheticData(cli.datamodule)
@@ -92,18 +92,18 @@ def run(verb: str, arguments: list[str]) -> int:
         return 0
     options: dict[str, list[str]] = {result.layout: []}
     results, failed = [result], []
-    for layout in others:
-        wanted = {f"trainer.strategy.{name}": value for name, value in layout.items()}
-        wanted |= _same_batch(cli, result.samples, layout, world)
-        given = [f"--{name}={json.dumps(value)}" for name, value in wanted.items()]
+    for layout in layouts:
+        overrides = {f"trainer.strategy.{name}": value for name, value in layout.items()}
+        overrides |= _same_batch(cli, result.samples, layout, world)
+        flags = [f"--{name}={json.dumps(value)}" for name, value in overrides.items()]
         try:
-            results.append(_measure_elsewhere(arguments, given))
-            options[results[-1].layout] = given
+            results.append(_measure_elsewhere(arguments, flags))
+            options[results[-1].layout] = flags
         except UserError as error:
             failed.append(f"ptdp: {error}")
     results = ranked(results)
     if cli.config.json:
-        print(json.dumps([one.as_dict() for one in results]), flush=True)
+        print(json.dumps([entry.as_dict() for entry in results]), flush=True)
     elif len(results) == 1:
         print(render(result), flush=True)
     else:
@@ -166,8 +166,8 @@ def _same_batch(
     if not isinstance(data, StreamDataModule):
         return {}
     replicas = ParallelLayout.chosen(layout, world_size=world_size).num_replicas
-    rows, rest = divmod(samples, cli.trainer.accumulate_grad_batches * replicas)
-    if rest or not rows:
+    rows, remainder = divmod(samples, cli.trainer.accumulate_grad_batches * replicas)
+    if remainder or not rows:
         return {}
     size = math.gcd(rows, data.batch_options.plan(replicas).micro_batch_size)
     sizes = {"data.micro_batch_size": size, "data.num_microbatches": rows // size}
@@ -200,12 +200,12 @@ def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | 
 def _measure_elsewhere(arguments: Sequence[str], options: Sequence[str]) -> BenchResult:
     """Measure another layout in a separate process, with its own memory and its own workers."""
     command = "import sys; from lightning_ptdp.cli import main; sys.exit(main())"
-    given = ["bench", *arguments, *options, "--compare=null", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", command, *given], capture_output=True, text=True, check=False
+    argv = ["bench", *arguments, *options, "--compare=null", "--json"]
+    completed = subprocess.run(
+        [sys.executable, "-c", command, *argv], capture_output=True, text=True, check=False
     )
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["it failed"]
-        raise UserError(f"{' '.join(options)}: {said[-1].removeprefix('ptdp: ')}")
-    values: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    if completed.returncode != 0:
+        messages = completed.stderr.strip().splitlines() or ["it failed"]
+        raise UserError(f"{' '.join(options)}: {messages[-1].removeprefix('ptdp: ')}")
+    values: list[dict[str, Any]] = json.loads(completed.stdout.splitlines()[-1])
     return BenchResult.read(values[0])

@@ -38,8 +38,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         description="Show the content of a checkpoint, without reading its tensors.",
     )
     inspect.add_argument(
-        "path",
-        help="a checkpoint folder, the link 'latest', or Lightning's single file",
+        "path", help="a checkpoint folder, the link 'latest', or Lightning's single file"
     )
     inspect.add_argument(
         "--tensors", action="store_true", help="list every tensor with its shape and dtype"
@@ -127,13 +126,13 @@ def _reshard(options: argparse.Namespace) -> int:
     files.check_replaceable(
         options.destination, marker=METADATA_FILE, or_file=zipfile.is_zipfile(options.destination)
     )
-    wanted = {name: value for name, value in vars(options).items() if name != "action"}
+    arguments = {name: value for name, value in vars(options).items() if name != "action"}
     with as_folder(options.source, beside=options.destination) as source:
-        reshard_checkpoint(**wanted | {"source": source, "dtype": dtype_of(options.dtype)})
-    found = read_metadata(options.destination).files
+        reshard_checkpoint(**arguments | {"source": source, "dtype": dtype_of(options.dtype)})
+    entries = read_metadata(options.destination).files
     print(
-        f"written: {options.destination} ({_size(sum(entry.size for entry in found.values()))} in "
-        f"{len(found) + 1} files)"
+        f"written: {options.destination} ({_size(sum(entry.size for entry in entries.values()))} "
+        f"in {len(entries) + 1} files)"
     )
     return 0
 

@@ -49,11 +49,11 @@ def ending_workers(trainer: Trainer) -> Iterator[None]:
 
 
 def _started(trainer: Trainer) -> list[psutil.Process]:
-    found = []
+    processes = []
     for process in getattr(trainer.strategy.launcher, "procs", None) or []:
         with suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(process.pid))
-    return found
+            processes.append(psutil.Process(process.pid))
+    return processes
 
 
 def _signal(processes: list[psutil.Process], number: int) -> None:

@@ -52,16 +52,16 @@ class Option:
 
 def options_on(line: Iterable[str]) -> list[Option]:
     """Return the options of a command line, in order."""
-    found: list[Option] = []
+    options: list[Option] = []
     for word in line:
-        name, given, value = word.partition("=")
+        name, equals, value = word.partition("=")
         if word.startswith("-") and not _NUMBER.fullmatch(word):
-            found.append(Option((word,), name, value if given else None))
-        elif found and found[-1].name and found[-1].value is None:
-            found[-1] = Option((*found[-1].words, word), found[-1].name, word)
+            options.append(Option((word,), name, value if equals else None))
+        elif options and options[-1].name and options[-1].value is None:
+            options[-1] = Option((*options[-1].words, word), options[-1].name, word)
         else:
-            found.append(Option((word,), ""))
-    return found
+            options.append(Option((word,), ""))
+    return options
 
 
 def listed(text: str) -> list[str]:

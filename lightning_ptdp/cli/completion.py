@@ -97,8 +97,10 @@ def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
     if previous in _VALUES:
         return _VALUES[previous]
     if verb in CONFIGURED:
-        own = [f"--{one.name}" for one in options_of_verb(verb)] + ["--launcher"] * (verb == "fit")
-        return [*_COMMON, *own, *_keys(before)] if current.startswith("-") else []
+        options = [f"--{option.name}" for option in options_of_verb(verb)] + ["--launcher"] * (
+            verb == "fit"
+        )
+        return [*_COMMON, *options, *_keys(before)] if current.startswith("-") else []
     module = importlib.import_module(VERBS[verb][0])
     commands = _COMMAND.findall(_help(module, verb, []))
     if len(before) == 1 and commands and not current.startswith("-"):
@@ -113,20 +115,20 @@ def _keys(before: Sequence[str]) -> list[str]:
 
     A line without a configuration gets the keys of the recipe ``gpt/nano``.
     """
-    given = [
+    configs = [
         option.value
         for option in options_on(before)
         if option.name in _CONFIG_OPTIONS and option.value
     ]
     try:
-        values = resolve_config(find_config(given[-1] if given else _EXAMPLE)).values
+        values = resolve_config(find_config(configs[-1] if configs else _EXAMPLE)).values
     except UserError:
         return []
     return [f"--{'.'.join(map(str, short(path)))}" for path in leaves(values) if path]
 
 
 def _help(module: ModuleType, verb: str, command: Sequence[str]) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         module.run(verb, [*command, "--help"])
-    return said.getvalue()
+    return output.getvalue()

@@ -76,19 +76,17 @@ def readable(message: str, known: Iterable[str]) -> str:
             f"{key}={missing.group(1)} is not an existing class{nearest(missing.group(1), names)}"
         )
     # Errors of a class itself, among types that do not match; then errors of its fields.
-    for depth in (
-        "  ",
-        " +",
-    ):
-        found = re.findall(rf"^{depth}- (.+(?:(?<=:)\n +[^ -].+)?)$", message, re.MULTILINE)
-        reasons = [" ".join(reason.split()) for reason in found]
-        said = [
-            one
-            for one in reasons
-            if not one.startswith(("Expected a ", "Does not validate")) and not one.endswith(":")
+    for depth in ("  ", " +"):
+        matches = re.findall(rf"^{depth}- (.+(?:(?<=:)\n +[^ -].+)?)$", message, re.MULTILINE)
+        reasons = [" ".join(reason.split()) for reason in matches]
+        causes = [
+            cause
+            for cause in reasons
+            if not cause.startswith(("Expected a ", "Does not validate"))
+            and not cause.endswith(":")
         ]
-        if len(said) == 1:
-            return f"{key}: {said[0]}" if key else said[0]
+        if len(causes) == 1:
+            return f"{key}: {causes[0]}" if key else causes[0]
     if not outer:
         return message
     *_, inner = _KEY.finditer(message)
@@ -112,13 +110,13 @@ def check_values(config: Namespace, defaults: Namespace) -> None:
         UserError: A value is wrong. The message names the key, the value and what would work.
     """
     for name, value in vars(defaults).items():
-        found = config.get(name)
+        setting = config.get(name)
         if (
             isinstance(value, Namespace)
-            and not isinstance(found, Namespace)
-            and (found is not None or name not in _OPTIONAL)
+            and not isinstance(setting, Namespace)
+            and (setting is not None or name not in _OPTIONAL)
         ):
-            raise UserError(f"{name}={found!r} must be a mapping of keys to values")
+            raise UserError(f"{name}={setting!r} must be a mapping of keys to values")
     seed = config.get("seed_everything")
     if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed <= _MOST_SEED:
         raise UserError(f"seed_everything={seed} must be between 0 and {_MOST_SEED}")
@@ -146,13 +144,13 @@ def _expected(errors: str) -> str:
     )
 
 
-def _unknown_key(message: str, key: str, match: re.Match[str], known: Iterable[str]) -> str:
+def _unknown_key(message: str, key: str, match: re.Match[str], known_keys: Iterable[str]) -> str:
     name = match["alone"] or match["flag"] or f"{match['group']}.{match['option']}"
     before = re.findall(r"given class_path '([^']+)'", message[: match.start()])
     if not before:
-        return f"there is no key {name!r}{nearest(name, known)}"
-    found = nearest(name, _class_keys(before[-1]))
-    return f"there is no key {f'{key}.{name}'!r} ({before[-1]} has no {name!r}{found})"
+        return f"there is no key {name!r}{nearest(name, known_keys)}"
+    hint = nearest(name, _class_keys(before[-1]))
+    return f"there is no key {f'{key}.{name}'!r} ({before[-1]} has no {name!r}{hint})"
 
 
 def _class_keys(class_path: str) -> list[str]:
@@ -169,7 +167,7 @@ def dotted(config: Namespace) -> Iterator[str]:
 
 
 def _subclasses(base: type) -> Iterator[type]:
-    found: list[type] = base.__subclasses__()
-    for kind in found:
+    subclasses: list[type] = base.__subclasses__()
+    for kind in subclasses:
         yield kind
         yield from _subclasses(kind)

@@ -33,43 +33,43 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and convert."""
-    given = vars(_parser(f"ptdp {verb}").parse_args(arguments))
-    shard_bytes, verify = _bytes(given.pop("shard_size")), given.pop("verify")
-    if verify and given["merge"]:
+    args = vars(_parser(f"ptdp {verb}").parse_args(arguments))
+    shard_bytes, verify = _bytes(args.pop("shard_size")), args.pop("verify")
+    if verify and args["merge"]:
         raise UserError(
             "--verify compares a folder with the checkpoint, but with --merge the checkpoint "
             "has only the adapters. Leave --verify out"
         )
-    name, store = given.pop("register"), given.pop("tracking_uri")
-    where = _registry(name, given["source"], store) if name is not None else None
+    name, store = args.pop("register"), args.pop("tracking_uri")
+    registry = _registry(name, args["source"], store) if name is not None else None
     from lightning_ptdp.exchange import convert, kind_of_result, verify_export
 
-    if verify or where:
+    if verify or registry:
         result = kind_of_result(
-            **{key: given[key] for key in ("source", "destination", "to", "merge")}
+            **{key: args[key] for key in ("source", "destination", "to", "merge")}
         )
         if result != "huggingface":
             raise UserError(
                 "--verify and --register need a Hugging Face folder, but "
-                f"{given['destination']} would be of the kind {result!r}"
+                f"{args['destination']} would be of the kind {result!r}"
             )
-    made = convert(**given | {"dtype": dtype_of(given["dtype"])}, shard_bytes=shard_bytes)
-    print(f"written: {given['destination']} ({made})")
+    kind = convert(**args | {"dtype": dtype_of(args["dtype"])}, shard_bytes=shard_bytes)
+    print(f"written: {args['destination']} ({kind})")
     if verify:
-        said = verify_export(
-            given["source"], given["destination"], config=given["config"], prefix=given["prefix"]
+        report = verify_export(
+            args["source"], args["destination"], config=args["config"], prefix=args["prefix"]
         )
-        print(f"verified: {said}")
-    if where is not None:
+        print(f"verified: {report}")
+    if registry is not None:
         from lightning_ptdp.loggers.model_registry import register_model
 
-        uri, run_id = where
+        uri, run_id = registry
         call = register_model(
-            given["destination"],
+            args["destination"],
             name=name,
             tracking_uri=uri,
             run_id=run_id,
-            version_of=given["source"],
+            version_of=args["source"],
         )
         print(f"registered: {call}, store {uri}")
     return 0
@@ -80,14 +80,14 @@ def _registry(name: str, source: str, store: str | None) -> tuple[str, str | Non
     from lightning_ptdp.loggers.model_registry import store_of
     from lightning_ptdp.loggers.tracking_store import check_store
 
-    found = store_of(source) if store is None else (store, None)
-    if found is None:
+    registry = store_of(source) if store is None else (store, None)
+    if registry is None:
         raise UserError(
             f"--register {name}: {source} is not beside an MLflow store. Give the store with "
             "--tracking_uri"
         )
-    check_store(found[0])
-    return found
+    check_store(registry[0])
+    return registry
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -96,8 +96,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("source", help="the source")
     parser.add_argument(
-        "destination",
-        help="the target; an existing file, checkpoint or export there is replaced",
+        "destination", help="the target; an existing file, checkpoint or export there is replaced"
     )
     parser.add_argument(
         "--to",
@@ -152,7 +151,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", text.strip(), re.IGNORECASE)
-    if found is None or float(found.group(1)) * _UNITS[found.group(2).upper()] < 1:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", text.strip(), re.IGNORECASE)
+    if match is None or float(match.group(1)) * _UNITS[match.group(2).upper()] < 1:
         raise UserError(f"--shard_size {text} is not a size. Use a form like 500MB or 5GB")
-    return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+    return int(float(match.group(1)) * _UNITS[match.group(2).upper()])

@@ -74,21 +74,21 @@ def run(verb: str, arguments: list[str]) -> int:
     Raises:
         UserError: A number is out of range.
     """
-    given = vars(parser(verb).parse_args(arguments))
-    if given["processes"] < 1:
-        raise UserError(f"--devices {given['processes']} must be at least 1")
-    if given["timeout_s"] <= 0:
-        raise UserError(f"--timeout {given['timeout_s']:g} must be greater than 0")
+    args = vars(parser(verb).parse_args(arguments))
+    if args["processes"] < 1:
+        raise UserError(f"--devices {args['processes']} must be at least 1")
+    if args["timeout_s"] <= 0:
+        raise UserError(f"--timeout {args['timeout_s']:g} must be greater than 0")
 
-    if given.pop("calibrate"):
+    if args.pop("calibrate"):
         return _calibrate(
-            given["processes"], given["backend"], max(given["timeout_s"], _CALIBRATION_S)
+            args["processes"], args["backend"], max(args["timeout_s"], _CALIBRATION_S)
         )
 
     from lightning_ptdp.doctor import Question, Status, as_json, inspect_all, render
 
-    show = as_json if given.pop("json") else render
-    inspection = inspect_all(Question(**given), recipes=recipe_names)
+    show = as_json if args.pop("json") else render
+    inspection = inspect_all(Question(**args), recipes=recipe_names)
     print(show(inspection))
     return 1 if inspection.count(Status.FAILED) else 0
 

@@ -129,24 +129,24 @@ def _run(arguments: list[str]) -> int:
         )
     if verb != "doctor":  # doctor reports on all libraries itself
         check_core()
-    name, rest = VERBS[verb][0], arguments[1:]
-    if verb == "fit" and wants_launcher(rest):
+    name, words = VERBS[verb][0], arguments[1:]
+    if verb == "fit" and wants_launcher(words):
         name = "lightning_ptdp.cli.launcher"
     if name in _CONFIGURED:
-        if {"-h", "--help"} & {*rest}:
-            if "all" not in rest:
-                print(short_help(verb, [word for word in rest if word not in ("-h", "--help")]))
+        if {"-h", "--help"} & {*words}:
+            if "all" not in words:
+                print(short_help(verb, [word for word in words if word not in ("-h", "--help")]))
                 return 0
-            rest = ["--help"]
+            words = ["--help"]
         # When a rank is lost, torch's C++ code in its peers logs forty stack frames and only then
         # the cause.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # for --model my_module.LitMine; installed modules win
-        rest = resolve_configs(rest)  # before torch is imported, which takes seconds
+        words = resolve_configs(words)  # before torch is imported, which takes seconds
     with uncollected():
         module = importlib.import_module(name)
-    return int(module.run(verb, rest))
+    return int(module.run(verb, words))
 
 
 def _help() -> str:

@@ -107,14 +107,14 @@ def _class_of(name: str) -> type:
     if module.partition(".")[0] == __name__.partition(".")[0]:
         with suppress(ImportError):  # a line of a message that only looks like a class
             import_module(module)
-    found = getattr(sys.modules.get(module or "builtins"), attribute, object)
-    return found if isinstance(found, type) else object
+    candidate = getattr(sys.modules.get(module or "builtins"), attribute, object)
+    return candidate if isinstance(candidate, type) else object
 
 
 def _ended(text: str, signal_name: str | None) -> str:
-    why = "; the kernel does this when memory runs out" if signal_name == "SIGKILL" else ""
+    cause = "; the kernel does this when memory runs out" if signal_name == "SIGKILL" else ""
     return (
-        f"{text}{why}. The other processes were ended. To resume a fit from its newest "
+        f"{text}{cause}. The other processes were ended. To resume a fit from its newest "
         "checkpoint, use --resume auto"
     )
 

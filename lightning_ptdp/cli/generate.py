@@ -73,22 +73,22 @@ def run(verb: str, arguments: list[str]) -> int:
     if chats:
         parser.add_argument("--system", type=str, help="system prompt")
     parser.add_class_arguments(Sampling if chats else SampleOptions, as_group=False)
-    given = vars(parser.parse_args([_SHORT.get(argument, argument) for argument in arguments]))
+    args = vars(parser.parse_args([_SHORT.get(argument, argument) for argument in arguments]))
     options = ServingOptions(
-        **{field.name: given.pop(field.name) for field in fields(ServingOptions)}
+        **{field.name: args.pop(field.name) for field in fields(ServingOptions)}
     )
 
     from lightning_ptdp.cli.serving import Chat, Continuation, module_of, serve
     from lightning_ptdp.generation.tokenizer_text import find_tokenizer
 
-    extra = given.pop("system" if chats else "prompt")
+    prompt = args.pop("system" if chats else "prompt")
     with tempfile.TemporaryDirectory() as scratch:
         state, module, ckpt_path = module_of(options.checkpoint, Path(scratch))
-        tokenizer, sampling = find_tokenizer(state, options.tokenizer), Sampling(**given)
+        tokenizer, sampling = find_tokenizer(state, options.tokenizer), Sampling(**args)
         writer = (
-            Chat(tokenizer, sampling, system=extra)
+            Chat(tokenizer, sampling, system=prompt)
             if chats
-            else Continuation(tokenizer, sampling, prompt=extra)
+            else Continuation(tokenizer, sampling, prompt=prompt)
         )
         serve(module, writer, options, ckpt_path=ckpt_path)
     return 0

@@ -19,12 +19,12 @@ def uncollected() -> Iterator[None]:
     The objects that imports create stay alive, and repeated searches through them take a fifth of
     the import time.
     """
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()
 
 

@@ -103,8 +103,8 @@ def leaves(values: object) -> Iterator[KeyPath]:
     """Yield the paths of all values except mappings that are not empty."""
     if isinstance(values, dict) and values:
         for key, entry in values.items():
-            for below in leaves(entry):
-                yield (key, *below)
+            for subpath in leaves(entry):
+                yield (key, *subpath)
     else:
         yield ()
 
@@ -114,8 +114,8 @@ def short(path: KeyPath) -> KeyPath:
 
     Examples are ``--model.config.num_layers`` and ``--trainer.logger=CSVLogger``.
     """
-    kept = tuple(key for key in path if key != "init_args")
-    return kept[:-1] if kept and kept[-1] == "class_path" else kept
+    keys = tuple(key for key in path if key != "init_args")
+    return keys[:-1] if keys and keys[-1] == "class_path" else keys
 
 
 def resolve_config(file: Path) -> ResolvedConfig:
@@ -166,14 +166,14 @@ def _find_base(files: list[Path], name: object) -> Path:
             f"{file}: {BASE_KEY}: {name!r} must be the name of one recipe or file, for example "
             "gpt/124m"
         )
-    found = find_config(name, said=f"{file}: {BASE_KEY}: ", beside=file.parent)
-    if found.resolve() in [seen.resolve() for seen in files]:
-        circle = " -> ".join(_label(path) for path in [*files, found])
+    base = find_config(name, said=f"{file}: {BASE_KEY}: ", beside=file.parent)
+    if base.resolve() in [seen.resolve() for seen in files]:
+        cycle = " -> ".join(_label(path) for path in [*files, base])
         raise UserError(
-            f"{file}: {BASE_KEY}: {name} leads back to a file that is being read: {circle}. "
+            f"{file}: {BASE_KEY}: {name} leads back to a file that is being read: {cycle}. "
             f"Remove one {BASE_KEY}"
         )
-    return found
+    return base
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -206,19 +206,19 @@ def _label(file: Path) -> str:
     )
 
 
-def _merge(base: Any, over: Any) -> Any:
-    """Return ``base`` overridden by ``over``.
+def _merge(base: Any, override: Any) -> Any:
+    """Return ``base`` overridden by ``override``.
 
     Mappings are merged key by key unless they name different classes. Any other value is replaced.
     """
     if (
         not isinstance(base, dict)
-        or not isinstance(over, dict)
-        or (over and not _is_same_class(base, over))
+        or not isinstance(override, dict)
+        or (override and not _is_same_class(base, override))
     ):
-        return over
+        return override
     return base | {
-        key: _merge(base[key], value) if key in base else value for key, value in over.items()
+        key: _merge(base[key], value) if key in base else value for key, value in override.items()
     }
 
 

@@ -98,19 +98,19 @@ def torchrun_script(job: LaunchJob) -> str:
 
     After a failure, torchrun restarts all processes, and training continues.
     """
-    meet, where = ["--standalone"], []
+    rendezvous, comments = ["--standalone"], []
     if job.nodes > 1:
-        at = (
+        endpoint = (
             shlex.quote(job.rendezvous)
             if job.rendezvous
             else f'"${{MASTER_ADDR:?the first node}}:${{MASTER_PORT:-{_PORT}}}"'
         )
-        meet = [
+        rendezvous = [
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={at}",
+            f"--rdzv-endpoint={endpoint}",
             f"--rdzv-id={shlex.quote(job.name)}",
         ]
-        where = (
+        comments = (
             []
             if job.rendezvous
             else [
@@ -125,13 +125,13 @@ def torchrun_script(job: LaunchJob) -> str:
     ]
     lines = [
         "#!/bin/bash",
-        *where,
+        *comments,
         "set -euo pipefail",
         f"cd {shlex.quote(str(Path.cwd()))}",
         f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{job.cpus_per_task}}}"',
         "",
         _command(
-            [shlex.quote(sys.executable), "-m torch.distributed.run", *options, *meet],
+            [shlex.quote(sys.executable), "-m torch.distributed.run", *options, *rendezvous],
             job,
             ["-m", "lightning_ptdp"],
         ),

@@ -127,8 +127,8 @@ def run(verb: str, arguments: list[str]) -> int:
         UserError: There is no configuration, or the machine has no sbatch.
         ValueError: The layout does not fit the devices.
     """
-    options, rest = parser(verb).parse_known_args(arguments)
-    script = _SCRIPTS[options.launcher](_job(options, rest))
+    options, fit_args = parser(verb).parse_known_args(arguments)
+    script = _SCRIPTS[options.launcher](_job(options, fit_args))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(script, encoding="utf-8")
@@ -155,8 +155,8 @@ def _start(script: str) -> int:
     return subprocess.run(["bash", "-c", script], check=False).returncode
 
 
-def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
-    name = _given(rest, "config") or _given(rest, "c")
+def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:
+    name = _given(fit_args, "config") or _given(fit_args, "c")
     if name is None:
         raise UserError(
             "there is no model to train. Use --config with a recipe (ptdp recipes list) or a file"
@@ -164,43 +164,45 @@ def _job(options: argparse.Namespace, rest: list[str]) -> LaunchJob:
     config = resolve_config(find_config(name)).values
     trainer: Mapping[str, Any] = config.get("trainer") or {}
     devices = _number(
-        options.gpus_per_node, "gpus-per-node", rest, "trainer.devices", trainer.get("devices")
+        options.gpus_per_node, "gpus-per-node", fit_args, "trainer.devices", trainer.get("devices")
     )
-    nodes = _number(options.nodes, "nodes", rest, "trainer.num_nodes", trainer.get("num_nodes", 1))
+    nodes = _number(
+        options.nodes, "nodes", fit_args, "trainer.num_nodes", trainer.get("num_nodes", 1)
+    )
     strategy = trainer.get("strategy")
-    gpus = (_given(rest, "trainer.accelerator") or trainer.get("accelerator", "auto")) != "cpu"
-    is_ours = _check_layout(strategy, rest, nodes * devices)
+    gpus = (_given(fit_args, "trainer.accelerator") or trainer.get("accelerator", "auto")) != "cpu"
+    is_ours = _check_layout(strategy, fit_args, nodes * devices)
     added = [f"--trainer.num_nodes={nodes}", f"--trainer.devices={devices}"]
     if is_ours:
         # the launcher, not the strategy, starts the processes
         added.append("--trainer.strategy.start_method=popen")
-        if _given(rest, "resume") is None:
+        if _given(fit_args, "resume") is None:
             added.append("--resume=auto")
     slurm = {name: getattr(options, name) for name in ("partition", "account", "time")}
-    named = [f"--{name}={value}" for name, value in slurm.items() if value is not None]
+    slurm_options = [f"--{name}={value}" for name, value in slurm.items() if value is not None]
     return LaunchJob(
-        arguments=(*rest, *added),
+        arguments=(*fit_args, *added),
         nodes=nodes,
         devices=devices,
         gpus=gpus,
         cpus_per_task=options.cpus_per_task or (_CORES if gpus else 1),
         name=options.job_name or "-".join(Path(name.removesuffix(".yaml")).parts[-2:]).strip("-./"),
-        sbatch=(*named, *options.sbatch),
+        sbatch=(*slurm_options, *options.sbatch),
         max_restarts=options.max_restarts,
         rendezvous=options.rdzv_endpoint,
     )
 
 
-def _check_layout(strategy: object, rest: Sequence[str], world_size: int) -> bool:
+def _check_layout(strategy: object, fit_args: Sequence[str], world_size: int) -> bool:
     """Return True if the strategy is ours, after a check that its degrees fit the devices."""
-    chosen = _given(rest, "trainer.strategy")
-    named = strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy
-    if not str(chosen or named or "").rpartition(".")[2].startswith(("PTDPStrategy", "ptdp")):
+    chosen = _given(fit_args, "trainer.strategy")
+    configured = strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy
+    if not str(chosen or configured or "").rpartition(".")[2].startswith(("PTDPStrategy", "ptdp")):
         return False
     options = dict((strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {})
     for name in ParallelLayout.options():
-        value = _given(rest, f"trainer.strategy.{name}") or _given(
-            rest, f"trainer.strategy.init_args.{name}"
+        value = _given(fit_args, f"trainer.strategy.{name}") or _given(
+            fit_args, f"trainer.strategy.init_args.{name}"
         )
         if value is not None:
             options[name] = yaml.safe_load(value)
@@ -209,15 +211,15 @@ def _check_layout(strategy: object, rest: Sequence[str], world_size: int) -> boo
 
 
 def _number(
-    option: int | None, name: str, rest: Sequence[str], key: str, configured: object
+    option: int | None, name: str, fit_args: Sequence[str], key: str, configured: object
 ) -> int:
     """Return a count from the launcher's option, from fit's option or from the configuration."""
-    given = _given(rest, key)
-    if option is not None and given is not None and given != str(option):
+    specified = _given(fit_args, key)
+    if option is not None and specified is not None and specified != str(option):
         raise UserError(
-            f"--{name} {option} and --{key} {given} contradict each other. Use only one of them"
+            f"--{name} {option} and --{key} {specified} contradict each other. Use only one of them"
         )
-    value = option if option is not None else given if given is not None else configured
+    value = option if option is not None else specified if specified is not None else configured
     number = int(value) if isinstance(value, int | str) and str(value).isdecimal() else 0
     if number < 1:
         raise UserError(
@@ -228,5 +230,7 @@ def _number(
 
 def _given(arguments: Sequence[str], key: str) -> str | None:
     """Return the last value of an option given as ``--key value`` or ``--key=value``."""
-    option = f"--{key}" if len(key) > 1 else f"-{key}"
-    return next((one.value for one in reversed(options_on(arguments)) if one.name == option), None)
+    flag = f"--{key}" if len(key) > 1 else f"-{key}"
+    return next(
+        (option.value for option in reversed(options_on(arguments)) if option.name == flag), None
+    )

@@ -101,9 +101,11 @@ class PTDPCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the verb's own keys."""
         parser.add_lightning_class_args(Throughput, "throughput")
-        for one in options_of_verb(self.verb):
-            kind = {"action": "store_true"} if one.type is None else {"type": one.type}
-            parser.add_argument(f"--{one.name}", default=one.default, help=one.text, **kind)
+        for option in options_of_verb(self.verb):
+            kind = {"action": "store_true"} if option.type is None else {"type": option.type}
+            parser.add_argument(
+                f"--{option.name}", default=option.default, help=option.text, **kind
+            )
         parser.add_argument(
             "--sample",
             type=SampleOptions | None,
@@ -210,8 +212,8 @@ def _take_tokenizer(config: Namespace) -> None:
 
 def _has(trainer: Namespace, kind: type[pl.Callback]) -> bool:
     """Return True if the configuration has a callback of class ``kind``."""
-    given = trainer.callbacks or []
-    entries = given if isinstance(given, list) else [given]
+    configured = trainer.callbacks or []
+    entries = configured if isinstance(configured, list) else [configured]
     return any(issubclass(pkgutil.resolve_name(entry.class_path), kind) for entry in entries)
 
 

@@ -106,27 +106,27 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
     from lightning_ptdp.planner import search
     from lightning_ptdp.planner.picture import draw_what_if
 
-    wishes = _wishes(options.what_if)
+    sizes = _wishes(options.what_if)
     jobs = [
         dataclasses.replace(job, global_batch_size=batch, world_size=world)
-        for batch in wishes.get("batch", [job.global_batch_size])
-        for world in wishes.get("gpus", [job.world_size])
+        for batch in sizes.get("batch", [job.global_batch_size])
+        for world in sizes.get("gpus", [job.world_size])
     ]
-    found: dict[int, list[tuple[int, Candidate]]] = {}
+    best_by_batch: dict[int, list[tuple[int, Candidate]]] = {}
     rows: list[tuple[str, ...]] = [
         ("devices", "batch", "layout", "b", "m", "step s", "tokens/s", "MFU", "memory GiB")
     ]
-    for one in jobs:
-        size = (str(one.world_size), str(one.global_batch_size))
-        best = next(iter(search(one, space, count=options.top).best), None)
+    for case in jobs:
+        size = (str(case.world_size), str(case.global_batch_size))
+        best = next(iter(search(case, space, count=options.top).best), None)
         if best is None:
             rows.append((*size, "none fits", *[""] * 6))
             continue
-        found.setdefault(one.global_batch_size, []).append((one.world_size, best))
+        best_by_batch.setdefault(case.global_batch_size, []).append((case.world_size, best))
         choice, time = best.choice, best.time
         cells = (
             f"{time.total:.3g}",
-            f"{one.tokens / time.total:.4g}",
+            f"{case.tokens / time.total:.4g}",
             f"{time.mfu:.1%}",
             f"{best.memory.total / 2**30:.3g}",
         )
@@ -140,23 +140,23 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
             )
         )
     print(columns(rows, words=(2,)))
-    if not found:
+    if not best_by_batch:
         raise UserError(
             "no layout fits in any of these cases. For the reasons, use --explain without --what-if"
         )
     if options.picture is not None:
         with _drawing(options.picture):
             draw_what_if(
-                found,
+                best_by_batch,
                 options.picture,
-                tokens={batch: batch * job.sequence_length for batch in found},
+                tokens={batch: batch * job.sequence_length for batch in best_by_batch},
             )
     return 0
 
 
 def _wishes(text: str) -> dict[str, list[int]]:
     """Return ``batch=256,512,gpus=64,128`` as {"batch": [256, 512], "gpus": [64, 128]}."""
-    wishes: dict[str, list[int]] = {}
+    sizes: dict[str, list[int]] = {}
     name = ""
     for part in text.split(","):
         key, equals, value = part.rpartition("=")
@@ -166,8 +166,8 @@ def _wishes(text: str) -> dict[str, list[int]]:
                 f"--what-if {text!r} is invalid. Give numbers of batch or gpus, such as "
                 "batch=256,512,gpus=64,128"
             )
-        wishes.setdefault(name, []).append(int(value))
-    return wishes
+        sizes.setdefault(name, []).append(int(value))
+    return sizes
 
 
 @contextlib.contextmanager
@@ -292,26 +292,26 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where necessary")
 
-    shown = parser.add_argument_group("the output")
-    shown.add_argument(
+    output = parser.add_argument_group("the output")
+    output.add_argument(
         "--top", type=_positive, default=8, metavar="N", help="number of layouts (default 8)"
     )
-    shown.add_argument(
+    output.add_argument(
         "--explain", action="store_true", help="explain why the others were rejected"
     )
-    shown.add_argument(
+    output.add_argument(
         "--picture",
         type=Path,
         metavar="FILE",
         help="file for a plot of time and memory of the best layouts, as PNG, PDF or SVG",
     )
-    shown.add_argument(
+    output.add_argument(
         "--what-if",
         metavar="LIST",
         help="print the best layout for each of several sizes: batch=256,512,gpus=64,128; "
         "with --picture as a plot",
     )
-    shown.add_argument("--json", action="store_true", help="print the output as JSON")
+    output.add_argument("--json", action="store_true", help="print the output as JSON")
     return parser
 
 
@@ -328,7 +328,7 @@ def _positive(text: str) -> int:
 def _space(options: argparse.Namespace) -> Space:
     from lightning_ptdp.planner import Space
 
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Space)}
-    given["sequence_parallel"] = {"yes": True, "no": False}.get(options.sequence_parallel)
-    given["shard_optimizer"] = {"yes": (True,), "no": (False,)}.get(options.shard_optimizer)
-    return Space(**{field: value for field, value in given.items() if value is not None})
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(Space)}
+    values["sequence_parallel"] = {"yes": True, "no": False}.get(options.sequence_parallel)
+    values["shard_optimizer"] = {"yes": (True,), "no": (False,)}.get(options.shard_optimizer)
+    return Space(**{field: value for field, value in values.items() if value is not None})

@@ -80,11 +80,11 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
     """Return True if the configuration names a user's class, whose sizes are unknown."""
-    given = {field for field, _ in SIZES.values() if getattr(options, field) is not None} - {
+    size_options = {field for field, _ in SIZES.values() if getattr(options, field) is not None} - {
         "sequence_length"
     }
     path = str((config.get("model") or {}).get("class_path", ""))
-    return "." in path and not path.startswith("lightning_ptdp.") and not given
+    return "." in path and not path.startswith("lightning_ptdp.") and not size_options
 
 
 def _followed(
@@ -104,7 +104,7 @@ def _followed(
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
-    given = {
+    arguments = {
         "model": {
             key: value
             for key, value in config["model"].items()
@@ -112,10 +112,10 @@ def _followed(
         }
     }
     try:
-        parsed = parser.parse_object(given)
+        parsed = parser.parse_object(arguments)
         with torch.device("meta"):
             module = parser.instantiate_classes(parsed).model
-        whole = whole_model(module, PTDPConfig())
+        full_model = whole_model(module, PTDPConfig())
     except (ArgumentError, ImportError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise UserError(
@@ -124,7 +124,7 @@ def _followed(
         ) from error
     length = options.sequence_length or _inner(config, "data").get("sequence_length")
     return described(
-        whole,
+        full_model,
         PTDPConfig(),
         length=length,
         precision=precision,
@@ -138,22 +138,22 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig 
     from lightning_ptdp.models.pretrained_folder import config_of_sizes
     from lightning_ptdp.planner import gpt_sizes
 
-    given = {
+    size_options = {
         field: getattr(options, field)
         for field, _ in SIZES.values()
         if getattr(options, field) is not None
     }
-    missing = [f"--{name}" for name in _NEEDED if SIZES[name][0] not in given]
+    missing = [f"--{name}" for name in _NEEDED if SIZES[name][0] not in size_options]
     inner = _inner(config, "model")
     sizes = inner.get("config")
     path = inner.get("path") if sizes is None and missing else None
     if options.model or path:
-        return dataclasses.replace(_of_path(str(options.model or path)), **given)
+        return dataclasses.replace(_of_path(str(options.model or path)), **size_options)
     if sizes is None and not missing:
         return (
-            GPTConfig.llama(**given)
-            if options.llama or "num_experts" in given
-            else GPTConfig.gpt2(**given)
+            GPTConfig.llama(**size_options)
+            if options.llama or "num_experts" in size_options
+            else GPTConfig.gpt2(**size_options)
         )
     if not config:
         raise UserError(
@@ -161,22 +161,22 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig 
             f"{', '.join(missing)}"
         )
     if isinstance(sizes, Mapping) and "model_type" in sizes:
-        return dataclasses.replace(gpt_sizes(config_of_sizes(sizes).to_dict()), **given)
+        return dataclasses.replace(gpt_sizes(config_of_sizes(sizes).to_dict()), **size_options)
     is_bert = str((config.get("model") or {}).get("class_path", "")).endswith("LitBert")
     kind = BertConfig if is_bert else GPTConfig
-    known = [field.name for field in dataclasses.fields(kind)]
+    fields = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(sizes, Mapping):
         raise UserError(
             f"{options.config} has no model.init_args.config. Give the sizes as options, such "
             "as --layers 24 --hidden 2048"
         )
-    for name in {**sizes, **given}:
-        if name not in known:
+    for name in {**sizes, **size_options}:
+        if name not in fields:
             raise UserError(
                 f"{options.config}: model.config.{name} is not a size of a "
-                f"{'BERT' if is_bert else 'GPT'}{nearest(name, known)}"
+                f"{'BERT' if is_bert else 'GPT'}{nearest(name, fields)}"
             )
-    return kind(**{**sizes, **given})
+    return kind(**{**sizes, **size_options})
 
 
 def _of_path(path: str) -> GPTConfig | BertConfig:
@@ -187,13 +187,13 @@ def _of_path(path: str) -> GPTConfig | BertConfig:
     try:
         return gpt_sizes(config_values(path))
     except ValueError as error:
-        said = "" if str(error).startswith("path=") else f"path={path!r}: "
+        prefix = "" if str(error).startswith("path=") else f"path={path!r}: "
         remedy = (
             ""
             if "as options" in str(error)
             else ". Or give the sizes as options, such as --layers 24 --hidden 2048"
         )
-        raise UserError(f"{said}{error}{remedy}") from error
+        raise UserError(f"{prefix}{error}{remedy}") from error
 
 
 def _with_adapters(job: Job, config: Mapping[str, Any]) -> Job:
@@ -254,8 +254,8 @@ def _device(options: argparse.Namespace) -> Device:
     if name.endswith(".json"):
         calibration = load_calibration(Path(name))
         device = calibration.device
-        if doubt := calibration.doubt():
-            print(f"ptdp: {name} {doubt}", file=sys.stderr)
+        if warning := calibration.doubt():
+            print(f"ptdp: {name} {warning}", file=sys.stderr)
     else:
         device = find_device(name)
     if options.memory is not None:
@@ -267,14 +267,14 @@ def _device(options: argparse.Namespace) -> Device:
         device = dataclasses.replace(
             device, memory_bytes=options.memory * 2**30, reserved_bytes=0.0
         )
-    given = {
+    cluster_options = {
         name: getattr(options, name)
         for name in ("node_size", "cards")
         if getattr(options, name) is not None
     }
     return (
-        dataclasses.replace(device, cluster=dataclasses.replace(device.cluster, **given))
-        if given
+        dataclasses.replace(device, cluster=dataclasses.replace(device.cluster, **cluster_options))
+        if cluster_options
         else device
     )
 

@@ -73,13 +73,13 @@ def _lines(values: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath | None]]:
         ):
             yield f"{head} {_flow(value)}", (*path, key)
             continue
-        below = _lines(value, (*path, key))
+        nested = _lines(value, (*path, key))
         if head == "-":
-            line, place = next(below)
+            line, place = next(nested)
             yield f"- {line}", place
         else:
             yield head, None
-        yield from ((f"  {line}", place) for line, place in below)
+        yield from ((f"  {line}", place) for line, place in nested)
 
 
 def _flow(value: object) -> str:
@@ -136,11 +136,11 @@ def _owner(values: Mapping[str, Any], path: KeyPath) -> type | None:
     """Return the class that has the argument at ``path``, or None."""
     owner: type | None = None
     for depth in range(1, len(path)):
-        here = value_at(values, path[:depth])
+        value = value_at(values, path[:depth])
         if depth == 1 and path[0] in _OWNERS:
             owner = _OWNERS[str(path[0])]
-        elif isinstance(here, dict) and "class_path" in here:
-            owner = pkgutil.resolve_name(here["class_path"])
+        elif isinstance(value, dict) and "class_path" in value:
+            owner = pkgutil.resolve_name(value["class_path"])
         elif path[depth - 1] != "init_args" and owner is not None:
             owner = _dataclass_argument(owner, path[depth - 1]) or owner
     return owner
@@ -163,13 +163,13 @@ def _override_paths(overrides: Sequence[str]) -> frozenset[KeyPath]:
 
     An option may set a whole mapping.
     """
-    found: set[KeyPath] = set()
+    paths: set[KeyPath] = set()
     for option in options_on(overrides):
         path: KeyPath = tuple(option.name.removeprefix("--").removesuffix("+").split("."))
         value = yaml.safe_load(option.value or "")
-        found.update(
-            short((*path, *below)) for below in leaves(value) if not isinstance(value, list)
+        paths.update(
+            short((*path, *subpath)) for subpath in leaves(value) if not isinstance(value, list)
         )
         if isinstance(value, (list, str)):
-            found.add(path)
-    return frozenset(found)
+            paths.add(path)
+    return frozenset(paths)

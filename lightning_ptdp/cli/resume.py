@@ -60,19 +60,21 @@ def find_newest(
         for root in {Path(root).resolve() for root in roots}
         for path in complete_checkpoints(root, recursive=True)
     }
-    found = [(read_metadata(path), path) for path in paths]
+    entries = [(read_metadata(path), path) for path in paths]
     trained = [
-        entry for entry in found if any(name.startswith("optimizer/") for name in entry[0].tensors)
+        entry
+        for entry in entries
+        if any(name.startswith("optimizer/") for name in entry[0].tensors)
     ]
     newest_first = sorted(trained, key=lambda entry: entry[0].created, reverse=True)
     reasons = {
         path: _why_not(metadata, experiment, started_from) for metadata, path in newest_first
     }
-    for path, why in reasons.items():
-        if not why:
+    for path, reason in reasons.items():
+        if not reason:
             return Found(own=path)
-    for path, why in reasons.items():
-        return Found(other=path, why=why)
+    for path, reason in reasons.items():
+        return Found(other=path, why=reason)
     return Found()
 
 
@@ -83,18 +85,18 @@ def was_requeued() -> bool:
 
 def _why_not(metadata: CheckpointMetadata, experiment: Experiment, started_from: str | None) -> str:
     """Return the reason that a checkpoint belongs to another experiment, or "" if it does not."""
-    there = metadata.run.get("experiment")
-    if not isinstance(there, Mapping):
+    stored = metadata.run.get("experiment")
+    if not isinstance(stored, Mapping):
         return "it does not name its experiment"
-    names = differences(there, experiment)
+    names = differences(stored, experiment)
     if names:
-        shown = [
-            f"{name} is {there.get(name)} in the checkpoint, but {experiment.get(name)} in "
+        details = [
+            f"{name} is {stored.get(name)} in the checkpoint, but {experiment.get(name)} in "
             "this experiment"
             for name in names[:_SHOWN]
         ]
         more = [f"{len(names) - _SHOWN} more differ"] if len(names) > _SHOWN else []
-        return "; ".join([*shown, *more])
+        return "; ".join([*details, *more])
     if started_from is not None and metadata.run.get("started_from") != started_from:
         return f"its run did not start from {started_from}"
     return ""
@@ -151,19 +153,19 @@ def experiment_of(
     chosen["trainer"]["strategy"] = {
         name: strategy.get("init_args", {}).get(name) for name in _STRATEGY
     }
-    named = {}
+    identity = {}
     for path in leaves(chosen):
         value = value_at(chosen, path)
         name = ".".join(map(str, short(path)))
         if value is not None and name not in _NOT_IDENTIFYING:
-            named[name] = _as_json(value)
+            identity[name] = _as_json(value)
     if isinstance(datamodule, StreamDataModule):
         plan = datamodule.batch_plans(num_replicas=num_replicas)[-1]
-        named = {name: value for name, value in named.items() if name not in _BATCH_OPTIONS}
-        named |= dict(
+        identity = {name: value for name, value in identity.items() if name not in _BATCH_OPTIONS}
+        identity |= dict(
             zip(_BATCH, (_as_json(plan.global_batch), _as_json(plan.replica_batch)), strict=True)
         )
-    return named
+    return identity
 
 
 def differences(there: Mapping[str, Any], here: Experiment) -> list[str]:

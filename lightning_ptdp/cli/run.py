@@ -102,46 +102,46 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
 
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
     """Return the checkpoint to load: the result of ``--resume auto``, else ``--ckpt_path``."""
-    given: str | None = cli.config.ckpt_path
+    ckpt_path: str | None = cli.config.ckpt_path
     strategy: Any = cli.trainer.strategy
     if verb != "fit":
-        return given
+        return ckpt_path
     if not hasattr(strategy, "run_facts"):
         if cli.config.resume is not None:
             raise UserError(
                 "--resume auto needs checkpoints of the ptdp strategy. Use --trainer.strategy "
                 "ptdp, or give a checkpoint (--ckpt_path)"
             )
-        return given
+        return ckpt_path
     experiment = experiment_of(
         cli.values, cli.datamodule, num_replicas=strategy.layout.num_replicas
     )
-    strategy.run_facts = {"experiment": experiment, "started_from": given}
-    found = Found()
+    strategy.run_facts = {"experiment": experiment, "started_from": ckpt_path}
+    newest = Found()
     if cli.config.resume is not None or was_requeued():
-        found = find_newest(cli.trainer, experiment, started_from=given)
-        rank_zero_info(f"--resume auto: {_decision(found, given)}")
-    if found.own is not None:
+        newest = find_newest(cli.trainer, experiment, started_from=ckpt_path)
+        rank_zero_info(f"--resume auto: {_decision(newest, ckpt_path)}")
+    if newest.own is not None:
         for logger in cli.trainer.loggers:
             if isinstance(logger, MLFlowLogger):
-                logger.continue_run_of(found.own)
-        return str(found.own)
-    if given is None:
+                logger.continue_run_of(newest.own)
+        return str(newest.own)
+    if ckpt_path is None:
         load_only_named_checkpoints(cli.trainer)
-    return given
+    return ckpt_path
 
 
-def _decision(found: Found, given: str | None) -> str:
-    if found.own is not None:
-        return f"resuming from {found.own}"
+def _decision(newest: Found, ckpt_path: str | None) -> str:
+    if newest.own is not None:
+        return f"resuming from {newest.own}"
     start = "there is no checkpoint of this experiment"
-    if given is not None:
-        return f"{start}; starting from {given}"
-    if found.other is None:
+    if ckpt_path is not None:
+        return f"{start}; starting from {ckpt_path}"
+    if newest.other is None:
         return start
     return (
-        f"{start}. {found.other} is not used: {found.why}. To resume from it, use --ckpt_path "
-        f"{found.other}"
+        f"{start}. {newest.other} is not used: {newest.why}. To resume from it, use --ckpt_path "
+        f"{newest.other}"
     )
 
 

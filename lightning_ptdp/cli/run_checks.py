@@ -141,14 +141,14 @@ def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> 
         return
     place = Path(path)
     if not place.exists():
-        there = (
+        contents = (
             ", ".join(sorted(entry.name for entry in place.parent.iterdir())[:8])
             if place.parent.is_dir()
             else ""
         )
         raise UserError(
             f"{field} {path} does not exist"
-            + (f"; {place.parent} contains {there}" if there else "")
+            + (f"; {place.parent} contains {contents}" if contents else "")
         )
     if reads_as_huggingface(place):
         raise UserError(
@@ -185,7 +185,7 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
     """
     place = Path(path)
     if reads_as_huggingface(place):
-        own: Mapping[str, Any] | None = (
+        tensors: Mapping[str, Any] | None = (
             weights_opener(model, {})(place).tensors
             if isinstance(model, LitGPT | LitBert)
             else None
@@ -193,11 +193,11 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
     else:
         check_checkpoint(field, path)
         if place.is_file():
-            own = _tensors_of_file(place)
+            tensors = _tensors_of_file(place)
         else:
-            own = None if is_folder_of_checkpoints(place) else read_metadata(place).tensors
-    if own is not None:
-        _check_shapes(field, path, own, model)
+            tensors = None if is_folder_of_checkpoints(place) else read_metadata(place).tensors
+    if tensors is not None:
+        _check_shapes(field, path, tensors, model)
 
 
 def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDamage) -> None:
@@ -227,7 +227,9 @@ def _tensors_of_file(file: Path) -> dict[str, Any]:
     return {f"model/{name}": value for name, value in open_state_dict(file)[0].items()}
 
 
-def _check_shapes(field: str, path: str, own: Mapping[str, Any], model: LightningModule) -> None:
+def _check_shapes(
+    field: str, path: str, tensors: Mapping[str, Any], model: LightningModule
+) -> None:
     """Compare names and shapes of stored weights with those of the model.
 
     They are compared as far as they are known before launch.
@@ -235,22 +237,22 @@ def _check_shapes(field: str, path: str, own: Mapping[str, Any], model: Lightnin
     Raises:
         UserError: They differ.
     """
-    found = {
+    stored_shapes = {
         name.removeprefix("model/"): entry.shape
-        for name, entry in own.items()
+        for name, entry in tensors.items()
         if name.startswith("model/")
     }
-    wanted = {name: tuple(value.shape) for name, value in _on_meta(model).named_parameters()}
-    missing = [name for name in wanted if name not in found]
+    model_shapes = {name: tuple(value.shape) for name, value in _on_meta(model).named_parameters()}
+    missing = [name for name in model_shapes if name not in stored_shapes]
     if missing:
         raise UserError(
-            f"{field} {path} has no {missing[0]!r}, which the model has; it has {len(found)} "
-            f"tensors such as {next(iter(found), None)!r}"
+            f"{field} {path} has no {missing[0]!r}, which the model has; it has "
+            f"{len(stored_shapes)} tensors such as {next(iter(stored_shapes), None)!r}"
         )
-    for name, shape in wanted.items():
-        if tuple(found[name]) != shape:
+    for name, shape in model_shapes.items():
+        if tuple(stored_shapes[name]) != shape:
             raise UserError(
-                f"{field} {path}: {name!r} has the shape {tuple(found[name])} in the "
+                f"{field} {path}: {name!r} has the shape {tuple(stored_shapes[name])} in the "
                 f"checkpoint, but {shape} in the model"
             )
 
@@ -289,11 +291,11 @@ def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None)
         model.check_data(datamodule)
     config: Any = getattr(model, "config", None)
     for name in _SHARED_SIZES:
-        wanted, offered = getattr(config, name, None), getattr(datamodule, name, None)
-        if isinstance(wanted, int) and isinstance(offered, int) and wanted < offered:
+        model_size, data_size = getattr(config, name, None), getattr(datamodule, name, None)
+        if isinstance(model_size, int) and isinstance(data_size, int) and model_size < data_size:
             raise UserError(
-                f"model.config.{name}={wanted} is smaller than data.{name}={offered}. Use "
-                f"--model.config.{name} {offered} or --data.{name} {wanted}"
+                f"model.config.{name}={model_size} is smaller than data.{name}={data_size}. Use "
+                f"--model.config.{name} {data_size} or --data.{name} {model_size}"
             )
 
 
@@ -320,9 +322,9 @@ def _check_port(trainer: Trainer) -> None:
     try:
         socket.create_server(("127.0.0.1", int(port))).close()
     except OSError as error:
-        why = str(error.strerror).partition(" (")[0]
+        reason = str(error.strerror).partition(" (")[0]
         raise UserError(
-            f"cannot listen at MASTER_PORT={port} ({why}). Unset it, or choose a free port"
+            f"cannot listen at MASTER_PORT={port} ({reason}). Unset it, or choose a free port"
         ) from error
 
 

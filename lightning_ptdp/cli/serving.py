@@ -264,16 +264,16 @@ def _own_input() -> TextIO:
 
 def _lines(source: TextIO) -> _Lines:
     """Return a queue of the input's lines as they arrive, with None at the end of the input."""
-    found: _Lines = queue.SimpleQueue()
+    lines: _Lines = queue.SimpleQueue()
 
     def read() -> None:
         for line in source:
             if line.strip():
-                found.put(line.strip())
-        found.put(_END)
+                lines.put(line.strip())
+        lines.put(_END)
 
     threading.Thread(target=read, daemon=True).start()
-    return found
+    return lines
 
 
 def _stopper(lines: _Lines) -> Callable[[int, object], None]:
@@ -281,12 +281,12 @@ def _stopper(lines: _Lines) -> Callable[[int, object], None]:
 
     A second signal of the same kind ends the chat at once.
     """
-    noted: list[int] = []
+    received: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
-        if number in noted:  # the parent of a forked process passes Ctrl-C on as SIGTERM
+        if number in received:  # the parent of a forked process passes Ctrl-C on as SIGTERM
             raise KeyboardInterrupt
-        noted.append(number)
+        received.append(number)
         while not lines.empty():
             lines.get_nowait()
         lines.put(_END)
@@ -303,12 +303,12 @@ def _next(trainer: Trainer, lines: _Lines) -> str | None:
     if trainer.is_global_zero and sys.stdin is not None and sys.stdin.isatty():
         print("> ", end="", flush=True)
     while True:
-        comes, question = True, None
+        arrived, question = True, None
         if trainer.is_global_zero:
             try:
                 question = lines.get(timeout=_HEARTBEAT_S)
             except queue.Empty:
-                comes = False
-        comes, question = trainer.strategy.broadcast((comes, question))
-        if comes:
+                arrived = False
+        arrived, question = trainer.strategy.broadcast((arrived, question))
+        if arrived:
             return question

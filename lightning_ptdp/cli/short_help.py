@@ -147,12 +147,16 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
     Raises:
         UserError: A configuration on the command line cannot be read.
     """
-    own = [
-        (f"--{one.name}", "" if one.type is None else _default(repr(one.default)), one.text)
-        for one in options_of_verb(verb)
+    verb_options = [
+        (
+            f"--{option.name}",
+            "" if option.type is None else _default(repr(option.default)),
+            option.text,
+        )
+        for option in options_of_verb(verb)
     ]
     if verb == "fit":
-        own.append(
+        verb_options.append(
             (
                 "--launcher",
                 "",
@@ -177,7 +181,7 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
     parts = [
         f"usage: ptdp {verb} --config RECIPE [--KEY VALUE ...]",
         DESCRIPTIONS[verb],
-        f"options:\n{_table([*general, *own])}",
+        f"options:\n{_table([*general, *verb_options])}",
         "--trainer.NAME VALUE, of Lightning's Trainer, for "
         f"example:\n{_table([(name, '', text) for name, text in _TRAINER.items()])}",
         "--trainer.strategy.NAME VALUE, with the defaults that apply unless a recipe sets "
@@ -196,14 +200,14 @@ def options_in_source(file: Path, name: str) -> list[SourceOption]:
     The arguments are the fields of a dataclass, else those of ``__init__``. The bases are those in
     the same file, and those that a dataclass imports from a module of this package.
     """
-    found: dict[str, str] = {}
+    defaults: dict[str, str] = {}
     texts: dict[str, str] = {}
-    for one in _with_bases(file, name):
-        found |= dict(_arguments(one))
-        texts |= _said(ast.get_docstring(one) or "")
+    for node in _with_bases(file, name):
+        defaults |= dict(_arguments(node))
+        texts |= _said(ast.get_docstring(node) or "")
     return [
         SourceOption(name=key, default=default, text=texts.get(key, ""))
-        for key, default in found.items()
+        for key, default in defaults.items()
     ]
 
 
@@ -268,22 +272,23 @@ def _chosen(part: str, arguments: Sequence[str]) -> str:
     return name.rpartition(".")[2]
 
 
-def _class_part(part: str, name: str, known: Mapping[str, Sequence[_Shown]], own: str) -> str:
+def _class_part(part: str, name: str, classes: Mapping[str, Sequence[_Shown]], example: str) -> str:
     """Return the keys of a class, or how to list them if the class is not ours."""
-    if name in known:
+    if name in classes:
         return (
-            f"--{part}.NAME VALUE, of {name}; your own class: --{part} {own}:\n{_rows(known[name])}"
+            f"--{part}.NAME VALUE, of {name}; your own class: --{part} {example}:\n"
+            f"{_rows(classes[name])}"
         )
     return f"--{part}.NAME VALUE, of {name}: --{part}.help {name} lists all"
 
 
 def _rows(classes: Sequence[_Shown]) -> str:
     rows = []
-    for prefix, file, name, shown in classes:
-        options = {one.name: one for one in options_in_source(_PACKAGE / file, name)}
+    for prefix, file, name, keys in classes:
+        options = {option.name: option for option in options_in_source(_PACKAGE / file, name)}
         rows += [
             (prefix + key, _default(options[key].default), _first(options[key].text))
-            for key in shown or options
+            for key in keys or options
         ]
     return _table(rows)
 
@@ -308,9 +313,9 @@ def _table(rows: Sequence[tuple[str, str, str]]) -> str:
     width = min(max(map(len, heads)) + 2, 40)
     lines = []
     for head, (_, _, text) in zip(heads, rows, strict=True):
-        first, *others = textwrap.wrap(text, _WIDTH - width) or [""]
+        first, *continuation = textwrap.wrap(text, _WIDTH - width) or [""]
         lines += (
             [head, " " * width + first] if len(head) + 2 > width else [head.ljust(width) + first]
         )
-        lines += [" " * width + line for line in others]
+        lines += [" " * width + line for line in continuation]
     return "\n".join(line.rstrip() for line in lines)

@@ -76,11 +76,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--microbatches", type=int, required=True, metavar="M", help="num_microbatches"
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
         "--schedule", default="auto", help=f"one of {names}, or a .csv file (default auto)"
     )
-    what.add_argument(
+    group.add_argument(
         "--compare",
         type=listed,
         metavar="A,B,…",

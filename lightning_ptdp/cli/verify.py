@@ -19,14 +19,14 @@ def run(verb: str, arguments: list[str]) -> int:
     """
     with held_back():
         cli = PTDPCLI(verb, [*arguments, "--trainer.logger=false"])
-        given = cli.config
+        config = cli.config
         if not hasattr(cli.trainer.strategy, "config"):
             raise UserError(
                 "ptdp verify compares a layout of the ptdp strategy. Use --trainer.strategy ptdp"
             )
-        if given.steps < 1:
-            raise UserError(f"--steps {given.steps} must be at least 1")
-        check_picture("--output", given.output)
+        if config.steps < 1:
+            raise UserError(f"--steps {config.steps} must be at least 1")
+        check_picture("--output", config.output)
         check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=None, writes=False)
     if cli.datamodule is not None:
         cli.datamodule.prepare_data()
@@ -39,15 +39,15 @@ def run(verb: str, arguments: list[str]) -> int:
         report = verify(
             cli.model,
             cli.datamodule,
-            steps=given.steps,
-            blocks=given.blocks,
-            limit_s=given.limit_s,
+            steps=config.steps,
+            blocks=config.blocks,
+            limit_s=config.limit_s,
             **options,
         )
     except VerificationError as error:
         print(f"ptdp verify: {error}", *getattr(error, "__notes__", ()), sep="\n")
         return 1
     print(report)
-    if given.output:
-        report.draw(given.output)
+    if config.output:
+        report.draw(config.output)
     return int(not report.equal)

@@ -79,19 +79,19 @@ def _check_depth(text: str) -> None:
 
 def _check_keys(root: yaml.Node | None) -> None:
     """Refuse a mapping with a duplicate key. YAML readers would keep only the last value."""
-    left = [root]
-    known = set()
-    while left:
-        node = left.pop()
-        if node in known or not isinstance(node, yaml.CollectionNode):
+    pending = [root]
+    visited = set()
+    while pending:
+        node = pending.pop()
+        if node in visited or not isinstance(node, yaml.CollectionNode):
             continue
-        known.add(node)  # an alias is the same node as its anchor
+        visited.add(node)  # an alias is the same node as its anchor
         if isinstance(node, yaml.SequenceNode):
-            left += node.value
+            pending += node.value
             continue
         lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
-            left += (key, value)
+            pending += (key, value)
             line, name = key.start_mark.line + 1, (key.tag, str(key.value))
             if name in lines and not key.tag.endswith(":merge"):
                 raise ValueError(

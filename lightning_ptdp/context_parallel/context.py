@@ -173,13 +173,13 @@ class ContextParallel(Surrounding):
                 "sequence) into the batch and use them. If the model needs no positions, use "
                 "context_parallel_positions=False"
             )
-        where = positions(length, rank, size, device=next(iterate_tensors(local)).device)[None]
+        pos_ids = positions(length, rank, size, device=next(iterate_tensors(local)).device)[None]
         return ContextForward(
             batch=local,
             group=self.group,
             length=length,
             takers=takers,
-            positions=where,
+            positions=pos_ids,
             documents=_documents(batch, takers),
             attention=SlicedAttention(
                 distributed=ATTENTIONS[self.attention](self.group),

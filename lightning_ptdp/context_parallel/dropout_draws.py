@@ -69,10 +69,10 @@ class SliceDraws:
             isinstance(value, Tensor) for value in (*args, *kwargs.values())
         ):
             return method(x, *args, **kwargs)
-        whole = x.new_empty((x.size(0), self.length, *x.shape[2:]))
+        full = x.new_empty((x.size(0), self.length, *x.shape[2:]))
         with torch.no_grad():
             return x.copy_(
-                shard_sequence(method(whole, *args, **kwargs), 1, rank=self.rank, size=self.size)
+                shard_sequence(method(full, *args, **kwargs), 1, rank=self.rank, size=self.size)
             )
 
     def _new(self, method: _Fills, *size: Any, **kwargs: Any) -> Tensor:
@@ -101,5 +101,5 @@ class SliceDraws:
     ) -> Tensor:
         if not training or not 0 < p < 1 or not self._is_slice(input):
             return F.dropout(input, p, training, inplace)
-        kept = self._fill(Tensor.bernoulli_, torch.empty_like(input), 1 - p).div_(1 - p)
-        return input.mul_(kept) if inplace else input * kept
+        dropout_mask = self._fill(Tensor.bernoulli_, torch.empty_like(input), 1 - p).div_(1 - p)
+        return input.mul_(dropout_mask) if inplace else input * dropout_mask

@@ -160,24 +160,24 @@ class Supplier:
         self, taker: Taker, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         named = taker.parameters[: len(args)]
-        given = {**dict(zip(named, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(named, args, strict=False)), **kwargs}
         added: dict[str, object] = {}
         if taker.takes_positions:
             self._check_length(module)
             self.used = True
-            if given.get(_POSITIONS) is None:
-                added[_POSITIONS] = self._positions_of(taker, given.get(_TOKENS))
-        if taker.reads_documents and given.get(_MASK) is None:
+            if arguments.get(_POSITIONS) is None:
+                added[_POSITIONS] = self._positions_of(taker, arguments.get(_TOKENS))
+        if taker.reads_documents and arguments.get(_MASK) is None:
             samples = next(
-                x.size(0) for x in given.values() if isinstance(x, Tensor) and x.dim() > 1
+                x.size(0) for x in arguments.values() if isinstance(x, Tensor) and x.dim() > 1
             )
             added[_MASK] = (
                 self.positions.new_ones(samples, self.positions.size(1))
                 if self.documents is None
                 else document_mask(self.documents, self.positions[0])
             )
-        if taker.shifts_labels and isinstance(labels := given.get("labels"), Tensor):
-            shifted = given.get("shift_labels")
+        if taker.shifts_labels and isinstance(labels := arguments.get("labels"), Tensor):
+            shifted = arguments.get("shift_labels")
             if not isinstance(shifted, Tensor):
                 shifted = added["shift_labels"] = self._shift(labels)
             self.shifted_targets = (shifted != _IGNORED_LABEL).sum()
@@ -196,13 +196,13 @@ class Supplier:
         if not isinstance(tokens, Tensor):
             return self.positions + taker.padding_index + 1
         is_token = gather_sequence((tokens != taker.padding_index).long(), 1, group=self.group)
-        whole = is_token.cumsum(1) * is_token + taker.padding_index
-        return shard_sequence(whole, 1, rank=self.group.rank, size=self.group.size)
+        full_positions = is_token.cumsum(1) * is_token + taker.padding_index
+        return shard_sequence(full_positions, 1, rank=self.group.rank, size=self.group.size)
 
     def _shift(self, labels: Tensor) -> Tensor:
-        whole = gather_sequence(labels, 1, group=self.group)
+        full_labels = gather_sequence(labels, 1, group=self.group)
         return shard_sequence(
-            F.pad(whole[:, 1:], (0, 1), value=_IGNORED_LABEL),
+            F.pad(full_labels[:, 1:], (0, 1), value=_IGNORED_LABEL),
             1,
             rank=self.group.rank,
             size=self.group.size,
@@ -240,10 +240,10 @@ def why_not(model: nn.Module) -> str | None:
 
 
 def _reasons(model: nn.Module) -> Iterator[str]:
-    known: list[Any] = [
+    hf_models: list[Any] = [
         module for module in model.modules() if hasattr(type(module), "main_input_name")
     ]
-    for module in known:
+    for module in hf_models:
         if (reason := _why_not_cut(module)) is not None:
             yield f"{type(module).__name__} {reason}"
     for name, module in model.named_modules():
@@ -254,7 +254,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
                 f"'{name}' ({type(module).__name__}) mixes tokens along the sequence outside of "
                 "attention, as state-space layers do, but a rank has only a slice of the sequence"
             )
-    for module in known:
+    for module in hf_models:
         if (reason := _why_not_attend(module) or _why_not_compare(module)) is not None:
             yield f"{type(module).__name__} {reason}"
 

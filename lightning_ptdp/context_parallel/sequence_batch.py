@@ -47,16 +47,16 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
     allowed = [
         (name, t) for name, t in tensors if t.dim() > 1 and name not in (sequence_dims or {})
     ]
-    known = [t for name, t in allowed if name in ("input_ids", "inputs_embeds")]
-    found = known or [t for _, t in allowed]
-    if not found:
+    model_inputs = [t for name, t in allowed if name in ("input_ids", "inputs_embeds")]
+    candidates = model_inputs or [t for _, t in allowed]
+    if not candidates:
         shapes = {name: tuple(t.shape) for name, t in tensors}
         raise ValueError(
             f"the batch has no tensor (batch, sequence, ...), only {shapes}, but context "
             "parallelism splits the sequence. Change the collate function, name the dimension "
             "with sequence_dims={'name': dim}, or use context_parallel_size=1"
         )
-    return found[0].size(1)
+    return candidates[0].size(1)
 
 
 def shard_batch(
@@ -114,12 +114,12 @@ def count_targets(batch: Any, name: str = "labels", ignore_index: int = -100) ->
     None if the batch has no integer tensor ``name``. The number is the weight of a rank's loss, if
     the loss is the mean over its labels.
     """
-    found = [
+    labels = [
         tensor
         for key, tensor in named_tensors(batch)
         if key == name and not tensor.is_floating_point()
     ]
-    return (found[0] != ignore_index).sum() if found else None
+    return (labels[0] != ignore_index).sum() if labels else None
 
 
 def _sequence_dim(tensor: Tensor, length: int) -> int | None:

@@ -114,14 +114,14 @@ def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor
         and isinstance(index[1], Tensor)
         and not index[1].is_floating_point()
     ):
-        picked = "a token per sample by its index"
+        selection = "a token per sample by its index"
     elif isinstance(index[0], Tensor) or index[0] != slice(None) or type(index[1]) is not int:
         return None
     else:
-        picked = f"token {index[1]}" if index[1] not in (0, -1) else ""
-    if picked:
+        selection = f"token {index[1]}" if index[1] not in (0, -1) else ""
+    if selection:
         raise ContextParallelError(
-            f"the model selects {picked} from a hidden state, but each of {group.size} context "
+            f"the model selects {selection} from a hidden state, but each of {group.size} context "
             f"ranks has a slice of {x.size(1)} tokens. Only the first (0) and the last (-1) "
             "token can be selected. Use context_parallel_size=1"
         )
@@ -167,13 +167,13 @@ def check_index(x: object, index: object, *, length: int, size: int) -> None:
     """
     if not _is_slice(x, length // size) or not isinstance(index, tuple):
         return
-    taken = _along_time(index, x.dim())
-    if taken is None:
+    span = _along_time(index, x.dim())
+    if span is None:
         return
-    start, stop, step = taken.indices(x.size(1))
+    start, stop, step = span.indices(x.size(1))
     # A selection of half of the tokens or less is not a shift.
     if step == 1 and x.size(1) < 2 * (stop - start) < 2 * x.size(1):
-        ends = ":".join("" if end is None else str(end) for end in (taken.start, taken.stop))
+        ends = ":".join("" if end is None else str(end) for end in (span.start, span.stop))
         _refuse(f"takes tokens [{ends}]", x, length, size)
 
 
@@ -227,20 +227,20 @@ def _is_slice(x: object, local: int) -> TypeGuard[Tensor]:
 
 def _along_time(index: tuple[Any, ...], dims: int) -> slice | None:
     """Return the slice of ``index`` for dimension 1, if it consists of slices and numbers."""
-    plain = [
+    entries = [
         entry if isinstance(entry, (slice, int)) or entry is Ellipsis else None for entry in index
     ]
-    if None in plain:
+    if None in entries:
         return None
-    if Ellipsis in plain:
-        place = plain.index(Ellipsis)
-        plain[place : place + 1] = [slice(None)] * (dims - len(plain) + 1)
-    return plain[1] if len(plain) > 1 and isinstance(plain[1], slice) else None
+    if Ellipsis in entries:
+        place = entries.index(Ellipsis)
+        entries[place : place + 1] = [slice(None)] * (dims - len(entries) + 1)
+    return entries[1] if len(entries) > 1 and isinstance(entries[1], slice) else None
 
 
-def _refuse(doing: str, x: Tensor, length: int, size: int) -> None:
+def _refuse(action: str, x: Tensor, length: int, size: int) -> None:
     raise ContextParallelError(
-        f"the step {doing} of a tensor {tuple(x.shape)}, but each of {size} context ranks has "
+        f"the step {action} of a tensor {tuple(x.shape)}, but each of {size} context ranks has "
         f"{x.size(1)} of {length} tokens, in two chunks. Pairs of neighbours at the ends of "
         "the chunks would be lost. Shift labels in the dataset or the collate function, or "
         "use context_parallel_size=1"

@@ -72,14 +72,14 @@ class BatchOptions:
         Raises:
             ValueError: The sizes do not divide. The message gives sizes that do.
         """
-        follows = self.global_batch_size is not None
+        derived = self.global_batch_size is not None
         return BatchPlan.derive(
             data_parallel_size=num_replicas,
             global_batch_size=self.global_batch_size,
             micro_batch_size=self.micro_batch_size
-            if follows
+            if derived
             else self.micro_batch_size or _MICRO_BATCH_SIZE,
-            num_microbatches=self.num_microbatches if follows else self.num_microbatches or 1,
+            num_microbatches=self.num_microbatches if derived else self.num_microbatches or 1,
         )
 
     def ramp(self, num_replicas: int) -> RampUp:

@@ -136,13 +136,13 @@ class BertStream(SampleStream):
         self.num_predictions = number_to_predict(self._room, mask_probability)
         manifest = Manifest.read(folder)
         self._vocabulary = WordVocabulary.of(Tokenizer.load(folder))
-        words = self._vocabulary
+        vocab = self._vocabulary
         self._tokens = manifest.tokens(folder, split)
         self._windows = find_windows(
-            self._tokens, end=words.end, newline=words.newline, longest=self._room
+            self._tokens, end=vocab.end, newline=vocab.newline, longest=self._room
         )
-        windows = len(self._windows.starts)
-        if not windows:
+        num_windows = len(self._windows.starts)
+        if not num_windows:
             raise StoreError(
                 f"{folder}: no document of the {split} split has {LEAST_TOKENS} tokens. Use "
                 "more text"
@@ -154,7 +154,7 @@ class BertStream(SampleStream):
                 "segments of two. Use pairs='swap' or more text"
             )
         super().__init__(
-            samples=windows,
+            samples=num_windows,
             sequence_length=sequence_length,
             max_samples=max_samples,
             # The samples differ from those of a TokenStream over the same files.
@@ -183,11 +183,11 @@ class BertStream(SampleStream):
         ids, labels, positions, facts = (
             torch.from_numpy(rows).long().split((s, s, k, _FACTS), dim=1)
         )
-        places, first, second = torch.arange(s), facts[:, 0:1], facts[:, 1:2]
+        indices, first_end, second_end = torch.arange(s), facts[:, 0:1], facts[:, 1:2]
         return {
             "input_ids": ids.contiguous(),
-            "token_type_ids": ((places >= first) & (places < second)).long(),
-            "attention_mask": (places < second).long(),
+            "token_type_ids": ((indices >= first_end) & (indices < second_end)).long(),
+            "attention_mask": (indices < second_end).long(),
             "labels": labels.contiguous(),
             "masked_positions": positions.contiguous(),
             "next_sentence_label": facts[:, 2].contiguous(),
@@ -195,35 +195,39 @@ class BertStream(SampleStream):
 
     def _row(self, epoch: int, sample: int) -> np.ndarray:
         draws = Draws(self.seed, "bert sample", epoch, sample)
-        other = self._window(self._elsewhere(sample, draws)) if self.pairs == "next" else None
-        words = self._vocabulary
-        first, second, label = draw_pair(
-            self._window(sample), other, room=self._room, draws=draws, vocabulary=words
+        other_window = (
+            self._window(self._elsewhere(sample, draws)) if self.pairs == "next" else None
         )
-        tokens = np.concatenate(([words.cls], first, [words.sep], second, [words.sep])).astype(
+        vocab = self._vocabulary
+        first, second, label = draw_pair(
+            self._window(sample), other_window, room=self._room, draws=draws, vocabulary=vocab
+        )
+        tokens = np.concatenate(([vocab.cls], first, [vocab.sep], second, [vocab.sep])).astype(
             np.int32
         )
         # A word never continues from one segment into the next. [CLS] and [SEP] are not words.
-        begin = len(first) + 2
-        starts = np.concatenate((1 + words.word_starts(first), begin + words.word_starts(second)))
-        starts = np.sort(np.append(starts, begin - 1))
-        return self._masked(tokens, starts, begin, label, draws)
+        first_end = len(first) + 2
+        starts = np.concatenate(
+            (1 + vocab.word_starts(first), first_end + vocab.word_starts(second))
+        )
+        starts = np.sort(np.append(starts, first_end - 1))
+        return self._masked(tokens, starts, first_end, label, draws)
 
     def _masked(
-        self, tokens: np.ndarray, starts: np.ndarray, begin: int, label: int, draws: Draws
+        self, tokens: np.ndarray, starts: np.ndarray, first_end: int, label: int, draws: Draws
     ) -> np.ndarray:
         row = self._padding()
         s, length = self.sequence_length, len(tokens)
         ids, labels, positions, facts = np.split(row, np.cumsum((s, s, self.num_predictions)))
         budget = number_to_predict(length - _SPECIAL, self.mask_probability)
         sizes = np.diff(starts, append=length - 1)
-        is_word = starts != begin - 1
+        is_word = starts != first_end - 1
         chosen = choose_words(starts[is_word], sizes[is_word], budget=budget, draws=draws)
         ids[:length] = tokens
         labels[chosen] = tokens[chosen]
         ids[chosen] = replace_tokens(tokens[chosen], draws=draws, vocabulary=self._vocabulary)
         positions[: len(chosen)] = chosen
-        facts[:] = begin, length, label
+        facts[:] = first_end, length, label
         return row
 
     def _padding(self) -> np.ndarray:
@@ -231,9 +235,9 @@ class BertStream(SampleStream):
 
         Its three tokens can be attended to, because a softmax over nothing is NaN.
         """
-        words, s = self._vocabulary, self.sequence_length
-        row = np.full(2 * s + self.num_predictions + _FACTS, words.pad, np.int32)
-        row[:3] = words.cls, words.sep, words.sep
+        vocab, s = self._vocabulary, self.sequence_length
+        row = np.full(2 * s + self.num_predictions + _FACTS, vocab.pad, np.int32)
+        row[:3] = vocab.cls, vocab.sep, vocab.sep
         row[s : 2 * s] = IGNORE_INDEX
         row[2 * s :] = 0
         row[-_FACTS:] = 2, 3, IGNORE_INDEX
@@ -247,12 +251,12 @@ class BertStream(SampleStream):
     def _elsewhere(self, sample: int, draws: Draws) -> int:
         """Return the number of a window of another document."""
         documents = self._windows.documents
-        for other in draws.below(len(documents), _TRIES):
-            if documents[other] != documents[sample]:
-                return int(other)
+        for window in draws.below(len(documents), _TRIES):
+            if documents[window] != documents[sample]:
+                return int(window)
         # One document fills nearly the whole split: draw among the windows of all other documents.
-        others = np.flatnonzero(documents != documents[sample])
-        return int(others[draws.below(len(others))[0]])
+        candidates = np.flatnonzero(documents != documents[sample])
+        return int(candidates[draws.below(len(candidates))[0]])
 
 
 def check_options(*, sequence_length: int, mask_probability: float) -> None:

@@ -107,8 +107,8 @@ class ChatConfig(Preparation):
     def files(self) -> list[CorpusFile]:
         """Return the files of all paths, and those inside of folders that ``datasets`` saved."""
         paths = [path for path, _ in self._sources() if path is not None]
-        found = [file for path in paths for file in chat_files(path)]
-        return [inner for file in found for inner in list_files(file, ("",))]
+        files = [file for path in paths for file in chat_files(path)]
+        return [corpus_file for file in files for corpus_file in list_files(file, ("",))]
 
     def given_tokenizer(self) -> AnyTokenizer | None:
         """Return the tokenizer of the model."""
@@ -136,17 +136,17 @@ class ChatConfig(Preparation):
                     characters += size
         if len(set(origins)) < len(self._sources()):
             raise CorpusError("the data have no conversation")
-        held = np.array(origins, bool)
+        held_out = np.array(origins, bool)
         if self.validation_path is None:
-            held = _validation(np.array(scores), self.validation_fraction)
-        stored, ends = np.memmap(file, np.int32, "r"), np.cumsum(lengths)
+            held_out = _validation(np.array(scores), self.validation_fraction)
+        all_tokens, ends = np.memmap(file, np.int32, "r"), np.cumsum(lengths)
         splits: dict[str, SplitRecord] = {}
-        for split, kept in zip(SPLITS, (~held, held), strict=True):
-            runs = (stored[ends[i] - lengths[i] : ends[i]] for i in np.flatnonzero(kept))
+        for split, mask in zip(SPLITS, (~held_out, held_out), strict=True):
+            runs = (all_tokens[ends[i] - lengths[i] : ends[i]] for i in np.flatnonzero(mask))
             count = write_chunks(folder / split, runs, chunk_tokens=CHUNK_TOKENS, dtype="int32")
-            splits[split] = SplitRecord(documents=int(kept.sum()), tokens=count, dtype="int32")
-        for why, number in faulty.most_common(3):
-            report.say(f"{number:,} rows were left out: {why}")
+            splits[split] = SplitRecord(documents=int(mask.sum()), tokens=count, dtype="int32")
+        for reason, number in faulty.most_common(3):
+            report.say(f"{number:,} rows were left out: {reason}")
         counts = {
             "documents": len(scores),
             "characters": characters,
@@ -157,8 +157,8 @@ class ChatConfig(Preparation):
 
     def _sources(self) -> list[tuple[str | list[str] | None, str]]:
         """Return the given paths, each with the split to read from a saved folder."""
-        apart = self.validation_path is not None
-        return [(self.path, "train"), *[(self.validation_path, "validation")][:apart]]
+        separate = self.validation_path is not None
+        return [(self.path, "train"), *[(self.validation_path, "validation")][:separate]]
 
 
 def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
@@ -169,10 +169,10 @@ def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
     count = max(round(fraction * len(scores)), 1)
     chosen: np.ndarray = scores <= np.sort(scores)[count - 1]
     if chosen.all():
-        different = len(np.unique(scores))
+        distinct = len(np.unique(scores))
         raise CorpusError(
-            f"the data have {different}{' different' * (len(scores) > different)} "
-            f"conversation{'s' * (different > 1)}, too few for a split. Give more, or a "
+            f"the data have {distinct}{' different' * (len(scores) > distinct)} "
+            f"conversation{'s' * (distinct > 1)}, too few for a split. Give more, or a "
             "separate file for validation (validation_path)"
         )
     return chosen
@@ -195,9 +195,9 @@ def _encoded(
     batches = iter(lambda: list(islice(numbered, _ROWS_AT_ONCE)), [])
     form = ChatFormat(config.tokenizer(), template=config.chat_template, learn=config.learn)
     task = partial(_encode, form, columns, config.split_seed, config.faulty == "drop", path)
-    for found, left_out in ordered_map(task, batches, num_workers=config.num_workers):
-        faulty.update(left_out)
-        yield from found
+    for samples, reasons in ordered_map(task, batches, num_workers=config.num_workers):
+        faulty.update(reasons)
+        yield from samples
 
 
 def _encode(
@@ -208,7 +208,7 @@ def _encode(
     path: str | Sequence[str] | None,
     rows: list[tuple[int, dict[str, Any]]],
 ) -> tuple[list[Encoded], list[str]]:
-    found, left_out = [], []
+    samples, reasons = [], []
     for number, row in rows:
         try:
             conversation = columns.conversation(row)
@@ -218,11 +218,11 @@ def _encode(
                 raise CorpusError(
                     f"path={path}, row {number}: {error}. To leave such rows out, use faulty: drop"
                 ) from error
-            left_out.append(str(error))
+            reasons.append(str(error))
             continue
         text = json.dumps(conversation, sort_keys=True, default=str)
-        found.append((score(text, seed), len(text), tokens))
-    return found, left_out
+        samples.append((score(text, seed), len(text), tokens))
+    return samples, reasons
 
 
 def _listed(path: str | list[str] | None) -> list[str]:

@@ -134,7 +134,7 @@ class ChatDataModule(PreparedDataModule):
         super().prepare_data()
         for split in SPLITS:
             stream = self._stream(split)
-            longer = (
+            note = (
                 f"; {stream.longer:,} longer than {self.sequence_length} tokens: {self.too_long}"
                 if stream.longer
                 else ""
@@ -144,7 +144,7 @@ class ChatDataModule(PreparedDataModule):
                 split,
                 f"{stream.samples:,}",
                 f"{len(stream):,}",
-                longer,
+                note,
             )
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> ChatStream:

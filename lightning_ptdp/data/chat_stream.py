@@ -76,10 +76,10 @@ class ChatStream(SampleStream):
             offset += len(tokens)
         self._starts = np.concatenate([*starts, [offset]])
         self.lengths = lengths = np.diff(self._starts)
-        stored = manifest.splits[split].documents
-        if not stored or len(lengths) != stored or self._starts[0] != 0 or lengths.min() < 2:
+        expected = manifest.splits[split].documents
+        if not expected or len(lengths) != expected or self._starts[0] != 0 or lengths.min() < 2:
             raise StoreError(
-                f"{Path(folder, split)} is damaged: it does not have {stored} conversations. "
+                f"{Path(folder, split)} is damaged: it does not have {expected} conversations. "
                 "Prepare the data again with overwrite"
             )
         longer = lengths > sequence_length + 1
@@ -91,17 +91,17 @@ class ChatStream(SampleStream):
             sequence_length,
             f"{folder}: {self.longer} of {len(lengths)} {split} samples",
         )
-        kept = np.flatnonzero(~longer) if too_long == "drop" else np.arange(len(lengths))
-        if not len(kept):
+        selected = np.flatnonzero(~longer) if too_long == "drop" else np.arange(len(lengths))
+        if not len(selected):
             raise StoreError(
                 f"{folder}: no {split} sample has at most sequence_length={sequence_length} (+ "
                 f"1) tokens; the shortest has {lengths.min()}"
             )
-        sizes = np.minimum(lengths[kept] - 1, sequence_length)
-        alone = (np.arange(len(kept)), np.arange(len(kept) + 1))
-        order, begins = pack(sizes, sequence_length) if packing else alone
+        sizes = np.minimum(lengths[selected] - 1, sequence_length)
+        unpacked = (np.arange(len(selected)), np.arange(len(selected) + 1))
+        order, begins = pack(sizes, sequence_length) if packing else unpacked
         self._begins: np.ndarray = begins
-        self._order = kept[order]
+        self._order = selected[order]
         super().__init__(
             samples=len(self._begins) - 1,
             sequence_length=sequence_length,
@@ -117,7 +117,7 @@ class ChatStream(SampleStream):
         rows = np.zeros((len(visits), 3, length), np.int32)
         rows[:, 1] = IGNORE_INDEX
         for row, visit in zip(rows, visits, strict=True):
-            place, number = 0, visit % self._size
+            offset, number = 0, visit % self._size
             for sample in (
                 self._order[self._begins[number] : self._begins[number + 1]]
                 if visit != PADDING
@@ -125,12 +125,12 @@ class ChatStream(SampleStream):
             ):
                 ids, learned = self.read(int(sample), most=length + 1)
                 size = len(ids) - 1
-                here = slice(place, place + size)
-                row[0, here] = ids[:-1]
-                row[1, here] = np.where(learned[1:], ids[1:], IGNORE_INDEX)
-                row[2, here] = np.arange(size)
-                place += size
-            row[2, place:] = np.arange(length - place)
+                span = slice(offset, offset + size)
+                row[0, span] = ids[:-1]
+                row[1, span] = np.where(learned[1:], ids[1:], IGNORE_INDEX)
+                row[2, span] = np.arange(size)
+                offset += size
+            row[2, offset:] = np.arange(length - offset)
         return rows
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
@@ -152,23 +152,23 @@ class ChatStream(SampleStream):
         count = length if most is None else min(length, most)
         return unmark(self._tokens.read(int(self._starts[sample]), count))
 
-    def _check(self, longer: np.ndarray, too_long: TooLong, length: int, said: str) -> None:
+    def _check(self, longer: np.ndarray, too_long: TooLong, length: int, subject: str) -> None:
         if too_long == "error" and longer.any():
             raise StoreError(
-                f"{said} are longer than sequence_length={length} (+ 1); the longest has "
+                f"{subject} are longer than sequence_length={length} (+ 1); the longest has "
                 f"{self.lengths.max()} tokens. Use a greater sequence_length, or too_long: cut "
                 "or drop"
             )
         if too_long == "cut":
             # The first token of a sample is never predicted.
-            cut = (
+            masks = (
                 self.read(sample, most=length + 1)[1] for sample in np.flatnonzero(longer).tolist()
             )
-            empty = sum(not learned[1:].any() for learned in cut)
-            if empty:
+            num_empty = sum(not learned[1:].any() for learned in masks)
+            if num_empty:
                 raise StoreError(
-                    f"{said} are truncated to sequence_length={length} (+ 1) tokens, and "
-                    f"{empty} of them have no answer left to learn. Use a greater "
+                    f"{subject} are truncated to sequence_length={length} (+ 1) tokens, and "
+                    f"{num_empty} of them have no answer left to learn. Use a greater "
                     "sequence_length, or too_long: drop"
                 )
 

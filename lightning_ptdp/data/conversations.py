@@ -83,21 +83,21 @@ class Columns:
                     f"{_has(present)}"
                 )
         for form in _FORMS:
-            found = {
+            names = {
                 key: name
                 for key in (*form, "system")
                 if (name := _find(key, present, given)) is not None
             }
-            if all(key in found for key in (*form, *given)):
-                return cls(found)
-        close = (
+            if all(key in names for key in (*form, *given)):
+                return cls(names)
+        hint = (
             nearest("messages", present)
             or nearest("prompt", present)
             or nearest("instruction", present)
         )
         raise CorpusError(
             f"{where} has no column messages, nor prompt and response, nor instruction and "
-            f"output{close}; {_has(present)}. Name the columns, such as columns={{prompt: "
+            f"output{hint}; {_has(present)}. Name the columns, such as columns={{prompt: "
             "question, response: answer}"
         )
 
@@ -116,10 +116,10 @@ class Columns:
                 *_said(row.get(names["response"]), "assistant", names["response"]),
             ]
         else:
-            asked = _said(row.get(names["instruction"]), "user", names["instruction"])
+            question = _said(row.get(names["instruction"]), "user", names["instruction"])
             if "input" in names and row.get(names["input"]):
-                asked[0]["content"] += f"\n\n{row[names['input']]}"
-            messages = [*asked, *_said(row.get(names["output"]), "assistant", names["output"])]
+                question[0]["content"] += f"\n\n{row[names['input']]}"
+            messages = [*question, *_said(row.get(names["output"]), "assistant", names["output"])]
         if "system" in names and row.get(names["system"]) and messages[0]["role"] != "system":
             messages = [*_said(row[names["system"]], "system", names["system"]), *messages]
         for number, message in enumerate(messages, start=1):
@@ -149,13 +149,13 @@ def chat_files(path: str | Sequence[str]) -> list[Path]:
         if any((root / name).exists() for name in _SAVED):
             files.append(root)
             continue
-        found = [file.path for file in list_files(root, _SUFFIXES)]
-        if found == [root] and root.suffix not in _SUFFIXES:
+        paths = [file.path for file in list_files(root, _SUFFIXES)]
+        if paths == [root] and root.suffix not in _SUFFIXES:
             raise CorpusError(
                 f"path={root} has the suffix {root.suffix or ''!r}. Give JSON lines (.jsonl) "
                 "or Parquet (.parquet)"
             )
-        files += found
+        files += paths
     if not files:
         raise CorpusError(f"path={path!r} matches no file")
     return files
@@ -195,9 +195,9 @@ def read_rows(
             raise
         except Exception as error:  # datasets and pyarrow raise many types
             cause = error.__cause__  # of datasets' errors; a plain ValueError is of this package
-            why = cause if isinstance(cause, Exception) and type(error) is not ValueError else error
-            said = (why.strerror if isinstance(why, OSError) else None) or reason(why)
-            raise CorpusError(f"path={file} cannot be read: {said}") from error
+            exc = cause if isinstance(cause, Exception) and type(error) is not ValueError else error
+            message = (exc.strerror if isinstance(exc, OSError) else None) or reason(exc)
+            raise CorpusError(f"path={file} cannot be read: {message}") from error
 
 
 def _saved_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
@@ -274,16 +274,16 @@ def _messages(value: object, column: str) -> Conversation:
     messages = []
     for number, message in enumerate(value, start=1):
         # Tables store None for a key that other messages have.
-        said = {key: entry for key, entry in message.items() if entry is not None}
-        if "from" in said and "role" not in said:
-            role = said.pop("from")
-            said = {"role": _SHARED.get(role, role), "content": said.pop("value", None), **said}
-        if not isinstance(said.get("role"), str):
+        clean = {key: entry for key, entry in message.items() if entry is not None}
+        if "from" in clean and "role" not in clean:
+            role = clean.pop("from")
+            clean = {"role": _SHARED.get(role, role), "content": clean.pop("value", None), **clean}
+        if not isinstance(clean.get("role"), str):
             raise FaultyRow(
                 f"message {number} of column {column!r} has no role, only "
-                f"{', '.join(map(str, said))}"
+                f"{', '.join(map(str, clean))}"
             )
-        messages.append(said)
+        messages.append(clean)
     return messages
 
 

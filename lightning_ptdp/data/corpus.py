@@ -154,15 +154,15 @@ class Corpus:
     def files(self) -> list[CorpusFile]:
         """Return all files in reading order, after a check that each exists and can be opened."""
         if self.source is None:
-            found = list(_standard_library())
+            files = list(_standard_library())
         else:
-            found = [file for root in self.roots for file in list_files(Path(root), self.suffixes)]
-        for file in found:
+            files = [file for root in self.roots for file in list_files(Path(root), self.suffixes)]
+        for file in files:
             if not os.access(file.path, os.R_OK):
                 raise CorpusError(f"source file {file.path} cannot be read: permission denied")
-        if not sum(file.size for file in found):
-            raise CorpusError(f"source={self.source!r}: all {len(found)} files are empty")
-        return found
+        if not sum(file.size for file in files):
+            raise CorpusError(f"source={self.source!r}: all {len(files)} files are empty")
+        return files
 
     def documents(self, report: ReadReport | None = None) -> Iterator[Document]:
         """Yield every document that has text, and fill ``report`` during the pass."""
@@ -206,20 +206,21 @@ class Corpus:
             if text:
                 yield Document(name, text)
 
-    def _field(self, line: str, where: str) -> str:
+    def _field(self, line: str, origin: str) -> str:
         try:
             row = parse_row(line.encode())
         except ValueError as error:
-            raise CorpusError(f"{where}: {reason(error)}") from error
+            raise CorpusError(f"{origin}: {reason(error)}") from error
         if self.text_field not in row:
             raise CorpusError(
-                f"{where}: there is no field text_field={self.text_field!r}; the line has "
+                f"{origin}: there is no field text_field={self.text_field!r}; the line has "
                 f"{sorted(row)}"
             )
         text = row[self.text_field]
         if not isinstance(text, str):
             raise CorpusError(
-                f"{where}: field {self.text_field!r} is {type(text).__name__}, but must be a string"
+                f"{origin}: field {self.text_field!r} is {type(text).__name__}, but must be a "
+                "string"
             )
         return text
 
@@ -264,52 +265,52 @@ def list_files(root: Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:
         CorpusError: There is none.
     """
     if not root.exists():
-        beside = os.listdir(root.parent) if root.parent.is_dir() else []
-        raise CorpusError(f"source path {root} does not exist{nearest(root.name, beside)}")
+        siblings = os.listdir(root.parent) if root.parent.is_dir() else []
+        raise CorpusError(f"source path {root} does not exist{nearest(root.name, siblings)}")
     if root.is_file():
         return [CorpusFile(root.name, root, root.stat().st_size)]
     if not root.is_dir():
         raise CorpusError(f"source path {root} is neither a file nor a folder")
-    wanted = tuple(suffix.lower() for suffix in suffixes)
+    endings = tuple(suffix.lower() for suffix in suffixes)
     label = root.resolve().name
-    found = [file for file in _walk(root, label, set()) if file.name.lower().endswith(wanted)]
-    if not found:
+    files = [file for file in _walk(root, label, set()) if file.name.lower().endswith(endings)]
+    if not files:
         raise CorpusError(
             f"source folder {root} has no file with the suffix {', '.join(suffixes)}. Set "
             "suffixes to those of its files"
         )
-    return found
+    return files
 
 
 def _standard_library() -> list[CorpusFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = (
+    files = (
         [file for file in _walk(root, "stdlib", _NOT_LIBRARY) if file.name.endswith(".py")]
         if root.is_dir()
         else []
     )
-    if not found:
+    if not files:
         raise CorpusError(
             f"this Python has no sources of its standard library in {root}. Set source"
         )
-    return found
+    return files
 
 
-def _walk(root: Path, label: str, without: set[str]) -> list[CorpusFile]:
+def _walk(root: Path, label: str, excluded: set[str]) -> list[CorpusFile]:
     def unreadable(error: OSError) -> None:
         raise CorpusError(
             f"source folder {error.filename} cannot be read: {error.strerror}"
         ) from error
 
-    found = []
+    files = []
     for folder, folders, names in os.walk(root, onerror=unreadable):
-        folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
-                found.append(
+                files.append(
                     CorpusFile(
                         f"{label}/{path.relative_to(root).as_posix()}", path, path.stat().st_size
                     )
                 )
-    return sorted(found, key=lambda file: file.name)
+    return sorted(files, key=lambda file: file.name)

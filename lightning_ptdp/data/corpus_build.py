@@ -63,19 +63,19 @@ class Builder:
         """Return the division into splits."""
         saved = read_record(self.work / "survey.json")
         if saved is not None:
-            found = Survey.from_json(saved)
-            self.report.say(f"continuing with {found.documents:,} documents that were read before")
-            return found
+            result = Survey.from_json(saved)
+            self.report.say(f"continuing with {result.documents:,} documents that were read before")
+            return result
         task = partial(_scan_part, self.config, self.config.seed)
-        found = survey(
+        result = survey(
             self._each(task, "read"),
             validation_fraction=self.config.validation_fraction,
             seed=self.config.seed,
         )
-        if found.undecodable:
-            self.report.say(ReadReport(undecodable=found.undecodable).summary())
-        write_record(self.work / "survey.json", found.to_json())
-        return found
+        if result.undecodable:
+            self.report.say(ReadReport(undecodable=result.undecodable).summary())
+        write_record(self.work / "survey.json", result.to_json())
+        return result
 
     def tokenizer(self, found: Survey) -> Tokenizer:
         """Return the tokenizer, learned from the training text or loaded from an earlier run."""
@@ -93,10 +93,10 @@ class Builder:
             for text in self.sample(found):
                 stream.write(f"{text}\n".encode())
         learn = partial(_learn, self.config.vocabulary_size, tuple(self.config.control_symbols))
-        alone = (
+        in_process = (
             self.config.num_workers == 1 and found.characters <= self.config.tokenizer_characters
         )
-        tokenizer = learn(sample) if alone else apart(learn, sample)
+        tokenizer = learn(sample) if in_process else apart(learn, sample)
         sample.unlink()
         tokenizer.save(self.work)
         (self.work / "tokenizer.done").touch()
@@ -108,14 +108,14 @@ class Builder:
         This is the whole training text, or as many lines as allowed, drawn evenly over the corpus.
         """
         left = self.config.tokenizer_characters
-        keep = left / found.characters
-        task = partial(_sample_part, self.config, self.config.seed, found.split, keep)
+        fraction = left / found.characters
+        task = partial(_sample_part, self.config, self.config.seed, found.split, fraction)
         with closing(self._each(task, "sample")) as samples:
             for texts in samples:
                 for text in texts:
-                    yield text[:left] if keep < 1 else text
+                    yield text[:left] if fraction < 1 else text
                     left -= len(text)
-                    if left <= 0 and keep < 1:
+                    if left <= 0 and fraction < 1:
                         return
 
     def tokens(
@@ -172,19 +172,19 @@ def _scan_part(corpus: Corpus, seed: int, item: tuple[int, Part]) -> Scan:
 
 
 def _sample_part(
-    corpus: Corpus, seed: int, split: Split, keep: float, item: tuple[int, Part]
+    corpus: Corpus, seed: int, split: Split, fraction: float, item: tuple[int, Part]
 ) -> list[str]:
-    """Return training texts, or lines of them, each with the probability ``keep``."""
+    """Return training texts, or lines of them, each with the probability ``fraction``."""
     texts = []
     for document in _documents(corpus, item[1], ReadReport()):
         text = split.parts(document)[0]
-        if keep >= 1:
+        if fraction >= 1:
             texts.append(text)
             continue
         # One generator per document makes the draws independent of the division into parts. Python
         # guarantees that random() of a seed stays the same.
         draw = random.Random(f"{seed}/{document.name}")
-        texts += [line for line in text.split("\n") if draw.random() < keep]
+        texts += [line for line in text.split("\n") if draw.random() < fraction]
     return texts
 
 

@@ -92,8 +92,8 @@ def cut_text(file: CorpusFile, size: int) -> Iterator[FilePiece]:
         return
     with open(file.path, "rb") as stream:
         start, number = 0, 0
-        for place in range(size, file.size + size, size):
-            stop = file.size if place >= file.size else _cut(stream, place, size, file.size)
+        for target in range(size, file.size + size, size):
+            stop = file.size if target >= file.size else _cut(stream, target, size, file.size)
             if stop > start:
                 number += 1
                 yield FilePiece(file, start, stop, number=number)
@@ -108,10 +108,10 @@ def cut_lines(file: CorpusFile, size: int) -> Iterator[FilePiece]:
     with open(file.path, "rb") as stream:
         start, line = 0, 1
         while block := stream.read(size):
-            rest = b"" if block.endswith(b"\n") else stream.readline()
-            stop = start + len(block) + len(rest)
+            tail = b"" if block.endswith(b"\n") else stream.readline()
+            stop = start + len(block) + len(tail)
             yield FilePiece(file, start, stop, line=line)
-            start, line = stop, line + block.count(b"\n") + rest.count(b"\n")
+            start, line = stop, line + block.count(b"\n") + tail.count(b"\n")
 
 
 def parse_row(line: bytes) -> dict[str, Any]:
@@ -146,27 +146,27 @@ def grouped(pieces: Iterable[FilePiece], size: int) -> Iterator[tuple[FilePiece,
         yield tuple(group)
 
 
-def _cut(stream: BinaryIO, place: int, size: int, end: int) -> int:
-    """Return the first position in [``place``, ``place`` + ``size``) at which a line begins.
+def _cut(stream: BinaryIO, target: int, size: int, end: int) -> int:
+    """Return the first position in [``target``, ``target`` + ``size``) at which a line begins.
 
-    If there is none, return ``place`` or the next character boundary. If the file ends before,
+    If there is none, return ``target`` or the next character boundary. If the file ends before,
     there is nothing to cut off: return ``end``.
     """
-    limit = min(place + size, end)
-    stream.seek(place - 1)
-    looked = place - 1
-    while looked < limit and (block := stream.read(min(_LOOK, limit - looked))):
-        found = block.find(b"\n")
-        if found >= 0:
-            return looked + found + 1
-        looked += len(block)
+    limit = min(target + size, end)
+    stream.seek(target - 1)
+    position = target - 1
+    while position < limit and (block := stream.read(min(_LOOK, limit - position))):
+        newline = block.find(b"\n")
+        if newline >= 0:
+            return position + newline + 1
+        position += len(block)
     if limit == end:
         return end
-    stream.seek(place)
+    stream.seek(target)
     # Do not cut inside a character: the bytes of a UTF-8 character after its first are 0b10xxxxxx,
     # at most three of them.
-    ahead = stream.read(4)
-    otherwise = len(ahead) if len(ahead) < 4 else 0  # end of the file, or not UTF-8
-    return place + next(
-        (index for index, byte in enumerate(ahead) if byte & 0xC0 != 0x80), otherwise
+    lookahead = stream.read(4)
+    default = len(lookahead) if len(lookahead) < 4 else 0  # end of the file, or not UTF-8
+    return target + next(
+        (index for index, byte in enumerate(lookahead) if byte & 0xC0 != 0x80), default
     )

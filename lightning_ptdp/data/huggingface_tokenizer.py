@@ -110,8 +110,10 @@ class HuggingFaceTokenizer:
                     f"tokenizer folder {self.folder} refers to its own code (auto_map), which "
                     "is not run. Use a model whose tokenizer is part of transformers"
                 ) from error
-            why = " ".join(reason(error).split())[:300]
-            raise TokenizerError(f"tokenizer folder {self.folder} cannot be read: {why}") from error
+            message = " ".join(reason(error).split())[:300]
+            raise TokenizerError(
+                f"tokenizer folder {self.folder} cannot be read: {message}"
+            ) from error
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -120,10 +122,10 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Copy the files into ``folder/tokenizer``."""
-        place = Path(folder, TOKENIZER_FOLDER)
-        place.mkdir(parents=True, exist_ok=True)
+        target = Path(folder, TOKENIZER_FOLDER)
+        target.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
-            (place / name).write_bytes(content)
+            (target / name).write_bytes(content)
 
     @cached_property
     def vocabulary_size(self) -> int:
@@ -162,10 +164,10 @@ class HuggingFaceTokenizer:
 
     def encode_many(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
         """Return the ids of each text; the library chooses its number of threads."""
-        found: list[list[int]] = self.of_transformers(
+        ids: list[list[int]] = self.of_transformers(
             list(texts), add_special_tokens=False, verbose=False
         )["input_ids"]
-        return found
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special ids produce no text."""

@@ -79,10 +79,10 @@ class IndexedDataModule(StreamDataModule):
         ]
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
-        apart = self.validation_prefix is not None
+        separate = self.validation_prefix is not None
         return indexed_stream(
             self._places()[-1] if split == "validation" else self.data_prefix,
-            split="all" if apart else split,
+            split="all" if separate else split,
             sequence_length=self.sequence_length,
             vocabulary_size=self.vocabulary_size,
             validation_fraction=self.validation_fraction,
@@ -182,10 +182,10 @@ class IndexedFile:
                 f"{self.prefix} has {min(self.tokens, 1)} document with tokens, which cannot "
                 "be split. Give a separate file for validation (validation_prefix)"
             )
-        wanted = round(self.tokens * (1 - validation_fraction))
-        near = bisect_left(numbers, wanted, first, last, key=self._start)
-        starts = [self._start(number) for number in (max(near - 1, first), near)]
-        return min(starts, key=lambda start: abs(start - wanted))
+        target = round(self.tokens * (1 - validation_fraction))
+        right = bisect_left(numbers, target, first, last, key=self._start)
+        starts = [self._start(number) for number in (max(right - 1, first), right)]
+        return min(starts, key=lambda start: abs(start - target))
 
     def _start(self, document: int) -> int:
         """Return the first token of a document."""
@@ -208,35 +208,37 @@ class IndexedFile:
         if version != 1:
             raise StoreError(f"{index} has version {version}, but only version 1 can be read")
         if code not in _TOKEN_TYPES:
-            held = _OTHER_TYPES.get(code, f"an unknown type (code {code})")
-            raise StoreError(f"{index}: {data.name} has {held}, but token ids must be integers")
+            type_name = _OTHER_TYPES.get(code, f"an unknown type (code {code})")
+            raise StoreError(
+                f"{index}: {data.name} has {type_name}, but token ids must be integers"
+            )
         self._dtype = np.dtype(_TOKEN_TYPES[code])
-        size, wanted = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * boundaries
-        if size != wanted:
-            more = (
+        size, expected = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * boundaries
+        if size != expected:
+            hint = (
                 "; it may be a multimodal index, which has a mode for every sequence"
-                if size == wanted + sequences
+                if size == expected + sequences
                 else ""
             )
             raise StoreError(
                 f"{index} has {size} bytes, but its {sequences} sequences and {boundaries} "
-                f"boundaries need {wanted}{more}"
+                f"boundaries need {expected}{hint}"
             )
         if not sequences or boundaries < 2:
             raise StoreError(f"{index} has no document")
         raw = np.memmap(index, np.uint8, "r", offset=_HEADER.size)
         lengths, pointers, firsts = (
-            part.view(kind)
-            for part, kind in zip(
+            part.view(dtype)
+            for part, dtype in zip(
                 np.split(raw, [4 * sequences, 12 * sequences]), ("<i4", "<i8", "<i8"), strict=True
             )
         )
         total = _check_joined(index, lengths, pointers, self._dtype.itemsize)
         _check_documents(index, firsts, sequences)
-        found = data.stat().st_size
-        if found != total * self._dtype.itemsize:
+        data_size = data.stat().st_size
+        if data_size != total * self._dtype.itemsize:
             raise StoreError(
-                f"{data} has {found} bytes, but {index.name} lists {total} tokens of "
+                f"{data} has {data_size} bytes, but {index.name} lists {total} tokens of "
                 f"{self._dtype.itemsize} bytes. The file is truncated, or the two files do not "
                 "belong together"
             )
@@ -290,9 +292,9 @@ def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
     """
     total = 0
     for part in _parts(len(lengths)):
-        some = lengths[part].astype(np.int64)
-        ends = total + np.cumsum(some)
-        wrong = np.flatnonzero((some < 0) | (pointers[part] != (ends - some) * itemsize))
+        sizes = lengths[part].astype(np.int64)
+        ends = total + np.cumsum(sizes)
+        wrong = np.flatnonzero((sizes < 0) | (pointers[part] != (ends - sizes) * itemsize))
         if len(wrong):
             raise StoreError(
                 f"{index} is damaged: sequence {part.start + int(wrong[0])} does not begin at "

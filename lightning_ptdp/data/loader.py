@@ -163,18 +163,18 @@ class TokenLoader(_BatchLoader):
 
         ``start`` is the first sample number of the first step, over all replicas.
         """
-        size, alike = self.sizes.stretch(start)
-        assert alike is None or steps <= alike, "the steps have different sizes"
-        batch = size // self.num_replicas
-        first = start + self.replica_rank * batch
-        numbers = first + size * np.arange(steps)[:, None] + np.arange(batch)[None, :]
+        size, equal_steps = self.sizes.stretch(start)
+        assert equal_steps is None or steps <= equal_steps, "the steps have different sizes"
+        batch_size = size // self.num_replicas
+        first = start + self.replica_rank * batch_size
+        numbers = first + size * np.arange(steps)[:, None] + np.arange(batch_size)[None, :]
         return self.stream.visits(numbers, seed=self.seed, shuffle=self.shuffle)
 
     def _steps(self) -> Iterator[list[int]]:
         start, left = self.consumed_samples, len(self)
         while left:
-            size, alike = self.sizes.stretch(start)
-            steps = min(_AHEAD, left, left if alike is None else alike)
+            size, equal_steps = self.sizes.stretch(start)
+            steps = min(_AHEAD, left, left if equal_steps is None else equal_steps)
             yield from self.visits(start, steps).tolist()
             start, left = start + steps * size, left - steps
 
@@ -201,11 +201,11 @@ class TokenLoader(_BatchLoader):
         Raises:
             DataError: The position belongs to other data, another sequence length or another seed.
         """
-        here = self.state_dict()
+        expected = self.state_dict()
         differences = [
-            f"{name} is {state_dict.get(name)!r} in the checkpoint, but {wanted!r} in this training"
-            for name, wanted in here.items()
-            if name != "consumed_samples" and state_dict.get(name) != wanted
+            f"{name} is {state_dict.get(name)!r} in the checkpoint, but {value!r} in this training"
+            for name, value in expected.items()
+            if name != "consumed_samples" and state_dict.get(name) != value
         ]
         if differences:
             raise DataError(
@@ -272,8 +272,8 @@ class EvaluationLoader(_BatchLoader):
     def _visits(self, step: int) -> list[int]:
         numbers = np.array(self.indices(step))
         visits = self.stream.visits(numbers, seed=0, shuffle=False)
-        read: list[int] = np.where(numbers == PADDING, PADDING, visits).tolist()
-        return read
+        padded: list[int] = np.where(numbers == PADDING, PADDING, visits).tolist()
+        return padded
 
 
 def _as_read(rows: object) -> object:

@@ -37,7 +37,7 @@ __all__ = [
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3
-_MEND = "Prepare the data again with overwrite, or copy the folder again"
+_REMEDY = "Prepare the data again with overwrite, or copy the folder again"
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 Form = Literal["text", "chat"]
@@ -140,12 +140,12 @@ class Manifest:
                 f"{folder} has data of the form {self.form!r}, but {form!r} is needed. Read it "
                 f"with {_READ_BY[self.form]}, or use another folder"
             )
-        held, place = self.splits[split], Path(folder, split)
-        chunks = read_chunks(place, held.dtype) if held.tokens else ()
+        record, path = self.splits[split], Path(folder, split)
+        chunks = read_chunks(path, record.dtype) if record.tokens else ()
         tokens = sum(chunk.tokens for chunk in chunks)
-        if tokens != held.tokens:
+        if tokens != record.tokens:
             raise StoreError(
-                f"{place} has {tokens} tokens, but {held.tokens} were written. {_MEND}"
+                f"{path} has {tokens} tokens, but {record.tokens} were written. {_REMEDY}"
             )
         return ChunkMap(
             chunks,
@@ -173,22 +173,22 @@ class Manifest:
                 f"{path} is missing, so {folder} is not a folder of prepared data. Run `ptdp "
                 "prepare`"
             )
-        with reading(path, StoreError, _MEND):
+        with reading(path, StoreError, _REMEDY):
             values = read_json(inside(folder, MANIFEST_FILE))
             if not isinstance(values, dict):
                 raise ValueError("not a JSON object")
-        written = values.get("format")
-        if written != FORMAT or isinstance(written, bool):
+        version = values.get("format")
+        if version != FORMAT or isinstance(version, bool):
             raise StoreError(
-                f"{path} has format {written!r}, but this version reads format {FORMAT}. "
+                f"{path} has format {version!r}, but this version reads format {FORMAT}. "
                 "Prepare the data again (ptdp prepare --data.overwrite true)"
             )
         if values.pop("sha256", None) != _digest(values):
             raise StoreError(
                 f"{path} is damaged, or was edited: its sha256 differs from the one that it "
-                f"contains. {_MEND}"
+                f"contains. {_REMEDY}"
             )
-        with reading(path, StoreError, _MEND):
+        with reading(path, StoreError, _REMEDY):
             return cls._of({name: value for name, value in values.items() if name != "format"})
 
     @classmethod
@@ -267,15 +267,17 @@ def verify_store(
         needed |= {MODEL_FILE, RECORD_FILE}
     missing = needed - set(manifest.files)
     if missing:
-        raise StoreError(f"{Path(folder, min(missing))} is not listed in {MANIFEST_FILE}. {_MEND}")
+        raise StoreError(
+            f"{Path(folder, min(missing))} is not listed in {MANIFEST_FILE}. {_REMEDY}"
+        )
     tokenizer = load_tokenizer(folder)
     # Do not ask a Hugging Face tokenizer for its number of ids in every process: that takes
     # seconds, and the number follows from its files.
-    sized = (
+    size_matches = (
         not isinstance(tokenizer, Tokenizer)
         or tokenizer.vocabulary_size == manifest.vocabulary_size
     )
-    if tokenizer.fingerprint != manifest.tokenizer_fingerprint or not sized:
+    if tokenizer.fingerprint != manifest.tokenizer_fingerprint or not size_matches:
         raise StoreError(
             f"{folder} has tokens of tokenizer {manifest.tokenizer_fingerprint[:12]}, but its "
             f"tokenizer is {tokenizer.fingerprint[:12]}, so the tokenizer was replaced"
@@ -305,17 +307,17 @@ def check_file(
     """
     said = said or str(path)
     if not os.path.lexists(path):
-        raise StoreError(f"{said} is missing. {_MEND}")
-    with reading(said, StoreError, _MEND):
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise StoreError(f"{said} is not a file. {_MEND}")
-        if found.st_size != record.size:
+        raise StoreError(f"{said} is missing. {_REMEDY}")
+    with reading(said, StoreError, _REMEDY):
+        info = path.stat()
+        if not stat.S_ISREG(info.st_mode):
+            raise StoreError(f"{said} is not a file. {_REMEDY}")
+        if info.st_size != record.size:
             raise StoreError(
-                f"{said} has {found.st_size} bytes, but {record.size} were written. {_MEND}"
+                f"{said} has {info.st_size} bytes, but {record.size} were written. {_REMEDY}"
             )
         if hashes and _sha256(path) != record.sha256:
-            raise StoreError(f"{said} is damaged: its sha256 differs from the manifest. {_MEND}")
+            raise StoreError(f"{said} is damaged: its sha256 differs from the manifest. {_REMEDY}")
 
 
 def _digest(values: Mapping[str, Any]) -> str:

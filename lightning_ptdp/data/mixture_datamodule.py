@@ -98,15 +98,15 @@ class MixtureDataModule(StreamDataModule):
         self._verify(hashes=False)
 
     def _verify(self, *, hashes: bool) -> None:
-        first, *others = self._places()
-        wanted = verify_store(
+        first, *folders = self._places()
+        expected = verify_store(
             first, hashes=hashes, vocabulary_size=self.vocabulary_size
         ).tokenizer_fingerprint
-        for folder in others:
-            found = verify_store(folder, hashes=hashes).tokenizer_fingerprint
-            if found != wanted:
+        for folder in folders:
+            actual = verify_store(folder, hashes=hashes).tokenizer_fingerprint
+            if actual != expected:
                 raise StoreError(
-                    f"{folder} has tokenizer {found[:12]}, but {first} has {wanted[:12]}, and a "
+                    f"{folder} has tokenizer {actual[:12]}, but {first} has {expected[:12]}, and a "
                     f"mixture needs the same one. Prepare {folder} again with tokenizer_dir={first}"
                 )
 

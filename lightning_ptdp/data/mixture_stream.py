@@ -81,26 +81,28 @@ class MixtureStream(SampleStream):
         corpora, ranks = self.turns.at(numbers)
         visits = np.empty_like(numbers)
         for corpus, stream in enumerate(self.streams):
-            here = corpora == corpus
-            own = stream.visits(
-                ranks[here], seed=derive_seed(seed, "corpus", corpus), shuffle=shuffle
+            mask = corpora == corpus
+            stream_visits = stream.visits(
+                ranks[mask], seed=derive_seed(seed, "corpus", corpus), shuffle=shuffle
             )
-            visits[here] = own * len(self.streams) + corpus
+            visits[mask] = stream_visits * len(self.streams) + corpus
         return visits
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Return rows of samples (b, ...); a visit of ``PADDING`` gives a padding row."""
-        asked = np.array(visits, np.int64)
-        padding = asked == PADDING
-        own, corpora = np.divmod(np.where(padding, 0, asked), len(self.streams))
-        own[padding] = PADDING
+        encoded = np.array(visits, np.int64)
+        padding = encoded == PADDING
+        stream_visits, corpora = np.divmod(np.where(padding, 0, encoded), len(self.streams))
+        stream_visits[padding] = PADDING
         parts = [(corpora == corpus, stream) for corpus, stream in enumerate(self.streams)]
-        read = [
-            (here, stream.__getitems__(own[here].tolist())) for here, stream in parts if here.any()
+        results = [
+            (mask, stream.__getitems__(stream_visits[mask].tolist()))
+            for mask, stream in parts
+            if mask.any()
         ]
-        rows = np.empty((len(asked), *read[0][1].shape[1:]), read[0][1].dtype)
-        for here, found in read:
-            rows[here] = found
+        rows = np.empty((len(encoded), *results[0][1].shape[1:]), results[0][1].dtype)
+        for mask, samples in results:
+            rows[mask] = samples
         return rows
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
@@ -173,9 +175,9 @@ class Turns:
 
         Both are int64 arrays of the shape of ``numbers``.
         """
-        periods, places = np.divmod(numbers, len(self.order))
-        corpora = self.order[places]
-        return corpora, periods * np.array(self.counts)[corpora] + self.ranks[places]
+        periods, positions = np.divmod(numbers, len(self.order))
+        corpora = self.order[positions]
+        return corpora, periods * np.array(self.counts)[corpora] + self.ranks[positions]
 
     def prefix(self, sizes: Sequence[int]) -> int:
         """Return the largest number of turns in which no corpus exceeds its size."""
@@ -198,10 +200,10 @@ def _counts(weights: list[Fraction]) -> tuple[int, ...]:
     if period <= _LONGEST:
         return tuple(int(share * period) for share in shares)
     counts = [int(share * _LONGEST) for share in shares]
-    behind = sorted(
+    by_deficit = sorted(
         range(len(shares)), key=lambda corpus: counts[corpus] - shares[corpus] * _LONGEST
     )
-    for corpus in behind[: _LONGEST - sum(counts)]:
+    for corpus in by_deficit[: _LONGEST - sum(counts)]:
         counts[corpus] += 1
     return tuple(counts)
 
@@ -211,14 +213,14 @@ def _assign(counts: tuple[int, ...]) -> np.ndarray:
 
     Of the corpora that are behind by 1 / (2k - 2) or more, the one that can wait the least is next.
     """
-    period, corpora = sum(counts), len(counts)
+    period, num_corpora = sum(counts), len(counts)
     order = np.zeros(period, np.int64)
-    if corpora == 1:
+    if num_corpora == 1:
         return order
     # All values are in units of 1 / (D (2k - 2)).
-    scale = 2 * corpora - 2
+    scale = 2 * num_corpora - 2
     share = np.array(counts, np.int64) * scale
-    owed = np.zeros(corpora, np.int64)
+    owed = np.zeros(num_corpora, np.int64)
     limit = period * (scale - 1)
     for turn in range(period):
         owed += share

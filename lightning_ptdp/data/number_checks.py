@@ -11,13 +11,13 @@ def check_integer(name: str, value: object, *, least: int = 1, most: int | None 
     The range is from ``least`` to ``most``, or without upper limit.
     """
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-    good = (
+    valid = (
         isinstance(value, int)
         and not isinstance(value, bool)
         and value >= least
         and (most is None or value <= most)
     )
-    if not good:
+    if not valid:
         raise ValueError(f"{name}={value!r} must be an integer {limits}")
 
 

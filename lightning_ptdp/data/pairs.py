@@ -73,9 +73,9 @@ def find_windows(chunks: Iterable[np.ndarray], *, end: int, newline: int, longes
         ends = np.flatnonzero(chunk == end).tolist()
         begin = 0
         for number, stop in enumerate((*ends, len(chunk))):
-            for first, behind in _cut(begin, stop, lines, longest):
+            for first, window_end in _cut(begin, stop, lines, longest):
                 starts.append(offset + first)
-                lengths.append(behind - first)
+                lengths.append(window_end - first)
                 documents.append(document + number)
             begin = stop + 1
         offset, document = offset + len(chunk), document + len(ends)
@@ -89,14 +89,14 @@ def find_windows(chunks: Iterable[np.ndarray], *, end: int, newline: int, longes
 def _cut(begin: int, stop: int, lines: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
     """Yield (first token, one past the last) of the windows of one document."""
     while begin < stop:
-        behind = min(begin + longest, stop)
-        if behind < stop:
-            place = bisect_right(lines, behind) - 1
-            if place >= 0 and lines[place] > begin + longest // 2:
-                behind = lines[place]
-        if behind - begin >= LEAST_TOKENS:
-            yield begin, behind
-        begin = behind
+        window_end = min(begin + longest, stop)
+        if window_end < stop:
+            index = bisect_right(lines, window_end) - 1
+            if index >= 0 and lines[index] > begin + longest // 2:
+                window_end = lines[index]
+        if window_end - begin >= LEAST_TOKENS:
+            yield begin, window_end
+        begin = window_end
 
 
 def draw_pair(
@@ -138,8 +138,8 @@ def _draw_cut(tokens: np.ndarray, draws: Draws, vocabulary: WordVocabulary) -> i
     """
     lines = np.flatnonzero(tokens[:-1] == vocabulary.newline) + 1
     words = vocabulary.word_starts(tokens)[1:]
-    places = next((found for found in (lines, words) if len(found)), np.arange(1, len(tokens)))
-    return int(places[draws.below(len(places))[0]])
+    positions = next((cuts for cuts in (lines, words) if len(cuts)), np.arange(1, len(tokens)))
+    return int(positions[draws.below(len(positions))[0]])
 
 
 # ---- Random numbers that depend only on a key, for choices about one sample ----------------------
@@ -214,8 +214,8 @@ def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: WordVocabula
 
     A replacement is [MASK], a random ordinary token, or the token itself.
     """
-    kind = draws.uniform(len(tokens))
+    uniform = draws.uniform(len(tokens))
     random = vocabulary.ordinary[draws.below(len(vocabulary.ordinary), len(tokens))]
     return np.where(
-        kind < _MASKED, vocabulary.mask, np.where(kind < _MASKED + _RANDOM, random, tokens)
+        uniform < _MASKED, vocabulary.mask, np.where(uniform < _MASKED + _RANDOM, random, tokens)
     )

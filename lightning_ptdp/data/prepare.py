@@ -160,10 +160,10 @@ class PreparedData:
         splits = ", ".join(
             f"{record.tokens:,} {name} tokens" for name, record in self.manifest.splits.items()
         )
-        did = "found" if self.reused else f"prepared in {self.seconds:.1f} s:"
+        action = "found" if self.reused else f"prepared in {self.seconds:.1f} s:"
         corpus = self.manifest.corpus
         return (
-            f"{self.folder}: {did} {splits} of {corpus.documents:,} documents "
+            f"{self.folder}: {action} {splits} of {corpus.documents:,} documents "
             f"({corpus.characters / 1e6:.1f} M characters), "
             f"vocabulary {self.manifest.vocabulary_size}"
         )
@@ -219,7 +219,7 @@ def prepare(
         CorpusError, TokenizerError, StoreError: See ``check_prepare``; also a vocabulary that the
             text does not support.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     say = progress or _log.info
     manifest = check_prepare(config, hashes=hashes)
     reused = manifest is not None
@@ -238,21 +238,21 @@ def prepare(
                 f"output={output} cannot be written: {error}. Finished parts are kept for the "
                 "next call"
             ) from error
-    done = PreparedData(
-        folder=output, manifest=manifest, reused=reused, seconds=time.monotonic() - began
+    result = PreparedData(
+        folder=output, manifest=manifest, reused=reused, seconds=time.monotonic() - start
     )
-    say(done.summary())
-    return done
+    say(result.summary())
+    return result
 
 
 def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
     """Return the manifest of a folder, after a check that its settings and sources are the same."""
     manifest = Manifest.read(output)
-    there, here = ({"form": kind.form, **kind.settings} for kind in (manifest, config))
+    stored, current = ({"form": item.form, **item.settings} for item in (manifest, config))
     differences = [
-        f"{name} was {there.get(name)!r} and is now {here.get(name)!r}"
-        for name in {**here, **there}
-        if there.get(name) != here.get(name)
+        f"{name} was {stored.get(name)!r} and is now {current.get(name)!r}"
+        for name in {**current, **stored}
+        if stored.get(name) != current.get(name)
     ]
     if differences:
         raise StoreError(
@@ -329,17 +329,17 @@ def _publish(config: Preparation, folder: Path, manifest: Manifest) -> Manifest:
     If another process was faster, use its folder, provided that it has the same settings.
     """
     output = Path(config.output)
-    replaced = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.replaced")
+    backup = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.replaced")
     if config.overwrite and output.exists():
-        output.rename(replaced)
+        output.rename(backup)
     try:
         folder.rename(output)
     except OSError:
-        other = check_prepare(config) if output.exists() else None
-        if other is None:
-            if replaced.exists() and not output.exists():
-                replaced.rename(output)
+        existing = check_prepare(config) if output.exists() else None
+        if existing is None:
+            if backup.exists() and not output.exists():
+                backup.rename(output)
             raise
-        manifest = other
-    shutil.rmtree(replaced, ignore_errors=True)
+        manifest = existing
+    shutil.rmtree(backup, ignore_errors=True)
     return manifest

@@ -49,10 +49,10 @@ class PreparedDataModule(StreamDataModule):
         """
         self.batch_plans(num_replicas=num_replicas)
         if self.remote is not None:
-            there = self.data_dir.exists()
+            available = self.data_dir.exists()
         else:
-            there = check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None
-        if there:
+            available = check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None
+        if available:
             super().check(num_replicas=num_replicas)
 
     def prepare_data(self) -> None:

@@ -113,10 +113,10 @@ def _is_there(path: Path, record: FileRecord) -> bool:
 def _check_source(file: Path, size: int | None) -> None:
     if not file.exists():
         return  # the client reports it
-    found = regular_size(file)
-    if found != size and (size is not None or found > MOST_BYTES):
+    actual = regular_size(file)
+    if actual != size and (size is not None or actual > MOST_BYTES):
         raise ValueError(
-            f"it has {found} bytes, but must have "
+            f"it has {actual} bytes, but must have "
             f"{f'at most {MOST_BYTES}' if size is None else size}"
         )
 

@@ -43,15 +43,15 @@ class Split:
 
         One of them is empty unless the document is the one that is cut.
         """
-        found = score(document.text, self.seed)
-        if found in self.whole:
+        document_score = score(document.text, self.seed)
+        if document_score in self.whole:
             return "", document.text
-        if found != self.cut:
+        if document_score != self.cut:
             return document.text, ""
         text = document.text
-        place = min(max(round(len(text) * (1 - self.tail)), 1), len(text) - 1)
-        place = text.rfind("\n", max(place - _LINE_SEARCH, 0), place) + 1 or place
-        return text[:place], text[place:]
+        position = min(max(round(len(text) * (1 - self.tail)), 1), len(text) - 1)
+        position = text.rfind("\n", max(position - _LINE_SEARCH, 0), position) + 1 or position
+        return text[:position], text[position:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,17 +157,17 @@ def _byscore(scores: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def _divide(scores: np.ndarray, sizes: np.ndarray, fraction: float, seed: int) -> Split:
     target = fraction * int(sizes.sum())
-    whole, taken = set(), 0
+    chosen, taken = set(), 0
     for start in range(0, len(scores), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
         for score, size in zip(scores[part].tolist(), sizes[part].tolist(), strict=True):
             if taken + size <= target:
-                whole.add(score)
+                chosen.add(score)
                 taken += size
     if taken >= target / 2:
-        return Split(seed=seed, whole=frozenset(whole))
+        return Split(seed=seed, whole=frozenset(chosen))
     biggest = int(sizes.argmax())
-    assert int(scores[biggest]) not in whole, (
+    assert int(scores[biggest]) not in chosen, (
         "documents below half the target always fill half the target"
     )
     if sizes[biggest] < 2:
@@ -176,7 +176,7 @@ def _divide(scores: np.ndarray, sizes: np.ndarray, fraction: float, seed: int) -
             "validation"
         )
     tail = (target - taken) / float(sizes[biggest])
-    return Split(seed=seed, whole=frozenset(whole), cut=int(scores[biggest]), tail=tail)
+    return Split(seed=seed, whole=frozenset(chosen), cut=int(scores[biggest]), tail=tail)
 
 
 def score(text: str, seed: int) -> int:

@@ -215,13 +215,13 @@ def sample_order(numbers: np.ndarray, *, size: int, seed: int, shuffle: bool = T
     Returns:
         int64 array of the same shape. The numbers of an epoch give each sample once.
     """
-    epochs, places = np.divmod(numbers, size)
+    epochs, positions = np.divmod(numbers, size)
     if not shuffle:
-        return places
-    result = np.empty_like(places)
+        return positions
+    result = np.empty_like(positions)
     for epoch in np.unique(epochs):
-        here = epochs == epoch
-        result[here] = _permute(places[here], size, _keys(seed, int(epoch)))
+        mask = epochs == epoch
+        result[mask] = _permute(positions[mask], size, _keys(seed, int(epoch)))
     return result
 
 
@@ -230,9 +230,9 @@ def sample_visits(numbers: np.ndarray, *, size: int, seed: int, shuffle: bool = 
     return numbers // size * size + sample_order(numbers, size=size, seed=seed, shuffle=shuffle)
 
 
-def _permute(places: np.ndarray, size: int, keys: list[np.uint64]) -> np.ndarray:
+def _permute(positions: np.ndarray, size: int, keys: list[np.uint64]) -> np.ndarray:
     bits = max((size - 1).bit_length(), 2)
-    values = places.astype(np.uint64)
+    values = positions.astype(np.uint64)
     outside = np.ones(len(values), bool)
     while outside.any():
         values[outside] = _feistel(values[outside], bits, keys)

@@ -113,17 +113,17 @@ class StreamDataModule(LightningDataModule):
 
     def datasets(self) -> list[DatasetRecord]:
         """Return records of the data for training and validation."""
-        places = [str(Path(place).absolute()) for place in self._places()]
+        paths = [str(Path(path).absolute()) for path in self._places()]
         streams = {
             "training": self._stream("train"),
             "validation": self._stream("validation", max_samples=self.validation_samples),
         }
         return [
             DatasetRecord(
-                name=" + ".join(Path(place).name for place in places),
+                name=" + ".join(Path(path).name for path in paths),
                 context=context,
                 digest=stream.fingerprint,
-                source={"places": places, "text": self._text()},
+                source={"places": paths, "text": self._text()},
                 profile={"samples": len(stream), "tokens": len(stream) * self.sequence_length},
             )
             for context, stream in streams.items()
@@ -203,10 +203,10 @@ class StreamDataModule(LightningDataModule):
         )
 
     def _loader(
-        self, made: Callable[..., Loader], stream: SampleStream, **options: object
+        self, loader_class: Callable[..., Loader], stream: SampleStream, **options: object
     ) -> Loader:
         num_replicas, replica_rank = replica_of(self.trainer)
-        return made(
+        return loader_class(
             stream,
             batch_size=self.batch_size,
             num_replicas=num_replicas,

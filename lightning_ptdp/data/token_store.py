@@ -115,17 +115,17 @@ def write_chunks(
 def _joined(
     runs: Iterable[Sequence[int] | np.ndarray], size: int, dtype: TokenType
 ) -> Iterator[np.ndarray]:
-    waiting: list[np.ndarray] = []
+    pending: list[np.ndarray] = []
     tokens = 0
     for run in runs:
-        waiting.append(np.asarray(run, dtype))
+        pending.append(np.asarray(run, dtype))
         tokens += len(run)
         if tokens >= size:
-            joined, whole = np.concatenate(waiting), tokens // size * size
-            yield from (joined[start : start + size] for start in range(0, whole, size))
-            waiting, tokens = [joined[whole:]], tokens - whole
+            joined, cut = np.concatenate(pending), tokens // size * size
+            yield from (joined[start : start + size] for start in range(0, cut, size))
+            pending, tokens = [joined[cut:]], tokens - cut
     if tokens:
-        yield np.concatenate(waiting)
+        yield np.concatenate(pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +155,19 @@ def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
     """
     path, width = Path(folder, INDEX_FILE), np.dtype(dtype).itemsize
     with reading(path, StoreError, "Prepare the data again with overwrite"):
-        named = [
+        files = [
             (inside(folder, entry["filename"]), entry["dim"]) for entry in read_json(path)["chunks"]
         ]
-        if any(type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS for _, tokens in named):
+        if any(type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS for _, tokens in files):
             raise ValueError("a chunk has an invalid number of tokens")
-        for file, tokens in named:
-            found = file.stat()
-            if not stat.S_ISREG(found.st_mode) or found.st_size != _HEADER_BYTES + tokens * width:
+        for file, tokens in files:
+            info = file.stat()
+            if not stat.S_ISREG(info.st_mode) or info.st_size != _HEADER_BYTES + tokens * width:
                 raise ValueError(
-                    f"{file} has {found.st_size} bytes, but must have "
+                    f"{file} has {info.st_size} bytes, but must have "
                     f"{_HEADER_BYTES + tokens * width}"
                 )
-    return tuple(Chunk(file, tokens, dtype) for file, tokens in named)
+    return tuple(Chunk(file, tokens, dtype) for file, tokens in files)
 
 
 class ChunkMap:
@@ -186,12 +186,7 @@ class ChunkMap:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        *,
-        vocabulary_size: int,
-        block_size: int = 1,
-        marks: int = 0,
+        self, chunks: Sequence[Chunk], *, vocabulary_size: int, block_size: int = 1, marks: int = 0
     ) -> None:
         self.chunks = chunks
         self._vocabulary_size, self._block_size, self._marks = vocabulary_size, block_size, marks
@@ -201,13 +196,13 @@ class ChunkMap:
 
     def __reduce__(self) -> tuple[partial[ChunkMap], tuple[object]]:
         """Pickle only the arguments; the copy maps the chunks again."""
-        made = partial(
+        factory = partial(
             ChunkMap,
             vocabulary_size=self._vocabulary_size,
             block_size=self._block_size,
             marks=self._marks,
         )
-        return made, (self.chunks,)
+        return factory, (self.chunks,)
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -226,12 +221,12 @@ class ChunkMap:
         number = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             end = int(self._ends[number])
-            first, behind = end - int(self._sizes[number]), min(stop, end)
-            here = slice((start - first) * self._block_size, (behind - first) * self._block_size)
-            tokens = self._map(number)[here]
+            first, part_end = end - int(self._sizes[number]), min(stop, end)
+            span = slice((start - first) * self._block_size, (part_end - first) * self._block_size)
+            tokens = self._map(number)[span]
             self._check(tokens, number)
             parts.append(tokens.astype(np.int32))
-            start, number = behind, number + 1
+            start, number = part_end, number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check(self) -> None:
@@ -246,10 +241,10 @@ class ChunkMap:
 
     def _check(self, tokens: np.ndarray, number: int) -> None:
         ids = tokens.astype(np.int64) & ~self._marks
-        for wrong in (int(ids.min()), int(ids.max())):
-            if not 0 <= wrong < self._vocabulary_size:
+        for token in (int(ids.min()), int(ids.max())):
+            if not 0 <= token < self._vocabulary_size:
                 raise StoreError(
-                    f"{self.chunks[number].path} has token {wrong}, but "
+                    f"{self.chunks[number].path} has token {token}, but "
                     f"vocabulary_size={self._vocabulary_size}. Give the size of the tokenizer "
                     "that produced the tokens, or prepare the data again with overwrite"
                 )

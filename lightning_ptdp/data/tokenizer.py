@@ -24,7 +24,7 @@ MODEL_FILE = "tokenizer.model"
 RECORD_FILE = "tokenizer.json"
 _RECORD_BYTES = 1 << 16
 _MODEL_BYTES = 1 << 23  # about 450,000 pieces
-_MEND = "Copy it again, or prepare the data again with overwrite"
+_REMEDY = "Copy it again, or prepare the data again with overwrite"
 _PAD, _UNKNOWN, _BOS, _EOS = 0, 1, 2, 3
 _SPACE_MARK = "\u2581"
 # Every ASCII character, spaces that a normalizer would remove, and characters of two, three and
@@ -100,8 +100,8 @@ class Tokenizer:
         """
         import sentencepiece
 
-        failed: list[BaseException] = []
-        lines = _noting(_sentences(texts), failed)
+        errors: list[BaseException] = []
+        lines = _noting(_sentences(texts), errors)
         first = next(lines, None)
         if first is None:
             raise TokenizerError("there is no text to train the tokenizer on")
@@ -128,8 +128,8 @@ class Tokenizer:
                 minloglevel=2,
             )
         except Exception as error:
-            if failed:
-                raise failed[0] from None
+            if errors:
+                raise errors[0] from None
             if not isinstance(error, RuntimeError):
                 raise
             raise TokenizerError(_training_message(error, vocabulary_size)) from error
@@ -143,26 +143,26 @@ class Tokenizer:
             TokenizerError: A file is missing or damaged; the message names it.
         """
         model_file, record_file = Path(folder, MODEL_FILE), Path(folder, RECORD_FILE)
-        with reading(f"tokenizer file {model_file}", TokenizerError, _MEND):
+        with reading(f"tokenizer file {model_file}", TokenizerError, _REMEDY):
             model = read_bytes(inside(folder, MODEL_FILE), most_bytes=_MODEL_BYTES)
-        with reading(f"tokenizer file {record_file}", TokenizerError, _MEND):
+        with reading(f"tokenizer file {record_file}", TokenizerError, _REMEDY):
             record = read_json(inside(folder, RECORD_FILE), most_bytes=_RECORD_BYTES)
             digest = record["sha256"]
         if hashlib.sha256(model).hexdigest() != digest:
             raise TokenizerError(
                 f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 "
-                f"differs from {RECORD_FILE}. {_MEND}"
+                f"differs from {RECORD_FILE}. {_REMEDY}"
             )
         try:
             tokenizer = cls(model)
         except TokenizerError as error:
             raise TokenizerError(
-                f"tokenizer file {model_file} is damaged: {error}. {_MEND}"
+                f"tokenizer file {model_file} is damaged: {error}. {_REMEDY}"
             ) from error
-        said = (record.get("vocabulary_size"), record.get("fingerprint"))
-        if said != (tokenizer.vocabulary_size, tokenizer.fingerprint):
+        recorded = (record.get("vocabulary_size"), record.get("fingerprint"))
+        if recorded != (tokenizer.vocabulary_size, tokenizer.fingerprint):
             raise TokenizerError(
-                f"tokenizer file {record_file} is damaged: it belongs to another tokenizer. {_MEND}"
+                f"tokenizer file {record_file} is damaged: it belongs to another tokenizer. {_REMEDY}"
             )
         return tokenizer
 
@@ -233,8 +233,8 @@ class Tokenizer:
         """Return the ids of each text; they do not depend on the number of threads."""
         # sentencepiece would turn U+2581 in a text into a space, so the text is cut there.
         parts = [
-            (owner, number, part)
-            for owner, text in enumerate(texts)
+            (text_index, number, part)
+            for text_index, text in enumerate(texts)
             for segment in _segments(text)
             for number, part in enumerate(segment.split(_SPACE_MARK))
         ]
@@ -242,8 +242,8 @@ class Tokenizer:
             [part for _, _, part in parts], out_type=int, num_threads=num_threads
         )
         results: list[list[int]] = [[] for _ in texts]
-        for (owner, number, _), ids in zip(parts, encoded, strict=True):
-            results[owner] += [*(self._mark_ids if number else ()), *ids]
+        for (text_index, number, _), ids in zip(parts, encoded, strict=True):
+            results[text_index] += [*(self._mark_ids if number else ()), *ids]
         return results
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -253,10 +253,10 @@ class Tokenizer:
             TokenizerError: An id is outside the vocabulary.
         """
         ids = [int(index) for index in ids]
-        wrong = [index for index in ids if not 0 <= index < self.vocabulary_size]
-        if wrong:
+        invalid = [index for index in ids if not 0 <= index < self.vocabulary_size]
+        if invalid:
             raise TokenizerError(
-                f"id {wrong[0]} is outside the vocabulary of {self.vocabulary_size}"
+                f"id {invalid[0]} is outside the vocabulary of {self.vocabulary_size}"
             )
         return str(self._processor.decode(ids))
 
@@ -294,7 +294,7 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
                 yield line[start : start + _MAX_SENTENCE]
 
 
-def _noting(lines: Iterator[str], failed: list[BaseException]) -> Iterator[str]:
+def _noting(lines: Iterator[str], errors: list[BaseException]) -> Iterator[str]:
     """Yield the lines, and record an exception among them.
 
     sentencepiece would replace the exception by one of its own.
@@ -302,25 +302,25 @@ def _noting(lines: Iterator[str], failed: list[BaseException]) -> Iterator[str]:
     try:
         yield from lines
     except BaseException as error:
-        failed.append(error)
+        errors.append(error)
         raise
 
 
-def _training_message(error: RuntimeError, wanted: int) -> str:
+def _training_message(error: RuntimeError, vocabulary_size: int) -> str:
     largest = re.search(r"value <= (\d+)", str(error))
     if largest:
         return (
-            f"vocabulary_size={wanted} is more than the text supports. Use at most "
+            f"vocabulary_size={vocabulary_size} is more than the text supports. Use at most "
             f"{largest[1]}, or more text"
         )
     smallest = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
-    if smallest or wanted < _ALWAYS:
-        need = smallest[1] if smallest else f"{_ALWAYS} and its letters"
+    if smallest or vocabulary_size < _ALWAYS:
+        minimum = smallest[1] if smallest else f"{_ALWAYS} and its letters"
         return (
-            f"vocabulary_size={wanted} cannot contain the 256 bytes and the alphabet of the "
-            f"text. Use at least {need}"
+            f"vocabulary_size={vocabulary_size} cannot contain the 256 bytes and the alphabet of "
+            f"the text. Use at least {minimum}"
         )
-    return f"sentencepiece could not learn vocabulary_size={wanted}: {_reason(error)}"
+    return f"sentencepiece could not learn vocabulary_size={vocabulary_size}: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:

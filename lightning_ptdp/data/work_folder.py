@@ -116,10 +116,10 @@ def _remove(folder: Path) -> None:
 
     Otherwise a process that begins meanwhile would use a folder that is being removed.
     """
-    gone = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.removed")
+    removed = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.removed")
     with contextlib.suppress(OSError):
-        folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _empty(folder: Path) -> None:

@@ -64,18 +64,18 @@ def _over_processes(
     function: Callable[[Item], Result], items: Iterable[Item], num_workers: int
 ) -> Generator[Result, None, None]:
     executor = _pool(num_workers)
-    waiting: deque[Future[Result]] = deque()
+    futures: deque[Future[Result]] = deque()
     try:
         for item in items:
-            waiting.append(executor.submit(function, item))
-            if len(waiting) > 2 * num_workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            futures.append(executor.submit(function, item))
+            if len(futures) > 2 * num_workers:
+                yield futures.popleft().result()
+        while futures:
+            yield futures.popleft().result()
     except BrokenProcessPool as error:
-        fewer = f". Use fewer than num_workers={num_workers}" if num_workers > 1 else ""
+        hint = f". Use fewer than num_workers={num_workers}" if num_workers > 1 else ""
         raise DataError(
-            f"a process was killed, possibly because memory ran out{fewer}. Finished parts are kept"
+            f"a process was killed, possibly because memory ran out{hint}. Finished parts are kept"
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)

@@ -62,8 +62,8 @@ class GradientBuckets:
 
     def __post_init__(self) -> None:
         for chunk in dict.fromkeys(managed.chunk for managed in self.parameters):
-            mine = [managed for managed in reversed(self.parameters) if managed.chunk == chunk]
-            self._chunks[chunk] = [self._allocate(part) for part in self._cut(mine)]
+            members = [managed for managed in reversed(self.parameters) if managed.chunk == chunk]
+            self._chunks[chunk] = [self._allocate(part) for part in self._cut(members)]
         self._sums = list(self._parts_to_sum())
         for bucket in self.buckets():
             for managed in bucket.parameters:
@@ -117,10 +117,10 @@ class GradientBuckets:
 
         Each bucket's reduction then starts when the bucket is full.
         """
-        wanted = None if awaited is None else {id(parameter) for parameter in awaited}
+        ids = None if awaited is None else {id(parameter) for parameter in awaited}
         for bucket in self._chunks.get(chunk, ()):
             bucket.pending = sum(
-                wanted is None or id(managed.parameter) in wanted for managed in bucket.parameters
+                ids is None or id(managed.parameter) in ids for managed in bucket.parameters
             )
         self._launch_full(chunk)
 
@@ -170,16 +170,16 @@ class GradientBuckets:
 
         The stages lay out their buckets differently, but agree on this order.
         """
-        mine = {
-            managed: (part, bucket.buffer[where])
+        local_parts = {
+            managed: (part, bucket.buffer[region])
             for bucket in self.buckets()
-            for managed, part, where in bucket.own_parts()
+            for managed, part, region in bucket.own_parts()
         }
         for managed in self.parameters:
-            if managed in mine:
-                part, flat = mine[managed]
-                for where, group in part.sums:
-                    yield from ((view, group) for view in part.within(where, flat))
+            if managed in local_parts:
+                part, flat = local_parts[managed]
+                for region, group in part.sums:
+                    yield from ((view, group) for view in part.within(region, flat))
 
     def weigh(self, scale: float, *, last: bool) -> None:
         """Multiply the batch's gradients by ``scale``, and set them aside for the last batch.
@@ -188,11 +188,11 @@ class GradientBuckets:
         """
         if not self._weighed:
             self._weighed = [torch.zeros_like(bucket.buffer) for bucket in self.buckets()]
-        for kept, bucket in zip(self._weighed, self.buckets(), strict=True):
+        for accumulated, bucket in zip(self._weighed, self.buckets(), strict=True):
             if last:
-                bucket.buffer.mul_(scale).add_(kept)
+                bucket.buffer.mul_(scale).add_(accumulated)
             else:
-                kept.add_(bucket.buffer, alpha=scale)
+                accumulated.add_(bucket.buffer, alpha=scale)
                 bucket.buffer.zero_()
         if last:
             self._weighed = []
@@ -241,13 +241,13 @@ class GradientBuckets:
             parameter, axes = managed.parameter, managed.placement.data_axes
             alone = managed if self.reductions[axes].scatter and managed.placement.tied else None
             kinds.setdefault((parameter.dtype, parameter.device, axes, alone), []).append(managed)
-        for (_, _, axes, _), same in kinds.items():
+        for (_, _, axes, _), members in kinds.items():
             limit = self.bucket_bytes
             if limit is None:
                 limit = self.reductions[axes].bucket_bytes
             run: list[ManagedParameter] = []
             size = 0
-            for managed in same:
+            for managed in members:
                 nbytes = managed.parameter.numel() * self._dtype(managed.parameter).itemsize
                 if run and size + nbytes > limit:
                     yield run
@@ -261,7 +261,7 @@ class GradientBuckets:
         return torch.float32 if self.widen and parameter.dtype in HALF else parameter.dtype
 
     def _allocate(self, managed: list[ManagedParameter]) -> Bucket:
-        parameters = [each.parameter for each in managed]
+        parameters = [member.parameter for member in managed]
         reduction = self.reductions[managed[0].placement.data_axes]
         *offsets, total = accumulate((aligned(p.numel()) for p in parameters), initial=0)
         multiple = ALIGNMENT * reduction.parts

@@ -132,9 +132,10 @@ def _try(
             raise _refusal(optimizer, cut, f"it fails on a small parameter ({error})") from error
         stepped = starts
     changed = any(
-        not torch.equal(one, start.to(device)) for one, start in zip(stepped, starts, strict=True)
+        not torch.equal(value, start.to(device))
+        for value, start in zip(stepped, starts, strict=True)
     )
-    if not changed or not all(one.isfinite().all() for one in stepped):
+    if not changed or not all(value.isfinite().all() for value in stepped):
         warnings.warn(
             f"{type(optimizer).__name__} cannot be tested before training. With {cut.option}, "
             "it must not combine elements of a parameter, or several parameters",
@@ -143,17 +144,17 @@ def _try(
         return
     try:
         parts = zip(cut.pieces(starts), cut.pieces(gradients), strict=True)
-        found = [
+        results = [
             _step(optimizer, group, state, [start], [gradient], device)[0]
             for start, gradient in parts
         ]
     except Exception as error:
         raise _refusal(optimizer, cut, f"it fails on a part of a parameter ({error})") from error
     differences = [
-        float((one - other).abs().max())
-        for one, other in zip(found, cut.pieces(stepped), strict=True)
+        float((value - reference).abs().max())
+        for value, reference in zip(results, cut.pieces(stepped), strict=True)
     ]
-    if not max(differences) < _TOLERANCE * max(float(one.abs().max()) for one in stepped):
+    if not max(differences) < _TOLERANCE * max(float(value.abs().max()) for value in stepped):
         raise _refusal(
             optimizer,
             cut,
@@ -162,18 +163,18 @@ def _try(
         )
 
 
-def _refusal(optimizer: Optimizer, cut: Cut, found: str) -> MixingOptimizerError:
+def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerError:
     name, field = type(optimizer).__name__, cut.option.partition("=")[0]
     if cut.along == "apart":
         return MixingOptimizerError(
             f"{cut.option} leaves each rank with some of the parameters, but {name} combines "
-            f"several: {found}. Use Trainer(gradient_clip_val=...) instead of clipping in the "
+            f"several: {reason}. Use Trainer(gradient_clip_val=...) instead of clipping in the "
             f"optimizer, an optimizer that updates each parameter separately, or {field}=1"
         )
-    without = "shard_optimizer=False" if cut.along == "flat" else f"{field}=1"
+    remedy = "shard_optimizer=False" if cut.along == "flat" else f"{field}=1"
     return MixingOptimizerError(
         f"{cut.option} splits parameters, but {name} does not work element by element: "
-        f"{found}. Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, ...), or {without}"
+        f"{reason}. Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, ...), or {remedy}"
     )
 
 
@@ -195,21 +196,21 @@ def _step(
     # the model, and containers that the steps would change.
     for key, value in vars(optimizer).items():
         if key != "step" and not (
-            isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value)
+            isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value)
         ):
             vars(probe)[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
-    probe.state = defaultdict(dict, {one: _state_like(one, state) for one in parameters})
-    own = {
+    probe.state = defaultdict(dict, {item: _state_like(item, state) for item in parameters})
+    options = {
         key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()
     }
-    if "lr" in own:
-        own["lr"] = (
-            torch.full_like(own["lr"], _LEARNING_RATE)
-            if isinstance(own["lr"], Tensor)
+    if "lr" in options:
+        options["lr"] = (
+            torch.full_like(options["lr"], _LEARNING_RATE)
+            if isinstance(options["lr"], Tensor)
             else _LEARNING_RATE
         )
-    own.pop("param_names", None)
-    probe.param_groups = [{**own, "params": parameters}]
+    options.pop("param_names", None)
+    probe.param_groups = [{**options, "params": parameters}]
     with torch.random.fork_rng(devices=[]):
         for scale in _SCALES:
             for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -229,9 +230,7 @@ def constructed_state(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[st
     It is reduced to one element; None if no parameter here has such a state. Adagrad of torch 2.11
     creates a sum. Most optimizers create their states at the first step.
     """
-    parameter = next(
-        (each for each in group["params"] if optimizer.state.get(each) and each.numel()), None
-    )
+    parameter = next((p for p in group["params"] if optimizer.state.get(p) and p.numel()), None)
     if parameter is None:
         return None
     return {

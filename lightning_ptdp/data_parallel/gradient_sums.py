@@ -88,32 +88,32 @@ def joined(
         buffers: Flat tensors. Each comes with a map from the end of an entry to the beginning of
             the next one; the elements between them are zero.
     """
-    homes = {
+    storages = {
         buffer.untyped_storage().data_ptr(): (buffer, begins)
         for buffer, begins in buffers
         if buffer.numel()
     }
-    homes.pop(0, None)  # the address of all meta tensors
+    storages.pop(0, None)  # the address of all meta tensors
     inside: dict[int, list[tuple[int, int]]] = {}
-    found = []
+    tensors = []
     for gradient in gradients:
-        home, first = gradient.untyped_storage().data_ptr(), int(gradient.storage_offset())
-        if home in homes and gradient.is_contiguous():
+        address, first = gradient.untyped_storage().data_ptr(), int(gradient.storage_offset())
+        if address in storages and gradient.is_contiguous():
             stop = first + gradient.numel()
-            inside.setdefault(home, []).append((first, homes[home][1].get(stop, stop)))
+            inside.setdefault(address, []).append((first, storages[address][1].get(stop, stop)))
         else:
-            found.append(gradient)
-    for home, ranges in inside.items():
-        found += [homes[home][0][first:stop] for first, stop in _united(ranges)]
-    return found
+            tensors.append(gradient)
+    for address, ranges in inside.items():
+        tensors += [storages[address][0][first:stop] for first, stop in _united(ranges)]
+    return tensors
 
 
 def _united(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return (first, stop), ascending, with adjacent ranges merged."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for first, stop in sorted(ranges):
-        if found and found[-1][1] >= first:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
+        if merged and merged[-1][1] >= first:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
-            found.append((first, stop))
-    return found
+            merged.append((first, stop))
+    return merged

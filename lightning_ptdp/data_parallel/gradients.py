@@ -152,8 +152,8 @@ class Gradients:
         if not keep:
             # Gradients that were not cleared are already summed over the replicas. They are set
             # aside until the batch's gradients are summed too.
-            left = {} if self._clears else _gradients(self._stepped_on())
-            self._left = {value: gradient.clone() for value, gradient in left.items()}
+            uncleared = {} if self._clears else _gradients(self._stepped_on())
+            self._left = {value: gradient.clone() for value, gradient in uncleared.items()}
             if changed:
                 self.close()
                 self._lay_out()

@@ -89,12 +89,12 @@ class ManualGradients:
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         lacking = [parameter.grad is None for parameter in parameters]
-        there = torch.tensor([float(not lacks) for lacks in lacking], device=self._device)
-        dist.all_reduce(there, group=self._group.handle)
+        counts = torch.tensor([float(not lacks) for lacks in lacking], device=self._device)
+        dist.all_reduce(counts, group=self._group.handle)
         # Read the counts only if needed: a parameter that no replica used keeps None, so that its
         # optimizer skips it.
         used = (
-            {p for p, count in zip(parameters, there.tolist(), strict=True) if count}
+            {p for p, count in zip(parameters, counts.tolist(), strict=True) if count}
             if any(lacking)
             else set(parameters)
         )

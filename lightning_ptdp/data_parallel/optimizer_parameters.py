@@ -51,8 +51,8 @@ class OptimizerParameters:
             if gradients.scatters:
                 managed.step_on(None)
             elif masters and managed.parameter.dtype in HALF:
-                whole = managed.parameter.detach()
-                managed.step_on(nn.Parameter(whole.float()), rounded=whole)
+                rounded = managed.parameter.detach()
+                managed.step_on(nn.Parameter(rounded.float()), rounded=rounded)
         if gradients.scatters:
             for bucket in gradients.buckets():
                 self._shard(bucket)
@@ -62,18 +62,18 @@ class OptimizerParameters:
 
         Schedulers keep references to the groups.
         """
-        mine = {managed.parameter: managed for managed in self._gradients.parameters}
+        managed_of = {managed.parameter: managed for managed in self._gradients.parameters}
         for group in optimizer.param_groups:
-            kept = [
+            indices = [
                 index
                 for index, p in enumerate(group["params"])
-                if p not in mine or mine[p].stepped is not None
+                if p not in managed_of or managed_of[p].stepped is not None
             ]
             if "param_names" in group:
-                group["param_names"] = [group["param_names"][index] for index in kept]
-            before = [group["params"][index] for index in kept]
-            group["params"] = [mine[p].stepped if p in mine else p for p in before]
-        for parameter, managed in mine.items():
+                group["param_names"] = [group["param_names"][index] for index in indices]
+            before = [group["params"][index] for index in indices]
+            group["params"] = [managed_of[p].stepped if p in managed_of else p for p in before]
+        for parameter, managed in managed_of.items():
             state = optimizer.state.pop(parameter, None)
             if state is not None and managed.stepped is not None:
                 optimizer.state[managed.stepped] = _state_of(managed, state)
@@ -108,9 +108,9 @@ class OptimizerParameters:
         """Return when ``parameters`` (all by default) have the values of the last step."""
         if not self._pending:
             return
-        asked = {self._bucket_of.get(p) for p in parameters or ()}
+        buckets = {self._bucket_of.get(p) for p in parameters or ()}
         for bucket in list(self._pending):
-            if parameters is None or bucket in asked:
+            if parameters is None or bucket in buckets:
                 self._pending.pop(bucket).wait()
                 bucket.parameter_state = bucket.parameter_state.to(ParameterState.WHOLE)
 
@@ -123,8 +123,8 @@ class OptimizerParameters:
             for managed in self._gradients.parameters:
                 rounded, stepped = managed.rounded, managed.stepped
                 if rounded is not None and stepped is not None:
-                    same = stepped.to(rounded.dtype) == rounded
-                    stepped.copy_(torch.where(same, stepped, rounded.float()))
+                    unchanged = stepped.to(rounded.dtype) == rounded
+                    stepped.copy_(torch.where(unchanged, stepped, rounded.float()))
 
     def close(self) -> None:
         """Release the buckets; saving the optimizer needs the stepped tensors further on."""
@@ -138,13 +138,13 @@ class OptimizerParameters:
         for managed in bucket.parameters:
             self._bucket_of[managed.parameter] = bucket
         is_master = self._masters and flat.dtype in HALF
-        for managed, part, where in bucket.own_parts():
-            here = flat[where]
+        for managed, part, region in bucket.own_parts():
+            values = flat[region]
             managed.step_on(
-                nn.Parameter(here.float() if is_master else here),
+                nn.Parameter(values.float() if is_master else values),
                 part,
-                rounded=here if is_master else None,
-                gradient=bucket.buffer[where],
+                rounded=values if is_master else None,
+                gradient=bucket.buffer[region],
             )
 
 
@@ -219,9 +219,9 @@ class ParameterGather:
 
     def begin(self) -> None:
         """Begin a step: wait for the parameters that no block waits for."""
-        late = {id(p) for block in self._called for p in self._blocks[block]}
+        deferred_ids = {id(p) for block in self._called for p in self._blocks[block]}
         self._called.clear()
-        self._stepped.wait([p for p in self._module.parameters() if id(p) not in late])
+        self._stepped.wait([p for p in self._module.parameters() if id(p) not in deferred_ids])
 
     def ended(self) -> None:
         """Start to gather the parameters, after the optimizer has stepped."""

@@ -72,9 +72,9 @@ class OverlappedReduction:
     def _follow(self, pending: PendingReduction) -> None:
         pending.begin()
         self._open.append(pending)
-        for each in reversed(self._open):
-            each.advance()
-        self._open = [each for each in self._open if not each.is_done]
+        for reduction in reversed(self._open):
+            reduction.advance()
+        self._open = [reduction for reduction in self._open if not reduction.is_done]
 
     def _drain(self) -> None:
         while self._open:

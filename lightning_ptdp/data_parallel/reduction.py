@@ -271,10 +271,10 @@ class _Direct:
             self._settle()
 
 
-def _add_in_order(mine: Tensor, received: Sequence[Tensor], rank: int) -> None:
+def _add_in_order(part: Tensor, received: Sequence[Tensor], rank: int) -> None:
     """Add the terms in the order of the ranks, independently of the part's owner."""
-    first, *others = (mine if index == rank else term for index, term in enumerate(received))
-    for term in others:
+    first, *terms = (part if index == rank else term for index, term in enumerate(received))
+    for term in terms:
         first.add_(term)
     if rank:
-        mine.copy_(first)
+        part.copy_(first)

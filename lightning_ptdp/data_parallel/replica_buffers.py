@@ -30,22 +30,22 @@ class ReplicaBuffers:
 
     def __init__(self, module: nn.Module, group: Group) -> None:
         self._group = group
-        found = {
+        places = {
             id(buffer): (child._buffers, key, buffer)
             for child in module.modules()
             for key, buffer in child._buffers.items()
             if buffer is not None and buffer.layout is torch.strided and buffer.numel()
         }
-        self._places = sorted(found.values(), key=lambda place: str(place[2].dtype))
+        self._places = sorted(places.values(), key=lambda place: str(place[2].dtype))
 
     def broadcast(self) -> None:
         """Give all ranks the values of the first one; collective."""
         if self._group.size == 1 or not self._places:
             return
         with torch.no_grad():
-            buffers = [_current(held.get(key), first) for held, key, first in self._places]
-            for _, alike in groupby(buffers, key=lambda buffer: (buffer.dtype, buffer.device)):
-                _broadcast(list(alike), self._group)
+            buffers = [_current(registry.get(key), first) for registry, key, first in self._places]
+            for _, run in groupby(buffers, key=lambda buffer: (buffer.dtype, buffer.device)):
+                _broadcast(list(run), self._group)
 
 
 def _current(buffer: Tensor | None, first: Tensor) -> Tensor:

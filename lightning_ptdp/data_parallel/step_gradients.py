@@ -157,8 +157,10 @@ class GradientView(PartialValues):
         norm: Callable[[Collection[Tensor], float], Tensor],
     ) -> None:
         super().__init__(_refusal)
-        self._owned = {one.stepped: one for one in parameters if one.stepped is not None}
-        self._stepped = {one.parameter: value for value, one in self._owned.items()}
+        self._owned = {
+            managed.stepped: managed for managed in parameters if managed.stepped is not None
+        }
+        self._stepped = {managed.parameter: value for value, managed in self._owned.items()}
         self._everything, self._norm = everything, norm
         self._paused = False
 
@@ -206,15 +208,15 @@ class GradientView(PartialValues):
         error_if_nonfinite: bool = False,
         foreach: Any = None,
     ) -> Tensor:
-        given: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if self._paused or (given and not any(one in self._names for one in given)):
-            return original(given, norm_type, error_if_nonfinite, foreach)
+        gradients: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if self._paused or (gradients and not any(tensor in self._names for tensor in gradients)):
+            return original(gradients, norm_type, error_if_nonfinite, foreach)
         with self.paused():
-            owners = {one.grad: one for one in self._owned if one.grad is not None}
-            unknown = next((one for one in given if one not in owners), None)
+            owners = {tensor.grad: tensor for tensor in self._owned if tensor.grad is not None}
+            unknown = next((tensor for tensor in gradients if tensor not in owners), None)
             if unknown is not None:
                 raise _refusal(self._names.get(unknown, "another tensor"), "get_total_norm")
-            norm = self._norm({owners[one] for one in given}, float(norm_type))
+            norm = self._norm({owners[tensor] for tensor in gradients}, float(norm_type))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is not finite, so they "

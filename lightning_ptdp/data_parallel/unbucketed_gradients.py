@@ -85,10 +85,10 @@ class UnbucketedGradients:
         parts = []
         for managed in self.parameters:
             parameter = managed.parameter
-            for where, group in managed.placement.sums:
+            for region, group in managed.placement.sums:
                 if parameter.grad is None:
                     parameter.grad = _zeros(parameter)
-                views = managed.placement.within(where, parameter.grad)
+                views = managed.placement.within(region, parameter.grad)
                 parts += [(view, group) for view in views]
         add_up(parts)
         if scale is not None:
@@ -149,8 +149,8 @@ def _zeros(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
-def _sum(kept: Tensor | None, gradient: Tensor | None, scale: float) -> Tensor | None:
+def _sum(accumulated: Tensor | None, gradient: Tensor | None, scale: float) -> Tensor | None:
     if gradient is None:
-        return kept
+        return accumulated
     gradient.mul_(scale)
-    return gradient if kept is None else kept.add_(gradient)
+    return gradient if accumulated is None else accumulated.add_(gradient)

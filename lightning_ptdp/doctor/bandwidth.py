@@ -64,21 +64,25 @@ def measure(place: GroupMember, tell: Tell, sizes: Sequence[int] = SIZES) -> lis
 
 def check_links(measurements: Sequence[Measurement]) -> Check:
     """Check that the links between all neighbours are about equally fast for large messages."""
-    largest = max(one.size for one in measurements)
+    largest = max(measurement.size for measurement in measurements)
     links = [
-        one for one in measurements if one.size == largest and one.operation.startswith("send")
+        measurement
+        for measurement in measurements
+        if measurement.size == largest and measurement.operation.startswith("send")
     ]
-    links.sort(key=lambda one: one.bytes_per_s)
+    links.sort(key=lambda measurement: measurement.bytes_per_s)
     slowest, quickest = links[0], links[-1]
-    rates = dict.fromkeys(f"{one.bytes_per_s / 1e9:.2f}" for one in (slowest, quickest))
-    found = f"{' to '.join(rates)} GB/s between neighbours"
+    rates = dict.fromkeys(
+        f"{measurement.bytes_per_s / 1e9:.2f}" for measurement in (slowest, quickest)
+    )
+    finding = f"{' to '.join(rates)} GB/s between neighbours"
     if slowest.bytes_per_s < _SLOW * quickest.bytes_per_s:
         remedy = (
             "do not use this link for tensor-parallel ranks, or check its cable, its PCIe "
             "slot and nvidia-smi topo -m"
         )
-        return warning("links", f"{found}; the slowest is {slowest.operation}", remedy)
-    return ok("links", found)
+        return warning("links", f"{finding}; the slowest is {slowest.operation}", remedy)
+    return ok("links", finding)
 
 
 _Operation = Callable[[], object]
@@ -89,19 +93,19 @@ def collectives(
 ) -> Iterator[tuple[str, _Operation]]:
     """Yield the name of each measured collective, and its call for at least ``size`` bytes."""
     count = -(-size // (_ELEMENT * members)) * members
-    whole, part = place.full(count, 1), place.full(count // members, 1)
-    yield "all-reduce", lambda: dist.all_reduce(whole, group=group)
-    yield "reduce-scatter", lambda: reduce_scatter_single(part, whole, group)
-    yield "all-gather", lambda: all_gather_single(whole, part, group)
+    buffer, shard = place.full(count, 1), place.full(count // members, 1)
+    yield "all-reduce", lambda: dist.all_reduce(buffer, group=group)
+    yield "reduce-scatter", lambda: reduce_scatter_single(shard, buffer, group)
+    yield "all-gather", lambda: all_gather_single(buffer, shard, group)
 
 
 def _operations(place: GroupMember, size: int) -> Iterator[tuple[str, _Operation, float]]:
     """Yield (name, operation on ``size`` bytes, share of the bytes that crosses a link)."""
     n = place.size
-    whole = place.full(size // _ELEMENT, 1)
+    buffer = place.full(size // _ELEMENT, 1)
     for first in range(n if n > 2 else 1):
         second = (first + 1) % n
-        yield f"send {first} to {second}", _there_and_back(place, whole, first, second), 2.0
+        yield f"send {first} to {second}", _there_and_back(place, buffer, first, second), 2.0
     for name, run in collectives(place, dist.group.WORLD, n, size):
         yield name, run, (2 if name == "all-reduce" else 1) * (n - 1) / n
 
@@ -125,8 +129,8 @@ def _timed(
 ) -> Measurement:
     tell(f"{name} of {size} bytes")
     operation()  # creates the connections
-    once = _agreed(place, _seconds(place, operation))
-    repetitions = min(max(int(_BUDGET_S / once), _LEAST), _MOST)
+    single = _agreed(place, _seconds(place, operation))
+    repetitions = min(max(int(_BUDGET_S / single), _LEAST), _MOST)
     median = sorted(_seconds(place, operation) for _ in range(repetitions))[repetitions // 2]
     seconds = _agreed(place, median)
     trips = 2 if name.startswith("send") else 1

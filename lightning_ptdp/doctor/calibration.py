@@ -75,7 +75,7 @@ def measure_device(place: GroupMember, tell: Tell) -> Figures:
 
     Collective: all ranks call it at the same time.
     """
-    found: dict[_Key, list[float]] = defaultdict(list)
+    times: dict[_Key, list[float]] = defaultdict(list)
 
     def rounds(runs: Callable[[torch.device], Iterator[tuple[_Key, Callable[[], _Run]]]]) -> None:
         for number in range(_ROUNDS):
@@ -83,13 +83,13 @@ def measure_device(place: GroupMember, tell: Tell) -> Figures:
                 dist.barrier()
             for key, make in runs(place.device):
                 tell(f"{' '.join(map(str, key))}, round {number + 1} of {_ROUNDS}")
-                found[key].append(_usual_s(place.device, make()))
+                times[key].append(_usual_s(place.device, make()))
 
     rounds(_runs)
     if place.device.type == "cpu":
         return_large_blocks()
         rounds(_fresh_runs)
-    seconds = {key: median(rounds_s) for key, rounds_s in found.items()}
+    seconds = {key: median(rounds_s) for key, rounds_s in times.items()}
     return Figures(seconds=seconds, links=measure_links(place, tell, cores=cores_of(place.device)))
 
 
@@ -106,25 +106,25 @@ def calibrated(
         cores: Cores that all processes share; 0 if each has its own device.
     """
     preset = find_device("cpu") if kind == "cpu" else known_device(name) or find_device("h100")
-    slowest = {key: max(one.seconds[key] for one in figures) for key in figures[0].seconds}
+    slowest = {key: max(item.seconds[key] for item in figures) for key in figures[0].seconds}
     products = [
         (m, n, k, 2 * m * n * k / slowest["product", m, n, k])
         for m, n, k in itertools.product(_SIDES[kind], repeat=3)
     ]
     best, side = max(rate for *_, rate in products), _SIDES[kind][1]
-    other = best * slowest["product", side, side, side] / slowest["other",]
-    single, half = (best, other) if kind == "cpu" else (other, best)
+    other_rate = best * slowest["product", side, side, side] / slowest["other",]
+    single, half = (best, other_rate) if kind == "cpu" else (other_rate, best)
     width = 4 if kind == "cpu" else 2
     attention = []
     for positions, channels in itertools.product(_POSITIONS[kind], _CHANNELS):
         square = 4 * _heads(positions) * positions**2 * channels
-        there, back = (
-            square / slowest[way, positions, channels] for way in ("attention", "its backward")
+        forward_rate, backward_rate = (
+            square / slowest[label, positions, channels] for label in ("attention", "its backward")
         )
-        attention.append((positions, channels, there, 2.5 * back))
+        attention.append((positions, channels, forward_rate, 2.5 * backward_rate))
     stream, gated = (
-        _TOKENS * count * width / slowest[what,]
-        for what, count in (("gelu", _GELU), ("gated", _GATED))
+        _TOKENS * count * width / slowest[activation,]
+        for activation, count in (("gelu", _GELU), ("gated", _GATED))
     )
     return replace(
         preset,
@@ -158,27 +158,27 @@ def calibrated(
 
 def describe(device: Device) -> str:
     """Return the measurements as a few lines of text."""
-    found = device.measured
-    assert found is not None
-    rates = sorted(rate for *_, rate in found.products)
-    there = sorted(rate for *_, rate, _ in found.attention)
+    measured = device.measured
+    assert measured is not None
+    rates = sorted(rate for *_, rate in measured.products)
+    attention_rates = sorted(rate for *_, rate, _ in measured.attention)
     products, attention = (
-        f"{some[0] / 1e9:.3g} to {some[-1] / 1e9:.3g}" for some in (rates, there)
+        f"{ordered[0] / 1e9:.3g} to {ordered[-1] / 1e9:.3g}" for ordered in (rates, attention_rates)
     )
-    shared = f" on {found.cores} cores" if found.cores else ""
+    shared = f" on {measured.cores} cores" if measured.cores else ""
     lines = [
-        f"{device.name}, {found.processes} "
-        f"{'process' if found.processes == 1 else 'processes'}{shared}",
+        f"{device.name}, {measured.processes} "
+        f"{'process' if measured.processes == 1 else 'processes'}{shared}",
         f"  products {products} GFLOP/s by shape, attention {attention}",
-        f"  between products {device.stream / 1e9:.3g} GB/s (SwiGLU {found.gated / 1e9:.3g}), loss "
-        f"{found.loss / 1e9:.3g}, optimizer {found.optimizer / 1e9:.3g}, fresh memory "
-        f"{found.fresh_s * 1e9:.3g} ns per byte",
-        f"  {found.operation_s * 1e6:.3g} us per operation",
+        f"  between products {device.stream / 1e9:.3g} GB/s (SwiGLU {measured.gated / 1e9:.3g}), "
+        f"loss {measured.loss / 1e9:.3g}, optimizer {measured.optimizer / 1e9:.3g}, fresh memory "
+        f"{measured.fresh_s * 1e9:.3g} ns per byte",
+        f"  {measured.operation_s * 1e6:.3g} us per operation",
     ]
     for operation, members, nbytes, seconds in device.cluster.collectives:
         if nbytes == 2**20:
-            who = f" among {members}" if members else ""
-            lines.append(f"  {operation} of 1 MiB{who}: {seconds * 1e3:.3g} ms")
+            group = f" among {members}" if members else ""
+            lines.append(f"  {operation} of 1 MiB{group}: {seconds * 1e3:.3g} ms")
     return "\n".join(lines)
 
 
@@ -189,25 +189,25 @@ def _cluster(preset: Cluster, figures: Sequence[Figures]) -> Cluster:
     ranks, which has 2 (n - 1) steps.
     """
     count = len(figures)
-    links = [one.links.seconds for one in figures]
-    found = {key: max(one[key] for one in links if key in one) for key in links[0]}
+    links = [item.links.seconds for item in figures]
+    slowest = {key: max(item[key] for item in links if key in item) for key in links[0]}
     sums = sorted(
         (size, seconds)
-        for (name, members, size), seconds in found.items()
+        for (name, members, size), seconds in slowest.items()
         if (name, members) == ("all-reduce", count)
     )
     if len(sums) < 2:
         return preset
-    (small, start), (large, whole) = sums[0], sums[-1]
+    (small, start), (large, end) = sums[0], sums[-1]
     share = 2 * (count - 1) / count
-    bandwidth = share * (large - small) / max(whole - start, 1e-9)
+    bandwidth = share * (large - small) / max(end - start, 1e-9)
     latency = max(0.0, start - share * small / bandwidth) / (2 * (count - 1))
     return replace(
         preset,
         node=Link(bandwidth=bandwidth, latency_s=latency),
         start_s=0.0,
         node_size=max(count, preset.node_size),
-        collectives=tuple((*key, seconds) for key, seconds in sorted(found.items())),
+        collectives=tuple((*key, seconds) for key, seconds in sorted(slowest.items())),
     )
 
 
@@ -219,18 +219,18 @@ _GATED = _WIDTH * (2 * (3 + 7 + 3) + 2 * (5 + 9))
 
 
 def _runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
-    usual, other = (
+    dtype, other_dtype = (
         (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float32)
     )
     sides = _SIDES[device.type]
     for m, n, k in itertools.product(sides, repeat=3):
-        yield ("product", m, n, k), partial(_product, device, m, n, k, usual)
-    yield ("other",), partial(_product, device, sides[1], sides[1], sides[1], other)
-    for place in itertools.product(_POSITIONS[device.type], _CHANNELS):
-        yield ("attention", *place), partial(_attention, device, *place, usual)
-        yield ("its backward", *place), partial(_attention_backward, device, *place, usual)
-    yield ("gelu",), partial(_between_products, device, usual, gated=False)
-    yield ("gated",), partial(_between_products, device, usual, gated=True)
+        yield ("product", m, n, k), partial(_product, device, m, n, k, dtype)
+    yield ("other",), partial(_product, device, sides[1], sides[1], sides[1], other_dtype)
+    for shape in itertools.product(_POSITIONS[device.type], _CHANNELS):
+        yield ("attention", *shape), partial(_attention, device, *shape, dtype)
+        yield ("its backward", *shape), partial(_attention_backward, device, *shape, dtype)
+    yield ("gelu",), partial(_between_products, device, dtype, gated=False)
+    yield ("gated",), partial(_between_products, device, dtype, gated=True)
     yield ("loss",), partial(_loss, device)
     yield ("optimizer",), partial(_optimizer, device)
     yield ("host",), partial(_small, device)
@@ -238,8 +238,8 @@ def _runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
 
 def _fresh_runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
     def fill() -> _Run:
-        there = torch.empty(_FRESH, dtype=torch.uint8, device=device)
-        return lambda: there.zero_()
+        buffer = torch.empty(_FRESH, dtype=torch.uint8, device=device)
+        return lambda: buffer.zero_()
 
     yield ("fresh",), lambda: lambda: torch.empty(_FRESH, dtype=torch.uint8, device=device).zero_()
     yield ("filled",), fill

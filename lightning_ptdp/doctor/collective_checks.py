@@ -69,17 +69,17 @@ def _all_to_all(place: GroupMember) -> bool:
 
 def _exchange(place: GroupMember, *steps: int) -> bool:
     """Send every rank's number to the rank ``step`` after it in a ring, for all steps at once."""
-    arriving = {step: place.full(5, -1) for step in steps}
+    received = {step: place.full(5, -1) for step in steps}
     operations: list[dist.P2POp] = []
-    for tag, (step, into) in enumerate(arriving.items()):
-        after, before = ((place.rank + way) % place.size for way in (step, -step))
+    for tag, (step, buffer) in enumerate(received.items()):
+        after, before = ((place.rank + offset) % place.size for offset in (step, -step))
         operations.append(dist.P2POp(dist.isend, place.full(5, place.rank), after, tag=tag))
-        operations.append(dist.P2POp(dist.irecv, into, before, tag=tag))
+        operations.append(dist.P2POp(dist.irecv, buffer, before, tag=tag))
     # All operations are one batch. The first message between two ranks blocks both until the other
     # rank joins, so separate sends in a ring would deadlock.
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return all(_is(into, (place.rank - step) % place.size) for step, into in arriving.items())
+    return all(_is(buffer, (place.rank - step) % place.size) for step, buffer in received.items())
 
 
 def _objects(place: GroupMember) -> bool:
@@ -103,8 +103,8 @@ def _groups(place: GroupMember) -> bool:
             dist.all_reduce(tensor, group=group)
             right = right and _is(tensor, 2 * first + 1)
     flag = torch.ones(())
-    everybody: Any = dist.new_group(backend="gloo")
-    dist.all_reduce(flag, group=everybody)
+    world: Any = dist.new_group(backend="gloo")
+    dist.all_reduce(flag, group=world)
     return right and flag.item() == place.size
 
 

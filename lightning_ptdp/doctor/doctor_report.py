@@ -44,13 +44,16 @@ def _lines(inspection: Inspection) -> Iterator[str]:
 
 
 def _table(measurements: Sequence[Measurement]) -> str:
-    sizes = dict.fromkeys(one.size for one in measurements)
+    sizes = dict.fromkeys(measurement.size for measurement in measurements)
     rows = {
-        name: [f"  {name}"] for name in ("between ranks", *(one.operation for one in measurements))
+        name: [f"  {name}"]
+        for name in ("between ranks", *(measurement.operation for measurement in measurements))
     }
     rows["between ranks"] += map(_size, sizes)
-    for one in measurements:  # grouped by size
-        rows[one.operation].append(f"{one.seconds * 1e3:.3f} ms {one.bytes_per_s / 1e9:8.3f} GB/s")
+    for measurement in measurements:  # grouped by size
+        rows[measurement.operation].append(
+            f"{measurement.seconds * 1e3:.3f} ms {measurement.bytes_per_s / 1e9:8.3f} GB/s"
+        )
     return columns(list(rows.values()), words=(0,))
 
 

@@ -126,13 +126,13 @@ def _limited(
 
     outcome = run_ranks(in_a_process, count=1, timeout_s=timeout_s)
     if 0 in outcome.results:
-        found: _T = outcome.results[0]
-        return found
-    said = outcome.errors.get(0, f"no answer within {timeout_s:g} s")
+        result: _T = outcome.results[0]
+        return result
+    message = outcome.errors.get(0, f"no answer within {timeout_s:g} s")
     return instead(
         failed(
             subject,
-            said,
+            message,
             "a driver or a (network) file system hangs: see dmesg, or use a longer --timeout",
         )
     )

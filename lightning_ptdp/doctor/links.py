@@ -53,7 +53,7 @@ def measure_links(place: GroupMember, tell: Tell, *, cores: int) -> Links:
     send and receive are awake. An immediately repeated collective does not show this delay. Each
     operation therefore runs after a product, whose own time is subtracted.
     """
-    found: dict[tuple[str, int, int], float] = {}
+    times: dict[tuple[str, int, int], float] = {}
     used = waited = 0.0
     for members in divisors(place.size):
         if members == 1:
@@ -66,11 +66,11 @@ def measure_links(place: GroupMember, tell: Tell, *, cores: int) -> Links:
                 dist.barrier()
                 if place.rank < members:
                     seconds, busy = _beyond_product(place, run, size)
-                    found[name, 0 if name == "send" else members, size] = max(1e-9, share * seconds)
+                    times[name, 0 if name == "send" else members, size] = max(1e-9, share * seconds)
                     if members <= cores:
                         used, waited = used + busy, waited + seconds
         dist.barrier()
-    return Links(seconds=found, waiting=min(1.0, used / waited) if waited else 0.0)
+    return Links(seconds=times, waiting=min(1.0, used / waited) if waited else 0.0)
 
 
 def _operations(
@@ -78,8 +78,8 @@ def _operations(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     yield from collectives(place, group, members, size)
     if members == 2:
-        whole = place.full(-(-size // (4 * members)) * members, 1)
-        yield "send", lambda: dist.send(whole, 1) if place.rank == 0 else dist.recv(whole, 0)
+        buffer = place.full(-(-size // (4 * members)) * members, 1)
+        yield "send", lambda: dist.send(buffer, 1) if place.rank == 0 else dist.recv(buffer, 0)
 
 
 def _beyond_product(
@@ -92,12 +92,12 @@ def _beyond_product(
     a, b, result = (torch.randn(shape, device=place.device) for shape in _PRODUCT)
     repetitions = max(_LEAST, min(_MOST, _MOST_BYTES // size))
 
-    def usual(*parts: Callable[[], object]) -> tuple[float, float]:
+    def best_round(*parts: Callable[[], object]) -> tuple[float, float]:
         # The best round counts, because this clock includes interruptions, in contrast to a
         # thread's clock (calibration.py).
-        return min(once(parts) for _ in range(_ROUNDS))
+        return min(run_round(parts) for _ in range(_ROUNDS))
 
-    def once(parts: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    def run_round(parts: Sequence[Callable[[], object]]) -> tuple[float, float]:
         seconds = []
         used = time.process_time()
         for _ in range(repetitions):
@@ -113,7 +113,7 @@ def _beyond_product(
         return torch.mm(a, b, out=result)
 
     run()
-    alone, used = usual(run)
+    alone, used = best_round(run)
     if place.device.type == "cuda":  # the device waits, not the host
         return alone, 0.0
-    return max(alone, usual(product, run)[0] - usual(product)[0]), used
+    return max(alone, best_round(product, run)[0] - best_round(product)[0]), used

@@ -43,26 +43,26 @@ _FILES = 1024
 def check_cores(*, cores: int, processes: int, accelerated: bool) -> Check:
     """Compare the cores that this process may use with the number of processes."""
     takes_turns = cores < processes and not accelerated
-    found = f"{cores} for {processes} processes" + (
+    finding = f"{cores} for {processes} processes" + (
         ", which share the cores" if takes_turns else ""
     )
     remedy = (
         "training works, but its speed says nothing about the layout; use fewer processes "
         "to measure"
     )
-    return enough(not takes_turns, "CPU cores", found, remedy)
+    return enough(not takes_turns, "CPU cores", finding, remedy)
 
 
 def check_memory(*, available: int, total: int, limit: int | None, processes: int) -> Check:
     """Compare the free memory, within the container's limit, with the need of the processes."""
     usable = available if limit is None else min(available, limit)
-    found = f"{usable / _GIB:.1f} GiB free of {total / _GIB:.1f}"
+    finding = f"{usable / _GIB:.1f} GiB free of {total / _GIB:.1f}"
     if limit is not None and limit < total:
-        found += f" (the container may use {limit / _GIB:.1f})"
+        finding += f" (the container may use {limit / _GIB:.1f})"
     remedy = (
         f"use fewer processes: {processes} need about {processes * _PROCESS_BYTES / _GIB:.0f} GiB"
     )
-    return enough(usable >= processes * _PROCESS_BYTES, "memory", found, remedy)
+    return enough(usable >= processes * _PROCESS_BYTES, "memory", finding, remedy)
 
 
 def check_shared_memory(free: int | None) -> Check:
@@ -81,9 +81,12 @@ def check_shared_memory(free: int | None) -> Check:
 
 def check_open_files(soft: int, hard: int) -> Check:
     """Check the soft and hard limits of open files; -1 means no limit."""
-    found = f"{_limit(soft)}, can be raised to {_limit(hard)}" if soft != hard else _limit(soft)
+    finding = f"{_limit(soft)}, can be raised to {_limit(hard)}" if soft != hard else _limit(soft)
     return enough(
-        soft < 0 or soft >= _FILES, "open files", found, f"ulimit -n {hard if hard >= 0 else 65536}"
+        soft < 0 or soft >= _FILES,
+        "open files",
+        finding,
+        f"ulimit -n {hard if hard >= 0 else 65536}",
     )
 
 
@@ -103,8 +106,8 @@ def check_python(version: str | None = None) -> Check:
     try:
         requirements.check_python(version)
     except RequirementError as error:
-        found, _, remedy = str(error).partition(". Run: ")
-        return failed("python", found, remedy)
+        finding, _, remedy = str(error).partition(". Run: ")
+        return failed("python", finding, remedy)
     return ok("python", version or platform.python_version())
 
 
@@ -125,8 +128,8 @@ def check_packages(
         elif problem == declared.missing and declared.extra:
             yield ok(name, f"not installed; optional: {declared.command}")
         else:
-            found, _, remedy = problem.rpartition(". Run: ")
-            yield (warning if declared.extra else failed)(name, found, remedy)
+            finding, _, remedy = problem.rpartition(". Run: ")
+            yield (warning if declared.extra else failed)(name, finding, remedy)
 
 
 def check_entry_points(environment: Mapping[str, str]) -> Check:
@@ -177,14 +180,14 @@ def count_gpus() -> int:
 def check_devices(wanted: int) -> Iterator[Check]:
     """Check the GPUs that torch sees, for ``wanted`` processes."""
     if not torch.cuda.is_available():
-        why = (
+        reason = (
             "this torch is built without CUDA" if torch.version.cuda is None else "CUDA finds none"
         )
-        yield ok("GPUs", f"none ({why}): processes run on the CPU and communicate with gloo")
+        yield ok("GPUs", f"none ({reason}): processes run on the CPU and communicate with gloo")
         yield from check_arithmetic(torch.device("cpu"))
         return
     count = torch.cuda.device_count()
-    found = (
+    finding = (
         f"{count} for {wanted} processes"
         if count < wanted
         else f"{count} (CUDA {torch.version.cuda})"
@@ -192,7 +195,7 @@ def check_devices(wanted: int) -> Iterator[Check]:
     yield enough(
         count >= wanted,
         "GPUs",
-        found,
+        finding,
         f"use --devices {count}, or one GPU per process; this run tests gloo on the CPU",
     )
     for index in range(count):
@@ -208,7 +211,7 @@ def check_arithmetic(device: torch.device) -> Iterator[Check]:
     for dtype, tolerance in _TOLERANCE.items():
         subject = f"{device} {str(dtype).removeprefix('torch.')}"
         try:
-            found = (a.to(device, dtype) @ b.to(device, dtype)).to("cpu", torch.float64)
+            result = (a.to(device, dtype) @ b.to(device, dtype)).to("cpu", torch.float64)
         except RuntimeError as error:
             yield failed(
                 subject,
@@ -216,7 +219,7 @@ def check_arithmetic(device: torch.device) -> Iterator[Check]:
                 "see the driver's log; another process may be using the device",
             )
             continue
-        error_size = ((found - exact).abs().max() / exact.abs().max()).item()
+        error_size = ((result - exact).abs().max() / exact.abs().max()).item()
         if not error_size < tolerance:  # also true for NaN
             yield failed(
                 subject,
@@ -241,8 +244,10 @@ def _check_memory(index: int) -> Check:
             subject, str(error).partition("\n")[0], "see nvidia-smi: the device does not respond"
         )
     name = torch.cuda.get_device_name(index)
-    found = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free ({name})"
-    return enough(free >= total / 2, subject, found, "another process is using it (see nvidia-smi)")
+    finding = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free ({name})"
+    return enough(
+        free >= total / 2, subject, finding, "another process is using it (see nvidia-smi)"
+    )
 
 
 def _is_bf16_fast(device: torch.device) -> bool:

@@ -146,18 +146,18 @@ def _group(
 
 
 def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Iterator[Check]:
-    problem, said = outcome.explain(), {what for each in outcome.reports.values() for what in each}
-    used = [name for name in COLLECTIVES if name in said]
+    problem, steps = outcome.explain(), {step for log in outcome.reports.values() for step in log}
+    started = [name for name in COLLECTIVES if name in steps]
     if problem:
-        done = f"; correct until then: {', '.join(used[:-1])}" if len(used) > 1 else ""
+        passed = f"; correct until then: {', '.join(started[:-1])}" if len(started) > 1 else ""
         late = f" after {timeout_s:g} s" if outcome.late and not outcome.errors else ""
-        yield failed("group", f"{problem}{late}{done}", _mend(backend))
+        yield failed("group", f"{problem}{late}{passed}", _mend(backend))
         return
     formed = max(result["formed_s"] for result in outcome.results.values())
     yield ok(
         "group", f"{count} {'process' if count == 1 else 'processes'} joined in {formed:.2f} s"
     )
-    for name in used:
+    for name in started:
         ranks = [str(rank) for rank, result in outcome.results.items() if name in result["wrong"]]
         if ranks:
             yield failed(name, f"wrong result on rank {', '.join(ranks)}", _mend(backend))

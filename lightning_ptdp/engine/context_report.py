@@ -54,26 +54,26 @@ class PartReports:
             *(call.value for call in calls),
             *sizes,
         ]
-        own = numbers_on(device, numbers)
+        local = numbers_on(device, numbers)
         # A rank that logs other names must still find the other ranks in the same collective.
-        everyone = _gather(
-            torch.nn.functional.pad(own[:_CAPACITY], (0, max(0, _CAPACITY - len(own)))), group
+        gathered = _gather(
+            torch.nn.functional.pad(local[:_CAPACITY], (0, max(0, _CAPACITY - len(local)))), group
         )
-        if len(own) > _CAPACITY:
-            self._check(everyone[:, 0].tolist())
-            everyone = torch.cat([everyone, _gather(own[_CAPACITY:], group)], 1)
-        values, places = everyone[:, 3 : 3 + len(calls)], range(len(calls))
+        if len(local) > _CAPACITY:
+            self._check(gathered[:, 0].tolist())
+            gathered = torch.cat([gathered, _gather(local[_CAPACITY:], group)], 1)
+        values, places = gathered[:, 3 : 3 + len(calls)], range(len(calls))
         if not report.counted:
-            report.loss = everyone[:, 1].mean()
-        of_ranks = everyone[:, 2]
+            report.loss = gathered[:, 1].mean()
+        rank_weights = gathered[:, 2]
         report.calls = [
             call
             if call.value is None
-            else replace(call, value=reduce_values(values[:, i], of_ranks, call.reduction))
+            else replace(call, value=reduce_values(values[:, i], rank_weights, call.reduction))
             for i, call in zip(places, calls, strict=True)
         ]
-        totals = everyone[:, 3 + len(calls) : len(own)].sum(0)
-        self.numbers = torch.cat([everyone[:, 0], of_ranks, totals])
+        totals = gathered[:, 3 + len(calls) : len(local)].sum(0)
+        self.numbers = torch.cat([gathered[:, 0], rank_weights, totals])
 
     def read(self, report: StepReport, numbers: Sequence[float]) -> list[float]:
         """Store the numbers in ``report`` and return the ranks' weights.
@@ -101,11 +101,11 @@ class PartReports:
             )
 
 
-def _gather(own: Tensor, group: Group) -> Tensor:
+def _gather(local: Tensor, group: Group) -> Tensor:
     """Return the numbers of all ranks, (n) -> (c, n)."""
-    everyone = own.new_empty((group.size * own.numel(),))
-    all_gather_single(everyone, own.contiguous(), group.handle)
-    return everyone.view(group.size, -1)
+    gathered = local.new_empty((group.size * local.numel(),))
+    all_gather_single(gathered, local.contiguous(), group.handle)
+    return gathered.view(group.size, -1)
 
 
 def whole_outputs(
@@ -134,12 +134,12 @@ def whole_outputs(
         ContextParallelError: A tensor can be neither joined nor averaged and differs between ranks.
     """
 
-    of_ranks = numbers_on(device, weights)
+    rank_weights = numbers_on(device, weights)
 
     def whole(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 and tensor.is_floating_point():
             values = _gather(numbers_on(device, [tensor]), group)[:, 0]
-            return reduce_values(values, of_ranks, "mean").to(
+            return reduce_values(values, rank_weights, "mean").to(
                 tensor.device, tensor.dtype, non_blocking=tensor.is_cuda
             )
         if tensor.dim() > 1 and tensor.size(1) == length // group.size:
@@ -157,11 +157,11 @@ def whole_outputs(
         return tensor
 
     if isinstance(outputs, dict) and "num_tokens" in outputs and tokens is not None:
-        rest = map_tensors(
+        combined = map_tensors(
             {key: value for key, value in outputs.items() if key != "num_tokens"}, whole
         )
         return {
-            **rest,
+            **combined,
             "num_tokens": torch.tensor(tokens).to(device, torch.int64, non_blocking=True),
         }
     return map_tensors(outputs, whole)

@@ -209,10 +209,10 @@ class Engine:
         loss = torch.tensor(mean, dtype=torch.float32).to(self._device, non_blocking=True)
         if not report.counted and report.extras is None:
             return loss
-        counted = (
+        counts = (
             {"num_tokens": torch.tensor(report.weight).to(torch.int64)} if report.counted else {}
         )
-        return {**(report.extras or {}), **counted, "loss": loss}
+        return {**(report.extras or {}), **counts, "loss": loss}
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -259,9 +259,9 @@ class Engine:
         In that case they may communicate after each batch. The call is collective over the
         replicas. ``length`` is this rank's number of batches; None if its loader has no length.
         """
-        same = is_same_length(length, group=self._mesh.group("replicas"), device=self._device)
-        self._replicas_in_step &= same
-        return same
+        equal = is_same_length(length, group=self._mesh.group("replicas"), device=self._device)
+        self._replicas_in_step &= equal
+        return equal
 
     def _sizes(self, batch: Nested) -> tuple[int, ...]:
         """Return the numbers of samples in the microbatches."""
@@ -328,13 +328,13 @@ class Engine:
         The logged values are passed to Lightning.
         """
         self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
-        pipeline, last, own = self._mesh.group("pipeline"), self._mesh.layout.last_stage_rank, None
+        pipeline, last, sent = self._mesh.group("pipeline"), self._mesh.layout.last_stage_rank, None
         if pipeline.rank == last:
-            own = job.report(self._weigh if self._weighs(hook) else None)
+            sent = job.report(self._weigh if self._weighs(hook) else None)
         report = share_report(
-            own, group=pipeline, source=last, memory=self._memory, device=self._device
+            sent, group=pipeline, source=last, memory=self._memory, device=self._device
         )
-        if own is None:
+        if sent is None:
             apply_changes(self._module, report.changes)
         replay(report.calls, self._module)
         return report

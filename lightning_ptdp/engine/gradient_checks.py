@@ -119,26 +119,26 @@ class GradientChecks(StepObserver):
             default=None,
         )
         ranks = gather((loss, backward, gradient))
-        names = [found[2] for found in ranks if found[2] is not None]
-        what = (
+        names = [record[2] for record in ranks if record[2] is not None]
+        subject = (
             f"the gradient of '{min(names)[1]}' (the first such parameter) is"
             if names
             else "a loss is"
         )
-        begun = [
-            (found[kind], kind, rank)
-            for rank, found in enumerate(ranks)
+        failures = [
+            (record[kind], kind, rank)
+            for rank, record in enumerate(ranks)
             for kind in (0, 1)
-            if found[kind] is not None
+            if record[kind] is not None
         ]
-        if not begun:
+        if not failures:
             return (
-                f"{what} not finite. All losses and gradients were finite until the last "
+                f"{subject} not finite. All losses and gradients were finite until the last "
                 "microbatch was reduced over the replicas"
             )
-        microbatch, kind, rank = min(begun)
+        microbatch, kind, rank = min(failures)
         return (
-            f"{what} not finite. The first such value was the {('loss', 'gradients')[kind]} of "
+            f"{subject} not finite. The first such value was the {('loss', 'gradients')[kind]} of "
             f"microbatch {microbatch} on rank {rank}"
         )
 

@@ -117,15 +117,15 @@ class BatchMetrics:
 
     def _empty_copy(self, metric: Metric) -> Metric:
         # Process groups and values with a graph cannot be copied; states need not be.
-        instead: dict[int, object] = {}
+        memo: dict[int, object] = {}
         for inner in _metrics(metric):
             for value in (inner.process_group, inner._forward_cache, inner._computed):
-                instead[id(value)] = None
-            instead |= {
+                memo[id(value)] = None
+            memo |= {
                 id(getattr(inner, name)): copy.deepcopy(default)
                 for name, default in inner._defaults.items()
             }
-        fresh = copy.deepcopy(metric, instead)
+        fresh = copy.deepcopy(metric, memo)
         for inner, original in zip(_metrics(fresh), _metrics(metric), strict=True):
             if metric.dist_sync_on_step:
                 inner.process_group, inner.distributed_available_fn = (

@@ -42,8 +42,8 @@ def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
     The larger microbatches come first.
     """
     count = min(samples, count)
-    share, rest = divmod(samples, count)
-    return tuple(share + (i < rest) for i in range(count))
+    share, remainder = divmod(samples, count)
+    return tuple(share + (i < remainder) for i in range(count))
 
 
 def split_batch(batch: Nested, sizes: Sequence[int]) -> list[Nested]:
@@ -157,13 +157,13 @@ def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -
         sizes: Numbers of samples in its microbatches.
         device: Device of the result.
     """
-    found = _labels(batch, sum(sizes)) if sizes else None
-    if found is None:
+    labels = _labels(batch, sum(sizes)) if sizes else None
+    if labels is None:
         return torch.zeros(2, dtype=torch.int64, device=device)
     counts = (
-        (found[1] != _IGNORED).flatten(1).sum(1)
-        if found[1].dim() > 1
-        else (found[1] != _IGNORED).long()
+        (labels[1] != _IGNORED).flatten(1).sum(1)
+        if labels[1].dim() > 1
+        else (labels[1] != _IGNORED).long()
     )
     if len(set(sizes)) == 1:
         shares = counts.view(len(sizes), -1).sum(1) * _PARTS // sizes[0]
@@ -182,10 +182,10 @@ def is_uneven(most: float, negative_least: float) -> bool:
 def describe_uneven(batch: Nested, samples: int) -> str:
     """Return the warning about the labels of ``batch``."""
     name = (_labels(batch, samples) or ("", None))[0]
-    shown = f"'{name}'" if name else "the labels"
+    label_name = f"'{name}'" if name else "the labels"
     return (
         "the microbatches or replicas of a batch have different numbers of labels other than "
-        f"{_IGNORED} in {shown}, and training_step returns no 'num_tokens'. The mean of each "
+        f"{_IGNORED} in {label_name}, and training_step returns no 'num_tokens'. The mean of each "
         "microbatch has the same weight, so the loss is not the mean over all labels as in "
         f"one process. Return {{'loss': loss, 'num_tokens': (labels != {_IGNORED}).sum()}} "
         "from training_step"
@@ -194,7 +194,7 @@ def describe_uneven(batch: Nested, samples: int) -> str:
 
 def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
     """Return the tensor that seems to hold labels: by its name, else the last one of integers."""
-    found = [
+    tensors = [
         (name, tensor)
         for name, tensor in named_tensors(batch)
         if tensor.dtype in (torch.int64, torch.int32)
@@ -202,5 +202,5 @@ def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
         and tensor.size(0) == samples
         and tensor.numel()
     ]
-    named = [pair for pair in found if "label" in pair[0].lower() or "target" in pair[0].lower()]
-    return next(iter(named), found[-1] if found else None)
+    labels = [pair for pair in tensors if "label" in pair[0].lower() or "target" in pair[0].lower()]
+    return next(iter(labels), tensors[-1] if tensors else None)

@@ -306,14 +306,14 @@ class LightningJob:
         )
         if counted and weigh is not None:
             weigh(report)
-        of_microbatches, of_parts = self._read(report, shares, parts)
-        report.extras = self._extras(of_microbatches)
+        microbatch_weights, part_weights = self._read(report, shares, parts)
+        report.extras = self._extras(microbatch_weights)
         if part is not None:
-            tokens = sum(of_parts) if counted else None
+            tokens = sum(part_weights) if counted else None
             report.extras = whole_outputs(
                 report.extras,
                 length=part.length,
-                weights=of_parts,
+                weights=part_weights,
                 tokens=tokens,
                 group=part.group,
                 device=self.device,
@@ -331,12 +331,12 @@ class LightningJob:
             The weights of the microbatches, and of the ranks that have other parts of them.
         """
         spread = [] if self.spread is None else [*self.spread]
-        own = numbers_on(
+        numbers = numbers_on(
             self.device,
             [report.loss, report.weight, *(call.value for call in report.calls), *spread],
         )
-        (loss, weight, *values), of_microbatches, of_parts = read_numbers(
-            own, shares, own[:0] if parts is None else parts.numbers
+        (loss, weight, *values), microbatch_weights, part_weights = read_numbers(
+            numbers, shares, numbers[:0] if parts is None else parts.numbers
         )
         report.loss, report.weight = loss, weight
         values, report.spread = values[: len(report.calls)], values[len(report.calls) :]
@@ -344,7 +344,7 @@ class LightningJob:
             replace(call, value=value) if call.metric is None else call
             for call, value in zip(report.calls, values, strict=True)
         ]
-        return of_microbatches, [] if parts is None else parts.read(report, of_parts)
+        return microbatch_weights, [] if parts is None else parts.read(report, part_weights)
 
     def _extras(self, weights: Sequence[float]) -> Nested:
         outputs = self._outputs

@@ -110,10 +110,10 @@ def share_report(
         tensor.cpu() if place.on_cpu else tensor
         for tensor, place in zip(tensors, content.places, strict=True)
     ]
-    values_of_rows = zip(numbers, content.rows, strict=False)
+    numbered_rows = zip(numbers, content.rows, strict=False)
     calls = [
         LogCall(name, number if metric is None else None, options, metric)
-        for number, (name, options, metric) in values_of_rows
+        for number, (name, options, metric) in numbered_rows
     ]
     extras, changes = unpack(content.rest, tensors, numbers[len(content.rows) :])
     return StepReport(loss, weight, bool(counted), calls, extras, changes)
@@ -121,14 +121,14 @@ def share_report(
 
 def _form_of(report: StepReport, device: torch.device) -> tuple[bytes, list[Tensor], list[float]]:
     try:
-        rest, tensors, numbers = pack((report.extras, report.changes))
+        payload, tensors, numbers = pack((report.extras, report.changes))
     except Exception:
-        rest, tensors, numbers = pack(
+        payload, tensors, numbers = pack(
             (report.extras, [change for change in report.changes if _can_be_sent(change)])
         )
     places = [_TensorPlace(tuple(t.shape), t.dtype, t.device != device) for t in tensors]
     rows = [(call.name, call.options, call.metric) for call in report.calls]
-    return pickle.dumps(_Form(rows, rest, places, len(numbers))), tensors, numbers
+    return pickle.dumps(_Form(rows, payload, places, len(numbers))), tensors, numbers
 
 
 def _can_be_sent(change: Change) -> bool:
@@ -145,9 +145,9 @@ def _can_be_sent(change: Change) -> bool:
 
 
 def _broadcast_object(value: _T, source: int, group: Group) -> _T:
-    box = [value]
-    dist.broadcast_object_list(box, source, group=group.handle)
-    return box[0]
+    object_list = [value]
+    dist.broadcast_object_list(object_list, source, group=group.handle)
+    return object_list[0]
 
 
 class _Packer(pickle.Pickler):

@@ -82,25 +82,25 @@ class StepHabits:
 
     def warn_of_writes(self, count: int) -> None:
         """Warn of the tensors that the step has written in ``count`` microbatches."""
-        written = dict.fromkeys(self._written(known=() if self._recomputes else _NORMS))
-        if not written:
+        names = dict.fromkeys(self._written(ignored=() if self._recomputes else _NORMS))
+        if not names:
             return
-        more = f" and {len(written) - _SHOWN} more" if len(written) > _SHOWN else ""
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         again = " and recomputation runs blocks again" if self._recomputes else ""
         warnings.warn(
-            f"training_step writes {', '.join([*written][:_SHOWN])}{more}, but it runs once "
+            f"training_step writes {', '.join([*names][:_SHOWN])}{more}, but it runs once "
             f"for each of {count} microbatches{again}. A run reads the value of the previous "
             "microbatch, not of the previous batch. Write it in on_train_batch_end, or use "
             f"num_microbatches=1 ({_PAGE})",
             stacklevel=2,
         )
 
-    def _written(self, known: tuple[type[nn.Module], ...]) -> Iterator[str]:
-        now = dict(_tensors(self._module))
+    def _written(self, ignored: tuple[type[nn.Module], ...]) -> Iterator[str]:
+        current = dict(_tensors(self._module))
         for name, (value, version) in self._versions.items():
             owner = self._module.get_submodule(name.rpartition(".")[0])
-            if not isinstance(owner, known) and (
-                now.get(name) is not value or value._version != version
+            if not isinstance(owner, ignored) and (
+                current.get(name) is not value or value._version != version
             ):
                 yield f"self.{name}"
         for change in self._state.changes():
@@ -147,7 +147,7 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
         samples: Number of samples of the microbatch, or of a replica's batch.
         replicas: Whether only replicas divide the batch.
     """
-    if any(is_compiled(one) or is_compiled_module(one) for one in module.modules()):
+    if any(is_compiled(child) or is_compiled_module(child) for child in module.modules()):
         yield
         return
     reductions = _Reductions(samples)
@@ -193,17 +193,17 @@ class _Reductions(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        value, at = args[0], _DIM_AT[name]
-        given = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else None))
-        dims = given if isinstance(given, tuple | list) else (given,)
+        value, index = args[0], _DIM_AT[name]
+        axes = kwargs.get("dim", kwargs.get("axis", args[index] if len(args) > index else None))
+        dims = axes if isinstance(axes, tuple | list) else (axes,)
         over_samples = any(isinstance(dim, int) and dim in (0, -value.dim()) for dim in dims)
         return over_samples and len(dims) < value.dim() and len(value) == self._samples > 1
 
 
 def _users_line() -> str:
     """Return the file and line of the innermost code outside of torch and this file."""
-    frame, torchs = inspect.currentframe(), os.path.dirname(torch.__file__)
-    while frame is not None and frame.f_code.co_filename.startswith((torchs, __file__)):
+    frame, torch_folder = inspect.currentframe(), os.path.dirname(torch.__file__) + os.sep
+    while frame is not None and frame.f_code.co_filename.startswith((torch_folder, __file__)):
         frame = frame.f_back
     return (
         f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
@@ -233,13 +233,13 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
 
     The divisors are read from the device.
     """
-    found = [float(divisor) for divisor in divisors if divisor is not None]
-    if len(found) == len(divisors) and max(found) - min(found) > _ROUNDING * abs(
-        max(found, key=abs)
+    values = [float(divisor) for divisor in divisors if divisor is not None]
+    if len(values) == len(divisors) and max(values) - min(values) > _ROUNDING * abs(
+        max(values, key=abs)
     ):
         warnings.warn(
             "the loss is divided by a number that differs between microbatches, such as the "
-            f"sum of a mask ({min(found):g} to {max(found):g}), but all microbatches have the "
+            f"sum of a mask ({min(values):g} to {max(values):g}), but all microbatches have the "
             "same weight. Return a dictionary with the mean as 'loss' and this number as "
             f"'num_tokens' ({_PAGE})",
             stacklevel=2,

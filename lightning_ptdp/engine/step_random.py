@@ -71,8 +71,8 @@ class StepRandomness(Surrounding):
         names = {
             name for block in blocks.values() for name in _defined_in(module.get_submodule(block))
         }
-        known = {origin for name in names for origin in _known_by(name)}
-        self._python, self._numpy = random in known, np in known
+        imports = {origin for name in names for origin in _known_by(name)}
+        self._python, self._numpy = random in imports, np in imports
         self._bits: list[Any] = []
         self._outer: list[_Outer] = []
         self._seed: int | None = None
@@ -167,22 +167,22 @@ class StepRandomness(Surrounding):
         """Replay numpy's and Python's numbers."""
         if forward.seed is None:
             return None
-        begun: list[Any] = []
-        return self._noting(begun), self._replaying(begun)
+        states: list[Any] = []
+        return self._noting(states), self._replaying(states)
 
     @contextlib.contextmanager
-    def _noting(self, begun: list[Any]) -> Iterator[None]:
-        begun[:] = np.random.get_state(), random.getstate()
+    def _noting(self, states: list[Any]) -> Iterator[None]:
+        states[:] = np.random.get_state(), random.getstate()
         yield
 
     @contextlib.contextmanager
-    def _replaying(self, begun: list[Any]) -> Iterator[None]:
-        now = np.random.get_state(), random.getstate()
-        _set_host_states(*begun)
+    def _replaying(self, states: list[Any]) -> Iterator[None]:
+        current = np.random.get_state(), random.getstate()
+        _set_host_states(*states)
         try:
             yield
         finally:
-            _set_host_states(*now)
+            _set_host_states(*current)
 
 
 def _is_inside_graph(module: nn.Module, block: str) -> bool:
@@ -210,8 +210,8 @@ def _defined_in(block: nn.Module) -> set[str]:
 
     This includes the classes of the attributes of the block's modules.
     """
-    held = [value for module in block.modules() for value in (module, *vars(module).values())]
-    kinds = {kind for value in held for kind in type(value).__mro__}
+    objects = [value for module in block.modules() for value in (module, *vars(module).values())]
+    kinds = {kind for value in objects for kind in type(value).__mro__}
     return {
         kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES
     }

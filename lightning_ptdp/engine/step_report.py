@@ -60,8 +60,8 @@ class LogCall:
     @property
     def reduction(self) -> str:
         """Return its ``reduce_fx``: "mean", "sum", "min", "max", or another function's name."""
-        asked = self.options.get("reduce_fx", "mean")
-        name: str = getattr(asked, "__name__", str(asked)).lower()
+        reduce_fx = self.options.get("reduce_fx", "mean")
+        name: str = getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
         return "mean" if name == "avg" else name
 
     @property
@@ -185,23 +185,23 @@ def average_calls(
             Lightning does not have.
     """
     names = [[call.name for call in calls] for calls in recorded]
-    if any(other != names[0] for other in names):
+    if any(logged != names[0] for logged in names):
         raise ValueError(
             f"self.log was called with different names in different microbatches: {names[0]} "
             "and others. Log the same names in all of them"
         )
     merged = []
-    for place, calls in enumerate(zip(*recorded, strict=True)):
+    for index, calls in enumerate(zip(*recorded, strict=True)):
         first, options, shares = calls[0], calls[0].options, weights
-        own = [call.options.get("batch_size") for call in calls]
-        if all(size is not None for size in own):
-            options = {**options, "batch_size": sum(own)}
-            shares = numbers_on(numbers.device, own)
+        batch_sizes = [call.options.get("batch_size") for call in calls]
+        if all(size is not None for size in batch_sizes):
+            options = {**options, "batch_size": sum(batch_sizes)}
+            shares = numbers_on(numbers.device, batch_sizes)
             if counted:
                 shares = (
                     weights
                     if losses is None
-                    else _shares_of(numbers[place :: len(names[0])], losses, weights, shares)
+                    else _shares_of(numbers[index :: len(names[0])], losses, weights, shares)
                 )
         if is_metric(first.value):
             merged.append(LogCall(first.name, None, options, metric_path(first.value)))
@@ -213,18 +213,18 @@ def average_calls(
                 f"self.log({first.name!r}, reduce_fx={reduction}) is not supported. Use one of "
                 f"{', '.join(_REDUCTIONS)}, or log a torchmetrics.Metric"
             )
-        value = reduce_values(numbers[place :: len(names[0])], shares, reduction)
+        value = reduce_values(numbers[index :: len(names[0])], shares, reduction)
         merged.append(LogCall(first.name, value, {**options, "reduce_fx": reduction}))
     return merged
 
 
-def _shares_of(values: Tensor, losses: Tensor, tokens: Tensor, own: Tensor) -> Tensor:
-    """Return ``tokens`` if the values are the losses, else ``own``.
+def _shares_of(values: Tensor, losses: Tensor, tokens: Tensor, batch_sizes: Tensor) -> Tensor:
+    """Return ``tokens`` if the values are the losses, else ``batch_sizes``.
 
     The values are not read from the device.
     """
     is_loss = (torch.isclose(values, losses) | (tokens == 0)).all()
-    return torch.where(is_loss, tokens, own)
+    return torch.where(is_loss, tokens, batch_sizes)
 
 
 def numbers_on(device: torch.device, values: Sequence[object]) -> Tensor:
@@ -238,13 +238,13 @@ def numbers_on(device: torch.device, values: Sequence[object]) -> Tensor:
     numbers = numbers.to(device, non_blocking=True)
     if not any(isinstance(value, Tensor) for value in values):
         return numbers
-    parts = zip(values, numbers.split(1), strict=True)
+    pairs = zip(values, numbers.split(1), strict=True)
     return torch.cat(
         [
             v.detach().to(device, torch.float64, non_blocking=True).reshape(1)
             if isinstance(v, Tensor)
             else number
-            for v, number in parts
+            for v, number in pairs
         ]
     )
 

@@ -81,19 +81,19 @@ class Owner:
         Containers on a class, shared by all of its objects, are included, because a step may append
         to them.
         """
-        found = (_class_containers(type(self.module)) if not self.name else {}) | vars(self.module)
+        attrs = (_class_containers(type(self.module)) if not self.name else {}) | vars(self.module)
         return {
-            name: value for name, value in found.items() if name not in self.ignored
+            name: value for name, value in attrs.items() if name not in self.ignored
         } | self.module._buffers
 
 
 def _class_containers(kind: type) -> dict[str, object]:
     bodies = [vars(base) for base in reversed(kind.__mro__) if not _is_of_a_library(base)]
-    named = {
+    attrs = {
         name: value for body in bodies for name, value in body.items() if not name.startswith("__")
     }
     return {
-        name: value for name, value in named.items() if isinstance(value, (list, dict, set, deque))
+        name: value for name, value in attrs.items() if isinstance(value, (list, dict, set, deque))
     }
 
 
@@ -207,19 +207,19 @@ def _see(value: object, depth: int = 0) -> _Seen:
         return _Seen(value, set(value))
     if isinstance(value, deque) and value.maxlen is not None:
         return _Seen(value, tuple(value))
-    held = (
+    content = (
         value
         if isinstance(value, _CONTAINERS)
         else vars(value)
         if depth == 0 and _is_object(value)
         else None
     )
-    if held is None:
+    if content is None:
         return _Seen(value)
-    if len(held) > _WATCHED or depth > _DEPTH:
-        return _Seen(value, len(held))
-    pairs = held.items() if isinstance(held, dict) else enumerate(held)
-    return _Seen(value, len(held), {key: _see(item, depth + 1) for key, item in pairs})
+    if len(content) > _WATCHED or depth > _DEPTH:
+        return _Seen(value, len(content))
+    pairs = content.items() if isinstance(content, dict) else enumerate(content)
+    return _Seen(value, len(content), {key: _see(item, depth + 1) for key, item in pairs})
 
 
 def _is_object(value: object) -> bool:
@@ -295,7 +295,7 @@ class _Search:
 
 def _are_same(items: Sequence[object], now: Sequence[object]) -> bool:
     return len(items) == len(now) and all(
-        item is other for item, other in zip(items, now, strict=True)
+        item is current for item, current in zip(items, now, strict=True)
     )
 
 
@@ -342,12 +342,12 @@ def _restore_items(value: Any, items: Mapping[Any, _Seen]) -> None:
             value.clear()
             value.extend(item.value for item in items.values())
     else:
-        held = value if isinstance(value, dict) else vars(value)
-        for key in _added(items, held):
-            del held[key]
+        content = value if isinstance(value, dict) else vars(value)
+        for key in _added(items, content):
+            del content[key]
         for key, item in items.items():
-            if key not in held or _rebound(item, held[key]):
-                held[key] = item.value
+            if key not in content or _rebound(item, content[key]):
+                content[key] = item.value
     for item in items.values():
         _restore(item)
 
@@ -373,8 +373,8 @@ def _apply(module: nn.Module, change: Change) -> None:
     last = change.path[-1]
     target = _follow(module, change.path[:-1])
     if change.how == "extend":
-        held = _follow(module, change.path)
-        held.update(change.value) if isinstance(held, dict) else held.extend(change.value)
+        content = _follow(module, change.path)
+        content.update(change.value) if isinstance(content, dict) else content.extend(change.value)
     elif change.how == "delete" and isinstance(target, dict):
         target.pop(last, None)
     elif change.how == "delete":

@@ -75,9 +75,9 @@ def to_adapters(
         inference_mode=True,
     )
     names = {_peft_name(name): name for name in reader.tensors if name.startswith(_OURS)}
-    held = {new: reader.tensors[name] for new, name in sorted(names.items())}
+    stored = {peft_name: reader.tensors[name] for peft_name, name in sorted(names.items())}
     entries = {
-        name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in held.items()
+        name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in stored.items()
     }
     files.check_replaceable(target, marker=files.EXPORT_MARK)
     with files.replacing(target) as part:
@@ -127,18 +127,18 @@ def merge_adapters(
         )
     files.check_apart(target, [folder])
     files.check_replaceable(target, marker=files.EXPORT_MARK)
-    kind: Any = (
+    model_class: Any = (
         transformers.AutoModelForCausalLM
         if base_weights["task"] == "CAUSAL_LM"
         else transformers.AutoModelForMaskedLM
     )
-    model = kind.from_pretrained(
+    model = model_class.from_pretrained(
         folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
     )
-    with tempfile.TemporaryDirectory() as place:
-        to_adapters(source, Path(place) / "adapter")
+    with tempfile.TemporaryDirectory() as scratch:
+        to_adapters(source, Path(scratch) / "adapter")
         model = peft.PeftModel.from_pretrained(
-            model, str(Path(place) / "adapter")
+            model, str(Path(scratch) / "adapter")
         ).merge_and_unload()
     with files.replacing(target) as part:
         model.save_pretrained(part, max_shard_size=shard_bytes)
@@ -172,7 +172,6 @@ _UNSUPPORTED = (
     "target_parameters",
     "layer_replication",
 )
-_PREFIX = "base_model.model."
 _WRAPPED = (
     ".lora_A.",
     ".lora_B.",
@@ -206,43 +205,43 @@ def read_adapter_folder(
     linked = hub_blobs(path)
     try:
         regular_size(path / ADAPTER_WEIGHTS, linked=linked)
-        given = read_json(path / ADAPTER_FILE, linked=linked)
+        config = read_json(path / ADAPTER_FILE, linked=linked)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as adapters: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(config, dict):
         raise CheckpointError(f"{path / ADAPTER_FILE} must be a JSON object")
-    found = base if base is not None else given.get("base_model_name_or_path")
-    if not isinstance(found, str) or not found:
+    base_model = base if base is not None else config.get("base_model_name_or_path")
+    if not isinstance(base_model, str) or not base_model:
         raise CheckpointError(
             f"{path / ADAPTER_FILE} names no base model (base_model_name_or_path)"
         )
-    if given.get("peft_type") != "LORA" or given.get("bias", "none") != "none":
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise CheckpointError(
-            f"{path / ADAPTER_FILE}: peft_type={given.get('peft_type')!r} with "
-            f"bias={given.get('bias')!r} is not supported, only LoRA without biases. Merge "
+            f"{path / ADAPTER_FILE}: peft_type={config.get('peft_type')!r} with "
+            f"bias={config.get('bias')!r} is not supported, only LoRA without biases. Merge "
             "these adapters with peft (merge_and_unload), and use the merged model"
         )
     for name in _UNSUPPORTED:
-        if given.get(name):
+        if config.get(name):
             raise CheckpointError(
                 f"{path / ADAPTER_FILE}: {name} is not supported. Merge these adapters with "
                 "peft (merge_and_unload), and use the merged model"
             )
-    adapter = _options(path, given)
+    adapter = _options(path, config)
     tensors = {
         _module_name(name, adapter): value.clone()
         for name, value in open_safetensors(path / ADAPTER_WEIGHTS).items()
     }
-    return {"path": found, "adapter": adapter}, tensors
+    return {"path": base_model, "adapter": adapter}, tensors
 
 
-def _options(path: Path, given: Mapping[str, Any]) -> LoraOptions:
-    targets, whole = given.get("target_modules"), given.get("modules_to_save") or ()
-    options = {ours: given[theirs] for theirs, ours in _OPTIONS.items() if theirs in given}
+def _options(path: Path, config: Mapping[str, Any]) -> LoraOptions:
+    targets, saved_modules = config.get("target_modules"), config.get("modules_to_save") or ()
+    options = {name: config[key] for key, name in _OPTIONS.items() if key in config}
     try:
         return LoraOptions(
             target_modules=targets if isinstance(targets, str) else tuple(targets or ()),
-            modules_to_save=tuple(whole),
+            modules_to_save=tuple(saved_modules),
             **options,
         )
     except (TypeError, ValueError) as error:
@@ -255,14 +254,14 @@ def _module_name(name: str, adapter: LoraOptions) -> str:
     Example: ``base_model.model.h.q_proj.lora_A.weight`` ->
     ``model.h.q_proj.lora_A.default.weight``.
     """
-    short = "model." + name.removeprefix(_PREFIX)
+    short = "model." + name.removeprefix(_THEIRS)
     for part in _WRAPPED:
-        head, found, tail = short.partition(part)
-        if found:
+        head, separator, tail = short.partition(part)
+        if separator:
             return f"{head}{part.rstrip('.')}.default" + (f".{tail}" if tail else "")
     owner, _, leaf = short.rpartition(".")
     return (
         f"{owner}.modules_to_save.default.{leaf}"
-        if any(owner.endswith(one) for one in adapter.modules_to_save)
+        if any(owner.endswith(module) for module in adapter.modules_to_save)
         else short
     )

@@ -73,20 +73,22 @@ def check_architecture(
             model = kind(kind.config_class.from_json_file(file.name))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{name} cannot be built from the configuration: {error}") from error
-    wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     first: dict[int, str] = {}
     tied = {
         key: first.setdefault(id(value), key)
         for key, value in model.named_parameters(remove_duplicate=False)
     }
     if in_files:
-        once = {key: shape for key, shape in wanted.items() if tied.get(key, key) == key}
-        wanted = {key: view.shape for key, view in views_in_files(model, once).items()}
-    there = {tied.get(key, key) for key in stored}
-    lacks = sorted(key for key in wanted if key not in stored and tied.get(key, key) not in there)
-    unknown = sorted(stored.keys() - wanted.keys())
-    if lacks or unknown:
-        parts = [f"lacks {_listed(lacks)}"] * bool(lacks) + [
+        untied = {key: shape for key, shape in expected.items() if tied.get(key, key) == key}
+        expected = {key: view.shape for key, view in views_in_files(model, untied).items()}
+    present = {tied.get(key, key) for key in stored}
+    missing = sorted(
+        key for key in expected if key not in stored and tied.get(key, key) not in present
+    )
+    unknown = sorted(stored.keys() - expected.keys())
+    if missing or unknown:
+        parts = [f"lacks {_listed(missing)}"] * bool(missing) + [
             f"has the unknown {_listed(unknown)}"
         ] * bool(unknown)
         raise CheckpointError(
@@ -95,10 +97,10 @@ def check_architecture(
             "of the trained model"
         )
     for key, shape in stored.items():
-        if wanted[key] != shape:
+        if expected[key] != shape:
             raise CheckpointError(
                 f"{source} does not fit {name}: {key!r} has the shape {shape}, but "
-                f"must have {wanted[key]} according to the configuration"
+                f"must have {expected[key]} according to the configuration"
             )
     return model
 
@@ -128,16 +130,16 @@ def verify_huggingface(
         CheckpointError: The folder and the checkpoint differ.
     """
     name, kind = _architecture(read_config(Path(folder)))
-    theirs, said = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    wrong = {
-        key: sorted(map(str, said.get(key, ())))
+    hf_model, info = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    problems = {
+        key: sorted(map(str, info.get(key, ())))
         for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
-    if any(wrong.values()):
-        found = "; ".join(f"{key} {_listed(names)}" for key, names in wrong.items() if names)
-        raise CheckpointError(f"{folder}: {name}.from_pretrained finds {found}")
+    if any(problems.values()):
+        message = "; ".join(f"{key} {_listed(names)}" for key, names in problems.items() if names)
+        raise CheckpointError(f"{folder}: {name}.from_pretrained finds {message}")
     if model is None:
-        state, reader = theirs.state_dict(), TensorReader(source)
+        state, reader = hf_model.state_dict(), TensorReader(source)
         for stored in sorted(reader.metadata.names("model/")):
             key = stored.removeprefix(f"model/{prefix}")
             if key in state and not torch.equal(
@@ -150,19 +152,19 @@ def verify_huggingface(
         for key, value in read_full(source).items()
         if key.startswith(prefix)
     }
-    ours = model.family.build(model.config)
-    ours.load_state_dict(weights)
+    native = model.family.build(model.config)
+    native.load_state_dict(weights)
     ids = (
         torch.arange(min(_LENGTH, model.config.sequence_length))[None]
         * 7
         % model.config.vocabulary_size
     )
     with torch.no_grad():
-        mine, answer = ours.to(theirs.dtype).float().eval()(ids), theirs.float().eval()(ids)
+        logits, output = native.to(hf_model.dtype).float().eval()(ids), hf_model.float().eval()(ids)
     # BERT returns the logits of two heads.
-    other = answer["logits"] if "logits" in answer else answer["prediction_logits"]
-    mine = mine[0] if isinstance(mine, tuple) else mine
-    gap = float((mine - other).abs().max() / mine.abs().max())
+    hf_logits = output["logits"] if "logits" in output else output["prediction_logits"]
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    gap = float((logits - hf_logits).abs().max() / logits.abs().max())
     if not gap < _CLOSE:
         raise CheckpointError(
             f"{folder}: the logits of {name} differ from those of {source} by {gap:.1e} of the "
@@ -230,8 +232,8 @@ class View:
 
     def turned(self, values: torch.Tensor) -> torch.Tensor:
         """Return a view of ``values`` of the model's tensor in the file's order of dimensions."""
-        others = [dim for dim in range(values.dim()) if dim not in self.dims]
-        return values.permute(*others, *self.dims)[(0,) * len(others)]
+        unit_dims = [dim for dim in range(values.dim()) if dim not in self.dims]
+        return values.permute(*unit_dims, *self.dims)[(0,) * len(unit_dims)]
 
 
 def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
@@ -246,31 +248,31 @@ def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
         shapes: Shapes of its tensors by name. Tied tensors occur once.
     """
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    own = {name if tied.get(name, name) in shapes else tied[name]: name for name in shapes}
-    names, begins, end = [*own.values()], list[int](), 0
+    model_names = {name if tied.get(name, name) in shapes else tied[name]: name for name in shapes}
+    names, begins, end = [*model_names.values()], list[int](), 0
     for name in names:
         begins.append(end)
         end += max(math.prod(shapes[name]), 1)
     # All tensors are views of one flat tensor, so that the storage offset of a view identifies the
     # tensor that it is a part of.
     flat = torch.empty(end, device="meta")
-    wholes = {
+    tensors = {
         stored: flat[begin : begin + math.prod(shapes[name])].view(shapes[name])
-        for (stored, name), begin in zip(own.items(), begins, strict=True)
+        for (stored, name), begin in zip(model_names.items(), begins, strict=True)
     }
-    found: dict[str, View] = {}
-    for stored, value in as_in_files(model, wholes).items():
+    views: dict[str, View] = {}
+    for stored, value in as_in_files(model, tensors).items():
         if value.untyped_storage().nbytes() != flat.untyped_storage().nbytes():
-            found.clear()
+            views.clear()
             break
         first = int(value.storage_offset())
-        number = bisect_right(begins, first) - 1
-        view = _view(names[number], shapes[names[number]], first - begins[number], value)
+        index = bisect_right(begins, first) - 1
+        view = _view(names[index], shapes[names[index]], first - begins[index], value)
         if view is None:
-            found.clear()
+            views.clear()
             break
-        found[stored] = view
-    return found or {stored: View.whole(name, shapes[name]) for stored, name in own.items()}
+        views[stored] = view
+    return views or {stored: View.whole(name, shapes[name]) for stored, name in model_names.items()}
 
 
 def _view(name: str, shape: tuple[int, ...], first: int, value: torch.Tensor) -> View | None:
@@ -291,14 +293,14 @@ def _view(name: str, shape: tuple[int, ...], first: int, value: torch.Tensor) ->
     dims: list[int] = []
     for extent, stride in zip(value.shape, value.stride(), strict=True):
         free = [dim for dim in range(len(shape)) if dim not in dims]
-        fitting = [
+        matches = [
             dim
             for dim in free
             if (shape[dim] == 1 if extent == 1 else strides[dim] == stride and shape[dim] > 1)
         ]
-        if not fitting:
+        if not matches:
             return None
-        dims.append(fitting[0])
+        dims.append(matches[0])
     extents = [1] * len(shape)
     for dim, extent in zip(dims, value.shape, strict=True):
         extents[dim] = extent

@@ -94,9 +94,9 @@ _FIXED = {
 }
 
 
-def _written(ours: BertConfig) -> dict[str, object]:
+def _written(config: BertConfig) -> dict[str, object]:
     return {
-        "hidden_act": "gelu" if ours.gelu == "exact" else "gelu_pytorch_tanh",
+        "hidden_act": "gelu" if config.gelu == "exact" else "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
     }
 

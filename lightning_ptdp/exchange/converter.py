@@ -85,42 +85,42 @@ def kind_of_result(
         if kind == "lightning"
         else {}
     )
-    wanted = to or _wanted(kind, Path(destination), is_trained_file(state))
+    target_kind = to or _wanted(kind, Path(destination), is_trained_file(state))
+    if target_kind not in get_args(Kind):
+        raise CheckpointError(f"to={target_kind!r} must be one of {list(get_args(Kind))}")
     holds_adapters = base_of_adapters(state) is not None
-    if holds_adapters and wanted == "huggingface" and not merge:
-        wanted = "adapter"
-    if merge and holds_adapters and wanted != "huggingface":
+    if holds_adapters and target_kind == "huggingface" and not merge:
+        target_kind = "adapter"
+    if merge and holds_adapters and target_kind != "huggingface":
         raise CheckpointError(
             f"--merge creates a Hugging Face folder, but the target {destination} is a "
-            f"{wanted}. Leave one of them out"
+            f"{target_kind}. Leave one of them out"
         )
-    if (wanted == "adapter" or merge) and not holds_adapters:
+    if (target_kind == "adapter" or merge) and not holds_adapters:
         raise CheckpointError(
             f"{source} has no adapters beside the weights of a folder. Leave out --merge and "
             "--to adapter"
         )
-    if wanted not in get_args(Kind):
-        raise CheckpointError(f"to={wanted!r} must be one of {list(get_args(Kind))}")
-    makes = {
+    targets = {
         "checkpoint": get_args(Kind)[1:],
-        "lightning": [one for one in get_args(Kind) if one != "lightning"],
+        "lightning": [target for target in get_args(Kind) if target != "lightning"],
     }
-    if wanted not in makes.get(kind, ["checkpoint"]):
+    if target_kind not in targets.get(kind, ["checkpoint"]):
         hint = (
             "there is nothing to convert"
-            if kind == wanted
+            if kind == target_kind
             else "first convert to a checkpoint, and then convert that"
         )
         raise CheckpointError(
-            f"{source} is a {kind}, and the target {destination} is a {wanted}: {hint}"
+            f"{source} is a {kind}, and the target {destination} is a {target_kind}: {hint}"
         )
     files.check_apart(destination, [source])
-    if wanted in _MARKERS:
+    if target_kind in _MARKERS:
         # ``torch.save`` writes zip files.
         files.check_replaceable(
-            destination, marker=_MARKERS[wanted], or_file=zipfile.is_zipfile(destination)
+            destination, marker=_MARKERS[target_kind], or_file=zipfile.is_zipfile(destination)
         )
-    return wanted
+    return target_kind
 
 
 def convert(  # noqa: PLR0913
@@ -168,10 +168,10 @@ def convert(  # noqa: PLR0913
     Raises:
         CheckpointError: The conversion failed. Nothing is left at ``destination``.
     """
-    kind, wanted = kind_of(source), kind_of_result(source, destination, to=to, merge=merge)
+    kind, target_kind = kind_of(source), kind_of_result(source, destination, to=to, merge=merge)
     files.check_apart(destination, [] if config is None else [config])
-    if kind == "lightning" and wanted != "checkpoint":
-        given: Any = {
+    if kind == "lightning" and target_kind != "checkpoint":
+        options: Any = {
             "prefix": prefix,
             "config": config,
             "dtype": dtype,
@@ -179,26 +179,26 @@ def convert(  # noqa: PLR0913
             "merge": merge,
         }
         with as_folder(source, beside=destination) as folder:
-            return convert(folder, destination, to=wanted, **given)
+            return convert(folder, destination, to=target_kind, **options)
     if kind == "huggingface":
         from_huggingface(
             source, destination, names=names, prefix="model." if prefix is None else prefix
         )
     elif kind != "checkpoint":
         from_state_dict(source, destination, prefix=prefix or "")
-    elif wanted == "adapter":
+    elif target_kind == "adapter":
         to_adapters(source, destination, dtype=dtype)
     elif merge:
         merge_adapters(source, destination, base=config, dtype=dtype, shard_bytes=shard_bytes)
-    elif wanted == "huggingface":
+    elif target_kind == "huggingface":
         to_huggingface(
             source, destination, config=config, prefix=prefix, dtype=dtype, shard_bytes=shard_bytes
         )
-    elif wanted == "state_dict":
+    elif target_kind == "state_dict":
         to_state_dict(source, destination, prefix=prefix or "", dtype=dtype)
     else:
         to_lightning_file(source, destination)
-    return wanted
+    return target_kind
 
 
 def _wanted(kind: Kind, destination: Path, is_trained: bool) -> Kind:

@@ -158,7 +158,7 @@ class FolderExport:
             CheckpointError: A rank failed. Raised on all ranks. The content of ``target`` is
                 unchanged, and nothing else is left.
         """
-        plan, mine = self._plan(rectangles)
+        plan, own_rectangles = self._plan(rectangles)
         part = from_rank_zero(lambda: files.part_name(self.target))
         try:
             with same_outcome(self._doing):
@@ -167,7 +167,7 @@ class FolderExport:
                     self.target.parent.mkdir(parents=True, exist_ok=True)
                     plan.create(part, self.described.files(plan.items))
             with same_outcome(self._doing):
-                plan.fill(part, mine)
+                plan.fill(part, own_rectangles)
             with same_outcome(self._doing):
                 if is_rank_zero():
                     files.sync_folder(part)
@@ -184,9 +184,9 @@ class FolderExport:
         self, rectangles: Sequence[LocalRectangle]
     ) -> tuple[FolderPlan, list[LocalRectangle]]:
         """Return the plan of the folder, and the rectangles that this rank writes."""
-        ranks = gather([Held.of(one) for one in rectangles])
+        held = gather([Held.of(rectangle) for rectangle in rectangles])
         with same_outcome(self._doing):
-            entries = check_held(ranks, "to export")
+            entries = check_held(held, "to export")
             items = {}
             if is_rank_zero():
                 items = self.described.items(
@@ -195,8 +195,10 @@ class FolderExport:
         items = from_rank_zero(lambda: items)
         with same_outcome(self._doing):
             plan = FolderPlan.of(items, shard_bytes=self.shard_bytes)
-        mine = share_out(ranks)[own_rank()]
-        return plan, [one for one in rectangles if (one.name, one.place) in mine]
+        assigned = share_out(held)[own_rank()]
+        return plan, [
+            rectangle for rectangle in rectangles if (rectangle.name, rectangle.place) in assigned
+        ]
 
 
 def _described(source: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Described:

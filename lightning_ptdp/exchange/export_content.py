@@ -78,15 +78,15 @@ class Described:
         if self.ours is not None:
             # ``_our_items`` has compared the tensors with the native model; transformers adds a
             # second check.
-            found = dict(_our_items(self.ours, entries, prefix, dtype, source))
+            items = dict(_our_items(self.ours, entries, prefix, dtype, source))
             if find_spec("transformers") is not None:
                 check_architecture(
                     self.config,
-                    {name: item.entry.shape for name, item in found.items()},
+                    {name: item.entry.shape for name, item in items.items()},
                     source,
                     in_files=True,
                 )
-            return found
+            return items
         shapes = {
             name.removeprefix(prefix): entries[MODEL + name].shape
             for name in names
@@ -97,10 +97,10 @@ class Described:
 
     def files(self, items: Mapping[str, Item]) -> dict[str, bytes]:
         """Return all files except those of the tensors: name -> content."""
-        kinds = [item.entry.dtype for item in items.values() if item.entry.dtype.is_floating_point]
+        dtypes = [item.entry.dtype for item in items.values() if item.entry.dtype.is_floating_point]
         # Some versions of transformers call ``torch_dtype`` ``dtype``.
         config = {name: value for name, value in self.config.items() if name != "dtype"}
-        config |= {"torch_dtype": str(kinds[0]).removeprefix("torch.")} if kinds else {}
+        config |= {"torch_dtype": str(dtypes[0]).removeprefix("torch.")} if dtypes else {}
         return {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(), **self.documents}
 
 
@@ -124,15 +124,15 @@ def described_by_state(state: Mapping[str, Any]) -> Described:
     Raises:
         CheckpointError: As for ``model_of_hyper_parameters``, or the folder no longer exists.
     """
-    given = state.get("hyper_parameters", {})
-    if isinstance(given.get("path"), str):
+    hparams = state.get("hyper_parameters", {})
+    if isinstance(hparams.get("path"), str):
         try:
-            return described_by_folder(local_folder(given["path"]), state)
+            return described_by_folder(local_folder(hparams["path"]), state)
         except ValueError as error:
             raise CheckpointError(
-                f"the checkpoint's model was built from {given['path']}: {error}"
+                f"the checkpoint's model was built from {hparams['path']}: {error}"
             ) from error
-    sizes = given.get("config")
+    sizes = hparams.get("config")
     if isinstance(sizes, Mapping) and "architectures" in sizes:
         try:
             return Described(
@@ -141,7 +141,7 @@ def described_by_state(state: Mapping[str, Any]) -> Described:
             )
         except ValueError as error:
             raise CheckpointError(f"the checkpoint's model: {error}") from error
-    model = model_of_hyper_parameters(given)
+    model = model_of_hyper_parameters(hparams)
     return Described(config=model.write(), documents=tokenizer_of(state), ours=model)
 
 
@@ -175,12 +175,12 @@ def _our_items(
     source: str,
 ) -> Iterator[tuple[str, Item]]:
     shapes = model.shapes(stored=len(entries))
-    wanted = {f"{MODEL}{prefix}{name}" for name in (*shapes, *model.aliases)}
-    if other := sorted(
-        name for name in entries if name.startswith(f"{MODEL}{prefix}") and name not in wanted
+    expected = {f"{MODEL}{prefix}{name}" for name in (*shapes, *model.aliases)}
+    if unexpected := sorted(
+        name for name in entries if name.startswith(f"{MODEL}{prefix}") and name not in expected
     ):
         raise CheckpointError(
-            f"{source} has {other[0].removeprefix(MODEL)!r}, which the model of its "
+            f"{source} has {unexpected[0].removeprefix(MODEL)!r}, which the model of its "
             "hyperparameters does not have. First merge adapters into the weights"
         )
     for name, shape in shapes.items():
@@ -188,14 +188,14 @@ def _our_items(
             raise CheckpointError(
                 f"{source} has no {prefix + name!r}, which the model of its hyperparameters has"
             )
-        if (found := tuple(entries[f"{MODEL}{prefix}{name}"].shape)) != shape:
+        if (actual := tuple(entries[f"{MODEL}{prefix}{name}"].shape)) != shape:
             raise CheckpointError(
-                f"{source}: {prefix + name!r} has the shape {found}, but its hyperparameters "
+                f"{source}: {prefix + name!r} has the shape {actual}, but its hyperparameters "
                 f"need {shape}"
             )
-        for theirs, part in model.parts(name):
+        for hf_name, part in model.parts(name):
             place, dims = part.at(shape)
-            yield theirs, _item(entries, prefix, View(name=name, place=place, dims=dims), dtype)
+            yield hf_name, _item(entries, prefix, View(name=name, place=place, dims=dims), dtype)
 
 
 def _item(

@@ -124,16 +124,16 @@ class FolderPlan:
             CheckpointError: A file that another rank has created is not visible here.
             OSError: A file cannot be written.
         """
-        ours: dict[str, list[LocalRectangle]] = {}
-        for one in rectangles:
-            ours.setdefault(one.name, []).append(one)
+        by_name: dict[str, list[LocalRectangle]] = {}
+        for rectangle in rectangles:
+            by_name.setdefault(rectangle.name, []).append(rectangle)
         for file in self.heads:
-            mine = [
+            item_names = [
                 name
-                for name, (there, _) in self.places.items()
-                if there == file and self.items[name].stored in ours
+                for name, (item_file, _) in self.places.items()
+                if item_file == file and self.items[name].stored in by_name
             ]
-            if not mine:
+            if not item_names:
                 continue
             try:
                 handle = os.open(folder / file, os.O_WRONLY)
@@ -147,9 +147,9 @@ class FolderPlan:
                 closing(files.EarlySync(stream)) as sync,
             ):
                 done = 0
-                for name in mine:
-                    for one in ours[self.items[name].stored]:
-                        for block in _blocks(one, self.items[name].view.place):
+                for name in item_names:
+                    for rectangle in by_name[self.items[name].stored]:
+                        for block in _blocks(rectangle, self.items[name].view.place):
                             done += self._write(handle, name, block)
                             sync.reached(done)
                 sync.wait()
@@ -157,13 +157,13 @@ class FolderPlan:
 
     def _write(self, handle: int, name: str, block: LocalRectangle) -> int:
         item, (_, begin) = self.items[name], self.places[name]
-        there = item.view.in_file(block.place)
+        place = item.view.in_file(block.place)
         content = as_bytes(
             item.view.turned(block.to_write().to(item.entry.dtype)).cpu().contiguous()
         )
         done = 0
         for first, last in runs(
-            item.entry.shape, there.begin, there.shape, itemsize=item.entry.dtype.itemsize, gap=1
+            item.entry.shape, place.begin, place.shape, itemsize=item.entry.dtype.itemsize, gap=1
         ):
             while first < last:
                 count = os.pwrite(handle, content[done : done + last - first], begin + first)
@@ -172,18 +172,18 @@ class FolderPlan:
         return done
 
 
-def _blocks(one: LocalRectangle, place: Rectangle) -> Iterator[LocalRectangle]:
+def _blocks(rectangle: LocalRectangle, place: Rectangle) -> Iterator[LocalRectangle]:
     """Yield the part of a rectangle at ``place``, a few rows at a time."""
-    common = one.place.common(place)
+    common = rectangle.place.common(place)
     if not common.numel:
         return
     if not common.begin:
-        yield one
+        yield rectangle
         return
-    rows = max(1, _BLOCK * common.shape[0] // (common.numel * one.values.element_size()))
+    rows = max(1, _BLOCK * common.shape[0] // (common.numel * rectangle.values.element_size()))
     for begin in range(common.begin[0], common.end[0], rows):
         end = min(begin + rows, common.end[0])
-        yield one.within(Rectangle((begin, *common.begin[1:]), (end, *common.end[1:])))
+        yield rectangle.within(Rectangle((begin, *common.begin[1:]), (end, *common.end[1:])))
 
 
 def _shards(items: Mapping[str, Item], limit: int) -> list[list[str]]:

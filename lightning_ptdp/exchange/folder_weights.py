@@ -31,13 +31,7 @@ from lightning_ptdp.exchange.model_folder import list_huggingface
 from lightning_ptdp.shims.peft import plain_name
 from lightning_ptdp.shims.transformers import ignored_names
 
-__all__ = [
-    "HuggingFaceNames",
-    "HuggingFaceWeights",
-    "models_in",
-    "names_in",
-    "weights_opener",
-]
+__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "models_in", "names_in", "weights_opener"]
 
 _SHOWN = 8
 Parts = Sequence[tuple[StoredTensor, View]]
@@ -92,9 +86,9 @@ class HuggingFaceNames:
             )
             parts.setdefault(view.name, []).append((value, view))
         named = {
-            self.prefix + now: value
+            self.prefix + current_name: value
             for name, value in parts.items()
-            for now in self.wrapped.get(name, (name,))
+            for current_name in self.wrapped.get(name, (name,))
         }
         named = {
             name: value
@@ -110,7 +104,7 @@ class HuggingFaceNames:
         }
 
     def _is_ignored(self, name: str) -> bool:
-        return any(re.search(one, name) for one in self.ignored)
+        return any(re.search(pattern, name) for pattern in self.ignored)
 
 
 @dataclass(frozen=True)
@@ -128,20 +122,20 @@ class HuggingFaceWeights:
         Raises:
             CheckpointError: Files are missing or damaged.
         """
-        found = cls(
+        weights = cls(
             {
                 f"model/{name}": parts
                 for name, parts in names.of(list_huggingface(Path(path))).items()
             }
         )
-        for name, entry in found.tensors.items():
+        for name, entry in weights.tensors.items():
             check_cover(
                 name.removeprefix("model/"),
                 entry.shape,
-                [view.place for _, view in found.stored[name]],
+                [view.place for _, view in weights.stored[name]],
                 "to load",
             )
-        return found
+        return weights
 
     @property
     def names(self) -> frozenset[str]:
@@ -151,26 +145,26 @@ class HuggingFaceWeights:
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """Return the entries of the stored tensors by name."""
-        found: dict[str, TensorEntry] = {}
+        entries: dict[str, TensorEntry] = {}
         for name, parts in self.stored.items():
             shape = tuple(map(max, zip(*(view.place.end for _, view in parts), strict=False)))
-            found[name] = TensorEntry(shape=shape, dtype=parts[0][0].entry.dtype)
-        return found
+            entries[name] = TensorEntry(shape=shape, dtype=parts[0][0].entry.dtype)
+        return entries
 
     def fill(self, tensors: Tensors) -> None:
         """Read this process's rectangles, converted to the dtype of their targets."""
-        read_stored(part for wanted in rectangles_of(tensors) for part in self._parts(wanted))
+        read_stored(part for target in rectangles_of(tensors) for part in self._parts(target))
 
-    def _parts(self, wanted: LocalRectangle) -> Iterator[tuple[StoredTensor, LocalRectangle]]:
+    def _parts(self, target: LocalRectangle) -> Iterator[tuple[StoredTensor, LocalRectangle]]:
         """Yield the stored tensors of a rectangle, each with the destination of its values."""
-        for stored, view in self.stored[wanted.name]:
-            common = view.place.common(wanted.place)
+        for stored, view in self.stored[target.name]:
+            common = view.place.common(target.place)
             if common.numel:
-                there = wanted.within(common)
-                offset, values = view.in_file(common).begin, view.turned(there.values)
+                overlap = target.within(common)
+                offset, values = view.in_file(common).begin, view.turned(overlap.values)
                 yield (
                     stored,
-                    replace(there, full_shape=stored.entry.shape, offset=offset, values=values),
+                    replace(overlap, full_shape=stored.entry.shape, offset=offset, values=values),
                 )
 
     def check(self, model: nn.Module, *, may_lack: Sequence[str] = ()) -> None:
@@ -183,31 +177,31 @@ class HuggingFaceWeights:
         Raises:
             CheckpointError: The names or shapes differ. The message lists the differences.
         """
-        found = {name.removeprefix("model/"): entry.shape for name, entry in self.tensors.items()}
+        stored = {name.removeprefix("model/"): entry.shape for name, entry in self.tensors.items()}
         first: dict[int, str] = {}
-        wanted = {
+        expected = {
             name: tuple(value.shape)
             for name, value in model.state_dict(keep_vars=True).items()
             if first.setdefault(id(value), name) == name
         }
-        lacks = [
+        missing = [
             name
-            for name in wanted
-            if name not in found and not any(fnmatchcase(name, one) for one in may_lack)
+            for name in expected
+            if name not in stored and not any(fnmatchcase(name, pattern) for pattern in may_lack)
         ]
-        others = [name for name in found if name not in wanted]
-        shapes = [
-            f"{name!r} has the shape {found[name]} in the folder, but {shape} in the model"
-            for name, shape in wanted.items()
-            if found.get(name, shape) != shape
+        unexpected = [name for name in stored if name not in expected]
+        mismatches = [
+            f"{name!r} has the shape {stored[name]} in the folder, but {shape} in the model"
+            for name, shape in expected.items()
+            if stored.get(name, shape) != shape
         ]
-        wrong = [
-            *([f"the folder has no {_listed(map(repr, lacks))}"] if lacks else []),
-            *([f"the model has no {_listed(map(repr, others))}"] if others else []),
-            *([_listed(shapes)] if shapes else []),
+        problems = [
+            *([f"the folder has no {_listed(map(repr, missing))}"] if missing else []),
+            *([f"the model has no {_listed(map(repr, unexpected))}"] if unexpected else []),
+            *([_listed(mismatches)] if mismatches else []),
         ]
-        if wrong:
-            raise CheckpointError("the weights do not fit this model: " + "; ".join(wrong))
+        if problems:
+            raise CheckpointError("the weights do not fit this model: " + "; ".join(problems))
 
 
 def weights_opener(
@@ -241,18 +235,18 @@ def names_in(
     Raises:
         CheckpointError: The module holds no Hugging Face model, or several.
     """
-    found = models_in(module)
-    if len(found) != 1:
+    models = models_in(module)
+    if len(models) != 1:
         raise CheckpointError(
-            f"{type(module).__name__} has {len(found)} Hugging Face models, but the folder has "
+            f"{type(module).__name__} has {len(models)} Hugging Face models, but the folder has "
             "the tensors of one. Map its names, as in InitFrom(path, strict=False, "
             "rename={'student.': ''})"
         )
-    ((name, model),) = found.items()
+    ((name, model),) = models.items()
     base = str(model.base_model_prefix)
     has_head = base in model._modules
     prefix = f"{name}." if name else ""
-    every = (
+    all_names = (
         names
         if names is not None
         else (key for key, _ in module.named_parameters(remove_duplicate=False))
@@ -262,7 +256,7 @@ def names_in(
         base=base if has_head else "",
         own_base="" if has_head else base,
         aliases=aliases,
-        wrapped=_wrapped(key.removeprefix(prefix) for key in every if key.startswith(prefix)),
+        wrapped=_wrapped(key.removeprefix(prefix) for key in all_names if key.startswith(prefix)),
         known=frozenset(module.state_dict()),
         ignored=(*ignored_names(model), *ignored),
         views=_views(model),
@@ -271,13 +265,13 @@ def names_in(
 
 def models_in(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost Hugging Face models in ``module`` by name."""
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
         if hasattr(type(child), "base_model_prefix") and not any(
-            f"{name}.".startswith(f"{outer}.") or not outer for outer in found
+            f"{name}.".startswith(f"{outer}.") or not outer for outer in models
         ):
-            found[name] = child
-    return found
+            models[name] = child
+    return models
 
 
 def _views(model: nn.Module) -> dict[str, View]:
@@ -287,12 +281,12 @@ def _views(model: nn.Module) -> dict[str, View]:
     """
     try:
         with torch.device("meta"):
-            whole = type(model)(model.config)
+            full_model = type(model)(model.config)
     except TypeError:
         # A user's own class may have a different constructor.
         return {}
     views = views_in_files(
-        whole, {name: tuple(value.shape) for name, value in whole.state_dict().items()}
+        full_model, {name: tuple(value.shape) for name, value in full_model.state_dict().items()}
     )
     return {name: view for name, view in views.items() if view != View.whole(name, view.shape)}
 
@@ -303,15 +297,15 @@ def _wrapped(names: Iterable[str]) -> dict[str, list[str]]:
     A layer with an adapter contains the original layer. A module that is trained together with the
     adapters occurs twice.
     """
-    found: dict[str, list[str]] = {}
+    by_original: dict[str, list[str]] = {}
     for name in names:
-        if (before := plain_name(name)) != name:
-            found.setdefault(before, []).append(name)
-    return found
+        if (original := plain_name(name)) != name:
+            by_original.setdefault(original, []).append(name)
+    return by_original
 
 
 def _listed(entries: Iterable[str]) -> str:
-    found = list(entries)
-    return ", ".join(found[:_SHOWN]) + (
-        f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    items = list(entries)
+    return ", ".join(items[:_SHOWN]) + (
+        f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     )

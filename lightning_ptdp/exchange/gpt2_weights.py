@@ -40,20 +40,20 @@ _END_OF_TEXT = 50256
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
-def _written(ours: GPTConfig) -> dict[str, object]:
-    if not ours.bias or ours.kv_heads != ours.num_heads:
+def _written(config: GPTConfig) -> dict[str, object]:
+    if not config.bias or config.kv_heads != config.num_heads:
         raise CheckpointError(
             "Hugging Face's GPT-2 has biases and one key/value head per head, but this model has "
-            f"bias={ours.bias} and num_kv_heads={ours.kv_heads} of num_heads={ours.num_heads}"
+            f"bias={config.bias} and num_kv_heads={config.kv_heads} of num_heads={config.num_heads}"
         )
     return {
         "activation_function": "gelu_new",
-        "embd_pdrop": ours.dropout,
-        "attn_pdrop": ours.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
         # Without these keys, transformers uses the end-of-text token of GPT-2's own vocabulary.
         **(
             {}
-            if ours.vocabulary_size > _END_OF_TEXT
+            if config.vocabulary_size > _END_OF_TEXT
             else {"bos_token_id": None, "eos_token_id": None}
         ),
     }

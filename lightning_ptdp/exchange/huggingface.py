@@ -160,29 +160,32 @@ def _check_complete(
     model: Model, rectangles: list[LocalRectangle], prefix: str, folder: Path
 ) -> None:
     """Compare the rectangles with the model that the configuration describes."""
-    wanted = model.shapes(stored=len(rectangles))
-    twice = [
-        place
-        for place, count in Counter((one.name, one.offset) for one in rectangles).items()
+    shapes = model.shapes(stored=len(rectangles))
+    duplicates = [
+        key
+        for key, count in Counter((part.name, part.offset) for part in rectangles).items()
         if count > 1
     ]
-    if twice:
+    if duplicates:
         raise CheckpointError(
-            f"{folder} has {twice[0][0].removeprefix(prefix)!r} more than once, under different "
-            "names"
+            f"{folder} has {duplicates[0][0].removeprefix(prefix)!r} more than once, under "
+            "different names"
         )
-    found = {one.name.removeprefix(prefix): one.full_shape for one in rectangles}
-    missing, other = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    if missing or other:
-        theirs = [next(model.parts(name), (name,))[0] for name in missing[:_SHOWN]]
-        more = f"has {other[:_SHOWN]}, which the model of its {CONFIG_FILE} does not have"
-        raise CheckpointError(f"{folder} {f'lacks {theirs}' if missing else more}")
-    for name, shape in wanted.items():
-        if found[name] != shape:
+    actual = {part.name.removeprefix(prefix): part.full_shape for part in rectangles}
+    missing, extra = sorted(shapes.keys() - actual.keys()), sorted(actual.keys() - shapes.keys())
+    if missing or extra:
+        hf_names = [next(model.parts(name), (name,))[0] for name in missing[:_SHOWN]]
+        more = f"has {extra[:_SHOWN]}, which the model of its {CONFIG_FILE} does not have"
+        raise CheckpointError(f"{folder} {f'lacks {hf_names}' if missing else more}")
+    for name, shape in shapes.items():
+        if actual[name] != shape:
             raise CheckpointError(
-                f"{folder}: {name!r} would have the shape {found[name]}, but must have {shape} "
+                f"{folder}: {name!r} would have the shape {actual[name]}, but must have {shape} "
                 f"according to {CONFIG_FILE}"
             )
         check_cover(
-            name, shape, [one.place for one in rectangles if one.name == prefix + name], "to load"
+            name,
+            shape,
+            [part.place for part in rectangles if part.name == prefix + name],
+            "to load",
         )

@@ -40,10 +40,10 @@ def family_of_config_json(config: Mapping[str, object], file: Path) -> ModelTabl
     for family in FAMILIES:
         if config.get("model_type") == family.model_type:
             return family
-    known = ", ".join(f"{family.model_type!r}" for family in FAMILIES)
+    names = ", ".join(f"{family.model_type!r}" for family in FAMILIES)
     raise CheckpointError(
         f"{file} has model_type={config.get('model_type')!r}, but models of this package can "
-        f"only be converted from and to {known}. Use names='hf' for a LightningModule that "
+        f"only be converted from and to {names}. Use names='hf' for a LightningModule that "
         "wraps a Hugging Face model, which supports any type"
     )
 
@@ -64,10 +64,10 @@ def model_of_hyper_parameters(hyper_parameters: Mapping[str, object]) -> Model:
     for family in FAMILIES:
         if isinstance(config, family.config_class) and _choices(config, family) == family.choices:
             return Model(family, config)
-    alike = [family for family in FAMILIES if isinstance(config, family.config_class)]
-    known = "; ".join(f"{family.model_type!r} has {_shown(family.choices)}" for family in alike)
+    matches = [family for family in FAMILIES if isinstance(config, family.config_class)]
+    options = "; ".join(f"{family.model_type!r} has {_shown(family.choices)}" for family in matches)
     raise CheckpointError(
-        f"Hugging Face has no model with {_shown(_choices(config, *alike))}: {known}"
+        f"Hugging Face has no model with {_shown(_choices(config, *matches))}: {options}"
     )
 
 

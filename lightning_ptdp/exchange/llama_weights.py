@@ -97,53 +97,53 @@ _CHECKS: Mapping[str, Check[object]] = {
 }
 
 
-def _further(theirs: Mapping[str, Any]) -> dict[str, object]:
+def _further(hf_config: Mapping[str, Any]) -> dict[str, object]:
     rope = (
-        theirs["rope_parameters"]
-        or theirs["rope_scaling"]
+        hf_config["rope_parameters"]
+        or hf_config["rope_scaling"]
         or dict.fromkeys(("rope_type", "type", "rope_theta"))
     )
-    head_dim = theirs["hidden_size"] // theirs["num_attention_heads"]
+    head_dim = hf_config["hidden_size"] // hf_config["num_attention_heads"]
     check_choices(
         GPTConfig,
         {
             "rope_type": (rope["rope_type"] or rope["type"], "default"),
-            "head_dim": (theirs["head_dim"], head_dim),
-            "mlp_bias": (bool(theirs.get("mlp_bias")), bool(theirs.get("attention_bias"))),
+            "head_dim": (hf_config["head_dim"], head_dim),
+            "mlp_bias": (bool(hf_config.get("mlp_bias")), bool(hf_config.get("attention_bias"))),
         },
     )
-    return {"rope_base": rope["rope_theta"] or theirs["rope_theta"] or 10_000.0}
+    return {"rope_base": rope["rope_theta"] or hf_config["rope_theta"] or 10_000.0}
 
 
-def _written(ours: GPTConfig) -> dict[str, object]:
+def _written(config: GPTConfig) -> dict[str, object]:
     return {
-        "head_dim": ours.head_dim,
+        "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "attention_dropout": ours.dropout,
-        "rope_theta": ours.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ours.rope_base},
+        "attention_dropout": config.dropout,
+        "rope_theta": config.rope_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
     }
 
 
-def _written_with_experts(ours: GPTConfig) -> dict[str, object]:
+def _written_with_experts(config: GPTConfig) -> dict[str, object]:
     """Return Mixtral's further options, after a check for options that Mixtral lacks.
 
     Mixtral chooses experts by the softmax alone, and normalizes the weights for any number of
     experts.
     """
-    lacks = {
-        "shared_experts": ours.shared_experts > 0,
-        "dense_layers": ours.dense_layers > 0,
-        "router_score": ours.router_score != "softmax",
-        "balance": ours.balance == "bias",
-        "experts_per_token": ours.experts_per_token == 1,
+    unsupported = {
+        "shared_experts": config.shared_experts > 0,
+        "dense_layers": config.dense_layers > 0,
+        "router_score": config.router_score != "softmax",
+        "balance": config.balance == "bias",
+        "experts_per_token": config.experts_per_token == 1,
     }
-    for name in (name for name, is_lacking in lacks.items() if is_lacking):
+    for name in (name for name, is_used in unsupported.items() if is_used):
         raise CheckpointError(
             "Hugging Face's Mixtral has the same experts, but no equivalent of "
-            f"{name}={getattr(ours, name)!r}"
+            f"{name}={getattr(config, name)!r}"
         )
-    return _written(ours)
+    return _written(config)
 
 
 LLAMA = ModelTable(

@@ -39,25 +39,25 @@ def merged_rectangles(
         for name, child in module.named_modules()
         if replaced_by(child) is not None
     }
-    found: list[LocalRectangle] = []
+    rectangles: list[LocalRectangle] = []
     for name, (tensor, placement) in tensors.items():
-        around = max((outer for outer in wrappers if name.startswith(outer)), key=len, default="")
-        rest = name.removeprefix(around)
-        if around and not _stays(wrappers[around], rest):
+        wrapper = max((outer for outer in wrappers if name.startswith(outer)), key=len, default="")
+        inner_name = name.removeprefix(wrapper)
+        if wrapper and not _stays(wrappers[wrapper], inner_name):
             continue
-        whole = rectangles_of({plain_name(name): (tensor, placement)})
-        if around and rest == _BASE and adapters_of(wrappers[around]):
-            pairs = [*_pairs(wrappers[around], around.removesuffix("."))]
+        parts = rectangles_of({plain_name(name): (tensor, placement)})
+        if wrapper and inner_name == _BASE and adapters_of(wrappers[wrapper]):
+            pairs = [*_pairs(wrappers[wrapper], wrapper.removesuffix("."))]
             pieces = [
-                piece for piece in placement.pieces if piece.full in {one.offset for one in whole}
+                piece for piece in placement.pieces if piece.full in {part.offset for part in parts}
             ]
-            assert len(pieces) == len(whole), name
-            whole = [
-                replace(one, read=partial(_sum, tensor, piece, pairs))
-                for one, piece in zip(whole, pieces, strict=True)
+            assert len(pieces) == len(parts), name
+            parts = [
+                replace(part, read=partial(_sum, tensor, piece, pairs))
+                for part, piece in zip(parts, pieces, strict=True)
             ]
-        found += whole
-    return found
+        rectangles += parts
+    return rectangles
 
 
 def _stays(wrapper: nn.Module, name: str) -> bool:
@@ -113,7 +113,7 @@ def _sum(
         slice(begin, begin + extent) for begin, extent in zip(begins, shape, strict=True)
     )
     value = weight.detach()[rows, columns]
-    for up, down, scale, turned in pairs:
-        product = (up[columns] @ down[:, rows]).T if turned else up[rows] @ down[:, columns]
+    for up, down, scale, transposed in pairs:
+        product = (up[columns] @ down[:, rows]).T if transposed else up[rows] @ down[:, columns]
         value = (value + product * scale).to(weight.dtype)
     return value

@@ -74,9 +74,9 @@ def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: Files are missing or damaged, or contradict the index or the configuration.
     """
-    found = _by_name(folder, open_safetensors)
-    _check_dtypes(folder, {value.dtype for value in found.values()})
-    return found
+    tensors = _by_name(folder, open_safetensors)
+    _check_dtypes(folder, {value.dtype for value in tensors.values()})
+    return tensors
 
 
 def list_huggingface(folder: Path) -> dict[str, StoredTensor]:
@@ -85,9 +85,9 @@ def list_huggingface(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: As for ``open_huggingface``.
     """
-    found = _by_name(folder, list_safetensors)
-    _check_dtypes(folder, {value.entry.dtype for value in found.values()})
-    return found
+    tensors = _by_name(folder, list_safetensors)
+    _check_dtypes(folder, {value.entry.dtype for value in tensors.values()})
+    return tensors
 
 
 def _check_dtypes(folder: Path, dtypes: set[torch.dtype]) -> None:
@@ -103,28 +103,28 @@ def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[s
             raise CheckpointError(f"{folder} {_why_no_weights(folder)}")
         return open_file(_checked(folder, ONE_FILE))
     with reading(folder / INDEX_FILE):
-        where = _WEIGHT_MAP(
+        weight_map = _WEIGHT_MAP(
             read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder))
         )["weight_map"]
-    if not where:
+    if not weight_map:
         raise CheckpointError(f"{folder / INDEX_FILE} is damaged: it lists no tensors")
-    absent = sorted({name for name in where.values() if not os.path.lexists(folder / name)})
+    absent = sorted({name for name in weight_map.values() if not os.path.lexists(folder / name)})
     if absent:
-        count, be = len(set(where.values())), "is" if len(absent) == 1 else "are"
+        count, verb = len(set(weight_map.values())), "is" if len(absent) == 1 else "are"
         raise CheckpointError(
-            f"{folder} is damaged: of the {count} files in {INDEX_FILE}, {len(absent)} {be} "
+            f"{folder} is damaged: of the {count} files in {INDEX_FILE}, {len(absent)} {verb} "
             f"missing ({', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}). "
             "Download or copy the folder again"
         )
-    found: dict[str, _T] = {}
-    for name in sorted(set(where.values())):
-        found |= open_file(_checked(folder, name))
-    missing = sorted(where.keys() - found.keys())
+    tensors: dict[str, _T] = {}
+    for name in sorted(set(weight_map.values())):
+        tensors |= open_file(_checked(folder, name))
+    missing = sorted(weight_map.keys() - tensors.keys())
     if missing:
         raise CheckpointError(
             f"{folder} is damaged: {INDEX_FILE} lists {missing[:_SHOWN]}, but no file has them"
         )
-    return {name: found[name] for name in where}
+    return {name: tensors[name] for name in weight_map}
 
 
 def _checked(folder: Path, name: str) -> Path:
@@ -137,11 +137,11 @@ def _why_no_weights(folder: Path) -> str:
     pickled = sorted(
         path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
     )
-    lacks = f"has neither {ONE_FILE} nor {INDEX_FILE}"
+    reason = f"has neither {ONE_FILE} nor {INDEX_FILE}"
     if not pickled:
-        return f"{lacks}. Put the weights there, as save_pretrained writes them"
+        return f"{reason}. Put the weights there, as save_pretrained writes them"
     return (
-        f"{lacks}, and {pickled[0]} is a pickle, which is not read. If you trust it, convert "
+        f"{reason}, and {pickled[0]} is a pickle, which is not read. If you trust it, convert "
         "it once to safetensors with "
         f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, "
         "use_safetensors=False).save_pretrained(another folder)"

@@ -205,20 +205,22 @@ class ModelTable:
         """
         check_choices(
             self.config_class,
-            {name: (theirs.get(name), wanted) for name, wanted in self.fixed.items()},
+            {name: (theirs.get(name), accepted) for name, accepted in self.fixed.items()},
         )
-        wanted = {
-            one.theirs: one.check if one.default is ... else optional(one.check)
-            for one in self.fields
+        accepted = {
+            option.theirs: option.check if option.default is ... else optional(option.check)
+            for option in self.fields
         }
-        given = record(
-            others=True, **wanted, **{name: optional(check) for name, check in self.checks.items()}
+        values = record(
+            others=True,
+            **accepted,
+            **{name: optional(check) for name, check in self.checks.items()},
         )(theirs)
         options = {
-            one.ours: one.default if given[one.theirs] is None else given[one.theirs]
-            for one in self.fields
+            option.ours: option.default if values[option.theirs] is None else values[option.theirs]
+            for option in self.fields
         }
-        return Model(self, self.make(**options, **self.further(given)))
+        return Model(self, self.make(**options, **self.further(values)))
 
     def is_ignored(self, theirs: str) -> bool:
         """Return True if a Hugging Face tensor holds no weights."""
@@ -239,9 +241,9 @@ class Model:
             CheckpointError: The Hugging Face model lacks an option. The message names it.
         """
         options = {
-            one.theirs: getattr(self.config, one.written or one.ours)
-            for one in self.family.fields
-            if one.written is not None
+            option.theirs: getattr(self.config, option.written or option.ours)
+            for option in self.family.fields
+            if option.written is not None
         }
         named = {"architectures": [self.family.architecture], "model_type": self.family.model_type}
         return {**named, **options, **self.family.written(self.config)}
@@ -254,24 +256,24 @@ class Model:
         module, _, kind = theirs.rpartition(".")
         kind = self.family.older.get(kind, kind)
         for row in self.family.rows:
-            for place, name in enumerate(row.parts):
-                found = re.fullmatch(_pattern(name), module)
-                if found is None:
+            for index, name in enumerate(row.parts):
+                match = re.fullmatch(_pattern(name), module)
+                if match is None:
                     continue
-                ours = row.ours.replace("*", found.group(1)) if "*" in name else row.ours
+                native = row.ours.replace("*", match.group(1)) if "*" in name else row.ours
                 part = Part(
-                    ours=ours if row.of_experts else f"{ours}.{kind}",
+                    ours=native if row.of_experts else f"{native}.{kind}",
                     transposed=row.transposed and kind == "weight",
                 )
                 if row.of_experts:
                     part = replace(
-                        part, expert=int(found.group(2)), experts=self.config.num_experts
+                        part, expert=int(match.group(2)), experts=self.config.num_experts
                     )
                 if row.sizes is None:
                     return part
                 sizes = row.sizes(self.config)
                 return replace(
-                    part, start=sum(sizes[:place]), rows=sizes[place], full_rows=sum(sizes)
+                    part, start=sum(sizes[:index]), rows=sizes[index], full_rows=sum(sizes)
                 )
         return None
 
@@ -282,18 +284,18 @@ class Model:
         """
         module, _, kind = ours.rpartition(".")
         for row in self.family.rows:
-            found = re.fullmatch(_pattern(row.ours), ours if row.of_experts else module)
+            match = re.fullmatch(_pattern(row.ours), ours if row.of_experts else module)
             kind = "weight" if row.of_experts else kind
-            names = row.parts if found is not None else ()
+            names = row.parts if match is not None else ()
             for expert, name in itertools.product(
                 range(self.config.num_experts) if row.of_experts else (0,), names
             ):
-                assert found is not None
-                theirs = name.replace("*", found.group(1), 1) if "*" in row.ours else name
-                theirs = f"{theirs.replace('*', str(expert))}.{kind}"
-                part = self.place(theirs)
+                assert match is not None
+                hf_name = name.replace("*", match.group(1), 1) if "*" in row.ours else name
+                hf_name = f"{hf_name.replace('*', str(expert))}.{kind}"
+                part = self.place(hf_name)
                 assert part is not None
-                yield theirs, part
+                yield hf_name, part
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -337,10 +339,10 @@ def check_choices(config_class: type, choices: Mapping[str, tuple[object, object
         CheckpointError: The values differ. The message names the option and both values.
     """
     model = config_class.__name__.removesuffix("Config").upper()
-    for name, (found, wanted) in choices.items():
-        if found is not None and found != wanted:
+    for name, (value, supported) in choices.items():
+        if value is not None and value != supported:
             raise CheckpointError(
-                f"{name}={found!r} is not supported: our {model} needs {name}={wanted!r}"
+                f"{name}={value!r} is not supported: our {model} needs {name}={supported!r}"
             )
 
 

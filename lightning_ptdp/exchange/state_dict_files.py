@@ -82,8 +82,8 @@ def open_state_dict(
             raise CheckpointError(
                 f"{file} is not a state dict: {name!r:.80} is a {type(value).__name__}"
             )
-    said = {key: content[key] for key in _KEPT if key in content}
-    return state, with_types(said, file, types="keep")
+    metadata = {key: content[key] for key in _KEPT if key in content}
+    return state, with_types(metadata, file, types="keep")
 
 
 def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
@@ -95,7 +95,7 @@ def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
         CheckpointError: The file cannot be read.
     """
     file = Path(path)
-    state, said = open_state_dict(file)
+    state, metadata = open_state_dict(file)
     aliases = _tied(state)
     values = {f"model/{name}": value for name, value in state.items() if name not in aliases}
     for number, optimizer in enumerate(load_saved(file).get("optimizer_states", ())):
@@ -104,19 +104,19 @@ def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
             values |= {
                 name: value for name, value in named.items() if isinstance(value, torch.Tensor)
             }
-    found = file.stat()
+    stat = file.stat()
     return CheckpointMetadata(
         run={
-            **{key: value for key, value in said.items() if isinstance(value, int)},
+            **{key: value for key, value in metadata.items() if isinstance(value, int)},
             "aliases": aliases,
         },
-        packages={"lightning": str(said.get("pytorch-lightning_version", "unknown"))},
+        packages={"lightning": str(metadata.get("pytorch-lightning_version", "unknown"))},
         tensors={
             name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
             for name, value in values.items()
         },
-        files={file.name: FileEntry(size=found.st_size)},
-        created=found.st_mtime,
+        files={file.name: FileEntry(size=stat.st_size)},
+        created=stat.st_mtime,
     )
 
 
@@ -190,7 +190,7 @@ def from_state_dict(
         for name, value in tensors.items()
         if name not in tied
     ]
-    aliases = {prefix + name: prefix + known for name, known in tied.items()}
+    aliases = {prefix + name: prefix + original for name, original in tied.items()}
     metadata = {"aliases": aliases, "converted_from": str(source)}
     state = {
         **weights_only_state({}),
@@ -201,14 +201,14 @@ def from_state_dict(
 
 def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the further names of tensors that share their memory -> the first name."""
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     first: dict[object, str] = {}
     for name, value in tensors.items():
-        same = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        known = first.setdefault(same, name) if value.numel() else name
-        if known != name:
-            found[name] = known
-    return found
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        original = first.setdefault(key, name) if value.numel() else name
+        if original != name:
+            aliases[name] = original
+    return aliases
 
 
 def to_state_dict(
@@ -245,17 +245,17 @@ def to_state_dict(
         )
     with files.replacing(target) as part:
         if target.suffix == _SAFETENSORS:
-            held = {name: reader.metadata.tensors[full] for name, full in names.items()}
+            stored_entries = {name: reader.metadata.tensors[full] for name, full in names.items()}
             entries = {
                 name: replace(entry, dtype=converted(entry.dtype, dtype))
-                for name, entry in held.items()
+                for name, entry in stored_entries.items()
             }
             write_safetensors(
                 part, entries, lambda name: reader.read(names[name]).to(entries[name].dtype)
             )
         else:
-            whole = read_full(source)
-            values = {name: whole[full.removeprefix("model/")] for name, full in names.items()}
+            weights = read_full(source)
+            values = {name: weights[full.removeprefix("model/")] for name, full in names.items()}
             with files.open_synced(part) as stream:
                 torch.save(
                     {

@@ -53,8 +53,8 @@ def tokenizer_files(config: Path, state: Mapping[str, object] | None = None) -> 
     """
     folder = config if config.is_dir() else config.parent
     trained = tokenizer_of(state or {})
-    given = (state or {}).get("datamodule_hyper_parameters")
-    template = given.get("chat_template") if isinstance(given, Mapping) else None
+    options = (state or {}).get("datamodule_hyper_parameters")
+    template = options.get("chat_template") if isinstance(options, Mapping) else None
     with reading(folder):
         files = read_files(folder, (*_OTHERS, *(() if trained else _TOKENIZER))) | trained
         if template is not None and Path(template).exists():
@@ -99,12 +99,12 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
         settings |= {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK}
         inputs.insert(1, "token_type_ids")
     settings["model_input_names"] = inputs
-    written = {"tokenizer.json": document, "tokenizer_config.json": settings}
-    described = {
-        name: f"{json.dumps(content, indent=2)}\n".encode() for name, content in written.items()
+    documents = {"tokenizer.json": document, "tokenizer_config.json": settings}
+    encoded = {
+        name: f"{json.dumps(content, indent=2)}\n".encode() for name, content in documents.items()
     }
     # Some readers need sentencepiece's file.
-    return described | {"tokenizer.model": tokenizer.model}
+    return encoded | {"tokenizer.model": tokenizer.model}
 
 
 def _document(tokenizer: Tokenizer) -> dict[str, Json]:
@@ -123,7 +123,7 @@ def _document(tokenizer: Tokenizer) -> dict[str, Json]:
         if piece[:cut] in ids and piece[cut:] in ids
     ]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    whole = {
+    added_pieces = {
         piece: index
         for piece, index in ids.items()
         if piece == "\n" or not tokenizer.is_text(index)
@@ -132,7 +132,7 @@ def _document(tokenizer: Tokenizer) -> dict[str, Json]:
         "version": "1.0",
         "added_tokens": [
             {"id": index, "content": piece, "special": piece != "\n", **flags}
-            for piece, index in whole.items()
+            for piece, index in added_pieces.items()
         ],
         "normalizer": None,
         "pre_tokenizer": {
@@ -179,9 +179,9 @@ def _template(ids: Mapping[str, int], begin: str, end: str) -> dict[str, Json]:
 
 def tokenizer_folder(state: Mapping[str, object]) -> str | None:
     """Return the prepared folder that a checkpoint's data module names, if it does."""
-    given = state.get("datamodule_hyper_parameters")
-    corpora = given.get("corpora") if isinstance(given, Mapping) else None
+    options = state.get("datamodule_hyper_parameters")
+    corpora = options.get("corpora") if isinstance(options, Mapping) else None
     if isinstance(corpora, Sequence) and corpora:
-        given = corpora[0]
-    folder = given.get("data_dir") if isinstance(given, Mapping) else None
+        options = corpora[0]
+    folder = options.get("data_dir") if isinstance(options, Mapping) else None
     return str(folder) if isinstance(folder, str | Path) else None

@@ -82,8 +82,8 @@ class Dispatched:
     @property
     def experts_r(self) -> Tensor:
         """Return the local expert of each row, (r,) int64."""
-        here = torch.arange(len(self.sizes), device=self.counts.device)
-        return here.repeat_interleave(self.counts, output_size=self.rows_rh.size(0))
+        experts = torch.arange(len(self.sizes), device=self.counts.device)
+        return experts.repeat_interleave(self.counts, output_size=self.rows_rh.size(0))
 
     def combine(self, outputs_rh: Tensor, weights_nk: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs for each local token, (n, h)."""
@@ -121,24 +121,25 @@ def dispatch(
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x_nh.device).scatter_add_(
         0, chosen, torch.ones_like(chosen)
     )
-    theirs = counts
+    received_counts = counts
     if group.size > 1:
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=group.handle)
+        received_counts = torch.empty_like(counts)
+        dist.all_to_all_single(received_counts, counts, group=group.handle)
     wrong = torch.stack([(~exists).sum(), (~weights_nk.isfinite()).sum()])
-    *numbers, nowhere, not_finite = torch.cat([counts, theirs, wrong]).tolist()
-    here = num_experts // group.size
+    *numbers, nowhere, not_finite = torch.cat([counts, received_counts, wrong]).tolist()
+    num_local = num_experts // group.size
+    halves = _halves(numbers)
     sent, received = (
-        [sum(part[at : at + here]) for at in range(0, num_experts, here)]
-        for part in _halves(numbers)
+        [sum(half[start : start + num_local]) for start in range(0, num_experts, num_local)]
+        for half in halves
     )
     rows = _exchange(_Take.apply(x_nh, going, index_nk.size(1)), sent, received, group)
-    theirs = theirs.view(group.size, here)
-    arrived = _by_expert(theirs, sum(received)) if min(theirs.shape) > 1 else None
+    received_counts = received_counts.view(group.size, num_local)
+    arrived = _by_expert(received_counts, sum(received)) if min(received_counts.shape) > 1 else None
     return Dispatched(
         rows_rh=_reordered(rows, arrived),
-        counts=theirs.sum(0),
-        sizes=[sum(_halves(numbers)[1][expert::here]) for expert in range(here)],
+        counts=received_counts.sum(0),
+        sizes=[sum(halves[1][expert::num_local]) for expert in range(num_local)],
         faults=Faults(nowhere=nowhere, not_finite=not_finite),
         going=going,
         arrived=arrived,
@@ -166,10 +167,10 @@ def _by_expert(counts: Tensor, rows: int) -> _Order:
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)
     by_expert = counts.t().reshape(-1)
     new = (by_expert.cumsum(0) - by_expert).view(counts.size(1), counts.size(0))
-    at = _numbers(rows, counts)
+    index = _numbers(rows, counts)
     return _Order(
-        order=at + (starts.t() - new).flatten().repeat_interleave(by_expert, output_size=rows),
-        places=at
+        order=index + (starts.t() - new).flatten().repeat_interleave(by_expert, output_size=rows),
+        places=index
         + (new.t() - starts).flatten().repeat_interleave(counts.flatten(), output_size=rows),
     )
 
@@ -194,9 +195,9 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (places,) = ctx.saved_tensors
-        found = grad.index_select(0, places)
+        grad_rows = grad.index_select(0, places)
         return (
-            found if ctx.times == 1 else found.view(-1, ctx.times, grad.size(1)).sum(1),
+            grad_rows if ctx.times == 1 else grad_rows.view(-1, ctx.times, grad.size(1)).sum(1),
             None,
             None,
         )
@@ -208,10 +209,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights_nk: Tensor, order: _Order) -> Tensor:
         ctx.save_for_backward(rows, weights_nk, order.order, order.places)
-        found = rows.index_select(0, order.places).view(*weights_nk.shape, rows.size(1))
-        if found.dtype == weights_nk.dtype:
-            return torch.bmm(weights_nk.unsqueeze(1), found).squeeze(1)
-        return (found * weights_nk.unsqueeze(-1)).sum(1).to(rows.dtype)
+        rows_nkh = rows.index_select(0, order.places).view(*weights_nk.shape, rows.size(1))
+        if rows_nkh.dtype == weights_nk.dtype:
+            return torch.bmm(weights_nk.unsqueeze(1), rows_nkh).squeeze(1)
+        return (rows_nkh * weights_nk.unsqueeze(-1)).sum(1).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -29,10 +29,10 @@ def stores_as_usual(module: nn.Module) -> bool:
     With ``has_bias`` each has a bias (E, ...) named ``..._bias``. Gate and up are halves of 2f if
     ``is_concatenated``, else they are interleaved. ``_apply_gate`` reduces 2f to f.
     """
-    said = all(hasattr(module, name) for name in _SAID) and not getattr(
+    declared = all(hasattr(module, name) for name in _SAID) and not getattr(
         module, "has_post_expert_norm", False
     )
-    return said and {name for name, _ in nn.Module.named_parameters(module)} <= _PARAMETERS
+    return declared and {name for name, _ in nn.Module.named_parameters(module)} <= _PARAMETERS
 
 
 def inner_width(module: Any) -> int:
@@ -77,9 +77,9 @@ def usual_output(
         dtype: Dtype of the products; None: the weights' dtype.
     """
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    made = _linear(module, first, rows_rh, sizes, ends, module.has_bias, dtype)
-    made = module._apply_gate(made) if module.has_gate else module.act_fn(made)
-    return _linear(module, "down_proj", made, sizes, ends, module.has_bias and adds_bias, dtype)
+    hidden = _linear(module, first, rows_rh, sizes, ends, module.has_bias, dtype)
+    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    return _linear(module, "down_proj", hidden, sizes, ends, module.has_bias and adds_bias, dtype)
 
 
 def _linear(

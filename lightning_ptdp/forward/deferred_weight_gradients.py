@@ -123,28 +123,28 @@ class WeightGradients(Surrounding):
             done: Called with each parameter after the last addition to its gradient.
         """
         entries = deque(self._kept.pop(key, ()))
-        left = Counter(parameter for parameter, _ in entries)
-        following = entries[0][1]() if entries else None
+        remaining = Counter(parameter for parameter, _ in entries)
+        next_add = entries[0][1]() if entries else None
         with torch.no_grad():
             while entries:
-                add, (parameter, _) = following, entries.popleft()
+                add, (parameter, _) = next_add, entries.popleft()
                 assert add is not None
-                following = entries[0][1]() if entries else None
+                next_add = entries[0][1]() if entries else None
                 add()
-                left[parameter] -= 1
-                if done is not None and not left[parameter]:
+                remaining[parameter] -= 1
+                if done is not None and not remaining[parameter]:
                     done(parameter)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Set this object on modules that can defer, and return a function that removes it."""
-        takers: list[Any] = [
+        modules: list[Any] = [
             child for child in module.modules() if "weight_gradients" in vars(child)
         ]
-        for child in takers:
+        for child in modules:
             child.weight_gradients = self
 
         def detach() -> None:
-            for child in takers:
+            for child in modules:
                 child.weight_gradients = None
 
         return detach

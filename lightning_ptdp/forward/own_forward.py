@@ -69,12 +69,12 @@ def replace_forward(module: nn.Module, kind: type[OwnForward], **options: Any) -
 def give_back_forwards(module: nn.Module, *kinds: type[OwnForward]) -> None:
     """Undo ``replace_forward`` everywhere in ``module``, the latest replacement first."""
     for child in module.modules():
-        while isinstance(own := _own(child), kinds):
+        while isinstance(replacement := _own(child), kinds):
             del vars(child)["forward"]
-            if own.replaced is not None:
-                vars(child)["forward"] = own.replaced
+            if replacement.replaced is not None:
+                vars(child)["forward"] = replacement.replaced
 
 
 def _own(module: nn.Module) -> OwnForward | None:
-    own = getattr(vars(module).get("forward"), "__self__", None)
-    return own if isinstance(own, OwnForward) else None
+    replacement = getattr(vars(module).get("forward"), "__self__", None)
+    return replacement if isinstance(replacement, OwnForward) else None

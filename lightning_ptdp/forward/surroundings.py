@@ -186,10 +186,10 @@ class Surroundings:
             if running is None
             else [entry.recomputation(running) for entry in self.entries if entry.recomputes]
         )
-        found = [pair for pair in pairs if pair is not None]
-        if running is None or not found:
+        context_pairs = [pair for pair in pairs if pair is not None]
+        if running is None or not context_pairs:
             return contextlib.nullcontext(), contextlib.nullcontext()
-        first, again = zip(*found, strict=True)
+        first, again = zip(*context_pairs, strict=True)
         return self._running_in(running, first), self._running_in(running, again)
 
     @contextlib.contextmanager

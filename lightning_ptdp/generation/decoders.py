@@ -91,10 +91,10 @@ def longest_sequence(module: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     if is_causal_model(model):
         config = config.get_text_config(decoder=True)
-    found: int | None = getattr(
+    limit: int | None = getattr(
         config, "max_position_embeddings" if is_causal_model(model) else "sequence_length", None
     )
-    return found
+    return limit
 
 
 def language_model(module: nn.Module) -> nn.Module | None:
@@ -103,18 +103,18 @@ def language_model(module: nn.Module) -> nn.Module | None:
     Raises:
         ValueError: There are several models, or the model is not a causal language model.
     """
-    found: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in models)
         if not inside and (isinstance(child, GPT | Bert) or is_huggingface_model(child)):
-            found[name] = child
-    if len(found) > 1:
-        names = " and ".join(f"'{name}'" for name in found)
+            models[name] = child
+    if len(models) > 1:
+        names = " and ".join(f"'{name}'" for name in models)
         raise ValueError(
             f"there are several models, {names}. Pass one of them, such as "
-            f"module.{next(iter(found))}"
+            f"module.{next(iter(models))}"
         )
-    model = next(iter(found.values()), None)
+    model = next(iter(models.values()), None)
     if model is not None and not (isinstance(model, GPT) or is_causal_model(model)):
         raise ValueError(
             f"a {type(model).__name__} cannot generate text, because it is not a causal "
@@ -145,12 +145,12 @@ class Uncached:
             device, non_blocking=True
         )
         last = torch.tensor([len(row) - 1 for row in rows]).to(device, non_blocking=True)
-        every = torch.arange(len(rows), device=device)
+        row_indices = torch.arange(len(rows), device=device)
 
         def call(stage: int) -> Tensor:
             output: Any = self.model(ids)
             logits: Tensor = getattr(output, "logits", output)
-            return logits[every, last]
+            return logits[row_indices, last]
 
         return call, tuple(ids.shape)
 

@@ -61,9 +61,9 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
     """
     if folder is not None:
         return _load(folder)
-    given = state.get("datamodule_hyper_parameters") or {}
+    data_hparams = state.get("datamodule_hyper_parameters") or {}
     template, data, model = (
-        given.get("chat_template"),
+        data_hparams.get("chat_template"),
         tokenizer_folder(state),
         (state.get("hyper_parameters") or {}).get("path"),
     )
@@ -77,7 +77,7 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
         ):
             return _load(data, template)
     if isinstance(model, str):
-        return _load(local_folder(given.get("tokenizer_dir") or model), template)
+        return _load(local_folder(data_hparams.get("tokenizer_dir") or model), template)
     raise ValueError(
         "the tokenizer is unknown. Give its folder, as ptdp prepare or save_pretrained wrote "
         "it (--tokenizer)"
@@ -119,22 +119,22 @@ class _HuggingFace:
         self._folder, self._tokenizer = tokenizer.folder, tokenizer.of_transformers
         if template is not None:
             self._tokenizer.chat_template = read_template(template)
-        ends = [*_ends(self._folder), self._tokenizer.eos_token_id]
-        self.eos_ids = frozenset(index for index in ends if index is not None)
+        eos_ids = [*_ends(self._folder), self._tokenizer.eos_token_id]
+        self.eos_ids = frozenset(index for index in eos_ids if index is not None)
 
     def encode(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
-        while len(found) > 1 and found[-1] in self.eos_ids:
-            found.pop()  # the tokenizer may end every text
-        if not found:
-            begins = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
-            found = [index for index in begins if index is not None][:1]
-        if not found:
+        ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
+        while len(ids) > 1 and ids[-1] in self.eos_ids:
+            ids.pop()  # the tokenizer may end every text
+        if not ids:
+            candidates = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
+            ids = [index for index in candidates if index is not None][:1]
+        if not ids:
             raise ValueError(
                 f"the tokenizer in {self._folder} has no token that begins or ends a text. "
                 "Give a prompt that is not empty"
             )
-        return found
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -154,10 +154,8 @@ class _HuggingFace:
             raise ValueError(
                 f"the chat template in {self._folder} does not support this conversation: {error}"
             ) from error
-        found: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        return found
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
 
 def _ends(folder: Path) -> list[int]:
@@ -167,7 +165,7 @@ def _ends(folder: Path) -> list[int]:
     """
     file = folder / "generation_config.json"
     try:
-        found = (
+        eos_ids = (
             read_json(file, linked=hub_blobs(folder)).get("eos_token_id")
             if file.is_file()
             else None
@@ -175,5 +173,7 @@ def _ends(folder: Path) -> list[int]:
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{file} cannot be read as JSON: {error}") from error
     return [
-        index for index in (found if isinstance(found, list) else [found]) if isinstance(index, int)
+        index
+        for index in (eos_ids if isinstance(eos_ids, list) else [eos_ids])
+        if isinstance(index, int)
     ]

@@ -97,18 +97,18 @@ def _write(
     )
     draws_bn = draw_numbers(sampling, len(rows)).to(device, non_blocking=True)
     lengths: list[int | None] = [None] * len(rows)
-    for number in range(sampling.max_new_tokens):
+    for step in range(sampling.max_new_tokens):
         call, key = decoder.step(rows, device)
         tokens = forward(
             call,
-            partial(choose, draws_b=draws_bn[:, number], sampling=sampling),
+            partial(choose, draws_b=draws_bn[:, step], sampling=sampling),
             rows=len(rows),
             key=key,
         )
         for row, (tokens_of_row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             tokens_of_row.append(token)
             if token in eos_ids and lengths[row] is None:
-                lengths[row] = number + 1
+                lengths[row] = step + 1
         if None not in lengths:
             break
     return [
@@ -185,8 +185,8 @@ def choose(logits_bv: Tensor, draws_b: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.temperature == 0:
         return logits_bv.argmax(-1)
-    kept = min(sampling.top_k or logits_bv.size(-1), logits_bv.size(-1))
-    values_bk, tokens_bk = logits_bv.topk(kept)
+    k = min(sampling.top_k or logits_bv.size(-1), logits_bv.size(-1))
+    values_bk, tokens_bk = logits_bv.topk(k)
     # Integers, because a GPU adds floating-point numbers in any order, but all ranks must agree.
     shares_bk = ((values_bk.double() / sampling.temperature).softmax(-1) * _ONE).long()
     shares_bk = shares_bk * (shares_bk.cumsum(-1) - shares_bk < int(sampling.top_p * _ONE))
@@ -194,4 +194,4 @@ def choose(logits_bv: Tensor, draws_b: Tensor, sampling: Sampling) -> Tensor:
     drawn_b1 = (draws_b[:, None] * cumulated_bk[:, -1:]).long()
     at_b1 = torch.searchsorted(cumulated_bk, drawn_b1, right=True)
     # With NaN logits no share may exceed the number, so the position must be limited.
-    return tokens_bk.gather(1, at_b1.clamp(max=kept - 1))[:, 0]
+    return tokens_bk.gather(1, at_b1.clamp(max=k - 1))[:, 0]

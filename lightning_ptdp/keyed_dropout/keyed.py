@@ -137,10 +137,10 @@ class KeyedDropout(Surrounding):
         running = self._running
         if running is None:
             return None
-        again = _Running(
+        replay = _Running(
             running.seed, running.samples, running.length, [list(call) for call in running.calls]
         )
-        return contextlib.nullcontext(), self._dropping(again, inside=self._inside)
+        return contextlib.nullcontext(), self._dropping(replay, inside=self._inside)
 
     @contextlib.contextmanager
     def _dropping(self, running: _Running, *, inside: bool) -> Iterator[None]:
@@ -148,7 +148,7 @@ class KeyedDropout(Surrounding):
         try:
             with Replacing(
                 {
-                    **{other: partial(_unknown, other) for other in _OTHERS},
+                    **{function: partial(_unknown, function) for function in _OTHERS},
                     F.dropout: self.dropout,
                     **intercepted(KeyedAttention(self._kept_weights)),
                     F.multi_head_attention_forward: _without_dropout,
@@ -174,8 +174,8 @@ class KeyedDropout(Surrounding):
         """Replace ``F.dropout``."""
         if not training or p == 0.0 or self._running is None:
             return input
-        kept = self._kept(input, p)
-        return input.mul_(kept) if inplace else input * kept
+        factors = self._kept(input, p)
+        return input.mul_(factors) if inplace else input * factors
 
     def _kept_weights(self, weights: Tensor, p: float) -> Tensor:
         """Return the factors of attention weights, as ``_kept``."""
@@ -223,26 +223,26 @@ class KeyedDropout(Surrounding):
 
     def _places(self, x: Tensor, dim: int) -> Tensor:
         """Return the positions in the full activation of the elements along a dimension."""
-        own = torch.arange(x.size(dim), device=x.device)
+        indices = torch.arange(x.size(dim), device=x.device)
         heads = x.dim() == 4
         if dim == (2 if heads else 1) and x.dim() > 2:
-            return self._positions(own)
-        split = 1 if heads else x.dim() - 1
-        if dim == split and self._inside and not self._is_slice(x):
-            return own + self._tensor.rank * x.size(dim)
-        return own
+            return self._positions(indices)
+        split_dim = 1 if heads else x.dim() - 1
+        if dim == split_dim and self._inside and not self._is_slice(x):
+            return indices + self._tensor.rank * x.size(dim)
+        return indices
 
-    def _positions(self, own: Tensor) -> Tensor:
+    def _positions(self, indices: Tensor) -> Tensor:
         """Return the positions in the full sequence of the local tokens 0, 1, ..."""
         running, context, tensor = self._now, self._context, self._tensor
         if running.length is None:
-            return own
-        places = positions(running.length, context.rank, context.size, device=own.device)
-        if own.numel() == places.numel():
+            return indices
+        places = positions(running.length, context.rank, context.size, device=indices.device)
+        if indices.numel() == places.numel():
             return places
-        if self._sequence_parallel and own.numel() * tensor.size == places.numel():
+        if self._sequence_parallel and indices.numel() * tensor.size == places.numel():
             return places.chunk(tensor.size)[tensor.rank]
-        return own
+        return indices
 
     def _is_slice(self, x: Tensor) -> bool:
         """Return True if ``x`` is a slice of the sequence, with all channels."""
@@ -256,8 +256,8 @@ def _without_dropout(*args: Any, **kwargs: Any) -> object:
     Raises:
         KeyedDropoutError: It would drop elements.
     """
-    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
-    if given.get("training", True) and given["dropout_p"]:
+    arguments = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    if arguments.get("training", True) and arguments["dropout_p"]:
         raise KeyedDropoutError(
             "keyed_dropout=True does not support dropout inside nn.MultiheadAttention on one "
             "process. Build it with dropout=0, or use keyed_dropout=False"

@@ -15,10 +15,7 @@ __all__ = ["mix", "sample_keys", "uniform"]
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
 # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_FIRST, _SECOND = (
-    -4658895280553007687,
-    -7723592293110705685,
-)
+_FIRST, _SECOND = (-4658895280553007687, -7723592293110705685)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
@@ -59,9 +56,9 @@ def sample_keys(tensors: Iterable[Tensor], samples: int) -> Tensor:
     keys: Tensor | None = None
     for number, tensor in enumerate(t for t in tensors if t.dim() and t.size(0) == samples):
         rows = _bits(tensor.detach()).reshape(samples, -1)
-        places = torch.arange(rows.size(1), device=rows.device)
-        part = mix(rows, places + (number << 40)).sum(1)
-        keys = part if keys is None else mix(keys, part)
+        positions = torch.arange(rows.size(1), device=rows.device)
+        tensor_keys = mix(rows, positions + (number << 40)).sum(1)
+        keys = tensor_keys if keys is None else mix(keys, tensor_keys)
     if keys is None:
         raise ValueError(
             "keyed_dropout=True identifies samples by their content, but the batch has no "

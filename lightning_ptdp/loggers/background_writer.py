@@ -153,8 +153,8 @@ class BackgroundWriter(Generic[Item]):
     def _wait_for_more(self) -> None:
         """Wait for new items or tasks, so that a failing store is not retried continuously."""
         with self._changed:
-            known = len(self._items)
-            self._changed.wait_for(lambda: len(self._items) > known or self._tasks)
+            num_items = len(self._items)
+            self._changed.wait_for(lambda: len(self._items) > num_items or self._tasks)
 
     def _hold(self) -> None:
         self._held = self._writing.acquire(timeout=_FORK_S)
@@ -165,8 +165,8 @@ class BackgroundWriter(Generic[Item]):
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (found := method()) is not None:
-        found()
+    if (bound_method := method()) is not None:
+        bound_method()
 
 
 # ---- File of metrics that a store did not accept -------------------------------------------------

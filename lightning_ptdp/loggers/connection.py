@@ -43,7 +43,6 @@ __all__ = [
 Client: TypeAlias = "MlflowClient"
 
 LIMIT_S = 30.0
-# for a table, which is read before rows are appended
 _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -157,8 +156,8 @@ def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
             "  ", " "
         )
     )
-    given = {key: value for key, value in asdict(options).items() if key != "layout"}
-    inner = LightningMLFlowLogger(**{**given, "run_name": name}, run_id=run_id)
+    arguments = {key: value for key, value in asdict(options).items() if key != "layout"}
+    inner = LightningMLFlowLogger(**{**arguments, "run_name": name}, run_id=run_id)
     try:
         client = inner.experiment
         if (
@@ -179,7 +178,7 @@ def is_unanswered(error: BaseException | None) -> bool:
     """Return True if a server gave no answer, and False if it refused the request."""
     from requests.exceptions import RequestException
 
-    return any(isinstance(one, SilentServerError | RequestException) for one in causes(error))
+    return any(isinstance(cause, SilentServerError | RequestException) for cause in causes(error))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

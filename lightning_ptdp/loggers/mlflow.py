@@ -184,10 +184,10 @@ class MLFlowLogger(Logger):
         It is possible if this logger wrote the checkpoint and no ``run_id`` was given. If the store
         no longer has the run, a new run is started, with a warning.
         """
-        home, path = Path(self._save_dir, self.name).resolve(), Path(checkpoint).resolve()
-        if self._run_id is not None or not path.is_relative_to(home) or path.parent == home:
+        root, path = Path(self._save_dir, self.name).resolve(), Path(checkpoint).resolve()
+        if self._run_id is not None or not path.is_relative_to(root) or path.parent == root:
             return False
-        self._run_id, self._may_be_gone = path.relative_to(home).parts[0], True
+        self._run_id, self._may_be_gone = path.relative_to(root).parts[0], True
         return True
 
     def check(self) -> None:
@@ -232,14 +232,14 @@ class MLFlowLogger(Logger):
         client, run_id = self.experiment, self.run_id
         if isinstance(self._open().inner, AbsentRun):
             return
-        fresh = new_parameters(params, client.get_run(run_id).data.params, run_id)
-        for start in range(0, len(fresh), _PARAMS_PER_BATCH):
-            client.log_batch(run_id, params=fresh[start : start + _PARAMS_PER_BATCH])
+        new_params = new_parameters(params, client.get_run(run_id).data.params, run_id)
+        for start in range(0, len(new_params), _PARAMS_PER_BATCH):
+            client.log_batch(run_id, params=new_params[start : start + _PARAMS_PER_BATCH])
 
     def log_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags on the run; unlike parameters they may change."""
-        found = {key: str(value) for key, value in tags.items()}
-        self._later(lambda client, run: [client.set_tag(run, *tag) for tag in found.items()])
+        values = {key: str(value) for key, value in tags.items()}
+        self._later(lambda client, run: [client.set_tag(run, *tag) for tag in values.items()])
 
     def log_text(self, text: str, artifact_file: str) -> None:
         """Store ``text`` as an artifact of the run."""
@@ -289,26 +289,26 @@ class MLFlowLogger(Logger):
         Metrics that an unavailable store does not accept are kept in the file
         ``unwritten_metrics.jsonl`` of the run's folder, with a warning. If that file cannot be
         written either, for example on a full disk, the warning names the lost metrics."""
-        run, ended = self._here(), status
+        run, final_status = self._here(), status
         if run is None:
             return
         run.finalized = True
         if status not in ("success", "finished"):
             # Lightning only tells loggers that a run failed.
             raised = {
-                kind.__name__ for one in causes(sys.exc_info()[1]) for kind in type(one).__mro__
+                kind.__name__ for cause in causes(sys.exc_info()[1]) for kind in type(cause).__mro__
             }
-            ended = "failed" if raised.isdisjoint(_TOLD_TO_END) else "KILLED"
+            final_status = "failed" if raised.isdisjoint(_TOLD_TO_END) else "KILLED"
         if run.monitor is not None:
             # In the thread, because it calls the store, which may not answer.
             run.writer.later(partial(finish_monitor, run.monitor), limit_s=0.0)
             run.monitor = None
         try:
-            run.writer.run(lambda: run.inner.finalize(ended), limit_s=LIMIT_S)
+            run.writer.run(lambda: run.inner.finalize(final_status), limit_s=LIMIT_S)
         except Exception as error:
-            kept = keep_metrics(self._folder, run.writer.unwritten)
+            note = keep_metrics(self._folder, run.writer.unwritten)
             warnings.warn(
-                f"run {self._run_id} could not be ended in {self.tracking_uri}, {kept}: {error}",
+                f"run {self._run_id} could not be ended in {self.tracking_uri}, {note}: {error}",
                 stacklevel=2,
             )
 

@@ -52,11 +52,11 @@ def new_parameters(params: object, known: Mapping[str, str], run_id: str | None)
     Warns of parameters that the run has with another value, which MLflow never changes."""
     from mlflow.entities import Param
 
-    found = dict(flat_parameters(params))
+    parameters = dict(flat_parameters(params))
     changed = [
-        f"{key} was {known[key]} and is now {found[key]}"
-        for key in found
-        if known.get(key, found[key]) != found[key]
+        f"{key} was {known[key]} and is now {parameters[key]}"
+        for key in parameters
+        if known.get(key, parameters[key]) != parameters[key]
     ]
     if changed:
         more = f"; and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
@@ -65,7 +65,7 @@ def new_parameters(params: object, known: Mapping[str, str], run_id: str | None)
             f"values: {'; '.join(changed[:_MAX_LISTED])}{more}",
             stacklevel=3,
         )
-    return [Param(key, value) for key, value in found.items() if key not in known]
+    return [Param(key, value) for key, value in parameters.items() if key not in known]
 
 
 def as_input(dataset: DatasetRecord) -> DatasetInput:
@@ -73,11 +73,11 @@ def as_input(dataset: DatasetRecord) -> DatasetInput:
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
-    stored = Dataset(
+    entity = Dataset(
         name=dataset.name,
         digest=dataset.digest[:_DIGEST],
         source_type="local",
         source=json.dumps(dataset.source),
         profile=json.dumps({**dataset.profile, "fingerprint": dataset.digest}),
     )
-    return DatasetInput(stored, tags=[InputTag(MLFLOW_DATASET_CONTEXT, dataset.context)])
+    return DatasetInput(entity, tags=[InputTag(MLFLOW_DATASET_CONTEXT, dataset.context)])

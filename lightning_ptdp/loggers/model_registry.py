@@ -72,19 +72,19 @@ def register_model(
     ):
         warnings.simplefilter("ignore")
         if kind.endswith(_LANGUAGE_MODELS) and Path(folder, "tokenizer_config.json").is_file():
-            parts = {
+            components = {
                 "model": model,
                 "tokenizer": transformers.AutoTokenizer.from_pretrained(
                     folder, trust_remote_code=False
                 ),
             }
-            logged, flavor = (
-                mlflow.transformers.log_model(parts, task="text-generation", **options),
+            model_info, flavor = (
+                mlflow.transformers.log_model(components, task="text-generation", **options),
                 "transformers",
             )
         else:
-            logged, flavor = (
+            model_info, flavor = (
                 mlflow.pytorch.log_model(model, serialization_format="pickle", **options),
                 "pytorch",
             )
-    return f"mlflow.{flavor}.load_model('models:/{name}/{logged.registered_model_version}')"
+    return f"mlflow.{flavor}.load_model('models:/{name}/{model_info.registered_model_version}')"

@@ -99,23 +99,23 @@ def check_writable_folder(folder: Path, what: str) -> None:
 
 
 def _check_database(path: Path, tracking_uri: str) -> None:
-    what = f"tracking_uri={tracking_uri!r}"
-    check_writable_folder(path.absolute().parent, what)
+    setting = f"tracking_uri={tracking_uri!r}"
+    check_writable_folder(path.absolute().parent, setting)
     if path.is_dir():
         raise ValueError(
-            f"{what}: {path} is a folder. Give a file in it, such as {path / 'mlflow.db'}"
+            f"{setting}: {path} is a folder. Give a file in it, such as {path / 'mlflow.db'}"
         )
     if not path.exists():
         return
     if not os.access(path, os.R_OK | os.W_OK):
         raise ValueError(
-            f"{what}: {path} is not readable and writable. Give a database with write permission"
+            f"{setting}: {path} is not readable and writable. Give a database with write permission"
         )
     with path.open("rb") as file:
         start = file.read(len(_SQLITE_MAGIC))
     if start not in (b"", _SQLITE_MAGIC):
         raise ValueError(
-            f"{what}: {path} is not an SQLite database. Give another file, or move this one away"
+            f"{setting}: {path} is not an SQLite database. Give another file, or move this one away"
         )
 
 
@@ -126,11 +126,11 @@ def _check_scheme(tracking_uri: str) -> None:
             raise ValueError(f"tracking_uri={tracking_uri!r} names no file. Use sqlite:///FILE")
         return
     plugins = [plugin.name for plugin in entry_points(group="mlflow.tracking_store")]
-    known = [*_SCHEMES, *plugins]
-    if scheme.partition("+")[0] not in known:
+    schemes = [*_SCHEMES, *plugins]
+    if scheme.partition("+")[0] not in schemes:
         raise ValueError(
             f"tracking_uri={tracking_uri!r}: MLflow has no store "
-            f"{scheme}:{nearest(scheme, known)}. Use http://HOST:PORT, sqlite:///FILE or "
+            f"{scheme}:{nearest(scheme, schemes)}. Use http://HOST:PORT, sqlite:///FILE or "
             "another of its stores, or leave tracking_uri out to log to a local file"
         )
 
@@ -146,9 +146,9 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
             f"tracking_uri={tracking_uri!r}: no MLflow server answers at {parts.netloc} "
             f"({error}). Start it, or leave tracking_uri out to log to a local file"
         ) from error
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    connection_class = http.client.HTTPSConnection if secure else http.client.HTTPConnection
     try:
-        with contextlib.closing(kind(host, port, timeout=timeout_s)) as connection:
+        with contextlib.closing(connection_class(host, port, timeout=timeout_s)) as connection:
             connection.request("GET", f"{parts.path.rstrip('/')}/health")
             connection.getresponse()
     except TimeoutError as error:

@@ -88,24 +88,26 @@ class LoraOptions:
         """
         names = [name for name, _ in model.named_modules() if name]
         if isinstance(self.target_modules, str):
-            found = self.target_modules == _ALL or any(
+            is_match = self.target_modules == _ALL or any(
                 re.fullmatch(self.target_modules, name) for name in names
             )
-            lost = [] if found else [("target_modules", self.target_modules)]
+            unmatched = [] if is_match else [("target_modules", self.target_modules)]
         else:
-            lost = [
-                ("target_modules", one) for one in self.target_modules if not _matches(one, names)
+            unmatched = [
+                ("target_modules", target)
+                for target in self.target_modules
+                if not _matches(target, names)
             ]
-        lost += [
-            ("modules_to_save", one)
-            for one in self.modules_to_save
-            if not any(name.endswith(one) for name in names)
+        unmatched += [
+            ("modules_to_save", target)
+            for target in self.modules_to_save
+            if not any(name.endswith(target) for name in names)
         ]
-        for field, one in lost:
-            short = dict.fromkeys(name.rpartition(".")[2] for name in names)
-            near = nearest_names(one, [name for name in short if not name.isdigit()])
+        for field, target in unmatched:
+            short_names = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            near = nearest_names(target, [name for name in short_names if not name.isdigit()])
             raise ValueError(
-                f"adapter.{field}: {one!r} is not a module of {type(model).__name__}; {near}"
+                f"adapter.{field}: {target!r} is not a module of {type(model).__name__}; {near}"
             )
 
     def inject(self, model: nn.Module, **more: Any) -> nn.Module:
@@ -134,11 +136,11 @@ def as_lora(value: LoraOptions | Mapping[str, Any] | None) -> LoraOptions | None
     """
     if not isinstance(value, Mapping):
         return value
-    known = [field.name for field in fields(LoraOptions)]
-    for name in value.keys() - set(known):
-        raise ValueError(f"adapter has no option {name!r}; {nearest_names(name, known)}")
+    options = [field.name for field in fields(LoraOptions)]
+    for name in value.keys() - set(options):
+        raise ValueError(f"adapter has no option {name!r}; {nearest_names(name, options)}")
     return LoraOptions(**value)
 
 
-def _matches(wanted: str, names: list[str]) -> bool:
-    return any(name == wanted or name.endswith(f".{wanted}") for name in names)
+def _matches(target: str, names: list[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name in names)

@@ -130,13 +130,13 @@ class BertEmbeddings(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        places = (
+        positions = (
             torch.arange(input_ids.size(1), device=input_ids.device)
             if position_ids is None
             else position_ids
         )
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        x_bsh = self.token(input_ids) + self.position(places) + self.segment(segments)
+        x_bsh = self.token(input_ids) + self.position(positions) + self.segment(segments)
         return self.dropout(x_bsh if self.norm is None else self.norm(x_bsh))
 
 

@@ -59,9 +59,9 @@ def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | Non
                 f"{where}{name}={value} is not a valid size. Give an integer from 0 to {_MOST_SIZE}"
             )
         if _ends(_BLOCKS, key) and value > most_blocks:
-            beside = "" if stored is None else f", but there are only {stored} tensors of weights"
+            suffix = "" if stored is None else f", but there are only {stored} tensors of weights"
             raise ValueError(
-                f"{where}{name}={value} is more than {most_blocks}{beside}. Give the number of "
+                f"{where}{name}={value} is more than {most_blocks}{suffix}. Give the number of "
                 "the model"
             )
 
@@ -96,13 +96,13 @@ def check_quantization(config: Mapping[str, Any], dtypes: Iterable[object]) -> N
     Raises:
         ValueError: All dtypes are ordinary floating-point types.
     """
-    given = config.get("quantization_config")
-    found = {str(dtype).removeprefix("torch.") for dtype in dtypes}
-    if given and found and found <= {*_FLOATING}:
-        method = given.get("quant_method") if isinstance(given, Mapping) else given
+    entry = config.get("quantization_config")
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    if entry and names and names <= {*_FLOATING}:
+        method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
         raise ValueError(
             f"it has quantization_config ({method!s:.40}), but the dtypes are "
-            f"{', '.join(sorted(found))}. Remove this entry, or use the quantized weights"
+            f"{', '.join(sorted(names))}. Remove this entry, or use the quantized weights"
         )
 
 

@@ -75,16 +75,16 @@ class ExpertWeights(nn.Module):
         Raises:
             ExpertError: A weight is NaN or infinite.
         """
-        found = dispatch(x_nh, index_nk, weights_nk, num_experts=self.num_experts, group=Group())
-        if found.faults.not_finite:
+        routed = dispatch(x_nh, index_nk, weights_nk, num_experts=self.num_experts, group=Group())
+        if routed.faults.not_finite:
             raise ExpertError(
-                f"the router of layer {self.layer} returned {found.faults.not_finite} weights "
+                f"the router of layer {self.layer} returned {routed.faults.not_finite} weights "
                 "that are not finite"
             )
-        ends, rows_rh = found.counts.cumsum(0, dtype=torch.int32), found.rows_rh
-        return found.combine(
+        ends, rows_rh = routed.counts.cumsum(0, dtype=torch.int32), routed.rows_rh
+        return routed.combine(
             usual_output(
-                self, rows_rh, sizes=found.sizes, ends=ends, dtype=autocast_dtype(rows_rh)
+                self, rows_rh, sizes=routed.sizes, ends=ends, dtype=autocast_dtype(rows_rh)
             ),
             weights_nk,
         )
@@ -187,8 +187,8 @@ class Capacity(nn.Module):
             1, chosen, torch.ones_like(chosen)
         )
         first = (counts.cumsum(1) - counts).gather(1, chosen)
-        place = torch.arange(chosen.size(1), device=chosen.device) - first
-        kept = place < math.ceil(self.factor * chosen.size(1) / self.num_experts)
+        position = torch.arange(chosen.size(1), device=chosen.device) - first
+        kept = position < math.ceil(self.factor * chosen.size(1) / self.num_experts)
         return torch.empty_like(kept).scatter_(1, order, kept).view_as(index_bsk)
 
 
@@ -276,8 +276,8 @@ class Router(nn.Module):
             else (~kept).to(square.dtype).mean(-1, keepdim=True)
         )
         means = self.mean(torch.cat((share, chosen, square, dropped), -1))
-        share_b, chosen_b, others = means.split((size, size, AUXILIARY - 1), -1)
-        return torch.cat((size * (chosen_b * share_b).sum(-1, keepdim=True), others), -1)
+        share_b, chosen_b, z_and_dropped = means.split((size, size, AUXILIARY - 1), -1)
+        return torch.cat((size * (chosen_b * share_b).sum(-1, keepdim=True), z_and_dropped), -1)
 
 
 class Mixture(nn.Module):
@@ -317,11 +317,11 @@ class Mixture(nn.Module):
         Dropped choices are not dispatched.
         """
         k = index_nk.size(1)
-        chosen = (each.reshape(-1, 1).index_select(0, kept_r) for each in (index_nk, weights_nk))
-        made_rh = self.experts(x_nh.index_select(0, kept_r // k), *chosen)
+        chosen = (x_nk.reshape(-1, 1).index_select(0, kept_r) for x_nk in (index_nk, weights_nk))
+        y_rh = self.experts(x_nh.index_select(0, kept_r // k), *chosen)
         return (
-            made_rh.new_zeros(index_nk.numel(), x_nh.size(1))
-            .index_copy(0, kept_r, made_rh)
+            y_rh.new_zeros(index_nk.numel(), x_nh.size(1))
+            .index_copy(0, kept_r, y_rh)
             .view(-1, k, x_nh.size(1))
             .sum(1)
         )

@@ -98,12 +98,12 @@ class GPT(Transformer):
         self.check_sequence_length(input_ids.size(1))
         x_bsh = self.wte(input_ids)
         if self.wpe is not None:
-            places = (
+            positions = (
                 torch.arange(input_ids.size(1), device=input_ids.device)
                 if position_ids is None
                 else position_ids
             )
-            x_bsh = x_bsh + self.wpe(places)
+            x_bsh = x_bsh + self.wpe(positions)
         x_bsh = self.dropout(x_bsh)
         aux_b3 = x_bsh.new_zeros(
             x_bsh.size(0), AUXILIARY, dtype=torch.promote_types(x_bsh.dtype, torch.float32)
@@ -129,7 +129,7 @@ class GPT(Transformer):
             for layer, block in enumerate(self.blocks)
             if isinstance(block, MixtureBlock)
         }
-        here = {
+        balancers = {
             layer: router.balancer
             for layer, router in routers.items()
             if router.balancer is not None
@@ -138,10 +138,10 @@ class GPT(Transformer):
         load = torch.zeros(
             len(self.blocks), self.config.num_experts or 0, dtype=torch.float64, device=device
         )
-        for layer, balancer in here.items():
+        for layer, balancer in balancers.items():
             load[layer] = balancer.load
         load = total(load)
-        for layer, balancer in here.items():
+        for layer, balancer in balancers.items():
             balancer.move(load[layer])
 
 
@@ -201,8 +201,8 @@ class MixtureBlock(Block):
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         x_bsh = self._attended(x_bsh, position_ids, cache)
-        y_bsh, of_layer = self.mixture(self.norm_2(x_bsh))
-        return x_bsh + self.dropout(y_bsh), aux_b3 + of_layer
+        y_bsh, layer_aux_b3 = self.mixture(self.norm_2(x_bsh))
+        return x_bsh + self.dropout(y_bsh), aux_b3 + layer_aux_b3
 
     def _make_feed_forward(self, config: GPTConfig, layer: int) -> None:
         shared = (

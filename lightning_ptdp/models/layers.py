@@ -117,10 +117,7 @@ class NormalLinear(nn.Linear):
         truncated: bool = False,
     ) -> None:
         # before the base class, whose constructor calls reset_parameters
-        self.std, self.truncated = (
-            std,
-            truncated,
-        )
+        self.std, self.truncated = (std, truncated)
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -140,10 +137,7 @@ class NormalEmbedding(nn.Embedding):
         self, num_embeddings: int, embedding_dim: int, *, std: float, truncated: bool = False
     ) -> None:
         # before the base class, whose constructor calls reset_parameters
-        self.std, self.truncated = (
-            std,
-            truncated,
-        )
+        self.std, self.truncated = (std, truncated)
         super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:
@@ -201,8 +195,8 @@ class KeyValueCache:
 
         ``real_bs`` (b, s) bool is False for padding. A padding token is visible only to itself.
         """
-        places = torch.arange(real_bs.size(1), device=real_bs.device)
-        before, itself = places <= places[-new:, None], places == places[-new:, None]
+        positions = torch.arange(real_bs.size(1), device=real_bs.device)
+        before, itself = positions <= positions[-new:, None], positions == positions[-new:, None]
         self.mask_b1qs = ((before & real_bs[:, None]) | itself)[:, None]
 
     def extend(self, attention: nn.Module, k_bsnd: Tensor, v_bsnd: Tensor) -> tuple[Tensor, Tensor]:

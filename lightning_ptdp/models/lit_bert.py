@@ -203,11 +203,11 @@ class LitBert(pl.LightningModule):
             raise ValueError(
                 "the model is not built yet. First call configure_model(), as the Trainer does"
             )
-        others = {
+        arguments = {
             name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch
         }
         return self.model(
-            batch["input_ids"], **others, masked_positions=_positions(batch), logits=logits
+            batch["input_ids"], **arguments, masked_positions=_positions(batch), logits=logits
         )
 
     def _losses(self, masked: Tensor, order_logits: Tensor, batch: Batch) -> dict[str, Tensor]:

@@ -130,17 +130,17 @@ class LitGPT(LitTokens):
             return step
         counted_b = (batch["labels"] != IGNORED_LABEL).sum(1, keepdim=True)
         balance, square, _ = means = (aux_b3 * counted_b).sum(0) / step["num_tokens"].clamp(min=1)
-        logged = (
+        names = (
             ("balance_loss", "z_loss")
             if self.config.capacity_factor is None
             else ("balance_loss", "z_loss", "dropped_share")
         )
-        for name, mean in zip(logged, means / self.config.layers_with_experts, strict=False):
+        for name, mean in zip(names, means / self.config.layers_with_experts, strict=False):
             self.log(f"train_{name}", mean)
-        added = self.config.z_loss_coefficient * square
+        auxiliary = self.config.z_loss_coefficient * square
         if self.config.balance == "loss":
-            added = added + self.config.balance_coefficient * balance
-        return {**step, "loss": step["loss"] + added}
+            auxiliary = auxiliary + self.config.balance_coefficient * balance
+        return {**step, "loss": step["loss"] + auxiliary}
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Move the biases of routers with ``balance="bias"``, once per optimizer step."""

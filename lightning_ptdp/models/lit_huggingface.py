@@ -126,18 +126,20 @@ class _LitHuggingFace(LitTokens):
             ValueError: The model has too few embedding rows or positions.
         """
         sizes = self._model_config().get_text_config()
-        for name, limit, what in (
+        for name, field, unit in (
             ("vocabulary_size", "vocab_size", "embedding rows"),
             ("sequence_length", "max_position_embeddings", "positions"),
         ):
-            offered, there = getattr(datamodule, name, None), getattr(sizes, limit, None)
-            if isinstance(offered, int) and isinstance(there, int) and offered > there:
-                given = name == "vocabulary_size" and getattr(datamodule, "hparams", {}).get(
+            required, limit = getattr(datamodule, name, None), getattr(sizes, field, None)
+            if isinstance(required, int) and isinstance(limit, int) and required > limit:
+                tokenizer = name == "vocabulary_size" and getattr(datamodule, "hparams", {}).get(
                     "tokenizer_dir"
                 )
-                remedy = TOO_MANY_IDS.format(offered) if given else f"Set --data.{name} {there}"
+                remedy = (
+                    TOO_MANY_IDS.format(required) if tokenizer else f"Set --data.{name} {limit}"
+                )
                 raise ValueError(
-                    f"data.{name}={offered} is more than the {there} {what} of the model in "
+                    f"data.{name}={required} is more than the {limit} {unit} of the model in "
                     f"{self._said}. {remedy}"
                 )
 
@@ -252,28 +254,32 @@ class _LitHuggingFace(LitTokens):
         Raises:
             ValueError: They do not match.
         """
-        given = checkpoint.get("hyper_parameters", {})
-        saved, own = given.get("adapter"), self.hparams["adapter"]
-        if saved and not own:
+        hparams = checkpoint.get("hyper_parameters", {})
+        saved, current = hparams.get("adapter"), self.hparams["adapter"]
+        if saved and not current:
             raise ValueError(
                 "the checkpoint has only adapters. Set model.adapter as in that training, or "
                 "convert the checkpoint to a folder (ptdp convert --merge)"
             )
-        if own and not saved and "adapter" in given:
+        if current and not saved and "adapter" in hparams:
             raise ValueError(
                 "the checkpoint has all weights, but no adapters. Convert it to a folder "
                 "(ptdp convert), and train adapters on that folder (model.path)"
             )
         for name in (
-            [name for name in own if name not in ("dropout", "init")] if saved and own else ()
+            [name for name in current if name not in ("dropout", "init")]
+            if saved and current
+            else ()
         ):
-            if _listed(value := saved.get(name, own[name])) != _listed(own[name]):
+            if _listed(value := saved.get(name, current[name])) != _listed(current[name]):
                 raise ValueError(
                     f"the checkpoint has adapter.{name}={value}, but this training has "
-                    f"{own[name]}. Set it as in the checkpoint"
+                    f"{current[name]}. Set it as in the checkpoint"
                 )
         base = checkpoint.get(BASE_WEIGHTS)
-        if base is not None and base["fingerprint"] != fingerprint(local_folder(str(self.path))):
+        if base is not None and (
+            self.path is None or base["fingerprint"] != fingerprint(local_folder(self.path))
+        ):
             raise ValueError(
                 f"path={self.path!r} does not have the weights with which the checkpoint's "
                 f"adapters were trained ({base['path']}). Use the original folder"
@@ -382,17 +388,14 @@ class LitMaskedLM(_LitHuggingFace):
     _classes = "MODEL_FOR_MASKED_LM_MAPPING"
     _inputs = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
     # heads for the order of sentences in pretraining
-    _ignores = (
-        r"(^|\.)pooler\.",
-        r"(^|\.)cls\.seq_relationship\.",
-    )
+    _ignores = (r"(^|\.)pooler\.", r"(^|\.)cls\.seq_relationship\.")
 
 
 def _dtype(name: Dtype, config: Any) -> torch.dtype:
-    found: Any = (
+    dtype: Any = (
         getattr(torch, name) if name != "auto" else getattr(config, "dtype", None) or torch.float32
     )
-    return getattr(torch, found) if isinstance(found, str) else found
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _listed(value: object) -> object:

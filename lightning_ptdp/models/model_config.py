@@ -220,24 +220,26 @@ class GPTConfig(TransformerConfig):
             )
 
     def _check_experts(self) -> None:
-        given = {
+        options = {
             field.name: getattr(self, field.name)
             for field in fields(GPTConfig)
             if field.name in _OF_EXPERTS
         }
-        given = {name: value for name, value in given.items() if value != getattr(GPTConfig, name)}
-        of_balance = {"loss": "balance_coefficient", "bias": "bias_rate"}
-        for name, value in given.items():
+        options = {
+            name: value for name, value in options.items() if value != getattr(GPTConfig, name)
+        }
+        by_balance = {"loss": "balance_coefficient", "bias": "bias_rate"}
+        for name, value in options.items():
             if self.num_experts is None:
                 raise ValueError(
                     f"{name}={value!r} needs a model with experts. Set num_experts too, or "
                     f"leave {name} out"
                 )
-            if name in of_balance.values() and of_balance.get(self.balance) != name:
-                way = next(balance for balance, field in of_balance.items() if field == name)
+            if name in by_balance.values() and by_balance.get(self.balance) != name:
+                method = next(balance for balance, field in by_balance.items() if field == name)
                 raise ValueError(
                     f"{name}={value} has no effect with balance={self.balance!r}. Use "
-                    f"balance={way!r}, or leave {name} out"
+                    f"balance={method!r}, or leave {name} out"
                 )
             if name == "capacity_factor" and value <= 0:
                 raise ValueError(
@@ -385,9 +387,9 @@ def split_widths(config: TransformerConfig) -> dict[str, int]:
     return dense | shared
 
 
-def _near(number: int, wanted: int) -> str:
-    """Return the divisors of ``number`` nearest to ``wanted``, for a message."""
+def _near(number: int, target: int) -> str:
+    """Return the divisors of ``number`` nearest to ``target``, for a message."""
     # Imported here: a configuration alone needs no layout.
     from lightning_ptdp.world.axes import nearest_divisors
 
-    return ", ".join(str(divisor) for divisor in nearest_divisors(number, wanted))
+    return ", ".join(str(divisor) for divisor in nearest_divisors(number, target))

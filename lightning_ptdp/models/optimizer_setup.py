@@ -78,11 +78,11 @@ class AdamWConfig:
             )
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
-        for name, other in (("warmup", self.warmup_steps or None), ("decay", self.decay_steps)):
+        for name, steps in (("warmup", self.warmup_steps or None), ("decay", self.decay_steps)):
             samples = getattr(self, f"{name}_samples")
-            if samples is not None and other is not None:
+            if samples is not None and steps is not None:
                 raise ValueError(
-                    f"{name}_samples={samples} and {name}_steps={other} are both set. Set only "
+                    f"{name}_samples={samples} and {name}_steps={steps} are both set. Set only "
                     "one of them"
                 )
         if self.decay_steps is not None and self.decay_steps < max(self.warmup_steps, 1):

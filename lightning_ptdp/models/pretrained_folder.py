@@ -174,9 +174,9 @@ def read_model_config(path: str) -> Any:
         raise ValueError(
             f"path={path!r}: {folder} has no {_CONFIG}. Give the folder that save_pretrained wrote"
         )
-    given = _read_config(folder, f"path={path!r}")
-    kind = given.get("model_type")
-    if given.get("auto_map") and (
+    values = _read_config(folder, f"path={path!r}")
+    kind = values.get("model_type")
+    if values.get("auto_map") and (
         not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING
     ):
         raise ValueError(
@@ -194,23 +194,23 @@ def read_model_config(path: str) -> Any:
         ) from error
 
 
-def _read_config(folder: Path, said: str) -> dict[str, Any]:
+def _read_config(folder: Path, label: str) -> dict[str, Any]:
     try:
         small_files(folder, _READ)
-        given: dict[str, Any] = parse_json(
+        values: dict[str, Any] = parse_json(
             (folder / _CONFIG).read_bytes(), most_values=MOST_SETTINGS
         )
-        if not isinstance(given, dict):
+        if not isinstance(values, dict):
             raise ValueError(f"{_CONFIG} must be a JSON object")
         stored = stored_tensors(folder)
     except OSError as error:
         raise ValueError(
-            f"{said}: {error.filename or folder} cannot be read: {error.strerror or error}"
+            f"{label}: {error.filename or folder} cannot be read: {error.strerror or error}"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{said}: a file of {folder} is damaged: {error}") from error
-    check_sizes(given, f"{said}: {_CONFIG}: ", stored=stored)
-    return given
+        raise ValueError(f"{label}: a file of {folder} is damaged: {error}") from error
+    check_sizes(values, f"{label}: {_CONFIG}: ", stored=stored)
+    return values
 
 
 def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
@@ -224,8 +224,8 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     transformers = import_optional("transformers")
 
     check_sizes(sizes, "config.")
-    given = dict(sizes)
-    name = given.pop("model_type", "")
+    values = dict(sizes)
+    name = values.pop("model_type", "")
     if name not in transformers.CONFIG_MAPPING:
         known = list(transformers.CONFIG_MAPPING)
         raise ValueError(
@@ -234,17 +234,17 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
         )
     kind = transformers.CONFIG_MAPPING[name]
     try:
-        config, known = kind(**given), vars(kind())
+        config, known = kind(**values), vars(kind())
     except Exception as error:  # the checks of transformers raise many types
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"config: {kind.__name__} does not accept these fields: {reason}"
         ) from error
-    if others := [name for name in given if name in vars(config) and name not in known]:
+    if undeclared := [name for name in values if name in vars(config) and name not in known]:
         # Some models read fields that their configuration does not declare (Qwen3-MoE: head_dim).
         model = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
-        read = set(_WORD.findall(inspect.getsource(model)))
-        if unknown := [name for name in others if name not in read]:
+        words = set(_WORD.findall(inspect.getsource(model)))
+        if unknown := [name for name in undeclared if name not in words]:
             raise ValueError(
                 f"config.{unknown[0]} is not a field of "
                 f"{kind.__name__}{nearest(unknown[0], [*known, *kind.attribute_map])}"
@@ -313,10 +313,10 @@ def _config_of_hub(name: str) -> Path:
         return Path(hf_hub_download(name, _CONFIG, local_files_only=True)).parent
     except (LocalEntryNotFoundError, HFValidationError):
         pass
-    found = SimpleQueue[str | Exception]()
-    Thread(target=_download_config, args=(name, found), daemon=True).start()
+    answers = SimpleQueue[str | Exception]()
+    Thread(target=_download_config, args=(name, answers), daemon=True).start()
     try:
-        answer = found.get(timeout=_PATIENCE_S)
+        answer = answers.get(timeout=_PATIENCE_S)
     except Empty:
         answer = TimeoutError()
     if isinstance(answer, str):
@@ -329,8 +329,8 @@ def _config_of_hub(name: str) -> Path:
     ) from answer
 
 
-def _download_config(name: str, found: SimpleQueue[str | Exception]) -> None:
-    """Put the path of the file, or an error, into ``found``.
+def _download_config(name: str, answers: SimpleQueue[str | Exception]) -> None:
+    """Put the path of the file, or an error, into ``answers``.
 
     It runs in a thread, because the name resolution of the host cannot be interrupted.
     """
@@ -340,9 +340,9 @@ def _download_config(name: str, found: SimpleQueue[str | Exception]) -> None:
     level = log.level
     log.setLevel(logging.CRITICAL)  # it reports each of its attempts
     try:
-        found.put(hf_hub_download(name, _CONFIG, etag_timeout=_PATIENCE_S))
+        answers.put(hf_hub_download(name, _CONFIG, etag_timeout=_PATIENCE_S))
     except Exception as error:  # reported by the caller
-        found.put(error)
+        answers.put(error)
     finally:
         log.setLevel(level)
 

@@ -48,8 +48,8 @@ def active_parameters(config: GPTConfig) -> int:
 
     Of a layer's experts, these are the chosen and the shared ones.
     """
-    resting = config.layers_with_experts * ((config.num_experts or 0) - config.experts_per_token)
-    return num_parameters(config) - resting * 3 * config.expert_size * config.hidden_size
+    inactive = config.layers_with_experts * ((config.num_experts or 0) - config.experts_per_token)
+    return num_parameters(config) - inactive * 3 * config.expert_size * config.hidden_size
 
 
 def flops_per_sample(
@@ -152,9 +152,9 @@ def count_operations(
     long = max(2, min(longest, _LONGEST))
     short = long // 2
     with without_data():
-        few, many = (count_once(build, run, length) for length in (short, long))
-    per_pair = (many / long - few / short) / (long - short)
-    return Operations(per_token=few / short - short * per_pair, per_pair=per_pair)
+        short_count, long_count = (count_once(build, run, length) for length in (short, long))
+    per_pair = (long_count / long - short_count / short) / (long - short)
+    return Operations(per_token=short_count / short - short * per_pair, per_pair=per_pair)
 
 
 def count_once(
@@ -166,7 +166,7 @@ def count_once(
     """
     with torch.device("meta"):
         model = build()
-    kind, of_experts = Experts(), list[int]()
+    kind, expert_flops = Experts(), list[int]()
     modules = [module for module in model.modules() if kind.fits(module)]
 
     def visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def count_once(
         for parameter in module.parameters():
             if parameter.dim() > 2:  # not a bias
                 passes = 1 + x_nh.requires_grad + parameter.requires_grad
-                of_experts.append(2 * index_nk.numel() * parameter[0].numel() * passes)
+                expert_flops.append(2 * index_nk.numel() * parameter[0].numel() * passes)
         return x_nh * weights_nk.sum(-1, keepdim=True).to(x_nh.dtype)
 
     for module in modules:
@@ -189,4 +189,4 @@ def count_once(
         torch.enable_grad(),
     ):
         run(model, length).sum().backward()
-    return int(counter.get_total_flops()) + sum(of_experts)
+    return int(counter.get_total_flops()) + sum(expert_flops)

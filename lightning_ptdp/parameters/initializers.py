@@ -52,29 +52,29 @@ class Initializers:
         owner, resets = self._initializer_of(chain)
         if owner is None and not resets:
             return None
-        tensors = dict(module._parameters), dict(module._buffers)
+        originals = dict(module._parameters), dict(module._buffers)
         with torch.no_grad():
-            for own in (module._parameters, module._buffers):
-                own.update(
-                    {key: _unset(tensor) for key, tensor in own.items() if tensor is not None}
+            for mapping in (module._parameters, module._buffers):
+                mapping.update(
+                    {key: _unset(tensor) for key, tensor in mapping.items() if tensor is not None}
                 )
             try:
                 for reset in resets:
                     reset()
                 if owner is not None:
                     initialize = owner._init_weights
-                    for above in reversed(chain[chain.index(owner) :]):
-                        initialize(above)
+                    for member in reversed(chain[chain.index(owner) :]):
+                        initialize(member)
                 _check_set(module, name, others)
-                made = shallow_copy(module)
-                for kind, before in zip(("_parameters", "_buffers"), tensors, strict=True):
+                result = shallow_copy(module)
+                for kind, before in zip(("_parameters", "_buffers"), originals, strict=True):
                     drawn = getattr(module, kind)
-                    made.__dict__[kind] = {
+                    result.__dict__[kind] = {
                         key: _in_dtype_of(drawn[key], before.get(key)) for key in drawn
                     }
             finally:
-                module.__dict__["_parameters"], module.__dict__["_buffers"] = tensors
-        return made
+                module.__dict__["_parameters"], module.__dict__["_buffers"] = originals
+        return result
 
     def knows(self, name: str) -> bool:
         """Return True if an initializer of the module is known."""
@@ -107,9 +107,9 @@ class Initializers:
 
 def why_without_values(name: str, module: nn.Module) -> str:
     """Return the message about a module without an initializer."""
-    who = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
+    label = f"'{name}' ({type(module).__name__})" if name else type(module).__name__
     return (
-        f"{who} was built on the meta device, but it has no reset_parameters() method that "
+        f"{label} was built on the meta device, but it has no reset_parameters() method that "
         "sets its values. Add this method, build the model in __init__, or use "
         "PTDPStrategy(meta_init=False)"
     )
@@ -120,9 +120,9 @@ def _resets(chain: list[Any]) -> list[Callable[[], object]]:
 
     Modules of torch that set values of their children, such as ``nn.MultiheadAttention``, do so in
     ``_reset_parameters``."""
-    own = (getattr(chain[-1], key, None) for key in ("reset_parameters", "_reset_parameters"))
-    around = (getattr(module, "_reset_parameters", None) for module in reversed(chain[:-1]))
-    return [reset for reset in (next(filter(callable, own), None), *around) if callable(reset)]
+    methods = (getattr(chain[-1], key, None) for key in ("reset_parameters", "_reset_parameters"))
+    outer = (getattr(module, "_reset_parameters", None) for module in reversed(chain[:-1]))
+    return [reset for reset in (next(filter(callable, methods), None), *outer) if callable(reset)]
 
 
 def _takes_a_module(function: object) -> bool:

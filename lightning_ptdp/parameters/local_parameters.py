@@ -72,15 +72,15 @@ def manage_parameters(
         mesh: This rank's coordinates and groups.
         copy_groups: Groups of ranks that hold the same heads, by their size.
     """
-    layout, place = mesh.layout, mesh.group("pipeline").rank
+    layout, pipeline_rank = mesh.layout, mesh.group("pipeline").rank
     stages_of: dict[str, set[int]] = {}
     for name, holders in whole.users.items():
-        found = (
+        holder_stages = (
             [module_stages[holder] or range(layout.num_stages) for holder in holders]
             if module_stages is not None
             else [(0,)]
         )
-        stages_of[name] = {stage for stages in found for stage in stages}
+        stages_of[name] = {stage for stages in holder_stages for stage in stages}
     ranks_of = {
         name: tuple(sorted({layout.rank_of_stage(stage) for stage in stages}))
         for name, stages in stages_of.items()
@@ -92,7 +92,9 @@ def manage_parameters(
     for parameter in module.parameters():
         name = whole.names[parameter]
         ranks = ranks_of[name]
-        stages = [stage for stage in stages_of[name] if layout.rank_of_stage(stage) == place]
+        stages = [
+            stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline_rank
+        ]
         managed[parameter] = ManagedParameter(
             parameter=parameter,
             placement=_with_others(
@@ -148,8 +150,8 @@ def _holders(mesh: ProcessMesh, places: tuple[int, ...]) -> Group:
 
     A rank outside of ``places`` gets a group of the remaining ranks, which is not used."""
     pipeline = mesh.group("pipeline")
-    others = tuple(place for place in range(pipeline.size) if place not in places)
-    return mesh.subgroup("pipeline", places if pipeline.rank in places else others)
+    remaining = tuple(place for place in range(pipeline.size) if place not in places)
+    return mesh.subgroup("pipeline", places if pipeline.rank in places else remaining)
 
 
 # ---- Notes for users about the layout of a model over the ranks ----------------------------------
@@ -207,13 +209,13 @@ def _whole_note(placements: dict[str, Placement], size: int) -> Iterator[str]:
         if len(held.full_shape) > 1 and _INDEX.search(name)
     ]
     total = sum(numel for _, numel, _ in matrices)
-    whole = sum(numel for _, numel, is_split in matrices if not is_split)
-    if whole > _MUCH * total:
+    unsplit = sum(numel for _, numel, is_split in matrices if not is_split)
+    if unsplit > _MUCH * total:
         names = list(dict.fromkeys(name for name, _, is_split in matrices if not is_split))
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        suffix = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield (
-            f"tensor_parallel_size={size} leaves {whole / total:.0%} of the elements of the "
+            f"tensor_parallel_size={size} leaves {unsplit / total:.0%} of the elements of the "
             "layers' matrices replicated, and every rank computes with all of them: "
-            f"{', '.join(names[:_SHOWN])}{more}. Split them with "
+            f"{', '.join(names[:_SHOWN])}{suffix}. Split them with "
             "PTDPStrategy(plan=ParallelPlan(tensor={...}))"
         )

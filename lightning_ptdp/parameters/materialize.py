@@ -25,8 +25,8 @@ __all__ = ["Materializer", "agree_on_values", "awaits_values", "is_meta", "make_
 
 def is_meta(module: nn.Module) -> bool:
     """Return True if any of the module's own parameters or buffers is on the meta device."""
-    own = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and tensor.is_meta for tensor in own)
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
 def awaits_values(model: nn.Module) -> bool:
@@ -44,9 +44,9 @@ def make_room(
     for parameter in model.parameters():
         if parameter.is_meta:
             make = torch.zeros_like if parameter in padded else torch.empty_like
-            room = nn.Parameter(make(parameter, device=device), parameter.requires_grad)
-            vars(room).update(vars(parameter))
-            torch.utils.swap_tensors(parameter, room)
+            allocated = nn.Parameter(make(parameter, device=device), parameter.requires_grad)
+            vars(allocated).update(vars(parameter))
+            torch.utils.swap_tensors(parameter, allocated)
 
 
 class Materializer:
@@ -111,15 +111,15 @@ class Materializer:
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = values(name).get_buffer(key).to(self._device)
 
-    def _values(self, name: str, asked: nn.Module) -> nn.Module:
+    def _values(self, name: str, module: nn.Module) -> nn.Module:
         """Return a module with initial values, drawn on the CPU to be independent of the device."""
         name = original_name(name)
         assert self._initialize is not None
         with seeded(derive_seed(self._seed, "init", name), torch.device("cpu")):
-            made = self._initialize(name, others=self._others.get(name, ()))
-        if made is None:
-            raise ValueError(why_without_values(name, asked))
-        return made
+            source = self._initialize(name, others=self._others.get(name, ()))
+        if source is None:
+            raise ValueError(why_without_values(name, module))
+        return source
 
 
 def agree_on_values(

@@ -108,8 +108,8 @@ class Placement:
                 (piece.in_local, self.local_shape),
                 (piece.in_full, self.full_shape),
             ):
-                whole = Rectangle.at((0,) * len(shape), shape)
-                assert whole.common(rectangle) == rectangle, (
+                bounds = Rectangle.at((0,) * len(shape), shape)
+                assert bounds.common(rectangle) == rectangle, (
                     f"{rectangle} is outside the shape {shape}"
                 )
 
@@ -177,8 +177,8 @@ class Placement:
         """Yield (offset in the full tensor, view of ``values``) of every rectangle."""
         for piece in self.pieces:
             if 0 not in piece.size or 0 in self.full_shape:
-                for inside, view in self._within(piece.in_local, values):
-                    yield tuple(map(sum, zip(piece.full, inside, strict=True))), view
+                for offset, view in self._within(piece.in_local, values):
+                    yield tuple(map(sum, zip(piece.full, offset, strict=True))), view
 
     def unrepeated(self, values: Tensor) -> list[Tensor]:
         """Return views of ``values`` without repeated copies.
@@ -186,8 +186,8 @@ class Placement:
         A copy is repeated if an earlier member holds it as well."""
         if not self.has_copies:
             return [values]
-        first = [piece.in_local for piece in self.pieces if piece.copy == 0]
-        return [view for where in first for view in self.within(where, values)]
+        rectangles = [piece.in_local for piece in self.pieces if piece.copy == 0]
+        return [view for rectangle in rectangles for view in self.within(rectangle, values)]
 
     def within(self, where: Rectangle | None, values: Tensor) -> list[Tensor]:
         """Return the views of ``values`` inside the local rectangle ``where`` (None: all)."""
@@ -249,13 +249,13 @@ def range_rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]
     if not shape and start < stop:
         yield Rectangle((), ())
         return
-    row, zeros = math.prod(shape[1:]), (0,) * (len(shape) - 1)
+    row_size, zeros = math.prod(shape[1:]), (0,) * (len(shape) - 1)
     while start < stop:
-        index, inside = divmod(start, row)
-        whole_rows = 0 if inside else (stop - start) // row
+        index, offset = divmod(start, row_size)
+        whole_rows = 0 if offset else (stop - start) // row_size
         if whole_rows:
             yield Rectangle.at((index, *zeros), (whole_rows, *shape[1:]))
         else:
-            for part in range_rectangles(shape[1:], inside, min(stop - index * row, row)):
+            for part in range_rectangles(shape[1:], offset, min(stop - index * row_size, row_size)):
                 yield Rectangle((index, *part.begin), (index + 1, *part.end))
-        start = min(stop, (index + max(whole_rows, 1)) * row)
+        start = min(stop, (index + max(whole_rows, 1)) * row_size)

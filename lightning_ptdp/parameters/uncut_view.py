@@ -53,22 +53,22 @@ class UncutView:
                 the time of the cut.
             device: Device of this rank and of the stand-ins.
         """
-        held = {managed.name: parameter for parameter, managed in local.items()}
+        by_name = {managed.name: parameter for parameter, managed in local.items()}
         absent = {
             name: _stand_in(twin, trained, name, device)
             for name, twin in self._twins.items()
-            if name not in held
+            if name not in by_name
         }
-        held.update(absent)
+        by_name.update(absent)
         for parameters, key, name in self._holders:
-            parameters[key] = held[name]
+            parameters[key] = by_name[name]
         swapped = list(_replaced(self._module, self._children))
         for modules, key, _, shell in swapped:
             modules[key] = shell
         views: dict[Tensor, tuple[str, Tensor]] = {
-            held[name]: (name, twin)
+            by_name[name]: (name, twin)
             for name, twin in self._twins.items()
-            if twin.shape != held[name].shape
+            if twin.shape != by_name[name].shape
         }
         try:
             with _WholeShapes(views):

@@ -121,30 +121,30 @@ class ActionRecorder(StepObserver):
             rank has not recorded a complete program, or has recorded another program than the first
             rank.
         """
-        mine = self._recorded() if self._ended else None
-        parts, offsets = [mine], [0.0]
+        record = self._recorded() if self._ended else None
+        parts, offsets = [record], [0.0]
         if group.size > 1:
             parts, offsets = [None] * group.size, _clock_offsets(group, self._device)
             dist.gather_object(
-                mine, parts if group.rank == 0 else None, dst=group.ranks[0], group=group.handle
+                record, parts if group.rank == 0 else None, dst=group.ranks[0], group=group.handle
             )
-        known = [
+        aligned = [
             part.shifted(offset)
             for part, offset in zip(parts, offsets, strict=True)
             if part is not None
         ]
         if (
             self._schedule is None
-            or mine is None
-            or [part.program for part in known] != [mine.program] * group.size
+            or record is None
+            or [part.program for part in aligned] != [record.program] * group.size
         ):
             return None
-        zero = min((span.start for part in known for span in part.spans), default=0.0)
-        known = [part.shifted(-zero) for part in known]
-        reductions = tuple(part.reductions for part in known)
+        zero = min((span.start for part in aligned for span in part.spans), default=0.0)
+        aligned = [part.shifted(-zero) for part in aligned]
+        reductions = tuple(part.reductions for part in aligned)
         return Timeline(
             self._schedule,
-            tuple(part.spans for part in known),
+            tuple(part.spans for part in aligned),
             reductions if any(reductions) else (),
         )
 
@@ -206,17 +206,17 @@ def ideal_timeline(timeline: Timeline) -> Timeline:
     because buckets start earlier.
     """
     durations: dict[tuple[ActionKind, int], list[Number]] = defaultdict(list)
-    complete: dict[int, Number] = {}
+    stage_ends: dict[int, Number] = {}
     for spans in timeline.spans:
         for span in spans:
             durations[span.action.kind, span.action.stage].append(span.end - span.start)
-            complete[span.action.stage] = span.end
+            stage_ends[span.action.stage] = span.end
     for spans in timeline.reductions:
-        free = timeline.origin
+        last_end = timeline.origin
         for span in spans:
-            start = max(complete[span.action.stage], free)
+            start = max(stage_ends[span.action.stage], last_end)
             durations[ActionKind.REDUCE, span.action.stage].append(max(span.end - start, 0))
-            free = max(span.end, free)
+            last_end = max(span.end, last_end)
     mean = {
         kind: [
             sum(durations[kind, stage]) / max(len(durations[kind, stage]), 1)
@@ -244,11 +244,11 @@ def _merged(reductions: Sequence[Span]) -> tuple[Span, ...]:
     by_action: dict[Action, list[Span]] = defaultdict(list)
     for span in reductions:
         by_action[span.action].append(span)
-    found = [
+    merged = [
         Span(action, min(s.start for s in spans), max(s.end for s in spans))
         for action, spans in by_action.items()
     ]
-    return tuple(sorted(found, key=lambda span: span.start))
+    return tuple(sorted(merged, key=lambda span: span.start))
 
 
 def _clock_offsets(group: Group, device: torch.device) -> list[float]:
@@ -256,11 +256,11 @@ def _clock_offsets(group: Group, device: torch.device) -> list[float]:
 
     An offset is added to a rank's time. All offsets are zero on ranks other than the first.
     """
-    where = device if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
+    pg_device = device if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
     offsets = [0.0] * group.size
     for peer in range(1, group.size):
         if group.rank in (0, peer):
-            offsets[peer] = min(_round_trip(group, peer, where) for _ in range(_ROUND_TRIPS))[1]
+            offsets[peer] = min(_round_trip(group, peer, pg_device) for _ in range(_ROUND_TRIPS))[1]
     return offsets
 
 
@@ -281,6 +281,6 @@ def _round_trip(group: Group, peer: int, device: torch.device) -> tuple[int, flo
     before = time.perf_counter_ns()
     dist.send(clock, group.ranks[peer], group=group.handle)
     dist.recv(clock, group.ranks[peer], group=group.handle)
-    theirs = int(clock.item())
+    peer_time = int(clock.item())
     after = time.perf_counter_ns()
-    return after - before, ((before + after) / 2 - theirs) / 1e9
+    return after - before, ((before + after) / 2 - peer_time) / 1e9

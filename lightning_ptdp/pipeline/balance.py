@@ -96,9 +96,9 @@ def _visited(module: nn.Module, layer: nn.Module) -> float:
     For experts, this is the share that the layer's router chooses. The router's ``top_k`` gives the
     number of chosen experts, as in all Hugging Face models.
     """
-    number = getattr(module, "num_experts", None)
-    chosen = [k for one in layer.modules() if isinstance(k := getattr(one, "top_k", None), int)]
-    return chosen[0] / number if isinstance(number, int) and chosen else 1.0
+    num_experts = getattr(module, "num_experts", None)
+    top_ks = [k for child in layer.modules() if isinstance(k := getattr(child, "top_k", None), int)]
+    return top_ks[0] / num_experts if isinstance(num_experts, int) and top_ks else 1.0
 
 
 # ---- Places of a model's modules, kept between the check before launch and the cut ---------------
@@ -129,7 +129,7 @@ class KnownParts:
         Raises:
             ValueError: See ``find_parts``.
         """
-        said = {
+        options = {
             name: getattr(plan, name)
             for name in ("blocks", "before", "between", "after", "everywhere")
         }
@@ -137,9 +137,9 @@ class KnownParts:
             f"{name}: {type(child).__qualname__}"
             for name, child in module.named_modules(remove_duplicate=False)
         )
-        found_for = (*said.values(), *modules)
+        found_for = (*options.values(), *modules)
         return (
             known
             if known is not None and known.found_for == found_for
-            else cls(find_parts(module, **said), found_for)
+            else cls(find_parts(module, **options), found_for)
         )

@@ -48,8 +48,8 @@ class Boundary:
 
     def begin(self, stage: int, received: Crossing | None, *, training: bool) -> None:
         """Start a run of ``stage``."""
-        entered = None if received is None else received.writable()
-        self.run = StageRun(stage, self.places[stage], training, entered)
+        aliases = None if received is None else received.writable()
+        self.run = StageRun(stage, self.places[stage], training, aliases)
 
     def end(self) -> None:
         """End the run and release its state."""
@@ -123,10 +123,10 @@ class Boundary:
 
         Each item is the module's name, the hook's position and the output that the hook received.
         """
-        seen = () if self.run is None else self.run.seen
+        hook_calls = () if self.run is None else self.run.seen
         yield from (
             (name, position, output)
-            for name, position, output in seen
+            for name, position, output in hook_calls
             if f"{name}.".startswith(f"{block}.")
         )
 
@@ -144,14 +144,14 @@ class Boundary:
             run.outputs[layer.name] = output
         if not layer.is_followed:
             return output
-        own = {id(tensor): tensor for _, tensor in tensors_in(output)}
+        tensors = {id(tensor): tensor for _, tensor in tensors_in(output)}
         if any(layer.name == place.entrance for place in self.places):
-            raise StageExit(self._crossing(layer.name, own, {}, collected=run.collected))
+            raise StageExit(self._crossing(layer.name, tensors, {}, collected=run.collected))
         if captured_outputs():
             run.captured[layer.container] = {
                 kind: list(values) for kind, values in captured_outputs().items()
             }
-        crossing = self._crossing(layer.name, own, {})
+        crossing = self._crossing(layer.name, tensors, {})
         run.past = (*run.past, Form(tensors=crossing.form.tensors, output=crossing.form.output))
         return _marked(output, run.true)
 
@@ -175,10 +175,10 @@ class Boundary:
             run.begin_container(layer.container)
         if run.reached and not kwargs and len(args) == 1 and args[0] is run.output:
             return args, kwargs  # the usual case: skip the checks
-        own = run.returned_ids()
+        returned_ids = run.returned_ids()
 
         def change(path: Path, tensor: Tensor) -> Tensor:
-            return tensor if id(tensor) in own else run.argument(layer.name, path, tensor)
+            return tensor if id(tensor) in returned_ids else run.argument(layer.name, path, tensor)
 
         args, kwargs = substitute(args, change), substitute(kwargs, change)
         if not run.reached:
@@ -211,19 +211,19 @@ class Boundary:
             and type(run.output) is Tensor
         ):
             return Crossing((run.output,), self._usual_form(run, run.output))
-        own = run.returned_ids()
-        passed: dict[Path, Tensor] = {}
+        returned_ids = run.returned_ids()
+        hidden_states: dict[Path, Tensor] = {}
         for path, tensor in (*tensors_in(args), *tensors_in(kwargs)):
-            if id(tensor) in own:
-                passed[path] = tensor
+            if id(tensor) in returned_ids:
+                hidden_states[path] = tensor
             elif run.is_extra(name, path, tensor):
                 extras[path] = tensor
-        if not passed:
+        if not hidden_states:
             raise computed_between(name)
-        extras = {path: tensor for path, tensor in extras.items() if path not in passed}
-        crossing = {id(tensor) for tensor in passed.values()}
+        extras = {path: tensor for path, tensor in extras.items() if path not in hidden_states}
+        hidden_ids = {id(tensor) for tensor in hidden_states.values()}
         output = {
-            id(tensor): tensor for _, tensor in tensors_in(run.output) if id(tensor) in crossing
+            id(tensor): tensor for _, tensor in tensors_in(run.output) if id(tensor) in hidden_ids
         }
         return self._crossing(name, output, extras, collected=collected)
 
@@ -236,22 +236,22 @@ class Boundary:
         collected: object = None,
     ) -> Crossing:
         run = self.running
-        crossing = {**output, **{id(tensor): tensor for tensor in extras.values()}}
-        handed_on = frozenset(crossing)
-        crossing.update((id(tensor), tensor) for _, tensor in tensors_in(collected))
-        index = {key: i for i, key in enumerate(crossing)}
-        tensors = tuple(plain(tensor) for tensor in crossing.values())
-        hidden = next((id(tensor) for _, tensor in tensors_in(run.output)), None)
+        tensors_by_id = {**output, **{id(tensor): tensor for tensor in extras.values()}}
+        argument_ids = frozenset(tensors_by_id)
+        tensors_by_id.update((id(tensor), tensor) for _, tensor in tensors_in(collected))
+        index = {key: i for i, key in enumerate(tensors_by_id)}
+        tensors = tuple(plain(tensor) for tensor in tensors_by_id.values())
+        hidden_id = next((id(tensor) for _, tensor in tensors_in(run.output)), None)
         form = Form(
             tensors=tuple(
                 TensorForm.of(
-                    tensor, differentiable=run.needs_gradient(tensor), alike=key == hidden
+                    tensor, differentiable=run.needs_gradient(tensor), alike=key == hidden_id
                 )
-                for key, tensor in zip(crossing, tensors, strict=True)
+                for key, tensor in zip(tensors_by_id, tensors, strict=True)
             ),
             output=describe(
                 run.output,
-                lambda tensor: index[id(tensor)] if id(tensor) in handed_on else None,
+                lambda tensor: index[id(tensor)] if id(tensor) in argument_ids else None,
                 name,
             ),
             extras=tuple((path, index[id(tensor)]) for path, tensor in extras.items()),
@@ -265,10 +265,10 @@ class Boundary:
 
         The form is created once per shape, because the next ranks wait for it.
         """
-        crosses = TensorForm.of(tensor, differentiable=run.needs_gradient(tensor), alike=True)
-        if crosses not in self._usual:
-            self._usual[crosses] = Form(tensors=(crosses,), output=At(0))
-        return self._usual[crosses]
+        tensor_form = TensorForm.of(tensor, differentiable=run.needs_gradient(tensor), alike=True)
+        if tensor_form not in self._usual:
+            self._usual[tensor_form] = Form(tensors=(tensor_form,), output=At(0))
+        return self._usual[tensor_form]
 
 
 def _marked(output: object, origin: Origin) -> object:
@@ -277,5 +277,5 @@ def _marked(output: object, origin: Origin) -> object:
 
 def _recalled(_path: Path, tensor: Tensor) -> Tensor:
     """Return the tensor that a recomputed block received in place of ``tensor``."""
-    known = replacement(tensor)
-    return plain(tensor) if known is None else known
+    recorded = replacement(tensor)
+    return plain(tensor) if recorded is None else recorded

@@ -53,12 +53,12 @@ def used_uncalled(model: nn.Module) -> frozenset[str]:
     ``F.linear(x, self.embedding.weight)`` is such a use. Only uses that the example shows are
     found. Decisions that depend on values are made as if the values were zero.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for name, module, args, kwargs in examples(model):
         uses = _Uses(module, guesses=True)
         uses.run(args, kwargs)
-        found.update(_within(name, used) for used in uses.uncalled)
-    return frozenset(found)
+        names.update(_within(name, inner) for inner in uses.uncalled)
+    return frozenset(names)
 
 
 def _within(name: str, inner: str) -> str:
@@ -157,14 +157,14 @@ def examples(
         if isinstance(inputs, Mapping):
             yield name, module, (), inputs
             # The forward may read the values of masks. The same modules are called without masks.
-            bare, pixels = (
+            unmasked, pixels = (
                 {key: value for key, value in inputs.items() if "mask" not in key},
                 _pixels(module),
             )
-            if len(bare) < len(inputs):
-                yield name, module, (), bare
+            if len(unmasked) < len(inputs):
+                yield name, module, (), unmasked
             if pixels:
-                yield name, module, (), {**bare, **pixels}
+                yield name, module, (), {**unmasked, **pixels}
             return
 
 
@@ -173,7 +173,7 @@ def guesses(
 ) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
     """Yield modules around all of ``inside`` with one tensor sized for their first layer."""
     for name, module in model.named_modules():
-        if all(name == "" or one.startswith(f"{name}.") for one in inside):
+        if all(name == "" or inner.startswith(f"{name}.") for inner in inside):
             first = next((child for child in module.modules() if isinstance(child, _FIRST)), None)
             for example in () if first is None else _inputs(first):
                 yield name, module, (example,), {}

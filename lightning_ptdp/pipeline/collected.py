@@ -74,19 +74,19 @@ def user_hooks(name: str, module: nn.Module, *, inside: bool = True) -> Iterator
     """
     for suffix, child in module.named_modules() if inside else [("", module)]:
         hooks, with_kwargs = forward_hooks(child)
-        found = {
+        selected = {
             key: (hook, key in with_kwargs)
             for key, hook in hooks.items()
             if not is_capture(hook) and not is_profiling(hook)
         }
-        if found:
-            owners = [owner for hook, _ in found.values() if (owner := _owner(hook)) is not None]
+        if selected:
+            owners = [owner for hook, _ in selected.values() if (owner := _owner(hook)) is not None]
             registered, with_kwargs = forward_pre_hooks(child)
             pre_hooks = [(hook, key in with_kwargs) for key, hook in registered.items()]
             before = tuple(
                 entry for entry in pre_hooks if any(_owner(entry[0]) is owner for owner in owners)
             )
-            yield UserHooks(f"{name}.{suffix}" if suffix else name, child, found, before)
+            yield UserHooks(f"{name}.{suffix}" if suffix else name, child, selected, before)
 
 
 def _owner(hook: Hook) -> object:
@@ -103,8 +103,8 @@ def eager(module: nn.Module, hook: Hook) -> Hook:
     return untraced(hook) if is_compiled(module) else hook
 
 
-def _noted(hook: Hook, note: Callable[[object], None], module: nn.Module, *given: object) -> object:
-    result: object = hook(module, *given)
-    if result is None or result is given[-1]:
-        note(given[-1])
+def _noted(hook: Hook, note: Callable[[object], None], module: nn.Module, *args: object) -> object:
+    result: object = hook(module, *args)
+    if result is None or result is args[-1]:
+        note(args[-1])
     return result

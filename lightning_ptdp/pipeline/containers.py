@@ -53,28 +53,28 @@ def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
 
     A module that occurs twice counts twice.
     """
-    found, names = [], as_names(blocks)
+    layers, names = [], as_names(blocks)
     for index, name in enumerate(names):
         keys = [
             key for key, child in model.get_submodule(name)._modules.items() if child is not None
         ]
         for key in keys:
-            own = f"{name}.{key}" if name else key
+            layer_name = f"{name}.{key}" if name else key
             is_first, is_last, is_followed = (
                 key == keys[0],
                 key == keys[-1],
                 key == keys[-1] and name != names[-1],
             )
-            found.append(
+            layers.append(
                 Layer(
-                    name=own,
+                    name=layer_name,
                     container=index,
                     is_first=is_first,
                     is_last=is_last,
                     is_followed=is_followed,
                 )
             )
-    return found
+    return layers
 
 
 @dataclass(frozen=True, kw_only=True)

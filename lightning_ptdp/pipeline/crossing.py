@@ -194,10 +194,10 @@ class Crossing:
         Call it after the stage's backward. A tensor without a gradient gets zeros.
         """
         pairs = zip(self.tensors, self.form.tensors, strict=True)
-        entered = [tensor for tensor, form in pairs if form.differentiable]
+        inputs = [tensor for tensor, form in pairs if form.differentiable]
         tensors = (
             tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            for tensor in entered
+            for tensor in inputs
         )
         return Crossing(tuple(tensors), Form(tensors=self.awaited))
 
@@ -251,11 +251,11 @@ def tensors_in(value: object, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 def substitute(value: Nest, change: Callable[[Path, Tensor], Tensor], path: Path = ()) -> Nest:
     """Return ``value`` with its tensors changed; the same object if nothing changes."""
     changed: Any = value
-    new = [(key, item, substitute(item, change, (*path, key))) for key, item in _items(value)]
+    entries = [(key, item, substitute(item, change, (*path, key))) for key, item in _items(value)]
     if isinstance(value, Tensor):
         changed = change(path, value)
-    elif any(item is not other for _, item, other in new):
-        items = {key: other for key, _, other in new}
+    elif any(item is not new_item for _, item, new_item in entries):
+        items = {key: new_item for key, _, new_item in entries}
         changed = {**value, **items} if isinstance(value, dict) else type(changed)(items.values())
     return changed
 

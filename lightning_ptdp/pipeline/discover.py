@@ -32,14 +32,14 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
         ValueError: No list has at least two members with parameters. The message says how to name a
             container.
     """
-    found = {
+    containers = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
     }
     counts = {
         name: [sum(p.numel() for p in child.parameters()) for child in module.children()]
-        for name, module in found.items()
+        for name, module in containers.items()
     }
     sizes = {name: sum(count) for name, count in counts.items() if sum(c > 0 for c in count) > 1}
     if not sizes:
@@ -57,18 +57,20 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
             "PTDPStrategy(plan=ParallelPlan(blocks='model.layers')), or use "
             "pipeline_parallel_size=1"
         )
-    beside = [
+    candidates = [
         name
         for name in sizes
         if name != best and sizes[name] >= _SHARE * sizes[best] and not _is_around(name, best)
     ]
-    beside = [
-        name for name in beside if len({type(child) for child in found[name].children()}) == 1
+    candidates = [
+        name
+        for name in candidates
+        if len({type(child) for child in containers[name].children()}) == 1
     ]
     return _in_order(
-        [name for name in sizes if name == best or name in beside],
+        [name for name in sizes if name == best or name in candidates],
         best,
-        call_order(model) if beside else None,
+        call_order(model) if candidates else None,
     )
 
 
@@ -89,7 +91,7 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
         any(True for _ in child.children()) for child in container
     ):
         return False
-    parent, beside = model, 0
+    parent, other_size = model, 0
     for step in name.split("."):
         composite = [
             child
@@ -102,9 +104,9 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
             for part in child.modules()
             if not isinstance(part, nn.Embedding)
         ]
-        beside += sum(p.numel() for part in parts for p in part.parameters(recurse=False))
+        other_size += sum(p.numel() for part in parts for p in part.parameters(recurse=False))
         parent = parent.get_submodule(step)
-    return size < _SHARE * beside
+    return size < _SHARE * other_size
 
 
 def _is_around(name: str, other: str) -> bool:
@@ -144,45 +146,47 @@ def find_parts(
     names = find_blocks(model) if blocks is None else as_names(blocks)
     for name in names:
         _check_container(model, name)
-    known = {"before": list(before), "between": list(between), "after": list(after)}
+    parts = {"before": list(before), "between": list(between), "after": list(after)}
     everywhere = tuple(everywhere)
-    for field, given in {**known, "everywhere": everywhere}.items():
-        for name in given:
+    for field, members in {**parts, "everywhere": everywhere}.items():
+        for name in members:
             _named(model, name, field)
     guessed = _by_registration(
-        model, names, known={name for given in known.values() for name in given}
+        model, names, named={name for members in parts.values() for name in members}
     )
     order = call_order(model) if guessed else None
     for name, place in guessed.items():
         places = (
             {place}
             if order is None
-            else _called_at(name, order, model=model, blocks=names, otherwise=place)
+            else _called_at(name, order, model=model, blocks=names, default=place)
         )
         if 0 in places:
-            known["before"].append(name)
+            parts["before"].append(name)
         if len(names) > 1 and min(places) < len(names):
-            known["between"].append(name)
+            parts["between"].append(name)
         if len(names) in places:
-            known["after"].append(name)
-    outside = {top for given in known.values() for top in given}
+            parts["after"].append(name)
+    outside = {top for members in parts.values() for top in members}
     uncalled = {
         name
         for name in used_uncalled(model)
         if any(f"{name}.".startswith(f"{top}.") for top in outside)
     }
-    kept = tuple(sorted({*everywhere, *uncalled}))
+    replicated = tuple(sorted({*everywhere, *uncalled}))
     return ModelParts(
-        blocks=names, everywhere=kept, **{field: tuple(found) for field, found in known.items()}
+        blocks=names,
+        everywhere=replicated,
+        **{field: tuple(items) for field, items in parts.items()},
     )
 
 
-def _by_registration(model: nn.Module, blocks: Sequence[str], *, known: set[str]) -> dict[str, int]:
+def _by_registration(model: nn.Module, blocks: Sequence[str], *, named: set[str]) -> dict[str, int]:
     """Return the modules with parameters outside the containers, by name.
 
     The value is the number of containers registered before the module.
     """
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     passed = 0
 
     def walk(module: nn.Module, prefix: str) -> None:
@@ -193,16 +197,16 @@ def _by_registration(model: nn.Module, blocks: Sequence[str], *, known: set[str]
                 passed += 1
             elif any(block.startswith(f"{name}.") for block in blocks):
                 walk(child, f"{name}.")
-            elif name not in known and any(True for _ in child.parameters()):
-                found[name] = passed
+            elif name not in named and any(True for _ in child.parameters()):
+                positions[name] = passed
 
     if "" not in blocks:
         walk(model, "")
-    return found
+    return positions
 
 
 def _called_at(
-    name: str, order: Sequence[str], *, model: nn.Module, blocks: Sequence[str], otherwise: int
+    name: str, order: Sequence[str], *, model: nn.Module, blocks: Sequence[str], default: int
 ) -> set[int]:
     """Return how many containers the forward calls before each call of ``name``.
 
@@ -218,7 +222,7 @@ def _called_at(
         layers = [layer.name for layer in layers_of(model, container)]
         called = [call for call in order if call in set(layers)]
         if not called:  # the example belongs to another part of the model
-            return {otherwise}
+            return {default}
         if called != layers:
             raise ValueError(
                 f"'{container}' looks like the repeated container of {type(model).__name__}, but "
@@ -246,7 +250,7 @@ def _called_at(
             f"{containers}, but a pipeline holds it on one stage only. Use two modules with a "
             "tied weight, or pipeline_parallel_size=1"
         )
-    return sides or {otherwise}
+    return sides or {default}
 
 
 def _in_order(names: Sequence[str], best: str, order: Sequence[str] | None) -> tuple[str, ...]:
@@ -292,9 +296,9 @@ def _check_container(model: nn.Module, blocks: str) -> None:
 def _named(model: nn.Module, name: str, field: str) -> nn.Module:
     names = [n for n, _ in model.named_modules(remove_duplicate=False)]
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=3) or [n for n in names if n][:5]
+        nearest = difflib.get_close_matches(name, names, n=3) or [n for n in names if n][:5]
         raise ValueError(
             f"{field}='{name}' is not a module of {type(model).__name__}; nearest: "
-            f"{', '.join(near)}"
+            f"{', '.join(nearest)}"
         )
     return model.get_submodule(name)

@@ -79,9 +79,9 @@ class FirstStageValue(Tensor):
     @classmethod
     def mark(cls, tensor: Tensor, origin: Origin) -> FirstStageValue:
         """Return ``tensor`` (same memory, same gradient) as a foreign tensor."""
-        found = tensor.as_subclass(cls)
-        found.origin = origin
-        return found
+        marked = tensor.as_subclass(cls)
+        marked.origin = origin
+        return marked
 
     @classmethod
     def __torch_function__(
@@ -112,13 +112,13 @@ class FirstStageValue(Tensor):
             or (name in _SHAPE_OF_SECOND and not isinstance(args[0], FirstStageValue))
         ):
             return plain(result)
-        made = _foreign(result)
+        outputs = _foreign(result)
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        if origin.why is not None and (made or writes) and origin.behind and not origin.over:
+        if origin.why is not None and (outputs or writes) and origin.behind and not origin.over:
             raise StageError(origin.why)
         if writes and type(args[0]) is Tensor:
             origin.written.append(args[0])
-        for tensor in made:
+        for tensor in outputs:
             if tensor is not source:
                 tensor.origin = origin
                 if name == "detach":  # recomputation detaches its arguments
@@ -147,15 +147,15 @@ def known(output: Any) -> Any:
 
 
 def _known(tensor: Tensor) -> Tensor:
-    instead = _instead(tensor)
-    if isinstance(instead, FirstStageValue) and instead.origin.why is not None:
-        raise StageError(instead.origin.why)
-    return plain(instead)
+    value = _instead(tensor)
+    if isinstance(value, FirstStageValue) and value.origin.why is not None:
+        raise StageError(value.origin.why)
+    return plain(value)
 
 
 def _instead(tensor: Tensor) -> Tensor:
-    found = replacement(tensor) if isinstance(tensor, FirstStageValue) else None
-    return tensor if found is None else found
+    recorded = replacement(tensor) if isinstance(tensor, FirstStageValue) else None
+    return tensor if recorded is None else recorded
 
 
 def put_instead(tensor: Tensor, by: Tensor | None) -> None:

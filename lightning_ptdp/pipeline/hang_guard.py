@@ -111,9 +111,9 @@ class HangJudge:
         if self._waits_raise and not seen.watched:
             return ""
         patience = _GRACE * self._limit_s if self._waits_raise else self._limit_s
-        soon = min(_FAILED_AT * self._limit_s, _FAILED_S) if seen.watched else patience
-        failed = [rank for rank, time_s in failures.items() if time_s > soon]
-        if failed and stuck > (patience if self._waits_raise else soon):
+        failure_limit = min(_FAILED_AT * self._limit_s, _FAILED_S) if seen.watched else patience
+        failed = [rank for rank, time_s in failures.items() if time_s > failure_limit]
+        if failed and stuck > (patience if self._waits_raise else failure_limit):
             return _failure(seen, failed[0])
         if stuck <= patience:
             return ""
@@ -124,19 +124,19 @@ class HangJudge:
         return _failure(seen, causes[0]) if reason and causes else reason
 
     def _own_reason(self, silences: Mapping[str, float], call_s: float) -> str:
-        ends = not self._waits_raise and call_s > self._limit_s / 2
+        is_stuck = not self._waits_raise and call_s > self._limit_s / 2
         # A rank that became silent while this one was stuck is the cause, even if its silence is
         # shorter than the limit.
-        least = self._limit_s / 2 if ends else self._limit_s
-        if silent := [who for who, time_s in silences.items() if time_s > least]:
+        limit_s = self._limit_s / 2 if is_stuck else self._limit_s
+        if silent := [name for name, time_s in silences.items() if time_s > limit_s]:
             return f"{silent[0]} has not reported for {duration(silences[silent[0]])}"
-        return f"it has been in one call for {duration(call_s)}" if ends else ""
+        return f"it has been in one call for {duration(call_s)}" if is_stuck else ""
 
-    def _unchanged(self, what: object, value: object) -> float:
+    def _unchanged(self, key: object, value: object) -> float:
         """Return the time in seconds for which ``value`` has been the same."""
-        if what not in self._since or self._since[what][0] != value:
-            self._since[what] = (value, self._clock)
-        return self._clock - self._since[what][1]
+        if key not in self._since or self._since[key][0] != value:
+            self._since[key] = (value, self._clock)
+        return self._clock - self._since[key][1]
 
     def _in_one_call(self, seen: GuardObservation) -> float:
         if seen.pulse is None:

@@ -250,11 +250,11 @@ class Transport:
         """
         if self.shares(form) == 1:
             return buffer
-        whole = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+        tensor = torch.empty(form.shape, dtype=form.dtype, device=self.device)
         all_gather_single(
-            _as_bytes(whole.view(-1)), _as_bytes(buffer), self.mesh.group("tensor").handle
+            _as_bytes(tensor.view(-1)), _as_bytes(buffer), self.mesh.group("tensor").handle
         )
-        return whole
+        return tensor
 
     def _own_part(self, tensor: Tensor, form: TensorForm) -> Tensor:
         """Return the part of ``tensor`` that this rank sends.
@@ -293,9 +293,9 @@ class Transport:
 
     def flush(self) -> None:
         """Wait until every message of the step has left, and drop the tensors kept for them."""
-        for sent in self._outstanding.values():
-            while sent:
-                self._wait_sent(sent.popleft())
+        for queue in self._outstanding.values():
+            while queue:
+                self._wait_sent(queue.popleft())
 
     def _send(
         self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]
@@ -313,19 +313,19 @@ class Transport:
         self._drop_sent(queue)
         queue.append(_Sent(works, tensors, what, target))
 
-    def _drop_sent(self, sent: deque[_Sent]) -> None:
+    def _drop_sent(self, queue: deque[_Sent]) -> None:
         """Drop sent tensors whose messages have left.
 
         It runs on every send, so that a sent tensor lives no longer than necessary.
         """
-        while sent and (all(work is None or work.is_completed() for work in sent[0].works)):
-            sent.popleft()
-        while self.device.type == "cpu" and len(sent) >= self._limit:
-            self._wait_sent(sent.popleft())
+        while queue and (all(work is None or work.is_completed() for work in queue[0].works)):
+            queue.popleft()
+        while self.device.type == "cpu" and len(queue) >= self._limit:
+            self._wait_sent(queue.popleft())
 
-    def _wait_sent(self, sent: _Sent) -> None:
-        for work in sent.works:
-            self.wait(work, sent.what, sent.target)
+    def _wait_sent(self, message: _Sent) -> None:
+        for work in message.works:
+            self.wait(work, message.what, message.target)
 
 
 _NATIVE = frozenset(

@@ -50,9 +50,9 @@ class Placeholder(nn.Module):
 
     def _replay_hooks(self, args: tuple[object, ...]) -> None:
         """Call the hooks with the outputs that they received on the original's stage."""
-        for module, position, output in self._ptdp_boundary.seen_by_hooks(self._ptdp_name):
-            given = args if module == self._ptdp_name else (self._ptdp_boundary.running.unknown(),)
-            self._ptdp_hooks[module].replay(position, given, output)
+        for name, position, output in self._ptdp_boundary.seen_by_hooks(self._ptdp_name):
+            inputs = args if name == self._ptdp_name else (self._ptdp_boundary.running.unknown(),)
+            self._ptdp_hooks[name].replay(position, inputs, output)
 
     def _running(self) -> StageRun:
         if self._ptdp_boundary.run is None:
@@ -96,9 +96,9 @@ class EarlierBlock(Placeholder):
                     "sends one hidden state per microbatch. Concatenate the inputs along the "
                     "batch dimension and call the model once, or use pipeline_parallel_size=1"
                 )
-        returned = self._ptdp_boundary.earlier_output(layer)
+        output = self._ptdp_boundary.earlier_output(layer)
         self._replay_hooks(args)
-        return returned
+        return output
 
 
 class LaterBlock(Placeholder):

@@ -57,30 +57,30 @@ class RankReport:
         lines = {rank: self._sentence(rank) for rank in self.heard}
         if self.store_answers:
             lines |= {rank: "has not reported yet" for rank in self.asked if rank not in self.heard}
-        own = replace(self.own, failure="", ended=False)
-        lines[self.rank] = own.sentence(silence_s=None, silent_after_s=self.silent_after_s)
-        shown = sorted([self.rank, *self._suspects(lines.keys() - {self.rank})])
-        text = ["Last action of each rank:", *(f"  rank {rank}: {lines[rank]}" for rank in shown)]
+        status = replace(self.own, failure="", ended=False)
+        lines[self.rank] = status.sentence(silence_s=None, silent_after_s=self.silent_after_s)
+        ranks = sorted([self.rank, *self._suspects(lines.keys() - {self.rank})])
+        text = ["Last action of each rank:", *(f"  rank {rank}: {lines[rank]}" for rank in ranks)]
         if self.store_answers is False:
-            known = (
+            detail = (
                 "the lines above are older"
                 if self.heard
                 else "the last actions of the other ranks are unknown"
             )
             text.append(
                 "  rank 0 (or torchrun), which hosts the store for these reports, has not "
-                f"answered for {duration(time.monotonic() - self.as_of)}: {known}"
+                f"answered for {duration(time.monotonic() - self.as_of)}: {detail}"
             )
-        elif len(shown) < self.world_size:
-            text.append(f"  … and {self.world_size - len(shown)} other ranks")
+        elif len(ranks) < self.world_size:
+            text.append(f"  … and {self.world_size - len(ranks)} other ranks")
         for rank in sorted(self.missing)[:_MOST_LINES]:
-            known = "which has not reported yet"
+            detail = "which has not reported yet"
             if rank in self.heard:
-                known = (
+                detail = (
                     f"for {duration(time.monotonic() - self.heard[rank].at)}: "
                     f"{self.heard[rank].status.place()}"
                 )
-            text.append(f"No answer from rank {rank}, {known}")
+            text.append(f"No answer from rank {rank}, {detail}")
         causes = {
             rank: heard.status
             for rank, heard in sorted(self.heard.items())
@@ -100,11 +100,11 @@ class RankReport:
     def is_known(self) -> bool:
         """Return True if all answering ranks have named the missing rank, or have ended."""
         answering = self.heard.keys() - self.missing
-        known = all(
+        all_done = all(
             self.heard[rank].status.is_done and self.heard[rank].status.failure != LOST
             for rank in answering
         )
-        return known and len(self.asked) == self.world_size - 1
+        return all_done and len(self.asked) == self.world_size - 1
 
     def _sentence(self, rank: int) -> str:
         until = time.monotonic() if self.store_answers else self.as_of
@@ -146,13 +146,14 @@ def summary(error: BaseException) -> str:
 
 def place_of(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line outside of installed packages and of this package."""
-    own = [
+    user_frames = [
         frame
         for frame in frames
         if "site-packages" not in frame.filename and not frame.filename.startswith(_PACKAGE)
     ]
     return "".join(
-        f"{os.path.basename(frame.filename)}, line {frame.lineno}" for frame in (own or frames)[-1:]
+        f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+        for frame in (user_frames or frames)[-1:]
     )
 
 
@@ -178,10 +179,10 @@ def keep_flight_record(rank: int) -> str:
     def keep() -> None:
         with contextlib.suppress(Exception):
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            part = path.with_name(f".{path.name}.{os.getpid()}")
-            part.write_bytes(flight_record())
+            temp_path = path.with_name(f".{path.name}.{os.getpid()}")
+            temp_path.write_bytes(flight_record())
             # Atomic: another job of this user on this machine may read or write the file now.
-            part.replace(path)
+            temp_path.replace(path)
             done.set()
 
     # Not on this thread: the dump takes locks that an NCCL thread may hold.

@@ -86,10 +86,10 @@ class Rehearsal:
         )
 
     def _refusal(self, stage: int, error: Exception) -> ValueError:
-        why = _why(error, self.parts, self._layers[self.ranges[stage][0]])
+        reason = _why(error, self.parts, self._layers[self.ranges[stage][0]])
         return ValueError(
             f"pipeline_parallel_size={self.pipeline_parallel_size} cannot cut "
-            f"{type(self.model).__name__}: {why}"
+            f"{type(self.model).__name__}: {reason}"
         )
 
 

@@ -46,9 +46,9 @@ def watch_left(name: str, block: nn.Module, placeholders: Iterable[nn.Module]) -
             for handle in handles:
                 handle.remove()
         for path, tensors in _kept_tensors(block):
-            new = [tensor for tensor in tensors if id(tensor) not in before.get(path, ())]
-            if new:
-                _check_left(f"{name}.{'.'.join(path)}", new)
+            new_tensors = [tensor for tensor in tensors if id(tensor) not in before.get(path, ())]
+            if new_tensors:
+                _check_left(f"{name}.{'.'.join(path)}", new_tensors)
                 for placeholder in placeholders:
                     _forget(placeholder, path)
 
@@ -64,8 +64,8 @@ def _check_left(name: str, tensors: Iterable[Tensor]) -> None:
     Raises:
         StageError: One of them is a loss.
     """
-    graded = [tensor for tensor in tensors if tensor.requires_grad]
-    if any(tensor.numel() == 1 for tensor in graded):
+    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+    if any(tensor.numel() == 1 for tensor in differentiable):
         raise StageError(
             f"'{name}' is a number with a gradient that a block stores in its forward, as a "
             "loss to be summed over the blocks. Under a pipeline, a stage sees only those of "
@@ -73,7 +73,7 @@ def _check_left(name: str, tensors: Iterable[Tensor]) -> None:
             "ParallelPlan(collects=True)), carry a sum through them (x, total = block(x, "
             "total)), or use pipeline_parallel_size=1"
         )
-    if graded:
+    if differentiable:
         warnings.warn(
             f"'{name}' is stored by a block in its forward, but under a pipeline a stage sees "
             "only its own blocks. Return values that are used after the blocks from them "
@@ -113,13 +113,13 @@ def plain_attributes(module: nn.Module) -> dict[str, object]:
 
     Its children become shells.
     """
-    plain = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    attributes = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     children = {
         key: _Shell(plain_attributes(child))
         for key, child in module._modules.items()
         if child is not None
     }
-    return {**children, **plain}
+    return {**children, **attributes}
 
 
 def _forget(shell: object, path: tuple[str, ...]) -> None:

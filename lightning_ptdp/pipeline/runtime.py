@@ -154,9 +154,9 @@ class _Step:
     def _hand(self, kind: ActionKind, stage: int, microbatch: int, result: Crossing) -> None:
         """Keep the result of a computation for its send, or for the next stage if it is local."""
         message, target = MESSAGES[kind], stage + MESSAGES[kind].step
-        is_here = self.schedule.rank_of(target) == self.runtime.group.rank
+        is_local = self.schedule.rank_of(target) == self.runtime.group.rank
         self.handed[
-            (message.receive, target, microbatch) if is_here else (message.send, stage, microbatch)
+            (message.receive, target, microbatch) if is_local else (message.send, stage, microbatch)
         ] = result
 
     def _forward(self, stage: int, microbatch: int) -> None:
@@ -249,12 +249,12 @@ class _Step:
         """
         while self.awaited and self.awaited[0] in self.sent:
             stage, microbatch = key = self.awaited.pop(0)
-            what, source, awaited = (
+            action_name, source, awaited = (
                 f"B{stage}.{microbatch}",
                 self._rank_of(stage + 1),
                 self.sent.pop(key),
             )
-            receipt = self._transport.receive_backward(what, source=source, awaited=awaited)
+            receipt = self._transport.receive_backward(action_name, source=source, awaited=awaited)
             self.posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
 
 

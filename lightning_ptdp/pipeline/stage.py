@@ -73,7 +73,7 @@ class ModelParts:
 
     def is_everywhere(self, name: str) -> bool:
         """Return True if every stage keeps module ``name`` or a module around it."""
-        return any(f"{name}.".startswith(f"{kept}.") for kept in self.everywhere)
+        return any(f"{name}.".startswith(f"{replicated}.") for replicated in self.everywhere)
 
     def outermost_after(self, model: nn.Module) -> Iterator[str]:
         """Yield the names in ``after``.
@@ -83,7 +83,7 @@ class ModelParts:
         names = list(self.after)
         while names:
             name = names.pop(0)
-            if not any(f"{kept}.".startswith(f"{name}.") for kept in self.everywhere):
+            if not any(f"{replicated}.".startswith(f"{name}.") for replicated in self.everywhere):
                 yield name
             elif not self.is_everywhere(name):
                 names[:0] = [
@@ -157,22 +157,22 @@ class PipelineCut:
         keep_padded(model)
         self._layers, self.ranges = layers_of(model, parts.blocks), tuple(ranges)
         self._boundary = Boundary(places_of(self._layers, ranges), collects=collects)
-        begins = [
+        container_starts = [
             index for index, layer in enumerate(self._layers) if layer.is_first and layer.container
         ]
         self.starts = frozenset(
             stage
             for stage, layers in enumerate(ranges)
-            if any(index in range(*layers) for index in begins)
+            if any(index in range(*layers) for index in container_starts)
         )
         self._slots = [
             *self._block_slots(model),
             *self._early_slots(model),
             *self._after_slots(model),
         ]
-        away = [slot for slot in self._slots if slot.stages.isdisjoint(stages)]
+        remote = [slot for slot in self._slots if slot.stages.isdisjoint(stages)]
         self._early = [
-            slot for slot in self._slots if isinstance(slot.earlier, Stub) and slot not in away
+            slot for slot in self._slots if isinstance(slot.earlier, Stub) and slot not in remote
         ]
         self._local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
         # Collected now: hooks added later by keyed dropout and tensor parallelism are not the
@@ -196,7 +196,7 @@ class PipelineCut:
             ]
             for stage in stages
         }
-        for slot in away:
+        for slot in remote:
             slot.parent._modules[slot.key] = slot.placeholder(self.stages[0])
         self._static = len(self.stages) == 1
         self._model = model
@@ -223,11 +223,11 @@ class PipelineCut:
         try:
             with self._active(stage):
                 output = step()
-            behind = boundary.running.is_behind
-        except StageExit as leave:
+            is_behind = boundary.running.is_behind
+        except StageExit as stage_exit:
             return self._with_gradients(
-                stage, leave.crossing
-            ) if training else leave.crossing, False
+                stage, stage_exit.crossing
+            ) if training else stage_exit.crossing, False
         finally:
             boundary.end()
         if stage != self.num_stages - 1:
@@ -235,7 +235,7 @@ class PipelineCut:
                 f"the step returned on pipeline stage {stage} of {self.num_stages} without "
                 f"calling the next block of {self.parts.shown}: {_WHOLE_MODEL_ONCE}"
             )
-        if received is not None and not behind:
+        if received is not None and not is_behind:
             raise StageError(
                 f"the step did not call the blocks of {self.parts.shown}: {_WHOLE_MODEL_ONCE}"
             )
@@ -263,10 +263,10 @@ class PipelineCut:
             self._differentiable[key] = tuple(
                 t.differentiable or (frozen and t.dtype.is_floating_point) for t in form.tensors
             )
-        kept = self._differentiable[key]
+        flags = self._differentiable[key]
         if any(
             tensor.differentiable and not flag
-            for tensor, flag in zip(form.tensors, kept, strict=True)
+            for tensor, flag in zip(form.tensors, flags, strict=True)
         ):
             raise StageError(
                 f"a tensor that leaves pipeline stage {stage} needs a gradient, but did not in "
@@ -274,7 +274,7 @@ class PipelineCut:
             )
         tensors = tuple(
             dataclasses.replace(t, differentiable=flag)
-            for t, flag in zip(form.tensors, kept, strict=True)
+            for t, flag in zip(form.tensors, flags, strict=True)
         )
         self._settled[stage] = form, dataclasses.replace(form, tensors=tensors)
         return Crossing(crossing.tensors, self._settled[stage][1])
@@ -300,14 +300,14 @@ class PipelineCut:
 
     def _module_stages(self, model: nn.Module) -> dict[str, frozenset[int] | None]:
         owners = {(id(slot.parent), slot.key): slot.stages for slot in self._slots}
-        found: dict[str, frozenset[int] | None] = {"": None}
+        stages: dict[str, frozenset[int] | None] = {"": None}
         for name, module in model.named_modules(remove_duplicate=False):
             for key, child in module._modules.items():
                 if child is not None:
-                    found[f"{name}.{key}" if name else key] = owners.get(
-                        (id(module), key), found[name]
+                    stages[f"{name}.{key}" if name else key] = owners.get(
+                        (id(module), key), stages[name]
                     )
-        return found
+        return stages
 
     def _block_slots(self, model: nn.Module) -> Iterator[_Slot]:
         for stage, (start, stop) in enumerate(self.ranges):

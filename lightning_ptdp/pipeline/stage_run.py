@@ -142,9 +142,9 @@ class StageRun:
             if self._is_foreign(tensor) or self.needs_gradient(tensor):
                 self._given.setdefault(path, []).append(tensor)
             return plain(tensor)
-        known = replacement(tensor)
-        if known is not None and self._entered(known):
-            return known
+        recorded = replacement(tensor)
+        if recorded is not None and self._entered(recorded):
+            return recorded
         extra = next(
             (self.received.tensors[i] for place, i in self.received.form.extras if place == path),
             None,
@@ -168,9 +168,9 @@ class StageRun:
         """
         if self.begun or self.received is None:
             return
-        there = {id(tensor) for value in given for _, tensor in tensors_in(value)}
+        argument_ids = {id(tensor) for value in given for _, tensor in tensors_in(value)}
         tensors = tensors_in(self.received_output(self.received))
-        if any(self._entered(tensor) and id(tensor) not in there for _, tensor in tensors):
+        if any(self._entered(tensor) and id(tensor) not in argument_ids for _, tensor in tensors):
             raise computed_between(name)
 
     def known_extras(self) -> Iterator[tuple[Path, Tensor]]:
@@ -180,15 +180,15 @@ class StageRun:
                 (path, self.received.tensors[index]) for path, index in self.received.form.extras
             )
             return
-        for path, (first, *others) in self._given.items():
-            if self._is_foreign(first) and all(other is first for other in others):
+        for path, (first, *later) in self._given.items():
+            if self._is_foreign(first) and all(tensor is first for tensor in later):
                 yield path, first
 
     def is_extra(self, name: str, path: Path, tensor: Tensor) -> bool:
         """Return True if the next stage needs ``tensor``, which no block returned."""
         if not self.begun:
-            found = self.argument(name, path, tensor)
-            if found is tensor and self.needs_gradient(tensor) and not self._entered(tensor):
+            argument = self.argument(name, path, tensor)
+            if argument is tensor and self.needs_gradient(tensor) and not self._entered(tensor):
                 raise computed_between(name)
             return False
         if self._is_lost(tensor):
@@ -197,7 +197,7 @@ class StageRun:
             return True
         if not self.needs_gradient(tensor):
             return False
-        if not any(tensor is given for all_given in self._given.values() for given in all_given):
+        if not any(tensor is earlier for tensors in self._given.values() for earlier in tensors):
             raise computed_between(name)
         return True
 

@@ -49,13 +49,13 @@ class LiveStatus:
     def status(self) -> RankStatus:
         """Return the status at this moment."""
         phase, action, peer, since = self.note
-        same = {
+        fields = {
             name: getattr(self, name)
             for name in ("during", "latest", "failure", "raised_at", "ended")
         }
         age_s, beat = time.monotonic() - since, next(self._beats)
         return RankStatus(
-            **same, phase=phase, action=str(action), peer=peer, age_s=age_s, beat=beat
+            **fields, phase=phase, action=str(action), peer=peer, age_s=age_s, beat=beat
         )
 
 
@@ -136,8 +136,8 @@ def cause_first(message: str, explained: str) -> str:
 
     If the cause on another rank is known, it comes first.
     """
-    rest, found, cause = explained.rpartition(f"\n{_CAUSE} ")
-    return f"{_CAUSE} {cause}\n{message}\n{rest}" if found else f"{message}\n{explained}".rstrip()
+    report, sep, cause = explained.rpartition(f"\n{_CAUSE} ")
+    return f"{_CAUSE} {cause}\n{message}\n{report}" if sep else f"{message}\n{explained}".rstrip()
 
 
 def duration(seconds: float) -> str:

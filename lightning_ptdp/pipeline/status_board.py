@@ -90,7 +90,7 @@ class StatusStore:
     def serve(self) -> None:
         """Publish and listen until the board is closed or the store is gone."""
         request: threading.Event | None = threading.Event()
-        listened, listens_every_s = (
+        listened_at, listens_every_s = (
             0.0,
             max(self.interval_s, self.world_size * len(self.others) / _READS_PER_SECOND),
         )
@@ -98,8 +98,8 @@ class StatusStore:
             while not self.closing.is_set():
                 self.asking_since = time.monotonic()
                 self.store.set(_key(self.rank), self.progress.status().encode())
-                if request is not None or time.monotonic() - listened >= listens_every_s:
-                    listened = time.monotonic()
+                if request is not None or time.monotonic() - listened_at >= listens_every_s:
+                    listened_at = time.monotonic()
                     self._listen()
                 self.answered_at, self.asking_since = time.monotonic(), None
                 if request is not None:
@@ -117,17 +117,17 @@ class StatusStore:
                 request.set()
 
     def _listen(self) -> None:
-        store, listed = (
+        store, ranks = (
             self.store,
             [rank for rank in self.others if rank in self.heard or self.store.check([_key(rank)])],
         )
-        keys = [_key(rank) for rank in listed]
+        keys = [_key(rank) for rank in ranks]
         texts = (
             store.multi_get(keys)
             if keys and store.has_extended_api()
             else [store.get(key) for key in keys]
         )
-        for rank, text in zip(listed, texts, strict=True):
+        for rank, text in zip(ranks, texts, strict=True):
             status = RankStatus.decode(text)
             before = self.heard.get(rank)
             if before is None or before.status != status:
@@ -141,18 +141,18 @@ class StatusStore:
         """
         with contextlib.suppress(Exception):
             topic = f"lightning_ptdp/world/meeting/{topic}"
-            everyone, deadline = (
-                [f"{topic}/{other}" for other in range(self.world_size)],
+            keys, deadline = (
+                [f"{topic}/{rank}" for rank in range(self.world_size)],
                 time.monotonic() + limit_s,
             )
             self.store.set(f"{topic}/{self.rank}", "")
-            while not (came := self.store.check(everyone)) and time.monotonic() < deadline:
+            while not (joined := self.store.check(keys)) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
             # The first rank to finish decides for all ranks: a rank that gave up just before the
             # last one joined must not be waited for.
             answer.append(
-                self.store.compare_set(f"{topic}/answer", "", str(came)) == str(came).encode()
-                and came
+                self.store.compare_set(f"{topic}/answer", "", str(joined)) == str(joined).encode()
+                and joined
             )
 
     def end(self) -> None:
@@ -209,16 +209,16 @@ class StatusBoard:
         ``silent_after_s`` before the call. The result is None if the store did not answer for
         ``silent_after_s``.
         """
-        began = time.monotonic()
+        start = time.monotonic()
         while True:
             if not self.exchange(silent_after_s):
                 return None
             heard = dict(self.board.heard)
             silent = {*self.board.others} - {
-                rank for rank, last in heard.items() if last.at >= began or last.status.is_done
+                rank for rank, last in heard.items() if last.at >= start or last.status.is_done
             }
-            if time.monotonic() - began > limit_s or all(
-                rank in heard and began - heard[rank].at > silent_after_s for rank in silent
+            if time.monotonic() - start > limit_s or all(
+                rank in heard and start - heard[rank].at > silent_after_s for rank in silent
             ):
                 return silent
             time.sleep(_POLL_S)
@@ -231,11 +231,11 @@ class StatusBoard:
         if not self.board.is_mine:
             return False
         answer: list[bool] = []
-        asker = threading.Thread(
+        thread = threading.Thread(
             target=self.board.meet, args=(topic, limit_s, answer), name="ptdp meeting", daemon=True
         )
-        asker.start()
-        asker.join(2 * limit_s)
+        thread.start()
+        thread.join(2 * limit_s)
         return answer == [True]
 
     def close(self, limit_s: float = 1.0) -> None:

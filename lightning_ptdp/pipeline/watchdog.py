@@ -90,7 +90,7 @@ class Watchdog(StepObserver):
     closed: bool = field(default=False, init=False)
 
     def __post_init__(self, store: dist.Store | None) -> None:
-        others = tuple(sorted({*self.ranks} - {self.rank}))
+        peers = tuple(sorted({*self.ranks} - {self.rank}))
         self._progress, self._pulse, self._thread = LiveStatus(), Heartbeat(), threading.get_ident()
         self._action: Action | None = None
         self._reported, self._is_over = 0.0, False
@@ -104,7 +104,7 @@ class Watchdog(StepObserver):
         self._guard: HangGuard | None = None
         if self.world_size > 1 and store is not None:
             board = StatusStore(
-                store, self.rank, others, self.world_size, self._progress, self.interval_s
+                store, self.rank, peers, self.world_size, self._progress, self.interval_s
             )
             self._bulletin = StatusBoard(board)
             self._guard = HangGuard(
@@ -220,17 +220,17 @@ class Watchdog(StepObserver):
         if not self._progress.failure:
             self._progress.failure = LOST
             self.publish()
-        account = self._account()
-        if self._progress.failure == LOST and account.missing:
-            self._progress.failure = account.lost()
-            if self.publish() and self.rank == 0 and not account.is_known():
+        report = self._account()
+        if self._progress.failure == LOST and report.missing:
+            self._progress.failure = report.lost()
+            if self.publish() and self.rank == 0 and not report.is_known():
                 # The store may end with this process: give the other ranks time to read it.
                 time.sleep(self.interval_s)
-        return account.text()
+        return report.text()
 
     def _account(self) -> RankReport:
         silent_after = self.interval_s * _SILENT_INTERVALS
-        account = partial(
+        report = partial(
             RankReport,
             rank=self.rank,
             own=self._progress.status(),
@@ -238,23 +238,23 @@ class Watchdog(StepObserver):
             silent_after_s=silent_after,
         )
         if self._bulletin is None:
-            return account()
+            return report()
         missing = self._bulletin.roll_call(
             min(_ROLL_CALL * self.interval_s, _ANSWER_LIMIT_S), min(silent_after, _PUBLISH_LIMIT_S)
         )
         board = self._bulletin.board
         heard, as_of = dict(board.heard), board.answered_at
-        gone = missing
-        if gone is None:
-            gone = {
+        silent = missing
+        if silent is None:
+            silent = {
                 rank
                 for rank, last in heard.items()
                 if not last.status.is_done and (rank == 0 or as_of - last.at > silent_after)
             }
-        return account(
+        return report(
             asked=board.others,
             heard=heard,
-            missing=frozenset(gone),
+            missing=frozenset(silent),
             as_of=as_of,
             store_answers=missing is not None,
         )
@@ -335,7 +335,7 @@ class Watchdog(StepObserver):
         now, since = time.monotonic(), progress.note[3]
         stuck = now - since
         asks = stuck > self.limit_s / 4 and self._thread == threading.main_thread().ident
-        sight = GuardObservation(
+        observation = GuardObservation(
             now=now,
             note=progress.note,
             watched=bool(progress.during),
@@ -345,8 +345,8 @@ class Watchdog(StepObserver):
             unanswered_s=board.unanswered_s,
             pulse=self._pulse.ask() if asks else None,
         )
-        at_work = sight.watched and not sight.failed
-        if reason := self._judge.look(sight):
+        at_work = observation.watched and not observation.failed
+        if reason := self._judge.look(observation):
             self._end(stuck, reason)
         if (
             not self.waits_raise

@@ -47,43 +47,38 @@ def layer_activations(
     """
     layer = layer or job.shape.runs[0][1]
     cores = sum(core_bytes(job, choice, attention) for attention in layer.attentions)
-    everything = kept_on(choice, layer.kept) + cores
+    total = kept_on(choice, layer.kept) + cores
     cast = 0.0
     if job.precision.casts and choice.layout.tensor_parallel_size == 1:
         cast = layer.elements() * job.precision.compute
     if layer.experts is not None:
-        everything += expert_kept(layer.experts, job, choice)
+        total += expert_kept(layer.experts, job, choice)
         if job.precision.casts:
             cast += layer.experts.local(choice.layout) * job.precision.compute
     if choice.recompute == "full":
         return LayerActivations(
-            kept=_block_input(choice, layer), recomputed=everything + cast, cast_weights=0.0
+            kept=_block_input(choice, layer), recomputed=total + cast, cast_weights=0.0
         )
     if choice.recompute == "offload":
         # Little of each block stays on the device. The current block and one neighbour are
         # complete.
-        return LayerActivations(kept=0.0, recomputed=2 * everything, cast_weights=cast)
+        return LayerActivations(kept=0.0, recomputed=2 * total, cast_weights=cast)
+    internals = cores - sum(input_bytes(job, choice, attention) for attention in layer.attentions)
     if choice.recompute == "selective" and job.software.again is not None:
         results = sum(
             product.rows * product.local(choice.layout.tensor_parallel_size)[0]
             for product in layer.products
         )
-        attended = cores - sum(
-            input_bytes(job, choice, attention) for attention in layer.attentions
-        )
         kept = (
             choice.samples * (1 - job.software.again) * results * job.precision.compute
-            + attended
+            + internals
             + _block_input(choice, layer)
         )
-        return LayerActivations(
-            kept=kept, recomputed=max(0.0, everything - kept), cast_weights=cast
-        )
+        return LayerActivations(kept=kept, recomputed=max(0.0, total - kept), cast_weights=cast)
     if choice.recompute == "selective":
         # The core's inputs are kept for its recomputation, its output for the following projection.
-        inside = cores - sum(input_bytes(job, choice, attention) for attention in layer.attentions)
-        return LayerActivations(kept=everything - inside, recomputed=inside, cast_weights=cast)
-    return LayerActivations(kept=everything, recomputed=0.0, cast_weights=cast)
+        return LayerActivations(kept=total - internals, recomputed=internals, cast_weights=cast)
+    return LayerActivations(kept=total, recomputed=0.0, cast_weights=cast)
 
 
 def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
@@ -102,9 +97,9 @@ def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
         last = head.products[-1]
         logits = choice.samples * last.rows * last.local(t)[0]
     kept = 4 if (job.precision.casts and t == 1) or job.software.single_loss else width
-    made = 4 if t > 1 else kept
+    gradient_width = 4 if t > 1 else kept
     return logits * kept + kept_on(choice, head.kept), logits * (
-        made + (width if made != width else 0)
+        gradient_width + (width if gradient_width != width else 0)
     )
 
 

@@ -91,8 +91,8 @@ def attention_time(
             * (1 if attention.causal else 2)
         )
         speed = device.peak(width) / device.peak(4 if device.kind == "cpu" else 2)
-        there, back = device.measured.attention_rates(attention.keys, attention.head_dim)
-        forward, backward = square / (there * speed), _FUSED_BACKWARD * square / (back * speed)
+        rate, rate_back = device.measured.attention_rates(attention.keys, attention.head_dim)
+        forward, backward = square / (rate * speed), _FUSED_BACKWARD * square / (rate_back * speed)
     elif job.fuses(attention):
         queries = choice.micro_batch_size * attention.queries / c
         work = 2 * queries * attention.keys * heads * (attention.head_dim + attention.value_dim)
@@ -101,9 +101,9 @@ def attention_time(
         forward = work / (device.peak(width) * (tuned or device.attention_share) * device.sustained)
         backward = _FUSED_BACKWARD * forward
     else:
-        batch, mine = choice.micro_batch_size * heads, round(attention.queries / c)
-        scores = product_time(device, width, mine, attention.keys, attention.head_dim, batch)
-        values = product_time(device, width, mine, attention.value_dim, attention.keys, batch)
+        batch, rows = choice.micro_batch_size * heads, round(attention.queries / c)
+        scores = product_time(device, width, rows, attention.keys, attention.head_dim, batch)
+        values = product_time(device, width, rows, attention.value_dim, attention.keys, batch)
         read, read_back = _traffic(job, choice, attention)
         forward = scores + values + read / device.stream
         # Each of a product's two gradients has the shape of this product or of the other one.

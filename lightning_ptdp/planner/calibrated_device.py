@@ -52,15 +52,15 @@ class Calibration:
 
     def doubt(self) -> str:
         """Return the reason that the measurements may be wrong here and now, or ""."""
-        here = machine()
-        other = [
+        properties = machine()
+        differences = [
             f"{name} {self.machine.get(name)!r}, here {value!r}"
-            for name, value in here.items()
+            for name, value in properties.items()
             if self.machine.get(name) != value
         ]
-        if other:
+        if differences:
             return (
-                f"was measured on another machine ({'; '.join(other)}). To measure this "
+                f"was measured on another machine ({'; '.join(differences)}). To measure this "
                 "machine, run ptdp doctor --calibrate"
             )
         age = datetime.now(UTC) - datetime.fromisoformat(self.made)
@@ -113,11 +113,11 @@ def load_calibration(path: Path) -> Calibration:
         content = json.loads(path.read_text())
         if content.get("format") != _FORMAT:
             raise ValueError(f"its format is {content.get('format')!r}, not {_FORMAT}")
-        made = str(content["made"])
-        if datetime.fromisoformat(made).tzinfo is None:
-            raise ValueError(f"made={made!r} has no time zone")
+        timestamp = str(content["made"])
+        if datetime.fromisoformat(timestamp).tzinfo is None:
+            raise ValueError(f"made={timestamp!r} has no time zone")
         return Calibration(
-            device=_device(content["device"]), machine=dict(content["machine"]), made=made
+            device=_device(content["device"]), machine=dict(content["machine"]), made=timestamp
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
@@ -133,9 +133,9 @@ def device_here(name: str) -> Device | None:
     ``name``. Otherwise the result is the preset for ``name``, or None.
     """
     if MACHINE_FILE.is_file():
-        found = load_calibration(MACHINE_FILE)
-        if found.device.name == name and not found.doubt():
-            return found.device
+        calibration = load_calibration(MACHINE_FILE)
+        if calibration.device.name == name and not calibration.doubt():
+            return calibration.device
     return known_device(name)
 
 
@@ -158,15 +158,15 @@ def figures_source(device: Device, processes: int) -> str:
 
 
 def _device(values: dict[str, Any]) -> Device:
-    cluster = values["cluster"]
+    cluster_values = values["cluster"]
     links = {
-        name: Link(**cluster[name])
+        name: Link(**cluster_values[name])
         for name in ("node", "card", "rail")
-        if cluster.get(name) is not None
+        if cluster_values.get(name) is not None
     }
-    joined = Cluster(**_rows({**cluster, **links}))
+    cluster = Cluster(**_rows({**cluster_values, **links}))
     return Device(
-        **{**values, "cluster": joined, "measured": Measured(**_rows(values["measured"]))}
+        **{**values, "cluster": cluster, "measured": Measured(**_rows(values["measured"]))}
     )
 
 

@@ -50,8 +50,8 @@ class GroupLink:
 
         The data travel round a ring, and each member holds 1/size of them.
         """
-        if (found := self._found(("all-gather", "reduce-scatter"), nbytes)) is not None:
-            return found
+        if (measured := self._found(("all-gather", "reduce-scatter"), nbytes)) is not None:
+            return measured
         return self._collective(nbytes * (self.size - 1) / self.size, self._around)
 
     def all_reduce(self, nbytes: float) -> float:
@@ -60,8 +60,8 @@ class GroupLink:
         The sum is a reduce-scatter and an all-gather round a ring, or it goes up and down a tree of
         nodes.
         """
-        if (found := self._found(("all-reduce",), nbytes)) is not None:
-            return found
+        if (measured := self._found(("all-reduce",), nbytes)) is not None:
+            return measured
         levels = math.ceil(math.log2(max(1, self.size // self.members)))
         tree = levels * self.link.latency_s + (self.members - 1) * self.inside.latency_s
         return self._collective(
@@ -72,17 +72,19 @@ class GroupLink:
         """Return the seconds of one message from a member to the next."""
         if self.size == 1:
             return 0.0
-        found = self._found(("send",), nbytes)
-        return self.hop.latency_s + nbytes / self.hop.bandwidth if found is None else found
+        measured = self._found(("send",), nbytes)
+        return self.hop.latency_s + nbytes / self.hop.bandwidth if measured is None else measured
 
     def _found(self, operations: Sequence[str], nbytes: float) -> float | None:
         """Return the seconds by measurement, as the mean of the operations, or None."""
-        every = [
+        curves = [
             sorted((size, seconds) for name, size, seconds in self.measured if name == operation)
             for operation in operations
         ]
         return (
-            sum(_between(points, nbytes) for points in every) / len(every) if all(every) else None
+            sum(_between(points, nbytes) for points in curves) / len(curves)
+            if all(curves)
+            else None
         )
 
     def all_to_all(self, nbytes: float) -> float:
@@ -94,8 +96,8 @@ class GroupLink:
         """
         if self.size == 1:
             return 0.0
-        part, others = nbytes / self.size, self.size - self.members
-        sent = max(part * (self.members - 1) / self.inside.bandwidth, part * others / self.card)
+        part, remote = nbytes / self.size, self.size - self.members
+        sent = max(part * (self.members - 1) / self.inside.bandwidth, part * remote / self.card)
         return self.start_s + self.hop.latency_s + sent
 
     @property
@@ -124,7 +126,7 @@ def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
     """Return the groups of ``size`` ranks that are ``stride`` apart."""
     inside, between = cluster.node, cluster.between
     if size * stride <= cluster.node_size:
-        found = tuple(
+        measured = tuple(
             (name, nbytes, seconds)
             for name, count, nbytes, seconds in cluster.collectives
             if count in (size, 0)
@@ -137,7 +139,7 @@ def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
             card=inside.bandwidth,
             inside=inside,
             start_s=cluster.start_s,
-            measured=found,
+            measured=measured,
         )
     members = max(1, min(size, cluster.node_size // stride))
     # All groups of a node send to other nodes at the same time.

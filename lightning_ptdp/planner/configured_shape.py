@@ -51,10 +51,10 @@ def configured_shape(
     mixtures = config.layers_with_experts if isinstance(config, GPTConfig) else 0
     counts = [count for count in (config.num_layers - mixtures, mixtures) if count]
     # One layer of each kind. What exceeds a capacity depends on values.
-    fewer: Any = {"dense_layers": len(counts) - 1, "capacity_factor": None} if mixtures else {}
-    small = replace(config, num_layers=len(counts), **fewer)
+    changes: Any = {"dense_layers": len(counts) - 1, "capacity_factor": None} if mixtures else {}
+    reduced = replace(config, num_layers=len(counts), **changes)
     with torch.device("meta"):
-        model, plan = _built(small)
+        model, plan = _built(reduced)
     shape = trace_shape(
         model,
         plan,
@@ -109,12 +109,12 @@ class _LatentAttention(nn.Module):
         self.projection = nn.Linear(n * latent.values, h, bias=False)
 
     def forward(self, x_bsh: Tensor, *_: object) -> Tensor:
-        of = self.latent
+        latent = self.latent
         q_bsnd = torch.unflatten(self.queries(self.query_down(x_bsh)), -1, (self.heads, -1))
-        narrow, shared = self.down(x_bsh).split((of.keys, of.turned), -1)
+        narrow, shared = self.down(x_bsh).split((latent.keys, latent.turned), -1)
         k_v = torch.unflatten(self.key_values(self.norm(narrow)), -1, (self.heads, -1))
-        k_bsnd, v_bsnd = k_v.split((of.plain, of.values), -1)
-        q_bsnd, to_turn = q_bsnd.split((of.plain, of.turned), -1)
+        k_bsnd, v_bsnd = k_v.split((latent.plain, latent.values), -1)
+        q_bsnd, to_turn = q_bsnd.split((latent.plain, latent.turned), -1)
         to_turn = torch.cat((to_turn, shared.unsqueeze(2)), 2)
         turned = self.rotary(to_turn, turned=self.heads + 1)
         queries, key = turned.split((self.heads, 1), 2)
@@ -217,33 +217,33 @@ def gpt_sizes(config: object) -> GPTConfig | BertConfig:
     if isinstance(config, GPTConfig | BertConfig):
         return config
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
-    found = _found(values, _NAMES)
-    if missing := [_NAMES[field][0] for field in _NEEDED if found[field] is None]:
+    fields = _found(values, _NAMES)
+    if missing := [_NAMES[field][0] for field in _NEEDED if fields[field] is None]:
         raise ValueError(
             f"its configuration has no {', '.join(missing)}. Give the sizes as options, such "
             "as --layers 24"
         )
-    given = {field: value for field, value in found.items() if value is not None}
+    sizes = {field: value for field, value in fields.items() if value is not None}
     kinds = sorted({str(kind) for kind in values.get("layer_types") or ()} - _ATTENTION)
     if kinds := kinds or sorted(name for name in values if name.startswith("mamba_"))[:1]:
         raise ValueError(
             f"its layers are not all attention ({', '.join(kinds)}). Give the sizes of a model "
             "that needs about the same time"
         )
-    given |= _mixture(values)
+    sizes |= _mixture(values)
     tied = bool(values.get("tie_word_embeddings", True))
-    if found["num_kv_heads"] is not None or "num_experts" in given:
+    if fields["num_kv_heads"] is not None or "num_experts" in sizes:
         head, latent = values.get("head_dim"), _latent(values)
-        return PlannedGPT.llama(**given, tie_embeddings=tied, head_size=head, latent=latent)
+        return PlannedGPT.llama(**sizes, tie_embeddings=tied, head_size=head, latent=latent)
     return GPTConfig.gpt2(
-        **given, tie_embeddings=tied, mlp="swiglu" if values.get("hidden_act") in _GATED else "gelu"
+        **sizes, tie_embeddings=tied, mlp="swiglu" if values.get("hidden_act") in _GATED else "gelu"
     )
 
 
 def _found(values: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     return {
-        field: next((values[name] for name in every if values.get(name)), None)
-        for field, every in names.items()
+        field: next((values[name] for name in aliases if values.get(name)), None)
+        for field, aliases in names.items()
     }
 
 
@@ -268,26 +268,26 @@ def _latent(values: Mapping[str, Any]) -> Latent | None:
 
 def _mixture(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a GPT with experts; none if it has at most one expert."""
-    found = {name: value for name, value in _found(values, _MIXTURE).items() if value is not None}
-    if found.get("num_experts", 1) == 1:
+    sizes = {name: value for name, value in _found(values, _MIXTURE).items() if value is not None}
+    if sizes.get("num_experts", 1) == 1:
         return {}
-    if "experts_per_token" not in found:
+    if "experts_per_token" not in sizes:
         raise ValueError(
-            f"num_experts={found['num_experts']!r}, but the number of active experts per token "
+            f"num_experts={sizes['num_experts']!r}, but the number of active experts per token "
             "is unknown (num_experts_per_tok)"
         )
     for name in _PERIODS:
-        if (every := values.get(name) or 1) != 1:
+        if (period := values.get(name) or 1) != 1:
             raise ValueError(
-                f"{name}={every!r} is not supported: layers without experts must come first"
+                f"{name}={period!r} is not supported: layers without experts must come first"
             )
     if shared := values.get("shared_expert_intermediate_size"):
-        found["shared_experts"] = max(1, round(shared / found["expert_hidden_size"]))
+        sizes["shared_experts"] = max(1, round(shared / sizes["expert_hidden_size"]))
     if dense := values.get("mlp_only_layers"):
         if sorted(dense) != list(range(len(dense))):
             raise ValueError(
                 f"mlp_only_layers={dense!r} is not supported: layers without experts must come "
                 "first"
             )
-        found["dense_layers"] = len(dense)
-    return found
+        sizes["dense_layers"] = len(dense)
+    return sizes

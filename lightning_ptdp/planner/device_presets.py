@@ -194,13 +194,13 @@ def find_device(name: str) -> Device:
     Raises:
         ValueError: There is no such preset. The message names the nearest one.
     """
-    wanted = name.lower()
-    found = [
-        device for key, device in DEVICES.items() if key == wanted or key.startswith(f"{wanted}-")
+    prefix = name.lower()
+    matches = [
+        device for key, device in DEVICES.items() if key == prefix or key.startswith(f"{prefix}-")
     ]
-    if found:
-        return found[0]
-    near = difflib.get_close_matches(wanted, DEVICES, n=1, cutoff=0.4)
+    if matches:
+        return matches[0]
+    near = difflib.get_close_matches(prefix, DEVICES, n=1, cutoff=0.4)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise ValueError(f"device={name!r} is unknown. {hint}The devices are {', '.join(DEVICES)}")
 
@@ -211,11 +211,11 @@ def known_device(name: str) -> Device | None:
     Names are of the form "NVIDIA H100 80GB HBM3" or "cpu".
     """
     words = name.lower().replace("-", " ").split()
-    found = [preset for key, preset in DEVICES.items() if key.partition("-")[0] in words]
+    matches = [preset for key, preset in DEVICES.items() if key.partition("-")[0] in words]
     # The variant of an A100 follows its name: "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-40GB".
     return next(
-        (preset for preset in reversed(found) if preset.name.rpartition("-")[2] in words),
-        found[0] if found else None,
+        (preset for preset in reversed(matches) if preset.name.rpartition("-")[2] in words),
+        matches[0] if matches else None,
     )
 
 

@@ -217,9 +217,11 @@ class Measured:
         check_types(self)
         for field in fields(self):
             value = getattr(self, field.name)
-            numbers = [one for row in value for one in row] if isinstance(value, tuple) else [value]
+            numbers = (
+                [item for row in value for item in row] if isinstance(value, tuple) else [value]
+            )
             zero = field.name in ("cores", "fresh_s", "waiting")
-            if any(not (one > 0 or (zero and one == 0)) for one in numbers):
+            if any(not (item > 0 or (zero and item == 0)) for item in numbers):
                 raise ValueError(f"{field.name}={value!r:.80} must be greater than 0")
         if not self.products or not self.attention:
             raise ValueError("products and attention must not be empty")
@@ -236,19 +238,19 @@ class Measured:
 
         The rates are interpolated like ``product_rate``.
         """
-        where = (positions, channels)
-        forward = _between([(place, forward) for *place, forward, _ in self.attention], where)
+        target = (positions, channels)
+        forward = _between([(shape, forward) for *shape, forward, _ in self.attention], target)
         return forward, _between(
-            [(place, backward) for *place, _, backward in self.attention], where
+            [(shape, backward) for *shape, _, backward in self.attention], target
         )
 
 
-def _between(points: Sequence[tuple[Sequence[int], float]], where: Sequence[int]) -> float:
-    near = sorted(
-        (sum(math.log2(one / other) ** 2 for one, other in zip(where, place, strict=True)), rate)
-        for place, rate in points
+def _between(points: Sequence[tuple[Sequence[int], float]], target: Sequence[int]) -> float:
+    by_distance = sorted(
+        (sum(math.log2(a / b) ** 2 for a, b in zip(target, shape, strict=True)), rate)
+        for shape, rate in points
     )
-    weights = [(1 / (distance + 1e-3) ** 2, rate) for distance, rate in near[:4]]
+    weights = [(1 / (distance + 1e-3) ** 2, rate) for distance, rate in by_distance[:4]]
     return math.exp(
         sum(weight * math.log(rate) for weight, rate in weights)
         / sum(weight for weight, _ in weights)

@@ -37,20 +37,20 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
     Raises:
         ValueError: The arguments of the module, or the length of its sequences, are unknown.
     """
-    given = example if example is not None else getattr(module, "example_input_array", None)
-    if given is not None:
-        return lambda model, samples: _call(model, _sized(given, samples))
+    inputs = example if example is not None else getattr(module, "example_input_array", None)
+    if inputs is not None:
+        return lambda model, samples: _call(model, _sized(inputs, samples))
     for name, child in module.named_modules():
         if isinstance(getattr(child, "dummy_inputs", None), Mapping):
-            if (main := getattr(child, "main_input_name", "input_ids")) not in (
+            if (input_key := getattr(child, "main_input_name", "input_ids")) not in (
                 "input_ids",
                 "pixel_values",
             ):
                 raise ValueError(
-                    f"{type(child).__name__} takes {main}. Pass example=, an example input of "
+                    f"{type(child).__name__} takes {input_key}. Pass example=, an example input of "
                     "its forward, to plan"
                 )
-            tokens = 1 if main == "pixel_values" else _known(sequence_length, module)
+            tokens = 1 if input_key == "pixel_values" else _known(sequence_length, module)
             return lambda model, samples: model.get_submodule(name)(
                 **_inputs(child, samples, tokens)
             )
@@ -68,11 +68,11 @@ def longest_sample(module: nn.Module, example: Example | None = None) -> int | N
 
     The length of the ids in the example takes precedence.
     """
-    given = example if example is not None else getattr(module, "example_input_array", None)
+    inputs = example if example is not None else getattr(module, "example_input_array", None)
     ids = next(
         (
             leaf
-            for leaf in tree_leaves(given)
+            for leaf in tree_leaves(inputs)
             if isinstance(leaf, Tensor) and not leaf.is_floating_point()
         ),
         None,
@@ -119,14 +119,14 @@ def _sized(example: Any, samples: int) -> Any:
 def _inputs(model: nn.Module, samples: int, length: int) -> dict[str, Any]:
     """Return the inputs of a Hugging Face model."""
     config: Any = model.config
-    found: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    inputs: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
     if getattr(model, "main_input_name", "input_ids") == "pixel_values":
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
         return {
             "pixel_values": torch.zeros(samples, getattr(config, "num_channels", 3), height, width)
         }
-    found["input_ids"] = torch.zeros(samples, length, dtype=torch.long)
+    inputs["input_ids"] = torch.zeros(samples, length, dtype=torch.long)
     if getattr(config, "is_encoder_decoder", False):
-        found["decoder_input_ids"] = found["input_ids"]
-    return found
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    return inputs

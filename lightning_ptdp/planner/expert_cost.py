@@ -94,13 +94,15 @@ def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
     ``expert_traffic`` counts the operations between them.
     """
     device, width, r = job.device, job.precision.compute, rows(experts, job, choice)
-    here = local_experts(experts, choice)
-    each = max(1, round(job.imbalance * r / here))
+    num_local = local_experts(experts, choice)
+    expert_rows = max(1, round(job.imbalance * r / num_local))
     forward = backward = weight = 0.0
     for outputs, inputs in _split(experts, choice).matrices:
-        forward += product_time(device, width, each, outputs, inputs, here)
-        gradient = job.trained * product_time(device, width, outputs, inputs, each, here)
-        backward += product_time(device, width, each, inputs, outputs, here) + gradient
+        forward += product_time(device, width, expert_rows, outputs, inputs, num_local)
+        gradient = job.trained * product_time(
+            device, width, outputs, inputs, expert_rows, num_local
+        )
+        backward += product_time(device, width, expert_rows, inputs, outputs, num_local) + gradient
         weight += gradient
     group = expert_link(job, choice, "expert")
     sent = job.imbalance * r * experts.hidden * width
@@ -130,8 +132,8 @@ def expert_kept(experts: ExpertShape, job: Job, choice: Choice) -> float:
     """Return the bytes kept for the backward on the fullest rank."""
     w, r = job.precision.compute, rows(experts, job, choice)
     inner = (3 if experts.gated else 2) * _split(experts, choice).width
-    came = job.imbalance * r * (experts.hidden + inner) * w
-    return came + r * experts.hidden * w
+    activations = job.imbalance * r * (experts.hidden + inner) * w
+    return activations + r * experts.hidden * w
 
 
 def expert_buffers(experts: ExpertShape, job: Job, choice: Choice) -> float:

@@ -210,8 +210,8 @@ class Choice:
 
         ``num_microbatches`` is always included.
         """
-        every, defaults = self.all_options(), self.layout.options() | _DEFAULTS
-        return {name: value for name, value in every.items() if value != defaults.get(name)}
+        arguments, defaults = self.all_options(), self.layout.options() | _DEFAULTS
+        return {name: value for name, value in arguments.items() if value != defaults.get(name)}
 
     def all_options(self) -> dict[str, object]:
         """Return the arguments of ``PTDPStrategy`` including defaults.

@@ -56,8 +56,9 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     )
     sent, sent_backward, collectives = tensor_collectives(job, choice, layer.products, products)
     if layer.experts is not None:
-        joined, collectives = expert_collectives(job, choice, layer)
-        sent, sent_backward = sent + joined, sent_backward + joined
+        expert_sent, count = expert_collectives(job, choice, layer)
+        collectives += count
+        sent, sent_backward = sent + expert_sent, sent_backward + expert_sent
     moved, moved_backward = transposes(job, choice, layer.products)
     experts, travel, operations = (
         (NOTHING, 0.0, 0) if layer.experts is None else _experts(job, choice, layer, layer.experts)
@@ -75,7 +76,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         kept_on(choice, layer.backward),
     )
     forward = (
-        sum(one.forward for one in products)
+        sum(time.forward for time in products)
         + core
         + between / stream
         + fresh
@@ -86,12 +87,12 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     forward += experts.forward + travel
     forward, waited = _host_and_device(job, host, forward), sent + exposed
     weight = (
-        sum(one.weight_gradient for one in products)
+        sum(time.weight_gradient for time in products)
         + experts.weight
         + _accumulation(job, choice, layer)
     )
     backward = (
-        sum(one.input_gradient for one in products)
+        sum(time.input_gradient for time in products)
         + weight
         + core_backward
         + between_backward / stream
@@ -100,11 +101,11 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     backward = _host_and_device(
         job, 2 * host, backward + fresh_backward + moved_backward + sent_backward + exposed_backward
     )
-    again = choice.recompute == "full"
-    if again:
+    recomputes = choice.recompute == "full"
+    if recomputes:
         backward, waited = backward + forward, 2 * waited
     elif choice.recompute == "selective":
-        backward += _selected(job, sum(one.forward for one in products), core, between / stream)
+        backward += _selected(job, sum(time.forward for time in products), core, between / stream)
     forward, backward, weight = (
         software.slower * seconds for seconds in (forward, backward, weight)
     )
@@ -114,8 +115,8 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         backward=backward + scattered,
         weight=weight,
         communication=waited + sent_backward + exposed_backward + gathered + scattered,
-        experts=(1 + again) * experts.forward + experts.backward,
-        dispatch=(2 + again) * travel,
+        experts=(1 + recomputes) * experts.forward + experts.backward,
+        dispatch=(2 + recomputes) * travel,
     )
 
 
@@ -138,7 +139,7 @@ def _experts(
         expert_traffic(experts, job, choice),
         _layer_stream(job, layer),
     )
-    made = PassTime(
+    passes = PassTime(
         forward=time.forward + traffic[0] / stream,
         backward=time.backward + traffic[1] / stream,
         weight=time.weight,
@@ -148,7 +149,7 @@ def _experts(
         if job.software.groups_products and job.device.kind == "cuda"
         else local_experts(experts, choice)
     )
-    return made, time.dispatch, _DISPATCH_OPERATIONS + _EXPERT_OPERATIONS * calls
+    return passes, time.dispatch, _DISPATCH_OPERATIONS + _EXPERT_OPERATIONS * calls
 
 
 def _layer_stream(job: Job, layer: LayerShape) -> float:
@@ -195,19 +196,19 @@ def input_time(job: Job, choice: Choice) -> PassTime:
             else group.all_reduce(nbytes)
         )
         gathered = group.all_gather(nbytes) if choice.layout.sequence_parallel else 0.0
-    made = sum(one.weight_gradient for one in products)
+    weight = sum(time.weight_gradient for time in products)
     fresh = fresh_seconds(job, [nbytes])
     return PassTime(
-        forward=sum(one.forward for one in products)
+        forward=sum(time.forward for time in products)
         + kept_on(choice, first.forward) / stream
         + fresh
         + summed,
-        backward=made
+        backward=weight
         + (kept_on(choice, first.backward) + table) / stream
         + fresh
         + fresh_seconds(job, [first.table_elements(t) * job.precision.weight])
         + gathered,
-        weight=made,
+        weight=weight,
         communication=summed + gathered,
     )
 
@@ -218,7 +219,7 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     products = [product_passes(job, choice, product) for product in head.products]
     gathered, exposed, _ = tensor_collectives(job, choice, head.products, products)
     elements = sum(product.elements(t) for product in head.products)
-    weight = sum(one.weight_gradient for one in products)
+    weight = sum(time.weight_gradient for time in products)
     weight += job.trained * elements * job.software.accumulation / stream
     logits = 0.0
     if head.products:
@@ -228,12 +229,12 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     # The logits, the logits minus their maximum, and their gradient.
     fresh = fresh_seconds(job, [logits * job.precision.compute])
     return PassTime(
-        forward=sum(one.forward for one in products)
+        forward=sum(time.forward for time in products)
         + loss / 3
         + 2 * fresh
         + gathered
         + kept_on(choice, head.forward) / stream,
-        backward=sum(one.input_gradient for one in products)
+        backward=sum(time.input_gradient for time in products)
         + weight
         + 2 / 3 * loss
         + fresh

@@ -156,15 +156,17 @@ def rank_memory(
     the last layer.
     """
     layout, balanced = choice.layout, job.software.balances_stages
-    mine = layout.stages_of(pipeline_rank)
-    every = stage_layers(job.shape, layout.num_stages, balanced=balanced)
-    layers, kinds = [every[stage] for stage in mine], kinds or _kinds(job, choice)
+    local_stages = layout.stages_of(pipeline_rank)
+    by_stage = stage_layers(job.shape, layout.num_stages, balanced=balanced)
+    layers, kinds = [by_stage[stage] for stage in local_stages], kinds or _kinds(job, choice)
     stages, of_experts = (
         count(job.shape, layout, balanced=balanced)
         for count in (stage_parameters, expert_parameters)
     )
-    held = _held(choice, pipeline_rank)
-    parameters, experts = (sum(every[stage] for stage in mine) for every in (stages, of_experts))
+    in_flight = _held(choice, pipeline_rank)
+    parameters, experts = (
+        sum(by_stage[stage] for stage in local_stages) for by_stage in (stages, of_experts)
+    )
     weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
     of_layers = max(sum(count * kinds[id(layer)].held for count, layer in runs) for runs in layers)
     working = max(
@@ -175,22 +177,22 @@ def rank_memory(
         for _, layer in runs
     )
     logits = 0.0
-    if layout.num_stages - 1 in mine:
-        kept, besides = logits_bytes(job, choice)
+    if layout.num_stages - 1 in local_stages:
+        kept, extra = logits_bytes(job, choice)
         # The last stage's backward follows its forward, unless the schedule runs all forwards
         # first. The head's backward, including its weight gradient, ends before that of the last
         # layer starts.
-        besides += job.shape.head.table_elements(layout.tensor_parallel_size) * job.precision.weight
+        extra += job.shape.head.table_elements(layout.tensor_parallel_size) * job.precision.weight
         waiting = kept * (choice.num_microbatches - 1) if choice.schedule == "gpipe" else 0.0
-        logits = waiting + kept + besides
-        working = max(0.0, working - kept - besides)
+        logits = waiting + kept + extra
+        working = max(0.0, working - kept - extra)
     return RankMemory(
         pipeline_rank=pipeline_rank,
         parameters=parameters,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=held * of_layers + _inputs(job, choice, layout, mine),
+        activations=in_flight * of_layers + _inputs(job, choice, layout, local_stages),
         logits=logits,
         working=working,
         # none on a CPU, or if the user has subtracted them

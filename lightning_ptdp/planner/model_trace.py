@@ -67,7 +67,7 @@ def trace_shape(
         after=plan.after,
         everywhere=plan.everywhere,
     )
-    few, many = (
+    small, large = (
         Following(
             module,
             plan,
@@ -79,17 +79,17 @@ def trace_shape(
         )
         for samples in (_FEW, _MANY)
     )
-    for tracing in (few, many):
+    for tracing in (small, large):
         tracing.follow(run)
-    layers = [_layer(one, other) for one, other in zip(few.layers, many.layers, strict=True)]
+    layers = [_layer(a, b) for a, b in zip(small.layers, large.layers, strict=True)]
     of_layers = counted(module, plan, parts)
     runs = list[tuple[int, LayerShape]]()
     shapes = dict[object, LayerShape]()
-    for place, (kind, name) in enumerate(zip(few.order, few.names, strict=True)):
+    for index, (kind, name) in enumerate(zip(small.order, small.names, strict=True)):
         parameters, cost = of_layers[name], multiply_adds(module.get_submodule(name)) or 1.0
         key = (kind, parameters, cost)
         layer = shapes.setdefault(key, replace(layers[kind], parameters=parameters, cost=cost))
-        if place and runs[-1][1] is layer:
+        if index and runs[-1][1] is layer:
             runs[-1] = (runs[-1][0] + 1, layer)
         else:
             runs.append((1, layer))
@@ -99,17 +99,17 @@ def trace_shape(
         for top in parts.after
         for name, _ in module.get_submodule(top).named_parameters(prefix=top)
     }
-    at_head = {id(module.get_parameter(name)) for name in after}
-    in_layers = {id(p) for name in few.names for p in module.get_submodule(name).parameters()}
-    rest = [
+    head_ids = {id(module.get_parameter(name)) for name in after}
+    in_layers = {id(p) for name in small.names for p in module.get_submodule(name).parameters()}
+    end_parameters = [
         p
         for p in module.parameters()
         if id(p) not in in_layers and p is not first and p is not head
     ]
     weights = split_weights(module, plan)
     ends = [
-        parameters_of([p for p in rest if (id(p) in at_head) is behind], weights)
-        for behind in (False, True)
+        parameters_of([p for p in end_parameters if (id(p) in head_ids) is in_head], weights)
+        for in_head in (False, True)
     ]
     costs = [
         sum(multiply_adds(module.get_submodule(name)) for name in names)
@@ -117,8 +117,8 @@ def trace_shape(
     ]
     return ModelShape(
         runs=tuple(runs),
-        input=_end(few.input, many.input, ends[0], first, costs[0], precision.compute),
-        head=_end(few.head, many.head, ends[1], head, costs[1], precision.compute),
+        input=_end(small.input, large.input, ends[0], first, costs[0], precision.compute),
+        head=_end(small.head, large.head, ends[1], head, costs[1], precision.compute),
         tied=tied,
         sequence_length=sequence_length,
         divided=tuple(divided(module, plan)),
@@ -127,8 +127,8 @@ def trace_shape(
     )
 
 
-def _layer(few: Followed, many: Followed) -> LayerShape:
-    trace = few.trace
+def _layer(small: Followed, large: Followed) -> LayerShape:
+    trace = small.trace
     forward, backward = (
         Bytes(alike=alike / _FEW, split=split / _FEW)
         for alike, split in (trace.forward, trace.backward)
@@ -138,50 +138,52 @@ def _layer(few: Followed, many: Followed) -> LayerShape:
         attentions=tuple(trace.attentions),
         forward=forward,
         backward=backward,
-        kept=_kept(trace, many.trace),
-        crossing=few.crossing / _FEW,
+        kept=_kept(trace, large.trace),
+        crossing=small.crossing / _FEW,
         parameters=Parameters(),
         gated=trace.gated,
-        experts=few.experts,
+        experts=small.experts,
     )
 
 
-def _kept(few: Trace, many: Trace) -> Bytes:
+def _kept(small: Trace, large: Trace) -> Bytes:
     """Return the kept bytes per sample and once, by a straight line through two batch sizes."""
 
     def total(trace: Trace, divided: bool) -> int:
         return sum(nbytes for nbytes, split in trace.kept.values() if split is divided)
 
-    each = [
-        (total(many, divided) - total(few, divided)) / (_MANY - _FEW) for divided in (False, True)
+    slopes = [
+        (total(large, divided) - total(small, divided)) / (_MANY - _FEW)
+        for divided in (False, True)
     ]
     once = sum(
-        total(few, divided) - _FEW * one for divided, one in zip((False, True), each, strict=True)
+        total(small, divided) - _FEW * slope
+        for divided, slope in zip((False, True), slopes, strict=True)
     )
-    return Bytes(alike=each[0], split=each[1], once=max(0.0, once))
+    return Bytes(alike=slopes[0], split=slopes[1], once=max(0.0, once))
 
 
 def _end(
-    few: Trace,
-    many: Trace,
+    small: Trace,
+    large: Trace,
     parameters: Parameters,
     table: nn.Parameter | None,
     cost: float,
     width: int,
 ) -> EndShape:
-    forward = few.forward
-    logits = few.products[-1] if few.products else None
-    kept = _kept(few, many)
+    forward = small.forward
+    logits = small.products[-1] if small.products else None
+    kept = _kept(small, large)
     if logits is not None:
         # Tensors of the logits' size are counted with the loss (activations.py).
         size = logits.rows * logits.outputs * width
-        few, many = (
-            replace(one, kept={k: v for k, v in one.kept.items() if v[0] < size * n})
-            for one, n in ((few, _FEW), (many, _MANY))
+        small, large = (
+            replace(trace, kept={k: v for k, v in trace.kept.items() if v[0] < size * n})
+            for trace, n in ((small, _FEW), (large, _MANY))
         )
-        kept = _kept(few, many)
+        kept = _kept(small, large)
     return EndShape(
-        products=tuple(few.products),
+        products=tuple(small.products),
         forward=Bytes(alike=forward[0] / _FEW, split=forward[1] / _FEW),
         backward=Bytes(alike=2 * forward[0] / _FEW, split=2 * forward[1] / _FEW),
         kept=kept,

@@ -138,20 +138,20 @@ class OperationRecorder(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         # prevents the reuse of storage keys
-        self._alive += [one.untyped_storage() for one in (*inputs, *outputs)]
-        keys = [storage_key(one) for one in inputs]
+        self._alive += [tensor.untyped_storage() for tensor in (*inputs, *outputs)]
+        keys = [storage_key(tensor) for tensor in inputs]
         changes = function._schema.is_mutable
-        new = [one for one in outputs if changes or storage_key(one) not in keys]
+        new = [tensor for tensor in outputs if changes or storage_key(tensor) not in keys]
         split = self._is_split(function, inputs, keys)
         # a cast or another form of a parameter
         if new and inputs and all(key in self._of_weights for key in keys):
-            for one in new:
-                self._of_weights[storage_key(one)] = self._of_weights[keys[0]]
+            for tensor in new:
+                self._of_weights[storage_key(tensor)] = self._of_weights[keys[0]]
                 if keys[0] in self._split:
-                    self._split.add(storage_key(one))
+                    self._split.add(storage_key(tensor))
             return result
         if split:
-            self._split |= {storage_key(one) for one in new}
+            self._split |= {storage_key(tensor) for tensor in new}
         if self.trace is None or not new or function in _CREATING:
             return result
         if function in _PRODUCTS:
@@ -161,7 +161,9 @@ class OperationRecorder(TorchDispatchMode):
         else:
             self.trace.gated |= function is _aten.silu.default
             unread = [kwargs.get(name) for name in _RESULTS]
-            self._bytes(function, [one for one in inputs if all(one is not o for o in unread)], new)
+            self._bytes(
+                function, [tensor for tensor in inputs if all(tensor is not o for o in unread)], new
+            )
         return result
 
     def _is_split(self, function: Any, inputs: list[Tensor], keys: list[int]) -> bool:
@@ -178,7 +180,7 @@ class OperationRecorder(TorchDispatchMode):
         of_weight = tuple(sorted(new[0].shape)) in self._sizes
         if function is _aten._to_copy.default and self.is_backward and of_weight:
             return  # a weight's gradient is counted where it is accumulated
-        read = [one for one in inputs if storage_key(one) not in self._of_weights]
+        read = [tensor for tensor in inputs if storage_key(tensor) not in self._of_weights]
         if function is _NORM:
             read += inputs[:1] * (self._norm_reads - 1)
         elif function is _NORM_BACKWARD:
@@ -189,21 +191,21 @@ class OperationRecorder(TorchDispatchMode):
         )
         if not joins:
             self.end_pass(())
-        for one in read:
-            key = storage_key(one)
-            place = key, int(one.storage_offset())
+        for tensor in read:
+            key = storage_key(tensor)
+            place = key, int(tensor.storage_offset())
             if key not in self._made and place not in self._read:
-                self.write([one])
-                self._count(key, one.nbytes)
+                self.write([tensor])
+                self._count(key, tensor.nbytes)
                 if joins:
                     self._read.add(place)
-        for one in new:
-            key = storage_key(one)
+        for tensor in new:
+            key = storage_key(tensor)
             if joins:
                 self._made.add(key)
-                self._unwritten[key] = one.untyped_storage().nbytes()
+                self._unwritten[key] = tensor.untyped_storage().nbytes()
             else:
-                self._count(key, one.nbytes)
+                self._count(key, tensor.nbytes)
 
     def end_pass(self, needed: Iterable[Tensor]) -> None:
         """Begin a new pass, before which the ``needed`` tensors are written."""
@@ -213,8 +215,8 @@ class OperationRecorder(TorchDispatchMode):
 
     def write(self, tensors: Iterable[Tensor]) -> None:
         """Count the writes of tensors that a pass has computed and not yet written."""
-        for one in tensors:
-            self._count(storage_key(one), self._unwritten.pop(storage_key(one), 0))
+        for tensor in tensors:
+            self._count(storage_key(tensor), self._unwritten.pop(storage_key(tensor), 0))
 
     def _count(self, key: int, nbytes: int) -> None:
         if self.trace is not None:
@@ -230,24 +232,24 @@ class OperationRecorder(TorchDispatchMode):
             return
         left, right = inputs[-2:]
         outputs, width = right.size(-1), left.size(-1)
-        keys = [storage_key(one) for one in (left, right)]
-        there = (keys[0] in self._split, keys[1] in self._split)
+        keys = [storage_key(tensor) for tensor in (left, right)]
+        split = (keys[0] in self._split, keys[1] in self._split)
         if right.dim() == 3:
             trace.products.append(
                 Product(
                     rows=left.size(0) * left.size(1) // samples,
                     outputs=outputs,
                     inputs=width,
-                    cut="rows" if any(there) else "none",
+                    cut="rows" if any(split) else "none",
                     weighted=False,
                 )
             )
             return
         weight = self._of_weights.get(keys[1], Weight())
-        enters = there == (False, True) and keys[0] not in self._entered
+        enters = split == (False, True) and keys[0] not in self._entered
         if enters:
             self._entered.add(keys[0])
-        cut: Any = {(False, True): "outputs", (True, True): "inputs"}.get(there, "none")
+        cut: Any = {(False, True): "outputs", (True, True): "inputs"}.get(split, "none")
         trace.products.append(
             Product(
                 rows=max(1, left.size(0) // samples),
@@ -271,7 +273,7 @@ class OperationRecorder(TorchDispatchMode):
         The planner itself counts its inputs and log-sum-exps (``attention_cost.py``).
         """
         self.end_pass((query, key, value))
-        self._cores |= {storage_key(one) for one in (query, key, value)}
+        self._cores |= {storage_key(tensor) for tensor in (query, key, value)}
         if self.trace is not None:
             self.trace.attentions.append(
                 AttentionShape(

@@ -103,9 +103,9 @@ def layers_by_stage(
 
 def _firsts(layers: list[LayerShape]) -> list[tuple[int, int]]:
     """Return (index of the first layer, number of layers) for each kind of layer."""
-    places = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
+    indices = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
     counts = Counter(id(layer) for layer in layers)
-    return [(places[one], count) for one, count in counts.items()]
+    return [(indices[layer_id], count) for layer_id, count in counts.items()]
 
 
 @functools.lru_cache(maxsize=256)
@@ -153,9 +153,9 @@ def sharding_time(
     group = group_link(choice.layout, job.cluster, "replica_sum")
     if job.software.shards == "none" or group.size == 1:
         return 0.0, 0.0
-    again = 0
+    regathers = 0
     if job.software.shards == "modules":
-        group, again = replace(group, link=group.hop), int(choice.recompute == "full")
+        group, regathers = replace(group, link=group.hop), int(choice.recompute == "full")
     nbytes = gathered_bytes(job, choice, layer)
     gather = group.all_gather(nbytes)
     scatter = group.all_gather(
@@ -163,7 +163,7 @@ def sharding_time(
     )
     hides = job.software.hides_gradients and job.overlaps
     copied = 2 * nbytes / job.device.stream
-    back = (1 + again) * gather + scatter
-    return copied + max(0.0, gather - hides * forward), (1 + again) * copied + max(
-        0.0, back - hides * backward
+    collectives = (1 + regathers) * gather + scatter
+    return copied + max(0.0, gather - hides * forward), (1 + regathers) * copied + max(
+        0.0, collectives - hides * backward
     )

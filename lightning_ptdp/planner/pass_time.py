@@ -121,16 +121,16 @@ def layer_tensors(job: Job, choice: Choice, layer: LayerShape) -> tuple[list[flo
         outputs, inputs = (samples * product.rows * size * width for size in product.local(t))
         if product.cut == "inputs":
             stream = outputs / divides
-            made = [inputs, outputs, stream]  # the last is the sum with the residual stream
+            sizes = [inputs, outputs, stream]  # the last is the sum with the residual stream
             forward += [stream] if product.bias and t > 1 else []
         else:
-            made = (
+            sizes = (
                 [inputs / divides, outputs]
                 if product.enters or product.cut == "none"
                 else [outputs]
             )
-        forward += made
-        backward += made
+        forward += sizes
+        backward += sizes
     for attention in layer.attentions:
         backward.append(input_bytes(job, choice, attention))
     if t == 1:  # else they are added to the sum in place (matrix_product.py)

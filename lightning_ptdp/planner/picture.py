@@ -32,17 +32,17 @@ def bars(plan: Plan, *, count: int = 5) -> str:
     slowest = max(candidate.time.total for candidate in shown)
     return "\n".join(
         [
-            _legend("time", _named([one.time.parts for one in shown])),
+            _legend("time", _named([row.time.parts for row in shown])),
             *(
-                f"  {i}  {_bar(one.time.parts, slowest):{_WIDTH}}  {one.time.total:.3g} s"
-                for i, one in enumerate(shown, 1)
+                f"  {i}  {_bar(row.time.parts, slowest):{_WIDTH}}  {row.time.total:.3g} s"
+                for i, row in enumerate(shown, 1)
             ),
-            _legend("memory", _named([one.memory.parts for one in shown]))
+            _legend("memory", _named([row.memory.parts for row in shown]))
             + (", | reserve" if plan.job.reserve else ""),
             *(
-                f"  {i}  {_memory_bar(one.memory.parts, plan.job)}  {one.memory.total / _GIB:.3g} "
+                f"  {i}  {_memory_bar(row.memory.parts, plan.job)}  {row.memory.total / _GIB:.3g} "
                 "GiB"
-                for i, one in enumerate(shown, 1)
+                for i, row in enumerate(shown, 1)
             ),
         ]
     )
@@ -61,16 +61,16 @@ def draw(plan: Plan, path: Path, *, count: int = 8) -> None:
     for axes, (title, unit, rows) in zip(
         figure.subplots(2, 1),
         (
-            ("time of a step", "s", [one.time.parts for one in shown]),
+            ("time of a step", "s", [candidate.time.parts for candidate in shown]),
             (
                 "memory of the fullest rank",
                 "GiB",
-                [_scaled(one.memory.parts, 1 / _GIB) for one in shown],
+                [_scaled(candidate.memory.parts, 1 / _GIB) for candidate in shown],
             ),
         ),
         strict=True,
     ):
-        names = [f"{i}  {one.choice.describe()}" for i, one in enumerate(shown, 1)]
+        names = [f"{i}  {candidate.choice.describe()}" for i, candidate in enumerate(shown, 1)]
         left = [0.0] * len(shown)
         for part in _named(rows):
             lengths = [row[part] for row in rows]
@@ -116,15 +116,15 @@ def draw_what_if(
     )
     axes = figure.subplots()
     for i, (batch, points) in enumerate(found.items()):
-        places = [worlds.index(world) + i * width for world, _ in points]
-        rates = [tokens[batch] / one.time.total for _, one in points]
-        axes.bar(places, rates, width, label=f"batch {batch}", alpha=0.6)
+        positions = [worlds.index(world) + i * width for world, _ in points]
+        rates = [tokens[batch] / candidate.time.total for _, candidate in points]
+        axes.bar(positions, rates, width, label=f"batch {batch}", alpha=0.6)
         # Each label starts at the foot of its own bar and is vertical, so that labels do not
         # overlap.
-        for place, (_, one) in zip(places, points, strict=True):
+        for position, (_, candidate) in zip(positions, points, strict=True):
             axes.annotate(
-                one.choice.describe_layout(),
-                (place, 0),
+                candidate.choice.describe_layout(),
+                (position, 0),
                 textcoords="offset points",
                 xytext=(0, 4),
                 rotation=90,
@@ -154,16 +154,16 @@ def _letter(name: str) -> str:
     return name[0] if name != "working" else "k"
 
 
-def _bar(parts: Mapping[str, float], whole: float) -> str:
+def _bar(parts: Mapping[str, float], total: float) -> str:
     """Return a bar with a letter per column.
 
     The ends of the parts are rounded, not their lengths, so that the whole bar has the right
     length.
     """
-    text, done = "", 0.0
+    text, end = "", 0.0
     for name, value in parts.items():
-        done += value
-        text += _letter(name) * (round(_WIDTH * done / whole) - len(text))
+        end += value
+        text += _letter(name) * (round(_WIDTH * end / total) - len(text))
     return text
 
 

@@ -188,12 +188,12 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
 
 
 def _job(job: Job) -> str:
-    whole, active = job.shape.parameters, job.shape.active_parameters
-    size = f"{_count(whole)} parameters" + (
-        f", {_count(active)} of them active" if active < whole else ""
+    total, active = job.shape.parameters, job.shape.active_parameters
+    size = f"{_count(total)} parameters" + (
+        f", {_count(active)} of them active" if active < total else ""
     )
     if job.trained < 1:
-        size += f", {_count(job.trained * whole)} of them trained"
+        size += f", {_count(job.trained * total)} of them trained"
     return (
         f"{size}, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x "
         f"{job.sequence_length} tokens, "

@@ -29,23 +29,31 @@ def _kinds(module: nn.Module, plan: ParallelPlan) -> dict[str, Kind]:
 
 def split_weights(module: nn.Module, plan: ParallelPlan) -> dict[int, Weight]:
     """Return the division of each parameter that t divides, by the parameter's ``id``."""
-    found = dict[int, Weight]()
+    weights = dict[int, Weight]()
     for name, kind in _kinds(module, plan).items():
         child = module.get_submodule(name)
-        own = dict(child.named_parameters())
+        parameters = dict(child.named_parameters())
         if isinstance(kind, Vocabulary):
-            found |= {id(p): Weight(split=True, table=True) for p in own.values()}
+            weights |= {id(p): Weight(split=True, table=True) for p in parameters.values()}
         elif isinstance(kind, Column):
             copied, least = _copied(kind, child)
-            found |= {id(p): Weight(split=True, copied=copied, least=least) for p in own.values()}
+            weights |= {
+                id(p): Weight(split=True, copied=copied, least=least) for p in parameters.values()
+            }
         elif isinstance(kind, Row):
-            found |= {id(own["weight"]): Weight(split=True)}
+            weights |= {id(parameters["weight"]): Weight(split=True)}
         elif isinstance(kind, AttentionKind):
             names = ("in_proj_weight", "in_proj_bias", "out_proj.weight")
-            found |= {id(own[key]): Weight(split=True) for key in names if key in own}
+            weights |= {
+                id(parameters[key]): Weight(split=True) for key in names if key in parameters
+            }
         elif isinstance(kind, Region):
-            found |= {id(own[key]): Weight(split=True) for key in kind.per_head if key in own}
-    return found
+            weights |= {
+                id(parameters[key]): Weight(split=True)
+                for key in kind.per_head
+                if key in parameters
+            }
+    return weights
 
 
 def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
@@ -81,10 +89,10 @@ def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]
             whole += p.numel()
         elif weight.copied:
             outputs = max(size for size in p.shape if size >= weight.copied)
-            some = p.numel() * weight.copied // outputs
+            copied_numel = p.numel() * weight.copied // outputs
             copied, split, heads = (
-                copied + some,
-                split + p.numel() - some,
+                copied + copied_numel,
+                split + p.numel() - copied_numel,
                 max(1, weight.copied // weight.least),
             )
         else:
@@ -94,36 +102,39 @@ def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]
 
 def counted(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> dict[str, Parameters]:
     """Return the parameters of each layer by its name, without experts."""
-    weights, found = split_weights(module, plan), dict[str, Parameters]()
+    weights, counts = split_weights(module, plan), dict[str, Parameters]()
     seen = set[int]()
     for layer in layers_of(module, parts.blocks):
         child = module.get_submodule(layer.name)
         of_experts = {
-            id(p) for one in child.modules() if Experts().fits(one) for p in one.parameters()
+            id(p)
+            for submodule in child.modules()
+            if Experts().fits(submodule)
+            for p in submodule.parameters()
         }
-        own = [p for p in child.parameters() if id(p) not in of_experts and id(p) not in seen]
-        seen |= {id(p) for p in own}
-        found[layer.name] = parameters_of(own, weights)
-    return found
+        dense = [p for p in child.parameters() if id(p) not in of_experts and id(p) not in seen]
+        seen |= {id(p) for p in dense}
+        counts[layer.name] = parameters_of(dense, weights)
+    return counts
 
 
 def tables(
     module: nn.Module, plan: ParallelPlan, parts: ModelParts
 ) -> tuple[nn.Parameter | None, nn.Parameter | None, bool]:
     """Return the largest vocabulary-parallel table of each end, and whether they are the same."""
-    found: list[list[nn.Parameter]] = [[], []]
+    by_end: list[list[nn.Parameter]] = [[], []]
     for name, kind in _kinds(module, plan).items():
         weight = getattr(module.get_submodule(name), "weight", None)
         if isinstance(kind, Vocabulary) and isinstance(weight, nn.Parameter):
-            behind = any(f"{name}.".startswith(f"{top}.") for top in parts.after)
-            found[behind].append(weight)
-    first, head = (max(tables, key=lambda table: table.numel(), default=None) for tables in found)
+            in_head = any(f"{name}.".startswith(f"{top}.") for top in parts.after)
+            by_end[in_head].append(weight)
+    first, head = (max(tables, key=lambda table: table.numel(), default=None) for tables in by_end)
     return first, head, head is not None and head is first
 
 
 def divided(module: nn.Module, plan: ParallelPlan) -> Sequence[Divided]:
     """Return the sizes that t has to divide."""
-    found = Counter[Divided]()
+    sizes = Counter[Divided]()
     for name, kind in _kinds(module, plan).items():
         child, short = module.get_submodule(name), name.rpartition(".")[2]
         if isinstance(kind, Column):
@@ -131,7 +142,7 @@ def divided(module: nn.Module, plan: ParallelPlan) -> Sequence[Divided]:
             parts = kind.parts or (outputs,)
             heads = kind.heads if isinstance(kind.heads, tuple) else (None,) * len(parts)
             for part, count in zip(parts, heads, strict=True):
-                found[
+                sizes[
                     Divided(
                         name=f"heads of {short}" if count else f"outputs of {short}",
                         size=count or part,
@@ -139,9 +150,9 @@ def divided(module: nn.Module, plan: ParallelPlan) -> Sequence[Divided]:
                     )
                 ] += 1
         elif isinstance(kind, Row):
-            found[Divided(name=f"inputs of {short}", size=output_input_sizes(child)[1])] += 1
+            sizes[Divided(name=f"inputs of {short}", size=output_input_sizes(child)[1])] += 1
         elif isinstance(child, nn.MultiheadAttention):
-            found[Divided(name="num_heads", size=child.num_heads)] += 1
+            sizes[Divided(name="num_heads", size=child.num_heads)] += 1
         elif isinstance(kind, Region) and kind.heads is not None:
-            found[Divided(name=f"heads of {short}", size=kind.heads)] += 1
-    return tuple(found) or (Divided(name="modules that a plan shards", size=1),)
+            sizes[Divided(name=f"heads of {short}", size=kind.heads)] += 1
+    return tuple(sizes) or (Divided(name="modules that a plan shards", size=1),)

@@ -29,8 +29,8 @@ def why_nothing_fits(plan: Plan, space: Space) -> str:
         space: The searched space.
     """
     job = plan.job
-    endless = replace(job, device=replace(job.device, memory_bytes=_PLENTY))
-    possible = search(endless, _smallest(space), count=10**6, simulate=False).best
+    unlimited = replace(job, device=replace(job.device, memory_bytes=_PLENTY))
+    possible = search(unlimited, _smallest(space), count=10**6, simulate=False).best
     if not possible:
         sizes = f"{job.world_size} devices and a batch of {job.global_batch_size}"
         return f"no layout divides {sizes}: {_indivisible(plan)}. {_other_sizes(job, space)}"
@@ -79,15 +79,15 @@ def _other_sizes(job: Job, space: Space) -> str:
         for world in range(job.world_size - 1, max(0, job.world_size - _NEAR), -1)
     ]
     remedies = []
-    for other in (tried[:1], tried[1:]):
-        found = next(
-            (one for one in other if search(one, space, count=1, simulate=False).best), None
+    for jobs in (tried[:1], tried[1:]):
+        fitting = next(
+            (trial for trial in jobs if search(trial, space, count=1, simulate=False).best), None
         )
-        if found is not None:
+        if fitting is not None:
             remedies.append(
-                f"--batch {found.global_batch_size}"
-                if found.world_size == job.world_size
-                else f"--world {found.world_size}"
+                f"--batch {fitting.global_batch_size}"
+                if fitting.world_size == job.world_size
+                else f"--world {fitting.world_size}"
             )
     return f"Use {' or '.join(remedies)}" if remedies else "Use other sizes, or fewer restrictions"
 
@@ -114,15 +114,15 @@ def _more_devices(job: Job, space: Space) -> str:
             if job.global_batch_size < world
             else job.global_batch_size
         )
-        for given in (job.global_batch_size, batch):
+        for samples in (job.global_batch_size, batch):
             best = search(
-                replace(job, world_size=world, global_batch_size=given),
+                replace(job, world_size=world, global_batch_size=samples),
                 space,
                 count=1,
                 simulate=False,
             ).best
             if best:
-                larger = f" with --batch {given}" if given != job.global_batch_size else ""
+                larger = f" with --batch {samples}" if samples != job.global_batch_size else ""
                 return (
                     f"{world} of these devices would be enough{larger} "
                     f"({best[0].choice.describe()})"

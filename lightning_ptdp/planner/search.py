@@ -82,7 +82,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
     if count < 1:
         raise ValueError(f"count={count!r} must be a positive integer")
     space = space or Space()
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     rejected: list[UnfitSize] = []
     examined = 0
     for layout in layouts(job, space):
@@ -90,32 +90,32 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
             rejected.append(layout)
             continue
         pipes = list(pipelines(job, space, layout))
-        choices = [one for one in pipes if isinstance(one, Choice)]
+        choices = [item for item in pipes if isinstance(item, Choice)]
         if choices and (need := _least_bytes(job, space, choices[0])) > job.limit_bytes:
-            what = "parameters, gradients and optimizer state alone need"
+            text = "parameters, gradients and optimizer state alone need"
             rejected.append(
                 UnfitSize(
-                    what=layout.describe(), reason=f"{what} {_gib(need)} of {_gib(job.limit_bytes)}"
+                    what=layout.describe(), reason=f"{text} {_gib(need)} of {_gib(job.limit_bytes)}"
                 )
             )
             continue
-        tried = [_first_that_fits(job, space, one) for one in choices]
+        tried = [_first_that_fits(job, space, item) for item in choices]
         fitting = [(choice, memory) for choice, memory in tried if memory.total <= job.limit_bytes]
-        found += [
+        candidates += [
             Candidate(choice=choice, memory=memory, time=step_time(job, choice))
             for choice, memory in fitting
         ]
         examined += len(tried)
-        rejected += dict.fromkeys(one for one in pipes if isinstance(one, UnfitSize))
+        rejected += dict.fromkeys(item for item in pipes if isinstance(item, UnfitSize))
         if tried and not fitting:
-            nearest, memory = min(tried, key=lambda one: one[1].total)
+            nearest, memory = min(tried, key=lambda item: item[1].total)
             reason = (
                 f"needs at least {_gib(memory.total)} of {_gib(job.limit_bytes)} "
                 f"({nearest.describe()})"
             )
             rejected.append(UnfitSize(what=layout.describe(), reason=reason))
-    best = heapq.nsmallest(count, found, key=_order)
-    slower = tuple(_slower(best, found))
+    best = heapq.nsmallest(count, candidates, key=_order)
+    slower = tuple(_slower(best, candidates))
     if simulate:
         best = sorted((_simulated(job, candidate) for candidate in best), key=_order)
     return Plan(
@@ -146,8 +146,8 @@ def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, Ra
     If none fits, return the one that needs least.
     """
     tried: list[tuple[Choice, RankMemory]] = []
-    for one in _choices(job, space, choice):
-        tried.append((one, fullest_rank(job, one)))
+    for variant in _choices(job, space, choice):
+        tried.append((variant, fullest_rank(job, variant)))
         if tried[-1][1].total <= job.limit_bytes:
             return tried[-1]
     return min(tried, key=lambda pair: pair[1].total)
@@ -172,16 +172,16 @@ def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
                 )
 
 
-def _slower(best: Sequence[Candidate], found: Sequence[Candidate]) -> Iterator[UnfitSize]:
+def _slower(best: Sequence[Candidate], candidates: Sequence[Candidate]) -> Iterator[UnfitSize]:
     """Yield the fastest candidate of each (t, p, c, e) that is not among the best."""
     shown = {candidate.degrees for candidate in best}
     for degrees, candidate in {
-        one.degrees: one for one in sorted(found, key=_order, reverse=True)
+        item.degrees: item for item in sorted(candidates, key=_order, reverse=True)
     }.items():
         if degrees not in shown:
             first, time = best[0].time, candidate.time
-            more = {name: seconds - first.parts[name] for name, seconds in time.parts.items()}
-            part = max(more, key=lambda name: more[name])
+            excess = {name: seconds - first.parts[name] for name, seconds in time.parts.items()}
+            part = max(excess, key=lambda name: excess[name])
             reason = (
                 f"takes {time.total / first.total:.2f} times the time of the best, "
                 f"{time.parts[part] / time.total:.0%} of it for {part}"

@@ -129,7 +129,7 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
         split = space.sequence_parallel and t > 1
     for schedule, v in _schedules(job, space, p):
         placement = schedule_placement(schedule) if p > 1 else "loop"
-        whole = replace(
+        full_layout = replace(
             layout, virtual_pipeline_size=v, sequence_parallel=split, placement=placement
         )
         for b in _micro_batches(space, of_replica):
@@ -140,9 +140,9 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
                     reason=f"too few microbatches to be faster than 1F1B, which takes {least}",
                 )
                 continue
-            for exchange in _exchanges(job, space, whole):
+            for exchange in _exchanges(job, space, full_layout):
                 yield Choice(
-                    layout=whole,
+                    layout=full_layout,
                     schedule=schedule,
                     context_parallel_attention=exchange,
                     micro_batch_size=b,
@@ -181,30 +181,32 @@ def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Atten
     if c == 1:
         yield "ring"
         return
-    shared = all(
-        one.heads % (t * c) == 0 for _, layer in job.shape.runs for one in layer.attentions
+    divisible = all(
+        attention.heads % (t * c) == 0
+        for _, layer in job.shape.runs
+        for attention in layer.attentions
     )
     for kind in space.context_parallel_attentions:
-        if shared or not ATTENTIONS[kind].divides_heads:
+        if divisible or not ATTENTIONS[kind].divides_heads:
             yield kind
 
 
 def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[ParallelLayout | UnfitSize]:
-    rest = job.world_size // (t * c)
+    ranks = job.world_size // (t * c)
     for p in (
-        divisors(rest) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes
+        divisors(ranks) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes
     ):
-        if rest % p:
+        if ranks % p:
             reason = f"it does not divide the world of {job.world_size}"
         elif p > 1 and job.shape.uncut:
             reason = f"the model cannot be cut into pipeline stages: {job.shape.uncut}"
         elif p > job.shape.num_layers:
             reason = f"{job.shape.num_layers} layers cannot fill {p} stages"
-        elif space.data_parallel_sizes is not None and rest // p not in space.data_parallel_sizes:
-            reason = f"d = {rest // p} is not one of the data_parallel_sizes"
-        elif job.global_batch_size % (rest // p):
+        elif space.data_parallel_sizes is not None and ranks // p not in space.data_parallel_sizes:
+            reason = f"d = {ranks // p} is not one of the data_parallel_sizes"
+        elif job.global_batch_size % (ranks // p):
             reason = (
-                f"the global batch of {job.global_batch_size} is not divisible by d = {rest // p} "
+                f"the global batch of {job.global_batch_size} is not divisible by d = {ranks // p} "
                 "replicas"
             )
         else:
@@ -227,18 +229,18 @@ def _expert_splits(
 ) -> Iterator[ParallelLayout | UnfitSize]:
     """Yield layouts with whole experts, and layouts with experts split over t ranks."""
     t, experts = layout.tensor_parallel_size, job.shape.experts
-    given = space.expert_tensor_parallel_sizes
-    for size in dict.fromkeys((1, t)) if given is None else given:
+    sizes = space.expert_tensor_parallel_sizes
+    for size in dict.fromkeys((1, t)) if sizes is None else sizes:
         if size == 1 or (size == t and experts is not None and experts.width % t == 0):
             yield replace(layout, expert_tensor_parallel_size=size)
-        elif given is not None:
-            why = (
+        elif sizes is not None:
+            reason = (
                 "the model has no experts"
                 if experts is None
                 else f"experts of {experts.width} channels are not split, or split over all t = {t}"
             )
             yield UnfitSize(
-                what=f"{layout.describe()} expert_tensor_parallel_size={size}", reason=why
+                what=f"{layout.describe()} expert_tensor_parallel_size={size}", reason=reason
             )
 
 
@@ -247,9 +249,9 @@ def _expert_sizes(
 ) -> Iterator[ParallelLayout | UnfitSize]:
     ranks, experts = layout.size("replica_sum"), job.shape.experts
     number = 1 if experts is None else experts.number
-    every = divisors(math.gcd(ranks, number))
-    for e in every if space.expert_parallel_sizes is None else space.expert_parallel_sizes:
-        if e in every:
+    valid_sizes = divisors(math.gcd(ranks, number))
+    for e in valid_sizes if space.expert_parallel_sizes is None else space.expert_parallel_sizes:
+        if e in valid_sizes:
             yield from _expert_splits(job, space, replace(layout, expert_parallel_size=e))
         elif experts is None:
             yield UnfitSize(what=f"e{e}", reason="the model has no experts")
@@ -272,8 +274,8 @@ def _schedules(job: Job, space: Space, p: int) -> Iterator[tuple[str, int]]:
             FAMILIES[schedule].chunks, (1,)
         )
         for v in chunks:
-            wanted = space.virtual_pipeline_sizes is None or v in space.virtual_pipeline_sizes
-            if wanted and p * v <= job.shape.num_layers:
+            allowed = space.virtual_pipeline_sizes is None or v in space.virtual_pipeline_sizes
+            if allowed and p * v <= job.shape.num_layers:
                 yield schedule, v
 
 

@@ -32,15 +32,15 @@ class replacing_functions(TorchFunctionMode):  # noqa: N801, it is used as a con
         kwargs = dict(kwargs or {})
         if function is nn.functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            given = dict(zip(names, args, strict=False)) | kwargs
+            arguments = dict(zip(names, args, strict=False)) | kwargs
             self._recorder.attention(
-                given["query"],
-                given["key"],
-                given["value"],
-                causal=bool(given.get("is_causal")) and given.get("attn_mask") is None,
-                dropout=given.get("dropout_p", 0.0) > 0,
+                arguments["query"],
+                arguments["key"],
+                arguments["value"],
+                causal=bool(arguments.get("is_causal")) and arguments.get("attn_mask") is None,
+                dropout=arguments.get("dropout_p", 0.0) > 0,
             )
-            return _Attention.apply(self._recorder, *(given[name] for name in names[:3]))
+            return _Attention.apply(self._recorder, *(arguments[name] for name in names[:3]))
         if function is nn.functional.dropout and not self._on_cpu:
             rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             training = args[2] if len(args) > 2 else kwargs.get("training", True)
@@ -71,7 +71,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.recorder.end_pass([gradient])
-        return None, *(torch.empty_like(one) for one in ctx.saved_tensors)
+        return None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
 class _Visit(torch.autograd.Function):
@@ -84,7 +84,7 @@ class _Visit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(one) for one in ctx.saved_tensors)
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
 def _visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:

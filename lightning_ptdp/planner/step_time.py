@@ -59,8 +59,8 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Return the parts in seconds by name."""
-        other = ("model_flops", "hardware_flops", "world_size", "peak")
-        return {name: value for name, value in vars(self).items() if name not in other}
+        excluded = ("model_flops", "hardware_flops", "world_size", "peak")
+        return {name: value for name, value in vars(self).items() if name not in excluded}
 
     @property
     def total(self) -> float:
@@ -144,13 +144,13 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
         )
         return simulate(schedule, costs)
 
-    slowest, alone = _slowest(stages, layout), timeline(0.0)
-    without = float(alone.step_time)
-    bubble = max(0.0, without - m * (slowest.forward + slowest.backward))
+    slowest, ideal = _slowest(stages, layout), timeline(0.0)
+    ideal_s = float(ideal.step_time)
+    bubble = max(0.0, ideal_s - m * (slowest.forward + slowest.backward))
     waited = (
-        float(timeline(_message(job, choice)).step_time) - without if _hides_messages(job) else 0.0
+        float(timeline(_message(job, choice)).step_time) - ideal_s if _hides_messages(job) else 0.0
     )
-    sharing = _shared(alone, _busy(job, choice, slowest), job.shared_cores)
+    sharing = _shared(ideal, _busy(job, choice, slowest), job.shared_cores)
     return _whole_step(job, choice, slowest, bubble=bubble, messages=waited, sharing=sharing)
 
 
@@ -161,11 +161,11 @@ def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
     """
     measured = job.device.measured
     waiting = rank.communication / (rank.forward + rank.backward)
-    used = 1 - waiting * (1 - (0.0 if measured is None else measured.waiting))
-    return job.processes / choice.layout.pipeline_parallel_size * used
+    busy = 1 - waiting * (1 - (0.0 if measured is None else measured.waiting))
+    return job.processes / choice.layout.pipeline_parallel_size * busy
 
 
-def _shared(timeline: Timeline, alike: float, cores: int) -> float:
+def _shared(timeline: Timeline, rank_cores: float, cores: int) -> float:
     """Return the additional seconds of a step because its ranks share cores.
 
     While more ranks compute than there are cores, all of them slow down by the same factor. The
@@ -179,11 +179,11 @@ def _shared(timeline: Timeline, alike: float, cores: int) -> float:
         for span in spans
         for time, step in ((span.start, 1), (span.end, -1))
     )
-    more, busy = 0.0, 0
+    extra, busy = 0.0, 0
     for (time, step), (after, _) in itertools.pairwise(changes):
         busy += step
-        more += (after - time) * max(0.0, busy * alike / cores - 1)
-    return more
+        extra += (after - time) * max(0.0, busy * rank_cores / cores - 1)
+    return extra
 
 
 def _hides_messages(job: Job) -> bool:
@@ -196,9 +196,9 @@ def _stages(job: Job, choice: Choice) -> list[PassTime]:
     There is one message per direction and microbatch.
     """
     layers = {id(layer): layer_time(job, choice, layer) for _, layer in job.shape.runs}
-    held = 0.0 if _hides_messages(job) else _message(job, choice)
-    message = PassTime(forward=held, backward=held, weight=0.0)
-    found = [
+    blocked = 0.0 if _hides_messages(job) else _message(job, choice)
+    message = PassTime(forward=blocked, backward=blocked, weight=0.0)
+    stage_runs = [
         *map(
             _named,
             stage_layers(
@@ -206,11 +206,11 @@ def _stages(job: Job, choice: Choice) -> list[PassTime]:
             ),
         )
     ]
-    each = {
+    stage_times = {
         runs: sum((layers[layer].times(count) for count, layer in runs), message)
-        for runs in set(found)
+        for runs in set(stage_runs)
     }
-    stages = [each[runs] for runs in found]
+    stages = [stage_times[runs] for runs in stage_runs]
     stages[0] += input_time(job, choice)
     stages[-1] += head_time(job, choice).times(job.software.slower)
     return stages
@@ -233,13 +233,13 @@ def _whole_step(
     job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float, sharing: float
 ) -> StepTime:
     layout, m = choice.layout, choice.num_microbatches
-    every = [
+    counts = [
         count(job.shape, layout, balanced=job.software.balances_stages)
         for count in (stage_parameters, expert_parameters)
     ]
     ranks = range(layout.pipeline_parallel_size)
     fullest = max(
-        tuple(sum(count[stage] for stage in layout.stages_of(rank)) for count in every)
+        tuple(sum(count[stage] for stage in layout.stages_of(rank)) for count in counts)
         for rank in ranks
     )
     waiting, experts, dispatch = (
@@ -247,14 +247,14 @@ def _whole_step(
         m * slowest.experts,
         m * slowest.dispatch,
     )
-    held = (
+    blocked = (
         0.0
         if _hides_messages(job)
         else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
     )
     model, hardware = (
-        job.global_batch_size * job.shape.flops(recompute=again, trained=job.trained)
-        for again in (False, choice.recompute == "full")
+        job.global_batch_size * job.shape.flops(recompute=recompute, trained=job.trained)
+        for recompute in (False, choice.recompute == "full")
     )
     gradients = _gradients(
         job,
@@ -266,12 +266,12 @@ def _whole_step(
     if job.shared_cores:  # all ranks run these at the same time
         sharing += (gradients + optimizer) * max(0.0, job.processes / job.shared_cores - 1)
     return StepTime(
-        compute=m * (slowest.forward + slowest.backward) - waiting - held - experts - dispatch,
+        compute=m * (slowest.forward + slowest.backward) - waiting - blocked - experts - dispatch,
         experts=experts,
         dispatch=dispatch,
         tensor=waiting,
         bubble=bubble,
-        messages=messages + held,
+        messages=messages + blocked,
         gradients=gradients,
         optimizer=optimizer,
         sharing=sharing,
@@ -347,8 +347,8 @@ def _gradients(
     )
 
 
-def _exposed(seconds: float, choice: Choice, behind: float) -> float:
-    """Return the seconds of a reduction that a pass of ``behind`` seconds does not hide.
+def _exposed(seconds: float, choice: Choice, pass_s: float) -> float:
+    """Return the seconds of a reduction that a pass of ``pass_s`` seconds does not hide.
 
     The reduction starts in the last microbatch's pass, half of which hides it. With several chunks,
     each chunk runs its last p microbatches before those of another chunk, which hide its reduction.
@@ -356,8 +356,8 @@ def _exposed(seconds: float, choice: Choice, behind: float) -> float:
     """
     p, v = choice.layout.pipeline_parallel_size, choice.layout.virtual_pipeline_size
     if v == 1:
-        return max(0.0, seconds - behind / 2)
-    return max(seconds - behind * p * (v - 1) / v, seconds / v - behind / (2 * v), 0.0)
+        return max(0.0, seconds - pass_s / 2)
+    return max(seconds - pass_s * p * (v - 1) / v, seconds / v - pass_s / (2 * v), 0.0)
 
 
 def _optimizer(job: Job, choice: Choice, parameters: int, experts: int) -> float:

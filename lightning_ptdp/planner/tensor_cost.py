@@ -29,20 +29,20 @@ def tensor_collectives(
     count = 0
     if group.size == 1:
         return forward, backward, count
-    for product, one in zip(products, times, strict=True):
+    for product, time in zip(products, times, strict=True):
         nbytes = _shared_bytes(job, choice, product)
         if not nbytes:
             continue
         enters = product.cut == "outputs"
         sequence = choice.layout.sequence_parallel and not product.whole
-        each = group.all_gather(nbytes) if sequence else group.all_reduce(nbytes)
+        seconds = group.all_gather(nbytes) if sequence else group.all_reduce(nbytes)
         if enters:
-            beside = [one.weight_gradient, *([one.input_gradient] if sequence else [])]
-            backward += sum(max(0.0, each - hiding) if hides else each for hiding in beside)
+            passes = [time.weight_gradient, *([time.input_gradient] if sequence else [])]
+            backward += sum(max(0.0, seconds - hiding) if hides else seconds for hiding in passes)
         elif sequence:
-            backward += each
+            backward += seconds
         if sequence or not enters:
-            forward, count = forward + each, count + 1
+            forward, count = forward + seconds, count + 1
     return forward, backward, count
 
 
@@ -57,11 +57,11 @@ def expert_collectives(job: Job, choice: Choice, layer: LayerShape) -> tuple[flo
     if layer.experts is None or group.size == 1:
         return 0.0, 0
     nbytes = choice.samples * layer.products[0].rows * layer.experts.hidden * job.precision.compute
-    whole = choice.layout.expert_tensor_parallel_size == 1
-    seconds = group.all_gather(nbytes) if whole else group.all_reduce(nbytes)
-    if choice.layout.sequence_parallel:
-        seconds += group.all_gather(nbytes)
-    return seconds, 4
+    unsplit = choice.layout.expert_tensor_parallel_size == 1
+    seconds = group.all_gather(nbytes) if unsplit else group.all_reduce(nbytes)
+    if not choice.layout.sequence_parallel:
+        return seconds, 1
+    return seconds + group.all_gather(nbytes), 2
 
 
 def transposes(job: Job, choice: Choice, products: Iterable[Product]) -> tuple[float, float]:
@@ -76,11 +76,11 @@ def transposes(job: Job, choice: Choice, products: Iterable[Product]) -> tuple[f
         return forward, backward
     for product in products:
         nbytes = _shared_bytes(job, choice, product)
-        one = fresh_seconds(job, [nbytes])
+        seconds = fresh_seconds(job, [nbytes])
         if choice.micro_batch_size > 1:
-            one += 2 * nbytes / job.device.stream + fresh_seconds(job, [nbytes])
-        forward += one
-        backward += 2 * one if product.cut == "outputs" else one
+            seconds += 2 * nbytes / job.device.stream + fresh_seconds(job, [nbytes])
+        forward += seconds
+        backward += 2 * seconds if product.cut == "outputs" else seconds
     return forward, backward
 
 

@@ -18,11 +18,7 @@ from lightning_ptdp.parameters.shadow import without_tensors
 from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
 from lightning_ptdp.planner.expert_shape import ExpertShape
-from lightning_ptdp.planner.operation_recorder import (
-    OperationRecorder,
-    Trace,
-    Weight,
-)
+from lightning_ptdp.planner.operation_recorder import OperationRecorder, Trace, Weight
 from lightning_ptdp.planner.planned_parameters import split_weights
 from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.software import Software
@@ -98,14 +94,14 @@ class Following:
             self._fill(model)
             replace_modules(model)
             weights = split_weights(self._module, self._plan)
-            own = {id(p): name for name, p in self._module.named_parameters()}
-            keys = {
+            parameter_names = {id(p): name for name, p in self._module.named_parameters()}
+            storage_weights = {
                 storage_key(model.get_parameter(name)): weights.get(key, Weight())
-                for key, name in own.items()
+                for key, name in parameter_names.items()
             }
             sizes = [p.shape for p in model.parameters() if p.dim() > 1]
             recorder = OperationRecorder(
-                keys,
+                storage_weights,
                 sizes=sizes,
                 samples=self._samples,
                 elementwise=self._software.elementwise,
@@ -152,7 +148,7 @@ class Following:
     def _fill(self, model: nn.Module) -> None:
         """Give the model tensors without values."""
         half = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(self._precision.name)
-        made = dict[int, nn.Parameter]()
+        replacements = dict[int, nn.Parameter]()
         for child in model.modules():
             for key, p in child._parameters.items():
                 if p is not None:
@@ -160,7 +156,7 @@ class Following:
                     empty = nn.Parameter(
                         torch.empty(p.shape, dtype=dtype, device="cpu"), p.requires_grad
                     )
-                    child._parameters[key] = made.setdefault(id(p), empty)
+                    child._parameters[key] = replacements.setdefault(id(p), empty)
             for key, b in child._buffers.items():
                 if b is not None:
                     child._buffers[key] = torch.empty(b.shape, dtype=b.dtype, device="cpu")
@@ -170,15 +166,15 @@ class Following:
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            shapes = tuple((leaf.shape, leaf.dtype) for leaf in given)
-            own = tuple((key, p.shape, p.dtype) for key, p in module.named_parameters())
-            key = (type(module), own, shapes)
-            recorder.write(given)
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            shapes = tuple((leaf.shape, leaf.dtype) for leaf in inputs)
+            parameters = tuple((key, p.shape, p.dtype) for key, p in module.named_parameters())
+            key = (type(module), parameters, shapes)
+            recorder.write(inputs)
             recorder.trace = None
             if key not in self._kinds:
                 self._kinds[key] = len(self.layers)
-                crossing = sum(leaf.nbytes for leaf in given if leaf.requires_grad)
+                crossing = sum(leaf.nbytes for leaf in inputs if leaf.requires_grad)
                 self.layers.append(
                     Followed(module, args, kwargs, forward(*args, **kwargs), crossing)
                 )
@@ -198,7 +194,7 @@ class Following:
             lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf,
             (layer.args, layer.kwargs),
         )
-        given = [
+        inputs = [
             leaf
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -215,11 +211,11 @@ class Following:
             outputs = [leaf for leaf in outputs if leaf.requires_grad]
             recorder.write(outputs)
         recorder.trace = None
-        gradients = [torch.empty_like(leaf) for leaf in outputs]
+        grad_outputs = [torch.empty_like(leaf) for leaf in outputs]
         recorder.trace, recorder.is_backward = layer.trace, True
-        wanted = [*given, *(p for p in layer.module.parameters() if p.requires_grad)]
-        made = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-        recorder.write(one for one in made[: len(given)] if one is not None)
+        sources = [*inputs, *(p for p in layer.module.parameters() if p.requires_grad)]
+        gradients = torch.autograd.grad(outputs, sources, grad_outputs, allow_unused=True)
+        recorder.write(gradient for gradient in gradients[: len(inputs)] if gradient is not None)
         recorder.trace, recorder.is_backward = None, False
 
 

@@ -185,8 +185,10 @@ class Schedule(Stages):
             for message in MESSAGES.values()
             if action.kind in (message.send, message.receive)
         )
-        here, step = action.stage, message.step
-        source, target = (here, here + step) if action.kind is message.send else (here - step, here)
+        stage, step = action.stage, message.step
+        source, target = (
+            (stage, stage + step) if action.kind is message.send else (stage - step, stage)
+        )
         return Channel(self.rank_of(source), self.rank_of(target), message.direction)
 
     def text(self) -> str:
@@ -226,16 +228,16 @@ def receives_ahead(schedule: Schedule) -> int:
     A receive is open from its post until the computation that takes its message.
     """
     receives = {message.receive: kind for kind, message in MESSAGES.items()}
-    most = 1
+    peak = 1
     for program in schedule.programs:
-        asked: dict[tuple[ActionKind, int, int | None], Channel] = {}
+        channels: dict[tuple[ActionKind, int, int | None], Channel] = {}
         counts: Counter[Channel] = Counter()
         for action in program:
             key = (receives.get(action.kind, action.kind), action.stage, action.microbatch)
             if action.kind in receives:
-                asked[key] = schedule.channel(action)
-                counts[asked[key]] += 1
-                most = max(most, counts[asked[key]])
-            elif key in asked:
-                counts[asked.pop(key)] -= 1
-    return most
+                channels[key] = schedule.channel(action)
+                counts[channels[key]] += 1
+                peak = max(peak, counts[channels[key]])
+            elif key in channels:
+                counts[channels.pop(key)] -= 1
+    return peak

@@ -92,24 +92,24 @@ def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> 
                     times.block(_F, stage),
                     queue,
                 )
-    ended, done_by = times.ends, _done_by(ends)
+    end_times, done_by = times.ends, _done_by(ends)
     for index, action in enumerate(order.programs[rank]):
         step = steps.get((action.kind, action.stage))
         if step is None:
             continue
         sender, forward, queue = step
         microbatch = action.microbatch or 0
-        sent = ended[sender + microbatch]
-        # In the unit-time run the rank has completed done_by[sent] computations by then. Receives
-        # come before messages that are sent at the same time.
-        done = done_by[sent]
-        behind_send = done and ends[done - 1] < sent
-        latest = min(2 * max(index - 1, 0) + 1, 2 * done + behind_send)
+        sent_at = end_times[sender + microbatch]
+        # In the unit-time run the rank has completed done_by[sent_at] computations by then.
+        # Receives come before messages that are sent at the same time.
+        num_done = done_by[sent_at]
+        behind_send = num_done and ends[num_done - 1] < sent_at
+        latest = min(2 * max(index - 1, 0) + 1, 2 * num_done + behind_send)
         queue.append(
             (
-                sent,
+                sent_at,
                 latest,
-                0 if action.kind is _F else 2 * done_by[ended[forward + microbatch]] + 1,
+                0 if action.kind is _F else 2 * done_by[end_times[forward + microbatch]] + 1,
                 index,
             )
         )
@@ -124,10 +124,10 @@ def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> 
 
 def _done_by(ends: list[int]) -> list[int]:
     """Return the number of completed computations of a rank at each time until its last one."""
-    done = [0] * ends[0] if ends else [0]
-    for count, (end, following) in enumerate(pairwise(ends), start=1):
-        done += [count] * (following - end)
-    return [*done, len(ends)]
+    counts = [0] * ends[0] if ends else [0]
+    for count, (end, next_end) in enumerate(pairwise(ends), start=1):
+        counts += [count] * (next_end - end)
+    return [*counts, len(ends)]
 
 
 def _in_order_of_sends(
@@ -144,8 +144,8 @@ def _in_order_of_sends(
     receives.sort()
     sent, latest, earliest, places = zip(*receives, strict=True)
     first = list(accumulate(reversed(latest), min))[::-1]
-    alone = [0, *(2 * done_by[time] + 1 for time in sent[:-1])]
-    return list(zip(map(max, first, accumulate(earliest, max), alone), sent, places, strict=True))
+    bounds = [0, *(2 * done_by[time] + 1 for time in sent[:-1])]
+    return list(zip(map(max, first, accumulate(earliest, max), bounds), sent, places, strict=True))
 
 
 def _crosses(order: Schedule, source: int, target: int) -> bool:
@@ -169,22 +169,22 @@ def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Acti
         if action.kind is not _F
     }
     program: list[Action] = []
-    waiting = deque(receives)
+    pending = deque(receives)
 
     def post(slot: int) -> None:
-        while waiting and waiting[0][0] <= slot:
-            needed = computations[waiting.popleft()[2]]
-            program.append(Action(MESSAGES[needed.kind].receive, needed.stage, needed.microbatch))
+        while pending and pending[0][0] <= slot:
+            target = computations[pending.popleft()[2]]
+            program.append(Action(MESSAGES[target.kind].receive, target.stage, target.microbatch))
 
     post(1)
     for index, action in enumerate(computations, start=1):
         program.append(action)
-        if waiting and waiting[0][0] <= 2 * index:
+        if pending and pending[0][0] <= 2 * index:
             post(2 * index)
         send = sends.get((action.kind, action.stage))
         if send is not None:
             program.append(Action(send, action.stage, action.microbatch))
-        if waiting and waiting[0][0] == 2 * index + 1:
+        if pending and pending[0][0] == 2 * index + 1:
             post(2 * index + 1)
         if last_gradient.get(action.stage) == index:
             program.append(Action(ActionKind.REDUCE, action.stage))

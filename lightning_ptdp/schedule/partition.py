@@ -29,16 +29,16 @@ def check_num_layers(
     p, v = pipeline_parallel_size, virtual_pipeline_size
     if num_layers >= p * v:
         return
-    fits = [f"at least {p * v} layers"]
+    remedies = [f"at least {p * v} layers"]
     if num_layers >= p:
-        fits.append(f"virtual_pipeline_size={num_layers // p}")
+        remedies.append(f"virtual_pipeline_size={num_layers // p}")
     if num_layers >= 2 * v:
-        fits.append(f"pipeline_parallel_size={num_layers // v}")
+        remedies.append(f"pipeline_parallel_size={num_layers // v}")
     if 0 < num_layers < min(p, 2 * v):
-        fits.append(f"pipeline_parallel_size={num_layers} with virtual_pipeline_size=1")
+        remedies.append(f"pipeline_parallel_size={num_layers} with virtual_pipeline_size=1")
     raise ValueError(
         f"num_layers={num_layers} cannot fill pipeline_parallel_size * virtual_pipeline_size = "
-        f"{p} * {v} = {p * v} stages with at least one layer each. Use {' or '.join(fits)}"
+        f"{p} * {v} = {p * v} stages with at least one layer each. Use {' or '.join(remedies)}"
     )
 
 
@@ -119,15 +119,15 @@ def explicit_partition(
             f"partition={list(partition)} has {len(partition)} entries for num_stages={num_stages} "
             "(pipeline_parallel_size * virtual_pipeline_size). Give one entry per stage"
         )
-    named = [isinstance(entry, str) for entry in partition]
-    if any(named) and not all(named):
+    is_name = [isinstance(entry, str) for entry in partition]
+    if any(is_name) and not all(is_name):
         raise ValueError(
             f"partition={list(partition)} mixes numbers and names. Give numbers of layers, or "
             "names of first layers"
         )
     bounds = (
         _named_bounds([str(name) for name in partition], layers)
-        if any(named)
+        if any(is_name)
         else _counted_bounds(partition, len(layers))
     )
     return tuple(pairwise(bounds))
@@ -155,8 +155,8 @@ def _named_bounds(names: Sequence[str], layers: Sequence[str]) -> list[int]:
             f"partition={list(names)} starts with layer {layers[starts[0]]!r}, so no stage has "
             f"the layers before it. Start with {layers[0]!r}"
         )
-    for stage, (start, following) in enumerate(pairwise(starts)):
-        if following <= start:
+    for stage, (start, next_start) in enumerate(pairwise(starts)):
+        if next_start <= start:
             raise ValueError(
                 f"partition={list(names)} is out of order: stage {stage + 1} starts with "
                 f"{names[stage + 1]!r}, which does not come after {names[stage]!r}, the first "
@@ -173,20 +173,20 @@ def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
     """
     if name in layers:
         return layers.index(name)
-    found = [index for index, layer in enumerate(layers) if layer.endswith(f".{name}")]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    matches = [index for index, layer in enumerate(layers) if layer.endswith(f".{name}")]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         raise ValueError(
-            f"partition={list(names)} has {name!r}, which may be {layers[found[0]]!r} or "
-            f"{layers[found[1]]!r}. Write the full name"
+            f"partition={list(names)} has {name!r}, which may be {layers[matches[0]]!r} or "
+            f"{layers[matches[1]]!r}. Write the full name"
         )
     depth = name.count(".") + 1
     tails = [".".join(layer.split(".")[-depth:]) for layer in layers]
-    near = difflib.get_close_matches(name, tails, n=3, cutoff=0.4) or tails[:3]
+    nearest = difflib.get_close_matches(name, tails, n=3, cutoff=0.4) or tails[:3]
     raise ValueError(
         f"partition={list(names)} has {name!r}, which is not a layer; nearest: "
-        f"{', '.join(near)} (the {len(layers)} layers are {layers[0]!r} to {layers[-1]!r})"
+        f"{', '.join(nearest)} (the {len(layers)} layers are {layers[0]!r} to {layers[-1]!r})"
     )
 
 
@@ -237,7 +237,7 @@ def _most_even(sums: Sequence[int], num_stages: int, limit: int) -> Ranges:
     best: list[tuple[int, int] | None] = [None] * num_layers + [(0, 0)]
     choices: list[dict[int, int]] = []
     for stage in reversed(range(num_stages)):
-        found: list[tuple[int, int] | None] = [None] * (num_layers + 1)
+        stage_best: list[tuple[int, int] | None] = [None] * (num_layers + 1)
         choice: dict[int, int] = {}
         is_end = stage in (0, num_stages - 1)
         for start in range(num_layers):
@@ -245,14 +245,14 @@ def _most_even(sums: Sequence[int], num_stages: int, limit: int) -> Ranges:
                 cost = sums[stop] - sums[start]
                 if cost > limit:
                     break
-                rest = best[stop]
-                if rest is None:
+                tail = best[stop]
+                if tail is None:
                     continue
-                key = (rest[0] + cost * cost, rest[1] + cost * is_end)
-                known = found[start]
-                if known is None or key < known:
-                    found[start], choice[start] = key, stop
-        best = found
+                key = (tail[0] + cost * cost, tail[1] + cost * is_end)
+                current = stage_best[start]
+                if current is None or key < current:
+                    stage_best[start], choice[start] = key, stop
+        best = stage_best
         choices.append(choice)
     bounds = [0]
     for choice in reversed(choices):

@@ -142,9 +142,9 @@ def _count_stages(path: str | Path, lines: list[_Line]) -> int:
         ((line, action) for line in lines for action in line.actions),
         key=lambda pair: pair[1].stage,
     )
-    named = {action.stage for each in lines for action in each.actions}
-    if len(named) <= highest.stage:
-        gap = next(stage for stage in range(highest.stage) if stage not in named)
+    stages = {action.stage for row in lines for action in row.actions}
+    if len(stages) <= highest.stage:
+        gap = next(stage for stage in range(highest.stage) if stage not in stages)
         raise ValueError(
             f"{path}, line {line.number}: {highest} is beyond the last stage, because stage "
             f"{gap} is missing. Add stage {gap}, or correct the cell"
@@ -164,15 +164,15 @@ def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) 
     faults = []
     for placement in PLACEMENTS if stages == 2 * p else PLACEMENTS[:1]:
         placed = dataclasses.replace(order, placement=placement)
-        every = [(rank, line, action) for rank, line in enumerate(lines) for action in line.actions]
-        wrong = next((found for found in every if placed.rank_of(found[2].stage) != found[0]), None)
-        if wrong is None:
+        cells = [(rank, line, action) for rank, line in enumerate(lines) for action in line.actions]
+        mismatch = next((cell for cell in cells if placed.rank_of(cell[2].stage) != cell[0]), None)
+        if mismatch is None:
             return placed
-        rank, line, action = wrong
-        held = f"stage{'s' * (stages > p)} {' and '.join(map(str, placed.stages_of(rank)))}"
+        rank, line, action = mismatch
+        expected = f"stage{'s' * (stages > p)} {' and '.join(map(str, placed.stages_of(rank)))}"
         faults.append(
             f"line {line.number} has {action}, but in the placement {placement} this rank has "
-            f"{held}"
+            f"{expected}"
         )
     raise ValueError(
         f"{path}: the stages of the ranks match no placement: {'; '.join(faults)}. Move the "
@@ -181,14 +181,16 @@ def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) 
 
 
 def _check_complete(path: str | Path, lines: list[_Line], order: Schedule) -> None:
-    found = {action: line.number for line in lines for action in line.actions}
+    line_numbers = {action: line.number for line in lines for action in line.actions}
     kinds, stages, microbatches = (
         COMPUTE if order.splits_backward else COMPUTE[:2],
         order.num_stages,
         order.num_microbatches,
     )
-    wanted = itertools.starmap(Action, itertools.product(kinds, range(stages), range(microbatches)))
-    missing = next((action for action in wanted if action not in found), None)
+    expected = itertools.starmap(
+        Action, itertools.product(kinds, range(stages), range(microbatches))
+    )
+    missing = next((action for action in expected if action not in line_numbers), None)
     if missing is not None:
         line = lines[order.rank_of(missing.stage)].number
         raise ValueError(

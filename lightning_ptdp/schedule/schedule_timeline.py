@@ -81,8 +81,8 @@ def draw_timelines(
         axes.set_title(_summary(timeline, measured=measured), fontsize=8, loc="right", pad=4)
         if curve is not None:
             _draw_memory(curve, timeline)
-        for each in (axes, curve) if curve is not None else (axes,):
-            each.set_xlim(0, end)
+        for plot in (axes, curve) if curve is not None else (axes,):
+            plot.set_xlim(0, end)
     _finish(figure, all_axes, timelines, measured=measured)
     _write(figure, path)
 
@@ -116,13 +116,14 @@ def _figure(timelines: Sequence[Timeline], width: int, memory: bool) -> tuple[Fi
         raise ModuleNotFoundError(
             "drawing a timeline needs matplotlib. Run: pip install matplotlib", name=error.name
         ) from error
-    under = (_GAP_INCHES, _CURVE_INCHES) if memory else ()
+    memory_rows = (_GAP_INCHES, _CURVE_INCHES) if memory else ()
     parts = [
-        (_TITLE_INCHES, max(len(timeline.spans), 1) * _ROW_INCHES, *under) for timeline in timelines
+        (_TITLE_INCHES, max(len(timeline.spans), 1) * _ROW_INCHES, *memory_rows)
+        for timeline in timelines
     ]
-    heights, wide = [*itertools.chain(*parts), _FOOT_INCHES], width / _DPI
-    figure = Figure(figsize=(wide, sum(heights)), dpi=_DPI)
-    left, right = _LEFT_INCHES / wide, 1 - _RIGHT_INCHES / wide
+    heights, width_inches = [*itertools.chain(*parts), _FOOT_INCHES], width / _DPI
+    figure = Figure(figsize=(width_inches, sum(heights)), dpi=_DPI)
+    left, right = _LEFT_INCHES / width_inches, 1 - _RIGHT_INCHES / width_inches
     grid = figure.add_gridspec(
         len(heights), height_ratios=heights, left=left, right=right, bottom=0, top=1, hspace=0
     )
@@ -272,14 +273,14 @@ def _write(figure: Figure, path: str | Path) -> None:
 def _legend(timelines: Sequence[Timeline]) -> list[Patch]:
     from matplotlib.patches import Patch
 
-    found = {
+    kinds = {
         span.action.kind for t in timelines for spans in (*t.spans, *t.reductions) for span in spans
     }
     chunked = any(timeline.schedule.virtual_pipeline_size > 1 for timeline in timelines)
     handles = [
         Patch(facecolor=_COLORS[kind][0], label=name)
         for kind, name in KIND_NAMES.items()
-        if kind in found
+        if kind in kinds
     ]
     if chunked:
         handles.append(Patch(facecolor=_COLORS[ActionKind.FORWARD][1], label="light: last chunk"))

@@ -82,12 +82,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         ValueError: ``costs`` does not have one cost per stage.
     """
     costs = costs or Costs()
-    each = costs.by_stage(schedule.num_stages)
+    stage_costs = costs.by_stage(schedule.num_stages)
     traffic, waiting, ready = _Traffic(), dict[Action, int](), list(range(len(schedule.programs)))
     spans: list[list[Span]] = [[] for _ in ready]
     reductions: list[list[Span]] = [[] for _ in ready]
     runs = [
-        _run(program, costs, each, traffic, spans[rank], reductions[rank])
+        _run(program, costs, stage_costs, traffic, spans[rank], reductions[rank])
         for rank, program in enumerate(schedule.programs)
     ]
     while ready:
@@ -119,7 +119,7 @@ class _Traffic:
 def _run(
     program: Iterable[Action],
     costs: Costs,
-    each: Mapping[ActionKind, Sequence[Number]],
+    stage_costs: Mapping[ActionKind, Sequence[Number]],
     traffic: _Traffic,
     spans: list[Span],
     reductions: list[Span],
@@ -141,7 +141,7 @@ def _run(
                     start = max(
                         start, max(traffic.sent[send], traffic.posted[receive]) + costs.latency
                     )
-            clock = start + each[kind][action.stage]
+            clock = start + stage_costs[kind][action.stage]
             spans.append(Span(action, start, clock))
         elif kind in _SENDS:
             clock += costs.send
@@ -149,7 +149,7 @@ def _run(
             traffic.newly_sent.append(action)
         elif kind is not ActionKind.REDUCE:
             traffic.posted[action] = clock
-        elif cost := each[kind][action.stage]:
+        elif cost := stage_costs[kind][action.stage]:
             start = max(clock, reductions[-1].end) if reductions else clock
             reductions.append(Span(action, start, start + cost))
 

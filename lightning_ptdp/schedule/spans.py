@@ -115,9 +115,11 @@ class Timeline:
         A column is the shortest duration. ``=`` marks the continuation of an action. Durations that
         are not multiples of the shortest are rounded. Reductions are left out.
         """
-        every = [span for spans in self.spans for span in spans]
-        unit = min((span.end - span.start for span in every if span.end > span.start), default=1)
-        width = max((len(str(span.action)) for span in every), default=1)
+        all_spans = [span for spans in self.spans for span in spans]
+        unit = min(
+            (span.end - span.start for span in all_spans if span.end > span.start), default=1
+        )
+        width = max((len(str(span.action)) for span in all_spans), default=1)
         columns = [""] * len(self.spans)
         for rank, spans in enumerate(self.spans):
             cells = [""] * round(self.step_time / unit)
@@ -193,8 +195,8 @@ def _events(timeline: Timeline, pid: int, title: str) -> Iterator[dict[str, Any]
         )
 
 
-def _name(what: str, name: str, pid: int, *, tid: int = 0) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+def _name(event: str, name: str, pid: int, *, tid: int = 0) -> dict[str, Any]:
+    return {"name": event, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _complete(span: Span, pid: int, tid: int) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class Numbers:
     def needed(self, kind: ActionKind, stage: int) -> Iterator[tuple[ActionKind, int]]:
         """Yield the computations, as (kind, stage), that one needs on the same microbatch."""
         yield from (
-            (other, stage + step)
-            for other, step in _NEEDS[kind]
+            (needed_kind, stage + step)
+            for needed_kind, step in _NEEDS[kind]
             if stage + step in range(self.num_stages)
         )
 
@@ -114,36 +114,36 @@ def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]
     """
     times = UnitTimes(order.num_stages, order.num_microbatches)
     programs, existing = _numbered(order, times)
-    done: tuple[list[int], ...] = tuple([] for _ in programs)
+    ends: tuple[list[int], ...] = tuple([] for _ in programs)
     waiting: dict[int, int] = {}
     ready = list(range(len(programs)))
     while ready:
         rank = ready.pop()
-        missing = _advance(programs[rank], done[rank], times, waiting, ready)
+        missing = _advance(programs[rank], ends[rank], times, waiting, ready)
         if missing is None:
             continue
         if order.rank_of(times.action(missing).stage) == rank:
-            at = len(done[rank])
+            position = len(ends[rank])
             raise schedule_error(
                 order,
-                {rank: at},
-                f"{order.programs[rank][at]} needs {times.action(missing)} before it",
+                {rank: position},
+                f"{order.programs[rank][position]} needs {times.action(missing)} before it",
             )
         waiting[missing] = rank
     if waiting:
         raise _deadlock(
             order,
-            {rank: len(done[rank]) for rank in sorted(waiting.values())},
+            {rank: len(ends[rank]) for rank in sorted(waiting.values())},
             times,
             waiting,
             existing,
         )
-    return times, done
+    return times, ends
 
 
 def _advance(
     program: list[int],
-    ended: list[int],
+    rank_ends: list[int],
     times: UnitTimes,
     waiting: dict[int, int],
     ready: list[int],
@@ -154,8 +154,8 @@ def _advance(
         The missing requirement of the next computation, or None at the end.
     """
     ends, needs, m = times.ends, times.needs, times.num_microbatches
-    now = ended[-1] if ended else 0
-    for position in range(len(ended), len(program)):
+    now = rank_ends[-1] if rank_ends else 0
+    for position in range(len(rank_ends), len(program)):
         number = program[position]
         for distance in needs[number // m]:
             end = ends[number + distance]
@@ -164,7 +164,7 @@ def _advance(
             now = max(now, end)
         now += 1
         ends[number] = now
-        ended.append(now)
+        rank_ends.append(now)
         if number in waiting:
             ready.append(waiting.pop(number))
     return None
@@ -178,12 +178,12 @@ def _deadlock(
     existing: bytearray,
 ) -> ScheduleError:
     awaited = {rank: number for number, rank in waiting.items()}
-    what = ", ".join(
-        f"rank {rank} at {order.programs[rank][at]} waits for {times.action(awaited[rank])}"
+    description = ", ".join(
+        f"rank {rank} at {order.programs[rank][position]} waits for {times.action(awaited[rank])}"
         + ("" if existing[awaited[rank]] else ", which is missing")
-        for rank, at in stuck.items()
+        for rank, position in stuck.items()
     )
-    return schedule_error(order, stuck, f"the order of computation deadlocks: {what}")
+    return schedule_error(order, stuck, f"the order of computation deadlocks: {description}")
 
 
 def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytearray]:
@@ -210,12 +210,12 @@ def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytea
         for action in program:
             block, microbatch = blocks.get((action.kind, action.stage)), action.microbatch
             if block is None or microbatch is None or microbatch not in microbatches:
-                why = (
+                reason = (
                     f"{action} is not a computation. Communication and reductions are added by "
                     "lowering"
                 )
-                why = why_illegal(order, action, rank) if action.kind in COMPUTE else why
-                raise schedule_error(order, {rank: len(numbers)}, why)
+                reason = why_illegal(order, action, rank) if action.kind in COMPUTE else reason
+                raise schedule_error(order, {rank: len(numbers)}, reason)
             number = block + microbatch
             if existing[number]:
                 raise schedule_error(order, {rank: len(numbers)}, f"{action} happens twice")

@@ -137,44 +137,52 @@ class _Proof:
     @classmethod
     def of_schedule(cls, schedule: Schedule) -> _Proof:
         """Create a proof with its rules, before any action is examined."""
-        of = Numbers(schedule.num_stages, schedule.num_microbatches)
+        numbers = Numbers(schedule.num_stages, schedule.num_microbatches)
         proof = cls(
-            of, bytearray(len(ActionKind) * schedule.num_stages * schedule.num_microbatches + 2)
+            numbers,
+            bytearray(len(ActionKind) * schedule.num_stages * schedule.num_microbatches + 2),
         )
         proof.happened[_ALWAYS] = 1
         for stage in range(schedule.num_stages):
             for kind in COMPUTE if schedule.splits_backward else COMPUTE[:2]:
                 proof._rule(schedule, kind, stage)
-            proof.rules[_R, stage] = _Rule((None,), of.block(_R, stage))
+            proof.rules[_R, stage] = _Rule((None,), numbers.block(_R, stage))
         return proof
 
     def _rule(self, schedule: Schedule, kind: ActionKind, stage: int) -> None:
         """Add the rule of a computation and, if it takes a remote result, those of its messages."""
-        block, every, here, there = self.of.block, range(schedule.num_microbatches), [], None
+        block, microbatches, local, remote = (
+            self.of.block,
+            range(schedule.num_microbatches),
+            [],
+            None,
+        )
         for needed, source in self.of.needed(kind, stage):
             if schedule.rank_of(source) == schedule.rank_of(stage):
-                here.append(block(needed, source))
+                local.append(block(needed, source))
                 continue
             message, channel = (
                 MESSAGES[kind],
                 schedule.channel(Action(MESSAGES[kind].receive, stage, 0)),
             )
-            receive, there = block(message.receive, stage), block(message.send, source)
-            here.append(receive)
+            receive, remote = block(message.receive, stage), block(message.send, source)
+            local.append(receive)
             sent, received = (
                 self.sent.setdefault(channel, []),
                 self.received.setdefault(channel, []),
             )
             before = self.before.setdefault(channel, [_ALWAYS])
             self.rules[message.receive, stage] = _Rule(
-                every, receive, (), there, queue=received, message=receive, before=before
+                microbatches, receive, (), remote, queue=received, message=receive, before=before
             )
             produced = (block(kind, source),)
             self.rules[message.send, source] = _Rule(
-                every, there, produced, receive, queue=sent, message=receive
+                microbatches, remote, produced, receive, queue=sent, message=receive
             )
         reduced = _NEVER if kind is _F else block(_R, stage)
-        self.rules[kind, stage] = _Rule(every, block(kind, stage), tuple(here), there, reduced)
+        self.rules[kind, stage] = _Rule(
+            microbatches, block(kind, stage), tuple(local), remote, reduced
+        )
 
 
 def _check_each_rank(schedule: Schedule) -> _Proof:
@@ -184,7 +192,7 @@ def _check_each_rank(schedule: Schedule) -> _Proof:
     rank, and before its reduction.
     """
     proof = _Proof.of_schedule(schedule)
-    seen = proof.happened
+    happened = proof.happened
     for rank, program in enumerate(schedule.programs):
         rules = {key: rule for key, rule in proof.rules.items() if schedule.rank_of(key[1]) == rank}
         numbers: list[int] = []
@@ -195,21 +203,21 @@ def _check_each_rank(schedule: Schedule) -> _Proof:
                 raise schedule_error(
                     schedule, {rank: len(numbers)}, why_illegal(schedule, action, rank)
                 )
-            _, first, here, there, reduced, queue, message, before = rule
+            _, first, local, remote, reduced, queue, message, before = rule
             microbatch = action.microbatch or 0
             number = first + microbatch
-            wrong = seen[number] or seen[reduced]
-            for needed in here:
-                wrong |= not seen[needed + microbatch]
+            wrong = happened[number] or happened[reduced]
+            for needed in local:
+                wrong |= not happened[needed + microbatch]
             if wrong:
                 raise schedule_error(
                     schedule, {rank: len(numbers)}, _why_wrong(proof, rule, action)
                 )
             if queue is not None:
                 queue.append(message + microbatch)
-            seen[number] = 1
+            happened[number] = 1
             numbers.append(number)
-            need = _ALWAYS if there is None else there + microbatch
+            need = _ALWAYS if remote is None else remote + microbatch
             if before is not None:
                 need, before[0] = before[0], need
             needs.append(need)
@@ -232,24 +240,24 @@ def _check_complete(schedule: Schedule, proof: _Proof, training: bool) -> None:
     """Check that no action is missing."""
     m = schedule.num_microbatches
     for (kind, stage), rule in proof.rules.items():
-        wanted = (
+        expected = (
             (1 if kind is _R else m)
             if training or kind in (_F, MESSAGES[_F].send, MESSAGES[_F].receive)
             else 0
         )
-        found = proof.happened.count(1, rule.number, rule.number + m)
-        if found == wanted:
+        count = proof.happened.count(1, rule.number, rule.number + m)
+        if count == expected:
             continue
         rank = schedule.rank_of(stage)
         end = {rank: len(schedule.programs[rank])}
-        if found > wanted:
+        if count > expected:
             raise schedule_error(
                 schedule,
                 end,
                 f"stage {stage} has {kind} actions, but this schedule is not for training",
             )
-        absent = proof.of.action(proof.happened.index(0, rule.number))
-        raise schedule_error(schedule, end, f"{absent} is missing")
+        missing = proof.of.action(proof.happened.index(0, rule.number))
+        raise schedule_error(schedule, end, f"{missing} is missing")
 
 
 def _check_channels(schedule: Schedule, proof: _Proof) -> None:
@@ -259,12 +267,12 @@ def _check_channels(schedule: Schedule, proof: _Proof) -> None:
     """
     for channel, messages in proof.sent.items():
         pairs = zip(messages, proof.received[channel], strict=True)
-        wrong = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        if wrong is None:
+        mismatch = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if mismatch is None:
             continue
-        taken, second = map(proof.of.action, wrong)
+        matching, second = map(proof.of.action, mismatch)
         message = next(message for message in MESSAGES.values() if message.receive is second.kind)
-        first = Action(message.send, taken.stage - message.step, taken.microbatch)
+        first = Action(message.send, matching.stage - message.step, matching.microbatch)
         source, destination = (
             schedule.programs[channel.source],
             schedule.programs[channel.destination],
@@ -307,7 +315,7 @@ def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
         if position < len(proof.numbers[rank])
     }
     if stuck:
-        what = ", ".join(
+        description = ", ".join(
             f"rank {rank} at {schedule.programs[rank][position]}"
             for rank, position in stuck.items()
         )
@@ -315,5 +323,5 @@ def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
             schedule,
             stuck,
             "deadlock if sends wait for their receives, and receives for the message before "
-            f"theirs: {what}",
+            f"theirs: {description}",
         )

@@ -160,11 +160,11 @@ def lightning_names(namespace: str) -> LightningNames:
     def take(place: str) -> object:
         return pkgutil.resolve_name(place.format(core=namespace, fabric=NAMESPACES[namespace]))
 
-    found = {
+    objects = {
         name: take(place) if isinstance(place, str) else tuple(map(take, place))
         for name, place in _NAMES.items()
     }
-    return LightningNames(namespace=namespace, **found)
+    return LightningNames(namespace=namespace, **objects)
 
 
 def replace_once(owner: object, name: str, instead: Callable[..., object]) -> None:
@@ -173,13 +173,13 @@ def replace_once(owner: object, name: str, instead: Callable[..., object]) -> No
     ``instead`` gets the original function before the arguments. Nothing happens if the function has
     been replaced before, or if ``owner`` has no such name: it may be None, or a module that is
     still being imported."""
-    plain = getattr(owner, name, None)
-    if plain is None or hasattr(plain, REPLACED):
+    original = getattr(owner, name, None)
+    if original is None or hasattr(original, REPLACED):
         return
 
-    @wraps(plain)
+    @wraps(original)
     def replaced(*args: object, **kwargs: object) -> object:
-        return instead(plain, *args, **kwargs)
+        return instead(original, *args, **kwargs)
 
     setattr(replaced, REPLACED, True)
     setattr(owner, name, replaced)
@@ -349,14 +349,14 @@ def keep_model_summary(trainer: Trainer, module: LightningModule) -> None:
             or module.example_input_array is not None
         ):
             continue
-        found = callback._summary(trainer, module)
+        summary = callback._summary(trainer, module)
         numbers = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes")
-        kept = SimpleNamespace(
-            **{name: getattr(found, name) for name in numbers},
-            _get_summary_data=found._get_summary_data().copy,
+        snapshot = SimpleNamespace(
+            **{name: getattr(summary, name) for name in numbers},
+            _get_summary_data=summary._get_summary_data().copy,
         )
-        callback._summary = partial(_kept_summary, kept)
+        callback._summary = partial(_kept_summary, snapshot)
 
 
-def _kept_summary(kept: SimpleNamespace, *_: object) -> SimpleNamespace:
-    return kept
+def _kept_summary(snapshot: SimpleNamespace, *_: object) -> SimpleNamespace:
+    return snapshot

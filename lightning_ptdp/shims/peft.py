@@ -37,8 +37,8 @@ def replaced_by(module: nn.Module) -> str | None:
 
 def copies_of(module: nn.Module) -> Iterator[str]:
     """Yield the names under which a module of ``modules_to_save`` holds the trained copies."""
-    held = module._modules.get("modules_to_save")
-    for name in held._modules if held is not None else ():
+    copies = module._modules.get("modules_to_save")
+    for name in copies._modules if copies is not None else ():
         yield f"modules_to_save.{name}"
 
 
@@ -66,10 +66,12 @@ def seen_through(
         if base is not None
         else [(key, key) for key in module._modules]
     )
-    for key, own in inner:
+    for key, plain_key in inner:
         child = module.get_submodule(key) if base is not None else module._modules[key]
         if child is not None:
-            yield from seen_through(child, f"{name}.{key}".lstrip("."), f"{plain}.{own}".strip("."))
+            yield from seen_through(
+                child, f"{name}.{key}".lstrip("."), f"{plain}.{plain_key}".strip(".")
+            )
 
 
 def plain_name(name: str) -> str:
@@ -88,13 +90,13 @@ def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | No
     """Return peft's initializer of the last module of ``chain``; None outside of adapters.
 
     ``chain`` begins with the root module."""
-    for place in reversed(range(len(chain) - 1)):
-        layer: Any = chain[place]
-        if adapters_of(layer) is not None and chain[place + 1] is not layer.base_layer:
+    for index in reversed(range(len(chain) - 1)):
+        layer: Any = chain[index]
+        if adapters_of(layer) is not None and chain[index + 1] is not layer.base_layer:
             configs: Any = next(
-                vars(above)["peft_config"]
-                for above in reversed(chain[:place])
-                if "peft_config" in vars(above)
+                vars(ancestor)["peft_config"]
+                for ancestor in reversed(chain[:index])
+                if "peft_config" in vars(ancestor)
             )
             for init in (
                 configs[adapter].init_lora_weights for adapter in adapters_of(layer) or ()
@@ -112,10 +114,10 @@ def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | No
 @torch.no_grad()
 def _initialize(layer: Any, part: nn.Module, configs: Any) -> None:
     for adapter in adapters_of(layer) or ():
-        own = {
+        part_ids = {
             id(held[adapter]) for held in layer.children() if adapter in dict(held.named_children())
         }
-        if id(part) not in own and adapter not in part._parameters:
+        if id(part) not in part_ids and adapter not in part._parameters:
             continue
         for parameter in part.parameters():
             # Default for parameters that are not set below. Magnitudes depend on the weights: see
@@ -137,11 +139,11 @@ def set_magnitudes(model: nn.Module) -> None:
             if adapter in layer.lora_magnitude_vector:
                 dora = layer.lora_magnitude_vector[adapter]
                 linear = adapter in layer.lora_A
-                change = (
+                delta = (
                     layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight if linear else 0.0
                 )
                 dora.weight.copy_(
                     dora.get_weight_norm(
-                        layer.get_base_layer().weight, change, layer.scaling[adapter]
+                        layer.get_base_layer().weight, delta, layer.scaling[adapter]
                     )
                 )

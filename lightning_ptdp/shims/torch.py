@@ -65,18 +65,16 @@ def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.get("backend", "inductor") != "inductor":
         return dict(arguments)
     # A mode is a named set of options, and torch accepts either a mode or options.
-    from torch._inductor import (
-        list_mode_options,
-    )
+    from torch._inductor import list_mode_options
 
     late = {
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
     }
     mode = arguments.get("mode")
-    of_mode = {} if mode is None else list_mode_options(mode, arguments.get("dynamic"))
-    rest = {name: value for name, value in arguments.items() if name != "mode"}
-    return {**rest, "options": {**late, **of_mode, **(arguments.get("options") or {})}}
+    mode_options = {} if mode is None else list_mode_options(mode, arguments.get("dynamic"))
+    remaining = {name: value for name, value in arguments.items() if name != "mode"}
+    return {**remaining, "options": {**late, **mode_options, **(arguments.get("options") or {})}}
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -113,13 +111,13 @@ def replaced_total_norm(replacement: Callable[..., torch.Tensor]) -> Iterator[No
     ``clip_grad_norm_`` by name are affected too, because it looks up a private name when it is
     called."""
     places = [(torch.nn.utils.clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
-    before = [getattr(*place) for place in places]
-    for place, original in zip(places, before, strict=True):
+    originals = [getattr(*place) for place in places]
+    for place, original in zip(places, originals, strict=True):
         setattr(*place, partial(replacement, original))
     try:
         yield
     finally:
-        for place, original in zip(places, before, strict=True):
+        for place, original in zip(places, originals, strict=True):
             setattr(*place, original)
 
 
@@ -246,8 +244,8 @@ class _ProductsInTurn(torch.autograd.Function):
                 torch.mm(rows, matrix.t(), out=part)
         grad_matrices = torch.empty_like(matrices) if ctx.needs_input_grad[1] else None
         if grad_matrices is not None:
-            for part, rows, of in zip(grad_matrices, x.split(ctx.sizes), parts, strict=True):
-                torch.mm(rows.t(), of, out=part)
+            for part, rows, grad_part in zip(grad_matrices, x.split(ctx.sizes), parts, strict=True):
+                torch.mm(rows.t(), grad_part, out=part)
         return grad_x, grad_matrices, None
 
 
@@ -269,10 +267,10 @@ def found_inf(
     """Return the tensor in which ``GradScaler.unscale_`` records an overflow.
 
     It is created if this rank has no gradient at all."""
-    found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)][
+    tensors: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)][
         "found_inf_per_device"
     ]
-    if not found:
-        found[device] = torch.zeros((), device=device)
-    (tensor,) = found.values()
+    if not tensors:
+        tensors[device] = torch.zeros((), device=device)
+    (tensor,) = tensors.values()
     return tensor

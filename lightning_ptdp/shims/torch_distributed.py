@@ -182,10 +182,10 @@ def flight_record() -> bytes:
     torch's analyzer (``torchfrtrace``) reads this form. (torch itself writes it only after a hang.)
     Each backend has a recorder. That of nccl2 exists since torch 2.15.
     """
-    names: Any = torch._C._distributed_c10d
-    records = [bytes(names._dump_nccl_trace())]
+    c10d: Any = torch._C._distributed_c10d
+    records = [bytes(c10d._dump_nccl_trace())]
     if binds_device():
-        records.append(bytes(names._dump_fr_trace(backend="nccl2")))
+        records.append(bytes(c10d._dump_fr_trace(backend="nccl2")))
     return max(records, key=len)
 
 

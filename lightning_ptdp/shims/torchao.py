@@ -63,7 +63,7 @@ def scaled(
     from torchao.float8.float8_training_tensor import GemmInputRole
 
     cast = getattr(recipe.config, f"cast_config_{role}")
-    made: Tensor = hp_tensor_to_float8_dynamic(
+    operand: Tensor = hp_tensor_to_float8_dynamic(
         tensor,
         cast.target_dtype,
         recipe.padded if pads else recipe.products,
@@ -72,4 +72,4 @@ def scaled(
         axiswise_dim=get_maybe_axiswise_dim(dim, cast.scaling_granularity),
         round_scales_to_power_of_2=recipe.config.round_scales_to_power_of_2,
     )
-    return made
+    return operand

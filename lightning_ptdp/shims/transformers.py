@@ -110,8 +110,8 @@ def advance_cache(cache: Any, length: int, device: torch.device) -> None:
     for layer in cache.layers:
         missing = length - layer.get_seq_length()
         if missing > 0:
-            nothing = torch.zeros(1, 1, missing, 1, device=device)
-            layer.update(nothing, nothing)
+            zeros = torch.zeros(1, 1, missing, 1, device=device)
+            layer.update(zeros, zeros)
 
 
 def has_sdpa(kind: type[nn.Module]) -> bool:
@@ -123,8 +123,8 @@ def ignored_names(model: nn.Module) -> tuple[str, ...]:
     """Return patterns for the names of stored tensors that a Hugging Face model ignores.
 
     These are regular expressions for buffers that were saved once, and are computed now."""
-    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return (*sorted(own), *_COMPUTED)
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return (*sorted(patterns), *_COMPUTED)
 
 
 def as_in_files(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

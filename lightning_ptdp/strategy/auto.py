@@ -62,8 +62,8 @@ def chosen_layout(
             "layout='auto' needs the batch size. Give fit a DataLoader or a data module "
             "that has batch sizes"
         )
-    given = strategy.config
-    forks = given.start_method == "fork" and strategy.world_size > 1
+    options = strategy.config
+    forks = options.start_method == "fork" and strategy.world_size > 1
     name = _device_name(strategy.root_device, forks=forks)
     device = device_here(name)
     if device is None:
@@ -71,7 +71,7 @@ def chosen_layout(
             f"layout='auto' does not know the device {name}. Run ptdp doctor "
             "--calibrate to measure it"
         )
-    whole = whole_model(strategy.lightning_module, given)
+    model = whole_model(strategy.lightning_module, options)
 
     def fits(config: PTDPConfig) -> None:
         strategy.config = config
@@ -81,15 +81,15 @@ def chosen_layout(
             raise ValueError(str(error)) from error
         convert = replacing(strategy.precision_plugin, strategy._names)
         check_model(
-            strategy.lightning_module, config, strategy.layout, convert=convert, whole=whole
+            strategy.lightning_module, config, strategy.layout, convert=convert, whole=model
         )
         for source in sources:
             check_data(source, config, strategy.layout)
 
-    lengths = (one.sequence_length for one in sources if hasattr(one, "sequence_length"))
+    lengths = (data.sequence_length for data in sources if hasattr(data, "sequence_length"))
     training = Training(
-        module=whole,
-        config=given,
+        module=model,
+        config=options,
         world_size=strategy.world_size,
         rows=rows,
         length=next(lengths, None),
@@ -100,7 +100,7 @@ def chosen_layout(
     try:
         return choose(training, fits=fits)
     finally:
-        strategy.config = given
+        strategy.config = options
 
 
 def _device_name(device: torch.device, *, forks: bool) -> str:

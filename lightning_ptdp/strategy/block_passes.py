@@ -120,7 +120,7 @@ def apply_block_passes(to: BlockSetting) -> ParallelModel:
             layers.
     """
     give_back_forwards(to.parallel.module, Float8Linear, CompiledForward, Recomputed, Offloaded)
-    notes = [each.apply(to) for each in BLOCK_PASSES if each.applies(to.config)]
+    notes = [block_pass.apply(to) for block_pass in BLOCK_PASSES if block_pass.applies(to.config)]
     return replace(
         to.parallel, notes=(*to.parallel.notes, *(note for note in notes if note is not None))
     )

@@ -106,20 +106,20 @@ class CheckpointHooks(World):
             TypeError: ``storage_options`` is given, which only Lightning's plugin accepts, for a
                 URL.
         """
-        if why := self._why_impossible():
-            warnings.warn(f"the checkpoint {filepath} is not saved: {why}", stacklevel=2)
+        if reason := self._why_impossible():
+            warnings.warn(f"the checkpoint {filepath} is not saved: {reason}", stacklevel=2)
             return
         if self._parallel is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        elsewhere = self.writes_file and self._names.writes_elsewhere(self.checkpoint_io, filepath)
-        if storage_options is not None and not elsewhere:
+        by_plugin = self.writes_file and self._names.writes_elsewhere(self.checkpoint_io, filepath)
+        if storage_options is not None and not by_plugin:
             raise TypeError(
                 "storage_options is not supported, because every rank writes its part of a "
                 "checkpoint to a folder of the shared file system"
             )
-        doing = f"saving the checkpoint {filepath}"
-        with self.waiting_in(doing):
+        action = f"saving the checkpoint {filepath}"
+        with self.waiting_in(action):
             if not self.writes_file:
                 self._saves.save(
                     self.model_space,
@@ -129,12 +129,12 @@ class CheckpointHooks(World):
                     limit=self.config.timeout,
                 )
                 return
-            alone = self._alone("saving")  # then the other ranks do not join, and are not needed
-            with contextlib.nullcontext() if alone else same_outcome(doing):
+            is_alone = self._alone("saving")  # then the other ranks do not join, and are not needed
+            with contextlib.nullcontext() if is_alone else same_outcome(action):
                 if "optimizer_states" in checkpoint:  # other layouts find parameters by their names
                     names = self.model_space.names_of_groups()
                     checkpoint = {**checkpoint, PARAMETER_NAMES: names}
-                if elsewhere:
+                if by_plugin:
                     super().save_checkpoint(checkpoint, filepath, storage_options)
                 elif self.global_rank == 0:
                     write_file(checkpoint, Path(os.path.abspath(local_path(filepath))))
@@ -148,12 +148,12 @@ class CheckpointHooks(World):
 
     def note_callbacks(self, callbacks: Iterable[object]) -> None:
         """Look for a callback whose attribute ``needs_checkpoint_folders`` is true."""
-        found = (
-            type(one).__name__
-            for one in callbacks
-            if getattr(one, "needs_checkpoint_folders", False)
+        names = (
+            type(callback).__name__
+            for callback in callbacks
+            if getattr(callback, "needs_checkpoint_folders", False)
         )
-        self.folder_callback = next(found, "")
+        self.folder_callback = next(names, "")
 
     def why_no_file(self) -> str:
         """Return the option that rules out a single file; "" if there is none.
@@ -251,10 +251,10 @@ class CheckpointHooks(World):
                 on_damage=self.config.on_damage,
                 resuming=resuming,
             )
-        found = super().load_checkpoint(path, weights_only=weights_only)
+        checkpoint = super().load_checkpoint(path, weights_only=weights_only)
         if resuming:
-            check_trained(found, path)
-        return found
+            check_trained(checkpoint, path)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
         """Fill this rank's part from the whole model's state.
@@ -287,10 +287,10 @@ class CheckpointHooks(World):
 
     def load_awaited_values(self) -> None:
         """Load the checkpoint that was restored before a meta-device module had values."""
-        awaited, self._awaiting_values = self._awaiting_values, None
+        arguments, self._awaiting_values = self._awaiting_values, None
         # Otherwise it remains from a run that failed.
-        if awaited is not None and self.lightning_module.trainer.ckpt_path is not None:
-            self.load_model_state_dict(*awaited)
+        if arguments is not None and self.lightning_module.trainer.ckpt_path is not None:
+            self.load_model_state_dict(*arguments)
 
     def load_weights(
         self, path: PathLike, *, strict: bool = True, rename: Mapping[str, str] | None = None

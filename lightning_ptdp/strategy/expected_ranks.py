@@ -54,10 +54,10 @@ class ExpectedRanks:
         """Return the ranks of this machine whose processes this rank watches.
 
         The first rank of a machine watches all other ranks of it. They watch the first rank."""
-        here = self.world_size // self.num_nodes
-        first = self.rank // here * here
+        node_size = self.world_size // self.num_nodes
+        first = self.rank // node_size * node_size
         return (
-            [rank for rank in range(first, first + here) if rank != self.rank]
+            [rank for rank in range(first, first + node_size) if rank != self.rank]
             if self.rank == first
             else [first]
         )
@@ -66,13 +66,13 @@ class ExpectedRanks:
         """Return rank 0's message about ranks that have not joined."""
         if not ranks:
             return ""
-        here = self.world_size // self.num_nodes
-        nodes = sorted({rank // here for rank in ranks})
-        on = "" if self.num_nodes == 1 else f" on {listed('node', nodes)}"
-        came = f"{self.world_size - len(ranks)} of {self.world_size} joined"
+        node_size = self.world_size // self.num_nodes
+        nodes = sorted({rank // node_size for rank in ranks})
+        location = "" if self.num_nodes == 1 else f" on {listed('node', nodes)}"
+        joined = f"{self.world_size - len(ranks)} of {self.world_size} joined"
         return (
-            f"for {listed('rank', ranks)}{on}, "
-            f"{came}{self._how([node for node in nodes if node * here in ranks])}"
+            f"for {listed('rank', ranks)}{location}, "
+            f"{joined}{self._how([node for node in nodes if node * node_size in ranks])}"
         )
 
     def first_of_all(self) -> str:
@@ -127,8 +127,8 @@ def has_ended(process: str) -> bool:
     """Return True if a process of this machine has ended.
 
     The result is False for processes of other machines, whose state is unknown."""
-    machine, pid, started = json.loads(process)
-    return machine is not None and machine == _machine() and _started(pid) != started
+    machine, pid, start_time = json.loads(process)
+    return machine is not None and machine == _machine() and _started(pid) != start_time
 
 
 @cache

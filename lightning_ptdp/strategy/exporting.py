@@ -36,16 +36,16 @@ def export_model(
     Raises:
         CheckpointError: The export failed on some rank; raised on all ranks.
     """
-    doing = f"exporting {target}"
-    with space.waiting_in(doing):
-        with same_outcome(doing):
+    action = f"exporting {target}"
+    with space.waiting_in(action):
+        with same_outcome(action):
             if space.parallel is None:
                 raise CheckpointError(
                     "the model has no values yet. Call export_huggingface after fit has "
                     "set up the strategy"
                 )
             merged = merged_rectangles(space.module, space.tensors(to_write=True))
-            rectangles = [replace(one, name=MODEL + one.name) for one in merged]
+            rectangles = [replace(rectangle, name=MODEL + rectangle.name) for rectangle in merged]
             described, prefix = _described(space.module, prefix)
         export = FolderExport(
             target=target, described=described, prefix=prefix, dtype=dtype, shard_bytes=shard_bytes
@@ -65,14 +65,14 @@ def _described(module: LightningModule, prefix: str | None) -> tuple[Described, 
     """
     data = getattr(module.trainer, "datamodule", None)
     owners = {"hyper_parameters": module, "datamodule_hyper_parameters": data}
-    state = {name: dict(getattr(one, "hparams", {})) for name, one in owners.items()}
-    found = models_in(module)
-    if not found:
+    state = {name: dict(getattr(owner, "hparams", {})) for name, owner in owners.items()}
+    models = models_in(module)
+    if not models:
         return described_by_state(state), prefix
-    wanted = [name for name in found if prefix is None or name == prefix.removesuffix(".")]
-    if len(wanted) != 1:
+    names = [name for name in models if prefix is None or name == prefix.removesuffix(".")]
+    if len(names) != 1:
         raise CheckpointError(
-            f"{type(module).__name__} has several Hugging Face models {sorted(found)}. "
-            f"Name the one to export, such as prefix='{next(iter(found))}.'"
+            f"{type(module).__name__} has several Hugging Face models {sorted(models)}. "
+            f"Name the one to export, such as prefix='{next(iter(models))}.'"
         )
-    return described_by_module(found[wanted[0]], state), f"{wanted[0]}." * bool(wanted[0])
+    return described_by_module(models[names[0]], state), f"{names[0]}." * bool(names[0])

@@ -67,17 +67,17 @@ def try_in_child(trial: Callable[[], ValueError | None]) -> None:
     """
 
     def silent() -> ValueError | None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        devnull = os.open(os.devnull, os.O_WRONLY)
         for output in (1, 2):
-            os.dup2(nowhere, output)
+            os.dup2(devnull, output)
         torch.set_num_threads(1)
         return trial()
 
     if threading.active_count() > 1:
         return
     try:
-        found = in_child(silent, limit_s=_TRIAL_LIMIT_S)
+        error = in_child(silent, limit_s=_TRIAL_LIMIT_S)
     except Exception:
         return
-    if found is not None:
-        raise found
+    if error is not None:
+        raise error

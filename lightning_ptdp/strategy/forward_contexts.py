@@ -138,9 +138,9 @@ def check_surroundings(model: nn.Module, config: PTDPConfig) -> None:
             f"{reason}. Or use context_parallel_size=1"
         )
     for module in model.modules():
-        described: Any = getattr(module, "config", None)
+        model_config: Any = getattr(module, "config", None)
         heads = next(
-            (n for key in _HEADS if isinstance(n := getattr(described, key, None), int)), None
+            (n for key in _HEADS if isinstance(n := getattr(model_config, key, None), int)), None
         )
         if heads is not None:
             ATTENTIONS[config.context_parallel_attention].check_heads(

@@ -195,9 +195,9 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
             except KeyboardInterrupt:
                 _end_loggers(trainer)
                 sys.exit(INTERRUPTED)  # some versions of torch report it as success
-            except SystemExit as end:
+            except SystemExit as system_exit:
                 _end_loggers(trainer)
-                if process_idx == 0 and not end.code:
+                if process_idx == 0 and not system_exit.code:
                     # the queue of results follows the function and its arguments
                     call[3].put(_Ended())
                 raise
@@ -264,10 +264,10 @@ def _write_weights(strategy: CheckpointHooks, path: str) -> None:
 def _read_weights(strategy: CheckpointHooks, path: str) -> None:
     """Build the module in the main process, and load the weights of ``_write_weights``."""
     module = strategy.lightning_module
-    comes_filled = strategy.config.meta_init and hasattr(module, "initial_weights")
-    with torch.device("meta") if comes_filled else contextlib.nullcontext():
+    on_meta = strategy.config.meta_init and hasattr(module, "initial_weights")
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
         module.configure_model()
-    if comes_filled:  # its values are neither read nor drawn
+    if on_meta:  # its values are neither read nor drawn
         cpu = torch.device("cpu")
         materialize = Materializer(
             module, seed=0, device=cpu, left={name for name, _ in module.named_parameters()}

@@ -160,8 +160,8 @@ def choose(
         ValueError: The model's sizes are unknown, no layout fits, or the model accepts none of
             those that fit.
     """
-    found, device = fastest_layouts(training), training.device
-    if not found:
+    candidates, device = fastest_layouts(training), training.device
+    if not candidates:
         raise ValueError(
             f"layout='auto' found no layout that fits on {training.world_size} x {device.name} "
             f"with {(1 - RESERVE) * device.usable_bytes / _GIB:.3g} GiB each ({RESERVE:.0%} of "
@@ -169,7 +169,7 @@ def choose(
             "devices, or smaller batches"
         )
     refusals = []
-    for i, (seconds, candidate) in enumerate(found):
+    for i, (seconds, candidate) in enumerate(candidates):
         options: dict[str, Any] = candidate.choice.options()
         try:
             chosen = replace(training.config, **options)
@@ -177,13 +177,14 @@ def choose(
         except ValueError as error:
             refusals.append(f"{candidate.choice.describe()}: {error}")
             continue
-        text = _describe_choice(candidate, seconds, found[i + 1 :])
+        text = _describe_choice(candidate, seconds, candidates[i + 1 :])
         figures = figures_source(device, training.world_size)
         return chosen, Forecast(
             seconds=candidate.time.total, memory=candidate.memory.total, text=text, figures=figures
         )
     raise ValueError(
-        f"layout='auto': the model supports none of the {len(found)} fastest layouts. {refusals[0]}"
+        f"layout='auto': the model supports none of the {len(candidates)} fastest layouts. "
+        f"{refusals[0]}"
     )
 
 
@@ -229,20 +230,20 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
 
 
 def _describe_choice(
-    candidate: Candidate, seconds: float, others: Sequence[tuple[float, Candidate]]
+    candidate: Candidate, seconds: float, alternatives: Sequence[tuple[float, Candidate]]
 ) -> str:
-    def line(what: str, one: Candidate) -> str:
+    def line(label: str, entry: Candidate) -> str:
         return (
-            f"{what} {one.choice.describe()}, {one.time.total:.3g} s per step, "
-            f"{one.memory.total / _GIB:.3g} GiB"
+            f"{label} {entry.choice.describe()}, {entry.time.total:.3g} s per step, "
+            f"{entry.memory.total / _GIB:.3g} GiB"
         )
 
     text = line("layout='auto' chose", candidate)
-    if not others:
+    if not alternatives:
         return text
-    slower, second = others[0]
-    ours, theirs = _shares(candidate), _shares(second)
-    part = max(theirs, key=lambda name: theirs[name] * slower - ours.get(name, 0.0) * seconds)
+    slower, second = alternatives[0]
+    best, runner_up = _shares(candidate), _shares(second)
+    part = max(runner_up, key=lambda name: runner_up[name] * slower - best.get(name, 0.0) * seconds)
     return (
         f"{text}; {line('next', second)}: {slower / seconds - 1:.0%} slower per sample, "
         f"mostly in {part}"

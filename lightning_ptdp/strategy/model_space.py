@@ -82,10 +82,10 @@ class ModelSpace:
 
     def optimizer_records(self) -> tuple[dict[nn.Parameter, str], dict[str, Placement]]:
         """Return the names of the optimizer's tensors, and by name their placements."""
-        every = self.part.parameters.values()
-        names = {managed.parameter: managed.name for managed in every}
-        names |= {each.stepped: each.name for each in every if each.stepped is not None}
-        return names, {managed.name: managed.stepped_placement for managed in every}
+        parameters = self.part.parameters.values()
+        names = {managed.parameter: managed.name for managed in parameters}
+        names |= {item.stepped: item.name for item in parameters if item.stepped is not None}
+        return names, {managed.name: managed.stepped_placement for managed in parameters}
 
     def names_of_groups(self) -> list[list[list[str]]]:
         """Return the names of the parameters of each optimizer, group by group."""
@@ -95,8 +95,8 @@ class ModelSpace:
             for optimizer in self.optimizers
         ]
         return [
-            [[names.get(parameter, "") for parameter in group["params"]] for group in own]
-            for own in groups
+            [[names.get(parameter, "") for parameter in group["params"]] for group in param_groups]
+            for param_groups in groups
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -104,19 +104,19 @@ class ModelSpace:
 
         Collective over the world; the model must fit into a rank's memory."""
         with self.waiting_in("gathering the whole model"):
-            local = {
+            local_state = {
                 name: (tensor.cpu(), placement)
                 for name, (tensor, placement) in self.tensors(to_write=True).items()
             }
-            ranks = gather(local)
-        whole: dict[str, Tensor] = {}
-        for part in ranks:
-            for name, (tensor, placement) in part.items():
-                full = whole.setdefault(name, torch.empty(placement.full_shape, dtype=tensor.dtype))
+            ranks = gather(local_state)
+        state: dict[str, Tensor] = {}
+        for rank_state in ranks:
+            for name, (tensor, placement) in rank_state.items():
+                full = state.setdefault(name, torch.empty(placement.full_shape, dtype=tensor.dtype))
                 for piece in placement.pieces:
                     full[piece.in_full.slices] = tensor[piece.in_local.slices]
         aliases = self.part.aliases.items()
-        return {**whole, **{alias: whole[name] for alias, name in aliases if name in whole}}
+        return {**state, **{alias: state[name] for alias, name in aliases if name in state}}
 
     def tensors(
         self, *, without: Collection[str] = (), to_write: bool = False
@@ -131,8 +131,8 @@ class ModelSpace:
             to_write: Whether to leave out the buffers that another rank writes.
         """
         parameters = self.part.parameters if self.is_cut else {}
-        found: dict[str, tuple[Tensor, Placement]] = {}
-        named: dict[int, str] = {}
+        tensors: dict[str, tuple[Tensor, Placement]] = {}
+        first_names: dict[int, str] = {}
         if self.engine is not None:
             self.engine.gradients.parameters_needed()
         for key, value in self.module.state_dict(keep_vars=True).items():
@@ -141,12 +141,12 @@ class ModelSpace:
             value = checked_tensor(key, value)
             managed = parameters.get(value) if isinstance(value, nn.Parameter) else None
             if managed is not None:
-                found[managed.name] = (value.detach(), managed.placement)
-            elif named.setdefault(id(value), key) == key and not (
+                tensors[managed.name] = (value.detach(), managed.placement)
+            elif first_names.setdefault(id(value), key) == key and not (
                 to_write and self._is_written_elsewhere(key)
             ):
-                found[key] = (value.detach(), Placement.replicated(tuple(value.shape)))
-        return found
+                tensors[key] = (value.detach(), Placement.replicated(tuple(value.shape)))
+        return tensors
 
     def _is_written_elsewhere(self, buffer: str) -> bool:
         """Return True if another rank saves its value of this buffer.

@@ -61,7 +61,7 @@ def settle_groups(
     names = {**{p: managed.name for p, managed in parameters.items()}, **foreign}
     descriptions = [_describe_groups(optimizer, names) for optimizer in optimizers]
     trials = [
-        _make_trials(one, foreign, parameters, config=config, layout=layout) for one in optimizers
+        _make_trials(opt, foreign, parameters, config=config, layout=layout) for opt in optimizers
     ]
     for optimizer in optimizers:
         _drop_foreign(optimizer, foreign, parameters)
@@ -79,13 +79,13 @@ def _check_held(optimizer: Optimizer, parameters: ManagedParameters) -> None:
         ValueError: A parameter has not. It would never change, or would change differently on each
             replica.
     """
-    held = [
+    members = [
         parameter
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.requires_grad
     ]
-    unknown = next((parameter for parameter in held if parameter not in parameters), None)
+    unknown = next((parameter for parameter in members if parameter not in parameters), None)
     if unknown is not None:
         raise ValueError(
             f"{type(optimizer).__name__} has a parameter of shape {tuple(unknown.shape)} that "
@@ -117,20 +117,20 @@ def _drop_foreign(
 
     Optimizer states of the full shape are cut to this rank's part."""
     for group in optimizer.param_groups:
-        kept = [
+        indices = [
             index for index, parameter in enumerate(group["params"]) if parameter not in foreign
         ]
         for key in ("params", "param_names"):
             if key in group:
-                group[key][:] = [group[key][index] for index in kept]
+                group[key][:] = [group[key][index] for index in indices]
     for parameter in foreign:
         optimizer.state.pop(parameter, None)
     for parameter, managed in parameters.items():
-        whole, part = managed.placement.full_shape, managed.placement.local_shape
+        full_shape, local_shape = managed.placement.full_shape, managed.placement.local_shape
         for key, value in (
             optimizer.state[parameter].items() if parameter in optimizer.state else ()
         ):
-            if isinstance(value, Tensor) and value.shape == whole != part:
+            if isinstance(value, Tensor) and value.shape == full_shape != local_shape:
                 optimizer.state[parameter][key] = slice_full(value, managed.placement)
 
 
@@ -173,8 +173,8 @@ def _make_trials(
 def _cuts(placement: Placement, layout: ParallelLayout) -> Iterator[Cut]:
     axes = [axis for axis in placement.sharded if axis != "pipeline" and layout.size(axis) > 1]
     for piece in placement.pieces if axes else ():
-        for dim, (size, whole) in enumerate(zip(piece.size, placement.full_shape, strict=True)):
-            if size != whole:
+        for dim, (size, full) in enumerate(zip(piece.size, placement.full_shape, strict=True)):
+            if size != full:
                 option = f"{axes[0]}_parallel_size={layout.size(axes[0])}"
                 yield Cut(option=option, dims=len(placement.full_shape), along=dim)
 
@@ -192,22 +192,22 @@ def _compare_groups(
         OptimizerGroupsError: The groups differ. Names the first difference, on all ranks.
     """
     ranks = gather(([[_digest(group) for group in groups] for groups in descriptions], trials))
-    other = next((rank for rank, (digests, _) in enumerate(ranks) if digests != ranks[0][0]), None)
-    if other is None:
+    peer = next((rank for rank, (digests, _) in enumerate(ranks) if digests != ranks[0][0]), None)
+    if peer is None:
         return [
-            [_united(same) for same in zip(*groups, strict=True)]
+            [_united(group_trials) for group_trials in zip(*groups, strict=True)]
             for groups in zip(*(trials for _, trials in ranks), strict=True)
         ]
-    everything = gather(descriptions)
-    for optimizer, here, there in zip(optimizers, everything[0], everything[other], strict=True):
+    gathered = gather(descriptions)
+    for optimizer, left, right in zip(optimizers, gathered[0], gathered[peer], strict=True):
         name = type(optimizer).__name__
-        if len(here) != len(there):
+        if len(left) != len(right):
             raise _refusal(
-                f"{name} has {len(here)} parameter groups on rank 0, but {len(there)} on rank "
-                f"{other}"
+                f"{name} has {len(left)} parameter groups on rank 0, but {len(right)} on rank "
+                f"{peer}"
             )
-        for position, (group, twin) in enumerate(zip(here, there, strict=True)):
-            if difference := _difference(group, twin, other):
+        for position, (group, peer_group) in enumerate(zip(left, right, strict=True)):
+            if difference := _difference(group, peer_group, peer):
                 raise _refusal(f"parameter group {position} of {name} has {difference}")
     raise AssertionError("digests differ, but their contents do not")
 
@@ -220,24 +220,24 @@ def _united(trials: Sequence[GroupTrial]) -> GroupTrial:
     )
 
 
-def _difference(group: Description, twin: Description, other: int) -> str:
-    for key in sorted((group.keys() | twin.keys()) - {"params"}):
-        if group.get(key) != twin.get(key):
-            return f"{key}={group.get(key)} on rank 0, but {twin.get(key)} on rank {other}"
-    names: Any = (group["params"], twin["params"])
-    for ours, theirs, rank, absent in ((*names, 0, other), (*reversed(names), other, 0)):
-        if missing := [name for name in ours if name not in theirs]:
-            return f"'{missing[0]}' on rank {rank}, but not on rank {absent}"
+def _difference(group: Description, peer_group: Description, peer: int) -> str:
+    for key in sorted((group.keys() | peer_group.keys()) - {"params"}):
+        if group.get(key) != peer_group.get(key):
+            return f"{key}={group.get(key)} on rank 0, but {peer_group.get(key)} on rank {peer}"
+    names: Any = (group["params"], peer_group["params"])
+    for left, right, rank, other_rank in ((*names, 0, peer), (*reversed(names), peer, 0)):
+        if missing := [name for name in left if name not in right]:
+            return f"'{missing[0]}' on rank {rank}, but not on rank {other_rank}"
     return (
-        f"its parameters in another order on rank {other} than on rank 0"
+        f"its parameters in another order on rank {peer} than on rank 0"
         if names[0] != names[1]
         else ""
     )
 
 
-def _refusal(what: str) -> OptimizerGroupsError:
+def _refusal(reason: str) -> OptimizerGroupsError:
     return OptimizerGroupsError(
-        f"{what}. All ranks must train with the same groups. In configure_optimizers, groups "
+        f"{reason}. All ranks must train with the same groups. In configure_optimizers, groups "
         "and options must depend only on names, shapes or positions of parameters, not on the "
         "rank, on random numbers or on the order of a set"
     )

@@ -57,11 +57,9 @@ def explain_memory(strategy: RunningStrategy) -> str:
         micro_batch_size=b,
     )
     optimizers: Sequence[torch.optim.Optimizer] = strategy.optimizers
-    found = _found(
-        strategy.model, engine.gradients.local(), optimizers, device=strategy.root_device
-    )
+    held = _found(strategy.model, engine.gradients.local(), optimizers, device=strategy.root_device)
     rows = batch if isinstance(batch, int) else (b or 1) * (config.usual_microbatches or 1)
-    note = memory_note(expected, found, config=config, layout=layout, mixture=mixture)
+    note = memory_note(expected, held, config=config, layout=layout, mixture=mixture)
     return note + _fitting_options(strategy, rows=rows, precision=str(trainer.precision))
 
 
@@ -82,12 +80,12 @@ def _fitting_options(strategy: RunningStrategy, *, rows: int, precision: str) ->
         precision=precision,
     )
     try:
-        found = fastest_layouts(training)
+        candidates = fastest_layouts(training)
     except ValueError:
         return ""
     lines = [
-        f"  {strategy_arguments(one)}: {one.memory.total / _GIB:.3g} GiB"
-        for _, one in found[:_SHOWN]
+        f"  {strategy_arguments(candidate)}: {candidate.memory.total / _GIB:.3g} GiB"
+        for _, candidate in candidates[:_SHOWN]
     ]
     return "\n".join(["\nlayouts that fit, by the planner's estimate:", *lines]) if lines else ""
 
@@ -111,14 +109,14 @@ def _expected(
         sizes = find_precision("32-true")
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     experts = sum(p.numel() for p in _experts(module) if p.requires_grad)
-    shards, alike = (
+    shards, expert_shards = (
         layout.size(axes) if config.shard_optimizer else 1
         for axes in ("replica_sum", "expert_replicas")
     )
     parts: Parts = {
         "parameters": sum(p.nbytes for p in module.parameters()),
         "gradients": trained * sizes.gradient,
-        "optimizer": sizes.state * ((trained - experts) / shards + experts / alike),
+        "optimizer": sizes.state * ((trained - experts) / shards + experts / expert_shards),
     }
     model = next(
         (
@@ -195,10 +193,10 @@ def _found(
     copies = [
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     ]
-    shown = [p.grad for p in module.parameters()]
+    grads = [p.grad for p in module.parameters()]
     kinds: dict[str, list[object]] = {
         "parameters": [*module.parameters()],
-        "gradients": [*gradients, *shown],
+        "gradients": [*gradients, *grads],
         "optimizer": [*states, *copies],
     }
     # Tied parameters, gradients that are views of buckets, and optimizer parameters that are views
@@ -237,35 +235,35 @@ def memory_note(
         [name, *(f"{part[name] / _GIB:.2f}" if name in part else "?" for part in (expected, found))]
         for name in names
     ]
-    over = {
+    excess = {
         name: found[name] - expected[name]
         for name in expected
         if found.get(name, 0.0) > _MUCH * expected[name]
     }
-    if over:
-        part, how = max(over, key=lambda name: over[name]), "more than expected"
+    if excess:
+        part, reason = max(excess, key=lambda name: excess[name]), "more than expected"
     else:
         # The allocation that failed is not counted in what is held.
-        every = {_ACTIVATIONS: found.get(_ACTIVATIONS, float("inf")), **expected}
-        part, how = max(every, key=lambda name: every[name]), "the largest part"
+        sizes = {_ACTIVATIONS: found.get(_ACTIVATIONS, float("inf")), **expected}
+        part, reason = max(sizes, key=lambda name: sizes[name]), "the largest part"
     table = columns([["GiB on this rank", "expected", "held"], *rows], words=(0,))
     return (
-        f"{table}\n{part}: {how}. Use "
+        f"{table}\n{part}: {reason}. Use "
         f"{', or '.join(_remedies(part, config, layout, mixture=mixture))}"
     )
 
 
 def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout, *, mixture: bool) -> list[str]:
-    found = []
+    remedies = []
     if part == _ACTIVATIONS:
         if config.recompute == "none":
-            found.append("recompute='full' or 'offload' (it is 'none')")
-        found.append(_smaller_microbatches(config))
+            remedies.append("recompute='full' or 'offload' (it is 'none')")
+        remedies.append(_smaller_microbatches(config))
         if layout.tensor_parallel_size > 1 and not layout.sequence_parallel:
-            found.append("sequence_parallel=True")
+            remedies.append("sequence_parallel=True")
     if part == "optimizer" and not config.shard_optimizer and layout.size("replica_sum") > 1:
-        found.append("shard_optimizer=True")
-    return [*found, _larger_layout(layout, mixture=mixture)]
+        remedies.append("shard_optimizer=True")
+    return [*remedies, _larger_layout(layout, mixture=mixture)]
 
 
 def _larger_layout(layout: ParallelLayout, *, mixture: bool) -> str:

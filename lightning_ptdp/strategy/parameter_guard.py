@@ -40,8 +40,8 @@ class ParameterGuard:
         self.options = options
         split = {p for p, managed in parameters.items() if not managed.placement.is_whole}
         for name, child in module.named_modules():
-            absent = any(isinstance(part, Placeholder) for part in child.modules())
-            if absent or any(parameter in split for parameter in child.parameters()):
+            has_placeholder = any(isinstance(part, Placeholder) for part in child.modules())
+            if has_placeholder or any(parameter in split for parameter in child.parameters()):
                 # torch's compiler requires a method.
                 vars(child)["named_parameters"] = MethodType(_GuardedParameters(name, self), child)
 
@@ -63,9 +63,9 @@ class _GuardedParameters:
     ) -> Iterator[tuple[str, nn.Parameter]]:
         yield from type(module).named_parameters(module, *args, **kwargs)
         if self.guard.hook is not None and kwargs.get("recurse", True):
-            called = ".".join(filter(None, ["self", self.name, "parameters()"]))
+            call = ".".join(filter(None, ["self", self.name, "parameters()"]))
             raise PartialModelError(
-                f"{self.guard.hook} loops over {called}, but this rank has only a part of them "
+                f"{self.guard.hook} loops over {call}, but this rank has only a part of them "
                 f"({self.guard.options}), so a penalty or a norm would be wrong. Use the "
                 "optimizer's weight_decay, change the gradients of optimizer.param_groups in "
                 "on_before_optimizer_step (p.grad.add_(p.detach(), alpha=...)), or use "

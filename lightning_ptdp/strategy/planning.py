@@ -71,36 +71,36 @@ def plan(  # noqa: PLR0913
         ValueError: The module cannot be traced (the message says where tracing stopped), or a name
             is unknown.
     """
-    on = find_device(device) if isinstance(device, str) else device
+    target_device = find_device(device) if isinstance(device, str) else device
     length = longest_sample(nn.Module(), example)  # length of the example alone
     if None not in (length, sequence_length) and length != sequence_length:
         raise ValueError(
             f"sequence_length={sequence_length}, but the example has {length} tokens. Leave "
             "one of them out"
         )
-    whole = (
+    full_module = (
         whole_model(cast(Any, module), config or PTDPConfig())
         if hasattr(module, "configure_model")
         else module
     )
     model = described(
-        whole,
+        full_module,
         config or PTDPConfig(),
         length=sequence_length,
         precision=precision,
         software=software,
-        device=on,
+        device=target_device,
         example=example,
     )
     job = Job(
         model=model,
         world_size=world_size,
         global_batch_size=batch,
-        device=on,
+        device=target_device,
         precision=find_precision(precision),
         software=find_software(software),
         sequence_length=sequence_length or model.sequence_length,
-        trained=trained_share(whole),
+        trained=trained_share(full_module),
     )
     return search(job, space, count=count)
 
@@ -151,9 +151,9 @@ def described(
             sequence_length=tokens or 1,
         )
     except ValueError as error:
-        for one in configs:
+        for model_config in configs:
             try:
-                return gpt_sizes(one)
+                return gpt_sizes(model_config)
             except (ValueError, TypeError):
                 continue  # report the trace's reason, which is better
         raise ValueError(

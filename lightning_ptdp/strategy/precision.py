@@ -81,9 +81,9 @@ def _unscale_together(
     optimizer: Optimizer,
 ) -> None:
     unscale(optimizer)
-    found = found_inf(scaler, optimizer, device)
+    overflow = found_inf(scaler, optimizer, device)
     if dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
 
 
 def _pre_backward(

@@ -62,12 +62,12 @@ class _PTDPStrategy(SetupHooks):
     strategy_name = "ptdp"
 
     def __init__(self, *, layout: LayoutChoice | None = None, **options: Any) -> None:
-        ours = {
+        config_options = {
             field.name: options.pop(field.name)
             for field in fields(PTDPConfig)
             if field.name in options
         }
-        self.config = PTDPConfig(**ours)
+        self.config = PTDPConfig(**config_options)
         self._chooses_layout = wants_choice(layout, self.config)
         self._forecast: Forecast | None = None
         self.num_nodes = 1
@@ -98,7 +98,7 @@ class _PTDPStrategy(SetupHooks):
             check_url(argument)
         self.note_callbacks(trainer.callbacks)
         # the train dataloader and the data module
-        sources = [each for each in (*arguments[1:2], *arguments[3:4]) if each is not None]
+        sources = [data for data in (*arguments[1:2], *arguments[3:4]) if data is not None]
         if fits(trainer):
             self.check_processes()
             self._choose_layout(trainer, sources)

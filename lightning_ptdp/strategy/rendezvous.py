@@ -83,29 +83,29 @@ def join(
             life = thread.run(
                 lambda: _called(shared, crowd.rank), "contacting rank 0", crowd.first_of_all
             )
-        own = dist.PrefixStore(life, shared)
+        life_store = dist.PrefixStore(life, shared)
         thread.listen(shared, life)
         missing = list(range(crowd.world_size))
         thread.run(
-            lambda: _meet(shared, own, life, crowd, missing, limit),
+            lambda: _meet(shared, life_store, life, crowd, missing, limit),
             "waiting for all ranks",
             lambda: crowd.missing([*missing]),
         )
-        made = thread.run(lambda: make(own), "creating the process groups", lambda: "")
+        result = thread.run(lambda: make(life_store), "creating the process groups", lambda: "")
         thread.close(patience_s=limit.total_seconds())
-        return made
+        return result
     except Exception as error:
         if not is_communication_error(error):
             raise
-        missed = thread.lost
-        if not missed:
-            missed = (
+        reason = thread.lost
+        if not reason:
+            reason = (
                 _lost(shared, life, crowd)
                 if shared is not None and life
                 else crowd.unanswered(shared is not None)
             )
         raise PeerError(
-            f"rank {crowd.rank} could not join the other ranks: {missed}, while {thread.doing}: "
+            f"rank {crowd.rank} could not join the other ranks: {reason}, while {thread.doing}: "
             f"{error}"
         ) from error
     finally:
@@ -133,7 +133,7 @@ class _InThread:
             DistNetworkError: After the limit, or when a rank is lost.
         """
         self.doing, outcome = doing, _started(action)
-        started = said = time.monotonic()
+        started = last_warning = time.monotonic()
         while not wait([outcome], min(_LOOK_S, self._limit)).done:
             now = time.monotonic()
             self._look()
@@ -142,9 +142,9 @@ class _InThread:
             if now - started > _GRACE * self._limit:
                 self._hear()
                 raise dist.DistNetworkError(f"no answer within {self._limit:g} s")
-            if now - said > self._crowd.say_every_s and (what := waits_for()):
-                _log.warning("rank %d has waited %.0f s %s", self._crowd.rank, now - started, what)
-                said = now
+            if now - last_warning > self._crowd.say_every_s and (text := waits_for()):
+                _log.warning("rank %d has waited %.0f s %s", self._crowd.rank, now - started, text)
+                last_warning = now
         error = outcome.exception()
         # A lost rank makes torch fail on the other ranks. Its number is known a moment later.
         if error is not None and is_communication_error(error):
@@ -199,10 +199,10 @@ class _InThread:
                 for rank in self._crowd.watched:
                     if rank not in processes and notes.check([f"{_CAME}/{rank}"]):
                         processes[rank] = notes.get(f"{_CAME}/{rank}").decode()
-                gone = [rank for rank, process in processes.items() if has_ended(process)]
-                if gone and not self._closed.is_set():
+                dead = [rank for rank, process in processes.items() if has_ended(process)]
+                if dead and not self._closed.is_set():
                     notes.set(
-                        _LOST, f"{listed('rank', gone)} joined and was lost (the process has ended)"
+                        _LOST, f"{listed('rank', dead)} joined and was lost (the process has ended)"
                     )
         except dist.DistError:
             if not self._closed.is_set():
@@ -232,25 +232,25 @@ def _called(shared: dist.Store, rank: int) -> str:
 
 def _meet(
     shared: dist.Store,
-    own: dist.Store,
+    life_store: dist.Store,
     life: str,
     crowd: ExpectedRanks,
     missing: list[int],
     limit: timedelta,
 ) -> None:
     """Join, and wait until all ranks have joined; rank 0 keeps ``missing`` up to date."""
-    own.set(f"{_CAME}/{crowd.rank}", this_process())
+    life_store.set(f"{_CAME}/{crowd.rank}", this_process())
     if crowd.rank:
         missing.clear()
-        own.get(_ALL)
+        life_store.get(_ALL)
         return
-    _answer(shared, own, life, missing, crowd.world_size, limit)
-    own.set(_ALL, "")
+    _answer(shared, life_store, life, missing, crowd.world_size, limit)
+    life_store.set(_ALL, "")
 
 
 def _answer(
     shared: dist.Store,
-    own: dist.Store,
+    life_store: dist.Store,
     life: str,
     missing: list[int],
     world_size: int,
@@ -270,7 +270,7 @@ def _answer(
             ):
                 answered.add(name)
                 shared.set(f"{_ANSWER}/{name.decode()}", life)
-        missing[:] = [rank for rank in missing if not own.check([f"{_CAME}/{rank}"])]
+        missing[:] = [rank for rank in missing if not life_store.check([f"{_CAME}/{rank}"])]
         if not missing:
             return
         if time.monotonic() > deadline:
@@ -283,46 +283,46 @@ def _answer(
 
 def _lost(shared: dist.Store, life: str, crowd: ExpectedRanks) -> str:
     # An abandoned thread may occupy the existing connection.
-    missed = _started(
+    outcome = _started(
         lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size)
     )
     try:
-        return missed.result(3 * _ANSWERS_S)
+        return outcome.result(3 * _ANSWERS_S)
     except (TimeoutError, dist.DistError):
         return f"{crowd.keeper} does not answer any more"
 
 
-def _missed(own: dist.Store, rank: int, world_size: int) -> str:
-    silent = [other for other in range(world_size) if other != rank]
-    own.set_timeout(timedelta(seconds=_ANSWERS_S))
-    own.set(f"{_HERE}/{rank}", "")
-    own.set(_ROLL, "")
-    silent = _without(own, silent, _HERE, enough=1)
-    absent = [other for other in silent if not own.check([f"{_CAME}/{other}"])]
-    lost = (
+def _missed(life_store: dist.Store, rank: int, world_size: int) -> str:
+    silent = [peer for peer in range(world_size) if peer != rank]
+    life_store.set_timeout(timedelta(seconds=_ANSWERS_S))
+    life_store.set(f"{_HERE}/{rank}", "")
+    life_store.set(_ROLL, "")
+    silent = _without(life_store, silent, _HERE, enough=1)
+    absent = [peer for peer in silent if not life_store.check([f"{_CAME}/{peer}"])]
+    reason = (
         f"{listed('rank', absent)} did not join"
         if absent
         else f"{listed('rank', silent) if silent else 'one rank'} joined and was lost"
     )
     # Notify ranks that began later and have not noticed yet, because the store may end with rank 0.
-    own.set(_LOST, lost)
-    own.set(f"{_KNOWS}/{rank}", "")
+    life_store.set(_LOST, reason)
+    life_store.set(f"{_KNOWS}/{rank}", "")
     if rank == 0:
         _without(
-            own,
-            [other for other in range(1, world_size) if other not in (absent or silent)],
+            life_store,
+            [peer for peer in range(1, world_size) if peer not in (absent or silent)],
             _KNOWS,
         )
-    return lost
+    return reason
 
 
-def _without(own: dist.Store, ranks: list[int], key: str, enough: int = 0) -> list[int]:
+def _without(life_store: dist.Store, ranks: list[int], key: str, enough: int = 0) -> list[int]:
     """Return the ranks that have not left a note.
 
     Waits until at most ``enough`` of them are missing, or until a time limit."""
     deadline = time.monotonic() + _ANSWERS_S
     while True:
-        ranks = [rank for rank in ranks if not own.check([f"{key}/{rank}"])]
+        ranks = [rank for rank in ranks if not life_store.check([f"{key}/{rank}"])]
         if len(ranks) <= enough or time.monotonic() > deadline:
             return ranks
         time.sleep(_POLL_S)

@@ -74,8 +74,8 @@ def read_checkpoint(
             FileNotFoundError: There is none.
     """
     if resuming:
-        doing = f"completing interrupted saves beside {path}"
-        with space.waiting_in(doing), same_outcome(doing):
+        action = f"completing interrupted saves beside {path}"
+        with space.waiting_in(action), same_outcome(action):
             if is_rank_zero():
                 keeper.tidy(path if is_folder_of_checkpoints(path) else path.parent)
         path = files.settled(path)
@@ -115,14 +115,14 @@ def _verify(path: Path, *, ranks: int) -> None:
 def fill_whole(space: ModelSpace, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """Cut this rank's part out of whole tensors; collective."""
     with same_outcome("loading the model"):
-        local = space.tensors()
-        missing = [name for name in local if name not in state]
+        tensors = space.tensors()
+        missing = [name for name in tensors if name not in state]
         if missing and strict:
             raise CheckpointError(
                 f"the checkpoint has no {missing[:3]}; it has {len(state)} tensors such as "
                 f"{list(state)[:3]}"
             )
-        for name, (tensor, placement) in local.items():
+        for name, (tensor, placement) in tensors.items():
             if name not in state:
                 continue
             if tuple(state[name].shape) != placement.full_shape:
@@ -131,18 +131,14 @@ def fill_whole(space: ModelSpace, state: Mapping[str, Tensor], *, strict: bool) 
                     f"{placement.full_shape} in the model"
                 )
             tensor.copy_(slice_full(state[name], placement))
-        _set_extra_states(space, {name: tensor for name, (tensor, _) in local.items()})
-    known = set().union(*gather(set(local))) | space.part.aliases.keys()
-    if strict and (unexpected := sorted(state.keys() - known)):
+        _set_extra_states(space, {name: tensor for name, (tensor, _) in tensors.items()})
+    model_names = set().union(*gather(set(tensors))) | space.part.aliases.keys()
+    if strict and (unexpected := sorted(state.keys() - model_names)):
         raise CheckpointError(f"the checkpoint has {unexpected[:3]}, which the model does not have")
 
 
 def fill_part(
-    space: ModelSpace,
-    path: PathLike,
-    *,
-    strict: bool,
-    rename: Mapping[str, str] | None = None,
+    space: ModelSpace, path: PathLike, *, strict: bool, rename: Mapping[str, str] | None = None
 ) -> list[str]:
     """Fill this rank's part of the model from a stored one; collective.
 
@@ -153,15 +149,15 @@ def fill_part(
         tensors = {
             name: entry
             for name, entry in tensors.items()
-            if not any(fnmatchcase(name, one) for one in ADAPTER_NAMES)
+            if not any(fnmatchcase(name, pattern) for pattern in ADAPTER_NAMES)
         }
-    found = {MODEL + ours: MODEL + theirs for ours, theirs in (rename or {}).items()}
+    renames = {MODEL + local: MODEL + stored for local, stored in (rename or {}).items()}
     missing = load_tensors(
         path,
         tensors,
         strict=strict,
         prefix=MODEL if strict and not rename else None,
-        rename=found,
+        rename=renames,
         open_stored=_opener(space, path, rename),
     )
     _set_extra_states(

@@ -235,7 +235,7 @@ class RunningStrategy(StrategyBase):
         """Send an object from rank ``src`` to the world."""
         if not dist.is_initialized() or self._alone("broadcast"):
             return obj
-        box = [obj]
+        object_list = [obj]
         with self.waiting_in(f"broadcast from rank {src}"):
-            dist.broadcast_object_list(box, src)
-        return box[0]
+            dist.broadcast_object_list(object_list, src)
+        return object_list[0]

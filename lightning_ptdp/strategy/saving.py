@@ -105,13 +105,13 @@ class FolderSaves:
         if space.ranks_hold_all:
             # The result of rank 0's hooks is saved, as in Lightning. Other ranks help to write
             # unchanged entries.
-            agreed = from_rank_zero(lambda: unchanged)
+            rank0_unchanged = from_rank_zero(lambda: unchanged)
             # buffers may differ between replicas
             equal = {managed.name for managed in space.part.parameters.values()}
             model = {
                 name: model[name]
                 for name in model
-                if is_rank_zero() or name in agreed & unchanged & equal
+                if is_rank_zero() or name in rank0_unchanged & unchanged & equal
             }
         tensors = {MODEL + name: entry for name, entry in model.items()} | optimizers
         aliases = space.part.aliases.items()
@@ -156,17 +156,17 @@ class FolderSaves:
         saver, self._saver, self.in_background = self._saver, None, False
         if saver is None:
             return
-        lost = isinstance(exception, (PeerError, CheckpointError)) or is_communication_error(
+        peer_lost = isinstance(exception, (PeerError, CheckpointError)) or is_communication_error(
             exception
         )
         try:
             if isinstance(exception, StoppedNow):
                 raise StoppedNow
             with breakable():
-                saver.wait(min(limit, _PATIENCE) if lost else limit)
+                saver.wait(min(limit, _PATIENCE) if peer_lost else limit)
         except (CheckpointError, RuntimeError, KeyboardInterrupt) as error:
-            why = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else error
-            warnings.warn(f"the background save did not end: {why}", stacklevel=2)
+            reason = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else error
+            warnings.warn(f"the background save did not end: {reason}", stacklevel=2)
         finally:
             saver.give_up()
 
@@ -200,13 +200,13 @@ def _optimizer_tensors(space: ModelSpace) -> dict[str, tuple[Tensor, Placement]]
         for managed in space.part.parameters.values()
         if managed.stepped is not None and managed.rounded is not None
     }
-    found: dict[str, tuple[Tensor, Placement]] = {}
+    tensors: dict[str, tuple[Tensor, Placement]] = {}
     for index, optimizer in enumerate(space.optimizers):
         if not keeps_history(optimizer):
-            found |= optimizer_tensors(
+            tensors |= optimizer_tensors(
                 optimizer, names=names, placements=placements, index=index, extra=masters
             )
-    return found
+    return tensors
 
 
 def _weights_to_save(
@@ -222,21 +222,21 @@ def _weights_to_save(
     """
     changes = _changes(space.module.state_dict(), state)
     if not space.ranks_hold_all:
-        removed = {name for name, what in changes.items() if what == "removed"}
-        if others := {name: what for name, what in changes.items() if name not in removed}:
-            raise CheckpointError(_cannot_change(others))
+        removed = {name for name, change in changes.items() if change == "removed"}
+        if unsupported := {name: change for name, change in changes.items() if name not in removed}:
+            raise CheckpointError(_cannot_change(unsupported))
         return space.tensors(without=removed, to_write=True), set()
-    kept = {name: checked_tensor(name, value) for name, value in state.items()}
+    weights = {name: checked_tensor(name, value) for name, value in state.items()}
     for alias, name in space.part.aliases.items():
         if (
-            alias in kept
-            and name in kept
-            and (kept[alias] is kept[name] or torch.equal(kept[alias], kept[name]))
+            alias in weights
+            and name in weights
+            and (weights[alias] is weights[name] or torch.equal(weights[alias], weights[name]))
         ):
-            del kept[alias]
+            del weights[alias]
     return {
-        name: (v.detach(), Placement.replicated(tuple(v.shape))) for name, v in kept.items()
-    }, kept.keys() - changes.keys()
+        name: (v.detach(), Placement.replicated(tuple(v.shape))) for name, v in weights.items()
+    }, weights.keys() - changes.keys()
 
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, str]:
@@ -253,23 +253,23 @@ def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[
     }
 
 
-def _same(one: object, other: object) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return one is other
+def _same(before: object, after: object) -> bool:
+    if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
+        return before is after
     layouts = [
-        (value.data_ptr(), value.dtype, value.shape, value.stride()) for value in (one, other)
+        (value.data_ptr(), value.dtype, value.shape, value.stride()) for value in (before, after)
     ]
     return layouts[0] == layouts[1] or (
-        layouts[0][1:3] == layouts[1][1:3] and torch.equal(one, other.to(one.device))
+        layouts[0][1:3] == layouts[1][1:3] and torch.equal(before, after.to(before.device))
     )
 
 
 def _cannot_change(changes: Mapping[str, str]) -> str:
-    shown = ", ".join(f"{name!r} was {what}" for name, what in sorted(changes.items())[:_SHOWN])
+    text = ", ".join(f"{name!r} was {change}" for name, change in sorted(changes.items())[:_SHOWN])
     more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
     return (
         'on_save_checkpoint of the module or of a callback changed checkpoint["state_dict"] '
-        f"({shown}{more}), but no rank has the whole model under tensor or pipeline "
+        f"({text}{more}), but no rank has the whole model under tensor or pipeline "
         "parallelism. Save additional content under a separate key, such as "
         'checkpoint["my_state"] (that of rank 0 is written), or use tensor_parallel_size=1 '
         "and pipeline_parallel_size=1"

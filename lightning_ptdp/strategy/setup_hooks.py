@@ -172,7 +172,7 @@ class SetupHooks(StepHooks):
                 check_optimizer_state(optimizer, groups, device=self.root_device)
 
     def _whole_view(
-        self, whole: UncutView
+        self, view: UncutView
     ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
         """Return a context in which the module looks uncut."""
         parameters, pipeline = self.parallel.parameters, self.mesh.group("pipeline")
@@ -182,7 +182,7 @@ class SetupHooks(StepHooks):
                 ranks: list[dict[str, bool]] = [{}] * pipeline.size
                 dist.all_gather_object(ranks, trained, group=pipeline.handle)
             trained = {name: trains for rank in ranks for name, trains in rank.items()}
-        return whole.lent(parameters, trained=trained, device=self.root_device)
+        return view.lent(parameters, trained=trained, device=self.root_device)
 
     def _make_optimizers(self, trainer: Trainer) -> None:
         try:
@@ -226,8 +226,8 @@ class SetupHooks(StepHooks):
                 evaluate different numbers of batches.
         """
         if self._engine is not None and not self.lightning_module.trainer.training:
-            same = self._engine.compare_lengths(self._names.sized_len(dataloader))
-            for axis in self.layout.blocked if not same else ():
+            equal_lengths = self._engine.compare_lengths(self._names.sized_len(dataloader))
+            for axis in self.layout.blocked if not equal_lengths else ():
                 raise self.refusal(
                     f"{axis.name}_parallel_size={self.layout.size(axis.name)} makes the "
                     "replicas wait for each other in every layer, so all of them must "

@@ -27,13 +27,13 @@ class StepHooks(CheckpointHooks):
     def training_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """Run the forward of one batch, and under a schedule also its backward."""
         values = (*args, *kwargs.values())
-        has_others = self.mesh.layout.world_size > 1
+        has_peers = self.mesh.layout.world_size > 1
         with self._during("step"):
             numbers = self.engine.agreement.collect(values[0], training=True)
-        agreed = self._agree("step", dist.group.WORLD if has_others else None, numbers)
-        self.engine.agreement.take(agreed, training=True)
+        maxima = self._agree("step", dist.group.WORLD if has_peers else None, numbers)
+        self.engine.agreement.take(maxima, training=True)
         with self._during("step"):
-            if has_others:
+            if has_peers:
                 self.run.validation_clock.agree(self.reduce_boolean_decision)
             context = partial(
                 self.one_step, "training_step", self.precision_plugin.train_step_context
@@ -171,14 +171,14 @@ class StepHooks(CheckpointHooks):
         # because the other ranks of a fit would wait for them.
         interrupts = self.layout.num_replicas == 1 or not fits(self.lightning_module.trainer)
         numbers = self.engine.agreement.collect(args[0], training=False)
-        agreed = self._agree(hook, self.mesh.group("model").handle, numbers, interrupts=interrupts)
-        self.engine.agreement.take(agreed, training=False)
+        maxima = self._agree(hook, self.mesh.group("model").handle, numbers, interrupts=interrupts)
+        self.engine.agreement.take(maxima, training=False)
         with self._during(hook):
             return self.engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
 
     def _agree(
         self,
-        what: str,
+        action: str,
         group: dist.ProcessGroup | None,
         numbers: Tensor | None,
         *,
@@ -189,18 +189,18 @@ class StepHooks(CheckpointHooks):
         Raises:
             KeyboardInterrupt: A rank of the group was asked to end.
         """
-        with self._during(what):
-            ends, agreed = self.run.stop_request.heed(
+        with self._during(action):
+            ends, maxima = self.run.stop_request.heed(
                 group, self.root_device, interrupts=interrupts, beside=numbers
             )
         if ends:
             # raised outside: nothing has failed, and all ranks can still save
             raise KeyboardInterrupt
-        return agreed
+        return maxima
 
-    def _during(self, what: str) -> Context:
+    def _during(self, action: str) -> Context:
         """Return a context that shows this rank's action to ranks that wait for it."""
-        return self.run.watchdog.during(f"{what} {self.lightning_module.trainer.global_step}")
+        return self.run.watchdog.during(f"{action} {self.lightning_module.trainer.global_step}")
 
     @property
     def observers(self) -> Observers | None:

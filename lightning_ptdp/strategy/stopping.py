@@ -91,31 +91,31 @@ class StopRequest:
             interrupts: Whether Ctrl-C may end the ranks here.
             beside: (n) int64, numbers whose maximum over the group is returned too.
         """
-        asked = _TERMINATE if self.received else 0
+        request = _TERMINATE if self.received else 0
         if interrupts and signal.SIGINT in self._notes.received:
-            asked = _INTERRUPT
-        agreed: Sequence[int] = ()
+            request = _INTERRUPT
+        maxima: Sequence[int] = ()
         if group is not None:
-            asked, *agreed = self._agree(asked, beside, group, device)
-        if asked == _TERMINATE:
+            request, *maxima = self._agree(request, beside, group, device)
+        if request == _TERMINATE:
             announce_sigterm(self._trainer)
-        return asked == _INTERRUPT, agreed
+        return request == _INTERRUPT, maxima
 
     def _agree(
-        self, asked: int, beside: Tensor | None, group: dist.ProcessGroup, device: torch.device
+        self, request: int, beside: Tensor | None, group: dist.ProcessGroup, device: torch.device
     ) -> list[int]:
-        agreed = torch.tensor([asked]).to(device, non_blocking=True)
+        maxima = torch.tensor([request]).to(device, non_blocking=True)
         if beside is not None:
-            agreed = torch.cat([agreed, beside])
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+            maxima = torch.cat([maxima, beside])
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         if device.type != "cuda":
-            return [int(number) for number in agreed.tolist()]
-        arrived = torch.cuda.Event()
-        latest = agreed.to("cpu", non_blocking=True), arrived
-        arrived.record()
-        numbers, arrived = self._agreed.get(group, latest)
+            return [int(number) for number in maxima.tolist()]
+        event = torch.cuda.Event()
+        latest = maxima.to("cpu", non_blocking=True), event
+        event.record()
+        numbers, event = self._agreed.get(group, latest)
         self._agreed[group] = latest
-        arrived.synchronize()
+        event.synchronize()
         return [int(number) for number in numbers.tolist()]
 
     def _register(self) -> None:
@@ -149,8 +149,8 @@ def ending_children_on_sigterm(launcher: Launcher) -> Iterator[None]:
     def end(signum: int, _frame: FrameType | None) -> None:
         # otherwise Lightning's handler has called it too
         if signal.getsignal(signal.SIGTERM) is end:
-            for one in launchers:
-                one.kill(signal.SIGKILL)
+            for item in launchers:
+                item.kill(signal.SIGKILL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 

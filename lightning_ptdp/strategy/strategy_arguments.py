@@ -29,17 +29,17 @@ def constructor(
     def init(self: StrategyBase, **options: Any) -> None:
         construct(self, **options)
 
-    taken = [
+    all_parameters = [
         Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
         Parameter("layout", Parameter.KEYWORD_ONLY, default=None, annotation=LayoutChoice | None),
     ]
     for source in (PTDPConfig.__init__, lightning):
         hints = get_type_hints(source)
         parameters = list(inspect.signature(source).parameters.values())[1:]
-        taken += [
-            one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[one.name])
-            for one in parameters
+        all_parameters += [
+            parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+            for parameter in parameters
         ]
     init.__qualname__ = "PTDPStrategy.__init__"
-    vars(init)["__signature__"] = Signature(taken)
+    vars(init)["__signature__"] = Signature(all_parameters)
     return init

@@ -28,11 +28,11 @@ def verify_first_step(
     """
     environment: Any = strategy.cluster_environment
     option = f"verify={strategy.config.verify!r}"
-    ours = isinstance(environment, strategy._names.LightningEnvironment)
-    if strategy.num_nodes > 1 or not ours:
+    starts_ranks = isinstance(environment, strategy._names.LightningEnvironment)
+    if strategy.num_nodes > 1 or not starts_ranks:
         reason = (
             f"{type(environment).__name__} has started the ranks"
-            if not ours
+            if not starts_ranks
             else f"num_nodes={strategy.num_nodes}"
         )
         raise strategy.refusal(

@@ -221,7 +221,7 @@ class World(RunningStrategy):
         environment, limit = self.cluster_environment, self.config.timeout
         assert environment is not None
         one_machine, by_torchrun = self.num_nodes == 1, torchrun_keeps_store()
-        crowd = ExpectedRanks(
+        expected = ExpectedRanks(
             rank=self.global_rank,
             world_size=layout.world_size,
             address=environment.main_address if by_torchrun or not one_machine else LOOPBACK,
@@ -231,9 +231,9 @@ class World(RunningStrategy):
         )
 
         def open_store() -> dist.Store:
-            keeps = crowd.rank == 0 and not by_torchrun
+            keeps = expected.rank == 0 and not by_torchrun
             return meeting_store(
-                crowd.address, crowd.port, keeps=keeps, one_machine=one_machine, limit=limit
+                expected.address, expected.port, keeps=keeps, one_machine=one_machine, limit=limit
             )
 
         def make(store: dist.Store) -> tuple[ProcessMesh, dist.Store]:
@@ -242,20 +242,20 @@ class World(RunningStrategy):
             if backend == "nccl":
                 check_other_gpus(
                     store,
-                    rank=crowd.rank,
-                    tensor_ranks=layout.group_of("tensor", crowd.rank),
+                    rank=expected.rank,
+                    tensor_ranks=layout.group_of("tensor", expected.rank),
                     gpu=torch.cuda.get_device_properties(self.root_device),
                 )
             options = default_group_options(backend, self.root_device, limit)
             self._names.init_process_group(
-                environment, backend, crowd.rank, layout.world_size, store=store, **options
+                environment, backend, expected.rank, layout.world_size, store=store, **options
             )
             mesh = self._make_mesh(layout)
             # After its keeper is lost, torch tries for twice the limit to connect, without a check
             # of the time.
             return mesh, store.clone()
 
-        return join(crowd, open_store=open_store, make=make, limit=limit, ended=self._ended)
+        return join(expected, open_store=open_store, make=make, limit=limit, ended=self._ended)
 
     def leave_environment(self) -> None:
         """Restore the network interfaces chosen by the user or torch, for groups made later."""

@@ -39,16 +39,16 @@ def _check(sequence_parallel: bool, _module: nn.Module, _args: object, output: o
     _refuse_parts(output, "", sequence_parallel)
 
 
-def _refuse_parts(asked: object, prefix: str, sequence_parallel: bool) -> None:
+def _refuse_parts(source: object, prefix: str, sequence_parallel: bool) -> None:
     for kind in _BY_SEQUENCE if sequence_parallel else _BY_HEAD:
-        if getattr(asked, prefix + kind, None):
+        if getattr(source, prefix + kind, None):
             field = (
                 "sequence_parallel=True"
                 if sequence_parallel and kind not in _BY_HEAD
                 else "tensor_parallel_size > 1"
             )
-            what = "slice of the sequence" if kind not in _BY_HEAD else "share of the heads"
+            part = "slice of the sequence" if kind not in _BY_HEAD else "share of the heads"
             raise ValueError(
                 f"output_{kind}=True cannot be combined with {field}, because a rank has the "
-                f"{kind} of its {what} only. Use only one of them"
+                f"{kind} of its {part} only. Use only one of them"
             )

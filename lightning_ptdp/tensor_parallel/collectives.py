@@ -87,8 +87,8 @@ def start_all_reduce(
         total = start_traced("all_reduce", x, op, group.name)
         return PendingCollective(work=None, finish=lambda: wait_traced(total), source=x)
     total = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    how = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-    work = dist.all_reduce(total, op=how, group=group.handle, async_op=True)
+    reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    work = dist.all_reduce(total, op=reduce_op, group=group.handle, async_op=True)
     return PendingCollective(work=work, finish=lambda: total, source=total)
 
 
@@ -103,11 +103,11 @@ def start_all_gather(
     dim = dim % x.dim()
     x = x.contiguous()
     if torch.compiler.is_compiling():
-        where = group.size, group.name
+        group_args = group.size, group.name
         gathered = (
-            start_traced("all_gather_into_tensor", x, *where)
+            start_traced("all_gather_into_tensor", x, *group_args)
             if after is None
-            else torch.ops.lightning_ptdp.gather_after(x, *where, after)
+            else torch.ops.lightning_ptdp.gather_after(x, *group_args, after)
         )
         return PendingCollective(
             work=None,
@@ -275,8 +275,8 @@ def check_divisible(x: Tensor, dim: int, group: Group) -> None:
     """
     if x.size(dim) % group.size:
         length, below = x.size(dim), x.size(dim) // group.size * group.size
-        works = " or ".join(str(n) for n in (below, below + group.size) if n)
+        multiples = " or ".join(str(n) for n in (below, below + group.size) if n)
         raise ValueError(
             f"a sequence of length {length} cannot be split over tensor_parallel_size={group.size} "
-            f"ranks. Use a length of {works}, or sequence_parallel=False"
+            f"ranks. Use a length of {multiples}, or sequence_parallel=False"
         )

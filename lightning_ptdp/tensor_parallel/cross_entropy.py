@@ -177,8 +177,8 @@ class TokenLoss:
             targets_nk = _one_hot(logits_nk, column_n)
             gradient_nk += torch.where(targets_nk, share_n.unsqueeze(-1), 0.0)
         else:
-            here_n, column_n = _inside(column_n, logits_nk.size(-1))
-            share_n = share_n.masked_fill(~here_n, 0.0)
+            inside_n, column_n = _inside(column_n, logits_nk.size(-1))
+            share_n = share_n.masked_fill(~inside_n, 0.0)
             gradient_nk.scatter_add_(-1, column_n.unsqueeze(-1), share_n.unsqueeze(-1))
         return gradient_nk.to(logits_nk.dtype)
 
@@ -187,8 +187,8 @@ def _picked(logits_nk: Tensor, column_n: Tensor) -> Tensor:
     """Return each token's logit in its column, 0 if that is not there."""
     if torch.compiler.is_compiling():  # a sum joins the other sums over the logits
         return torch.where(_one_hot(logits_nk, column_n), logits_nk, 0.0).sum(-1)
-    here_n, column_n = _inside(column_n, logits_nk.size(-1))
-    return logits_nk.gather(-1, column_n.unsqueeze(-1)).squeeze(-1).masked_fill(~here_n, 0.0)
+    inside_n, column_n = _inside(column_n, logits_nk.size(-1))
+    return logits_nk.gather(-1, column_n.unsqueeze(-1)).squeeze(-1).masked_fill(~inside_n, 0.0)
 
 
 def _one_hot(logits_nk: Tensor, column_n: Tensor) -> Tensor:
@@ -198,8 +198,8 @@ def _one_hot(logits_nk: Tensor, column_n: Tensor) -> Tensor:
 
 def _inside(column_n: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return a mask of the columns in [0, count), and the columns, with 0 for others."""
-    here_n = (column_n >= 0) & (column_n < count)
-    return here_n, torch.where(here_n, column_n, 0)
+    inside_n = (column_n >= 0) & (column_n < count)
+    return inside_n, torch.where(inside_n, column_n, 0)
 
 
 def reduced(loss: Tensor, counted_n: Tensor, reduction: Reduction) -> Tensor:
@@ -222,12 +222,12 @@ class _CrossEntropy(torch.autograd.Function):
         group: Group,
     ) -> Tensor:
         words = formula.words
-        own = logits_nw[:, : words.count]
+        local = logits_nw[:, : words.count]
         dtype = torch.promote_types(logits_nw.dtype, torch.float32)
-        largest_n = _largest(own, dtype, group)
+        largest_n = _largest(local, dtype, group)
         if words.count:
             add = fused(TokenLoss.sums, logits_nw.device)
-            sums_n = add(formula, own, target_n - words.start, largest_n)
+            sums_n = add(formula, local, target_n - words.start, largest_n)
         else:
             sums_n = largest_n.new_zeros(3 if formula.smoothing else 2, len(largest_n))
         picked_n, *sums, z_n = sum_over(sums_n, group)
@@ -246,11 +246,7 @@ class _CrossEntropy(torch.autograd.Function):
         if not words.count:
             return torch.zeros_like(logits_nw), None, None, None, None
         gradient_nw = fused(TokenLoss.gradient, logits_nw.device)(
-            ctx.formula,
-            logits_nw[:, : words.count],
-            target_n - words.start,
-            log_sum_n,
-            grad_n,
+            ctx.formula, logits_nw[:, : words.count], target_n - words.start, log_sum_n, grad_n
         )
         if padding := words.rows - words.count:
             gradient_nw = F.pad(gradient_nw, (0, padding))
@@ -278,10 +274,10 @@ def vocabulary_parallel_logsumexp(
 class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, words: VocabularyRange, group: Group) -> Tensor:
-        own = logits[..., : words.count]
+        local = logits[..., : words.count]
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        largest = _largest(own, dtype, group)
-        result = largest + sum_over((own - largest.unsqueeze(-1)).exp_().sum(-1), group).log()
+        largest = _largest(local, dtype, group)
+        result = largest + sum_over((local - largest.unsqueeze(-1)).exp_().sum(-1), group).log()
         ctx.save_for_backward(logits, result)
         ctx.words = words
         return result.to(logits.dtype)
@@ -298,14 +294,14 @@ class _LogSumExp(torch.autograd.Function):
         return gradient, None, None
 
 
-def _largest(own: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
+def _largest(logits: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
     """Return the largest logit of each token over all ranks; a rank may have no logits."""
-    mine = (
-        own.amax(-1).to(dtype)
-        if own.size(-1)
-        else own.new_full(own.shape[:-1], -torch.inf, dtype=dtype)
+    largest = (
+        logits.amax(-1).to(dtype)
+        if logits.size(-1)
+        else logits.new_full(logits.shape[:-1], -torch.inf, dtype=dtype)
     )
-    return sum_over(mine, group, op="max")
+    return sum_over(largest, group, op="max")
 
 
 def sum_over(x: Tensor, group: Group, op: Literal["sum", "max"] = "sum") -> Tensor:
@@ -330,8 +326,8 @@ def checked_targets(
         pass
     elif target_n.device.type != "cpu":
         target_n.new_zeros(()).expand(words.size).gather(0, target_n.masked_fill(~counted_n, 0))
-    elif (bad := target_n[counted_n & ((target_n < 0) | (target_n >= words.size))]).numel():
+    elif (invalid := target_n[counted_n & ((target_n < 0) | (target_n >= words.size))]).numel():
         raise IndexError(
-            f"Target {bad[0].item()} is out of bounds: the vocabulary has {words.size} tokens"
+            f"Target {invalid[0].item()} is out of bounds: the vocabulary has {words.size} tokens"
         )
     return counted_n, target_n.masked_fill(~counted_n, -1)

@@ -63,9 +63,9 @@ def local_numbers(
     Raises:
         ValueError: A module has no such attribute, or its value does not divide.
     """
-    for pattern, wanted in numbers.items():
+    for pattern, attributes in numbers.items():
         for name, module in model.named_modules():
-            for key, number in wanted.items() if matches(name, pattern) else ():
+            for key, number in attributes.items() if matches(name, pattern) else ():
                 if key not in vars(module):
                     raise ValueError(
                         f"the plan's numbers[{pattern!r}] names '{key}', which is not a plain "

@@ -180,17 +180,17 @@ def _arithmetic(call: _Call) -> object:
         isinstance(arg, int | float) or _has_columns_of(call.logits, arg) for arg in call.args
     ):
         return NotImplemented
-    others = (
+    operands = (
         _local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in call.args
     )
-    return _like(call.logits, call.func(call.local, *others))
+    return _like(call.logits, call.func(call.local, *operands))
 
 
-def _has_columns_of(logits: VocabularyParallelLogits, other: object) -> bool:
+def _has_columns_of(logits: VocabularyParallelLogits, operand: object) -> bool:
     return (
-        isinstance(other, VocabularyParallelLogits)
-        and other.vocabulary == logits.vocabulary
-        and other.shape == logits.shape
+        isinstance(operand, VocabularyParallelLogits)
+        and operand.vocabulary == logits.vocabulary
+        and operand.shape == logits.shape
     )
 
 
@@ -215,14 +215,10 @@ def _as_whole(call: _Call) -> object:
 
 def _view(call: _Call) -> object:
     """Reshape all dimensions except the last one, which must remain the vocabulary."""
-    logits, local, whole = call.logits, call.local, call.on(_whole(call.logits))
-    if (
-        whole.dtype is not logits.dtype
-        or not whole.dim()
-        or whole.size(-1) != logits.vocabulary.size
-    ):
+    logits, local, full = call.logits, call.local, call.on(_whole(call.logits))
+    if full.dtype is not logits.dtype or not full.dim() or full.size(-1) != logits.vocabulary.size:
         return NotImplemented
-    sizes = (*whole.shape[:-1], local.size(-1))
+    sizes = (*full.shape[:-1], local.size(-1))
     return _like(
         logits, local.view(sizes) if call.func.__name__ == "view" else local.reshape(sizes)
     )
@@ -266,21 +262,21 @@ def _cross_entropy(call: _Call) -> object:
     """
     logits, bound = call.logits, _LOSS.bind(call.logits, *call.args, **call.kwargs)
     bound.apply_defaults()
-    given = bound.arguments
-    target, reduction, smoothing = given["target"], given["reduction"], given["label_smoothing"]
-    plain = all(given[name] is None for name in ("weight", "size_average", "reduce"))
-    known = reduction in get_args(Reduction) and 0.0 <= smoothing <= 1.0
+    args = bound.arguments
+    target, reduction, smoothing = args["target"], args["reduction"], args["label_smoothing"]
+    plain = all(args[name] is None for name in ("weight", "size_average", "reduce"))
+    valid = reduction in get_args(Reduction) and 0.0 <= smoothing <= 1.0
     indices = isinstance(target, Tensor) and not target.is_floating_point()
     # torch expects the classes in dimension 1, which is the last one only up to two dimensions.
     fits = indices and logits.dim() <= 2 and target.shape == call.local.shape[:-1]
-    if not (plain and known and fits):
+    if not (plain and valid and fits):
         return NotImplemented
     return vocabulary_parallel_cross_entropy(
         call.local,
         target,
         vocabulary=logits.vocabulary,
         group=logits.group,
-        ignore_index=given["ignore_index"],
+        ignore_index=args["ignore_index"],
         label_smoothing=smoothing,
         reduction=reduction,
     )
@@ -291,14 +287,14 @@ def _argmax(call: _Call) -> object:
     keepdim, words, group = call.over_vocabulary(), call.logits.vocabulary, call.logits.group
     if keepdim is None:
         return NotImplemented
-    own = call.local.detach()[..., : words.count]
+    local = call.local.detach()[..., : words.count]
     if words.count:
-        value, column = own.max(-1)
+        value, column = local.max(-1)
         column = column + words.start
     else:
         value, column = (
-            own.new_full(own.shape[:-1], -torch.inf),
-            own.new_zeros(own.shape[:-1], dtype=torch.int64),
+            local.new_full(local.shape[:-1], -torch.inf),
+            local.new_zeros(local.shape[:-1], dtype=torch.int64),
         )
     values = start_all_gather(value.unsqueeze(0), dim=0, group=group)
     columns = start_all_gather(column.unsqueeze(0), dim=0, group=group)

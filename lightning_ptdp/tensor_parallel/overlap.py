@@ -58,9 +58,9 @@ def multiply_gathered(
         (b, s, o), and (b, s, i) or None.
     """
     if pieces == "symmetric":
-        y, whole = all_gather_product(x, matrix, dim=_SEQUENCE, group=group.name, keeps=keeps)
+        y, full_x = all_gather_product(x, matrix, dim=_SEQUENCE, group=group.name, keeps=keeps)
         y = y.contiguous()  # the sequence was the leading dimension
-        return y if bias is None else add_bias(y, bias), whole
+        return y if bias is None else add_bias(y, bias), full_x
     count = min(pieces, x.size(_SEQUENCE))
     gathering = [
         start_all_gather(piece, dim=_SEQUENCE, group=group)

@@ -102,10 +102,10 @@ class ParallelPlan:
         return ("tensor",) if self.splits_sequence(name, sequence_parallel) else ()
 
     def _is_in_whole(self, name: str) -> bool:
-        whole = [pattern for pattern, kind in self.kinds.items() if kind.keeps_sequence]
+        patterns = [pattern for pattern, kind in self.kinds.items() if kind.keeps_sequence]
         return any(
             matches(".".join(name.split(".")[: pattern.count(".") + 1]), pattern)
-            for pattern in whole
+            for pattern in patterns
         )
 
     def resolve(self, model: nn.Module) -> dict[str, Kind]:
@@ -124,30 +124,30 @@ class ParallelPlan:
 
     def _matched(self, model: nn.Module) -> dict[str, Kind]:
         plain = {name: plain for name, plain, _ in seen_through(model) if plain}
-        found: dict[str, Kind] = {}
+        kinds: dict[str, Kind] = {}
         origin: dict[str, str] = {}
         for pattern, kind in self.kinds.items():
-            names = [name for name, known in plain.items() if matches(known, pattern)]
+            names = [name for name, plain_name in plain.items() if matches(plain_name, pattern)]
             if not names:
-                near = nearest_names(pattern, dict.fromkeys(plain.values()))
+                hint = nearest_names(pattern, dict.fromkeys(plain.values()))
                 raise ValueError(
                     f"the plan's tensor pattern {pattern!r} matches no module of "
-                    f"{type(model).__name__}; {near}"
+                    f"{type(model).__name__}; {hint}"
                 )
             for name in names:
-                if found.setdefault(name, kind) != kind:
+                if kinds.setdefault(name, kind) != kind:
                     raise ValueError(
-                        f"the plan has both {found[name]} and {kind} for module '{name}' "
+                        f"the plan has both {kinds[name]} and {kind} for module '{name}' "
                         f"(patterns {origin[name]!r} and {pattern!r}). Keep one of them"
                     )
                 origin.setdefault(name, pattern)
         for name, module in model.named_modules(remove_duplicate=False):
-            if f"{name}.{replaced_by(module)}" in found:
-                found |= adapter_kinds(name, module, found[f"{name}.{replaced_by(module)}"])
+            if f"{name}.{replaced_by(module)}" in kinds:
+                kinds |= adapter_kinds(name, module, kinds[f"{name}.{replaced_by(module)}"])
         return {
-            name: found[name]
+            name: kinds[name]
             for name, _ in model.named_modules(remove_duplicate=False)
-            if name in found
+            if name in kinds
         }
 
     def divided(self, model: nn.Module, **degrees: int) -> dict[str, Kind]:
@@ -189,12 +189,12 @@ class ParallelPlan:
                 vocabulary-parallel embedding and head, or with several containers.
         """
         degrees = dict.fromkeys(SPLIT_AXES, 1) | {"tensor": tensor_parallel_size} | further
-        found = (
+        resolved = (
             self._matched(model)
             if converted and max(degrees.values()) == 1
             else self.resolve(model)
         )
-        kinds = _at(found, degrees)
+        kinds = _at(resolved, degrees)
         self._check_paths(model)
         if max(degrees.values()) == 1:
             return
@@ -287,8 +287,8 @@ def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
             f"module '{name}' is a {type(module).__name__}, which cannot be sharded as {kind}: "
             f"{reason}"
         )
-    own = {key.partition(".")[0] for key, _ in module.named_parameters()}
-    extra = sorted(own - kind.parameters) if kind.parameters is not None else []
+    parameters = {key.partition(".")[0] for key, _ in module.named_parameters()}
+    extra = sorted(parameters - kind.parameters) if kind.parameters is not None else []
     if extra:
         raise ValueError(
             f"module '{name}' ({type(module).__name__}) has parameters {extra} in addition to "
@@ -304,10 +304,10 @@ def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             continue
         spread = kind if kind is not None and kind.ties == "same" else None
         for parameter in module.parameters(recurse=False):
-            other, before = users.setdefault(id(parameter), (name, spread))
+            first_user, before = users.setdefault(id(parameter), (name, spread))
             if before != spread:
                 raise ValueError(
-                    f"'{other}' and '{name}' share a weight, but the plan shards them "
+                    f"'{first_user}' and '{name}' share a weight, but the plan shards them "
                     f"differently ({before or 'not at all'} and {spread or 'not at all'}). "
                     "Give both the same kind, or leave both out"
                 )

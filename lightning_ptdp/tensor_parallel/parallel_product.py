@@ -95,10 +95,10 @@ class ParallelProduct:
         Returns:
             The input's gradient, and the gathered output gradient (the local one unless ``keeps``).
         """
-        found, whole = multiply_gathered(
+        grad_x, full_grad = multiply_gathered(
             grad, self.local.matrix, group=self.group, pieces=self.pieces, keeps=keeps
         )
-        return found, grad if whole is None else whole
+        return grad_x, grad if full_grad is None else full_grad
 
     def start_summed_gradient(self, grad: Tensor, *, alone: bool) -> Callable[[], Tensor]:
         """Start the sum of the input's gradient, computed from the output's.

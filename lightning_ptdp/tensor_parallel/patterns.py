@@ -11,9 +11,9 @@ __all__ = ["matches", "nearest_names"]
 
 def matches(name: str, pattern: str) -> bool:
     """Return True if the glob ``pattern`` names the module ``name``, component by component."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(
-        fnmatchcase(part, glob) for part, glob in zip(parts, wanted, strict=True)
+    parts, globs = name.split("."), pattern.split(".")
+    return len(parts) == len(globs) and all(
+        fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True)
     )
 
 

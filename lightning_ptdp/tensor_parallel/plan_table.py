@@ -28,20 +28,22 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
             parallelism.
     """
     counts: Counter[tuple[str, str, str, str]] = Counter()
-    seen: dict[int, str] = {}
+    names: dict[int, str] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         kind = kinds.get(module_name) or _kind_above(module_name, kinds)
-        says = kind if kind is not None else Kind()
+        row_kind = kind if kind is not None else Kind()
         for key, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{key}".lstrip(".")
             shape = tuple(parameter.shape)
-            local, fate = says.describe(key, shape, outputs_last=stores_outputs_last(module))
+            local, sharding = row_kind.describe(
+                key, shape, outputs_last=stores_outputs_last(module)
+            )
             if not splits(name):
-                fate = fate.replace("; gradient partial under sequence parallelism", "")
-            first = seen.setdefault(id(parameter), name)
+                sharding = sharding.replace("; gradient partial under sequence parallelism", "")
+            first = names.setdefault(id(parameter), name)
             if first != name:
-                fate = f"the same parameter as {first}"
-            counts[_general(name), shape_text(shape), local, fate] += 1
+                sharding = f"the same parameter as {first}"
+            counts[_general(name), shape_text(shape), local, sharding] += 1
     rows = [("parameter", "shape", "on a rank", "sharding")]
     rows += [
         (f"{row[0]}  x{count}" if count > 1 else row[0], *row[1:]) for row, count in counts.items()
@@ -54,8 +56,8 @@ def _kind_above(name: str, kinds: Mapping[str, Kind]) -> Kind | None:
     child = ""
     while name:
         name, _, child = name.rpartition(".")
-        around = kinds.get(name)
-        if around is not None and (kind := around.of_child(child)) is not None:
+        outer_kind = kinds.get(name)
+        if outer_kind is not None and (kind := outer_kind.of_child(child)) is not None:
             return kind
     return None
 

@@ -106,13 +106,13 @@ class SplitRandomness(Surrounding):
     @contextlib.contextmanager
     def within(self, *, split: bool) -> Iterator[None]:
         """Draw for a split (or a replicated) activation, regardless of the next module."""
-        change, back = (self.enter, self.leave) if split else (self.leave, self.enter)
+        change, restore = (self.enter, self.leave) if split else (self.leave, self.enter)
         changes = (self._shared is not None) != split
         if changes:
             change()
         yield
         if changes:
-            back()
+            restore()
 
     @untraced
     def _enter(self) -> None:
@@ -193,11 +193,11 @@ def give_randomness(
 def _around(
     module: nn.Module,
     before: Callable[..., None],
-    behind: Callable[..., None],
+    after: Callable[..., None],
     undo: contextlib.ExitStack,
 ) -> None:
     undo.enter_context(module.register_forward_pre_hook(before))
-    undo.enter_context(module.register_forward_hook(behind, always_call=True))
+    undo.enter_context(module.register_forward_hook(after, always_call=True))
 
 
 def _enter(randomness: Randomness, module: nn.Module, *_: object) -> None:

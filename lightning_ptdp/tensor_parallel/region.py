@@ -137,9 +137,9 @@ def _own_heads(
         name: i
         for i, name in enumerate(inspect.signature(type(module).forward).parameters, start=-1)
     }
-    given = {places[name] for name in arguments if name in places}
+    indices = {places[name] for name in arguments if name in places}
     return tuple(
-        _heads_of_rank(heads, group, x) if i in given else x for i, x in enumerate(args)
+        _heads_of_rank(heads, group, x) if i in indices else x for i, x in enumerate(args)
     ), {
         name: _heads_of_rank(heads, group, x) if name in arguments else x
         for name, x in kwargs.items()

@@ -131,8 +131,8 @@ def check_adapters(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             )
 
 
-def _refuse(what: str, *, axis: str = "tensor") -> None:
+def _refuse(problem: str, *, axis: str = "tensor") -> None:
     raise ValueError(
-        f"{what}, which {axis}_parallel_size > 1 cannot split. Use plain LoRA on linear "
+        f"{problem}, which {axis}_parallel_size > 1 cannot split. Use plain LoRA on linear "
         f"layers, or {axis}_parallel_size=1"
     )

@@ -124,12 +124,12 @@ class ParallelMultiheadAttention(ParallelLayer):
         """
         masks = []
         if attn_mask is not None:
-            whole = attn_mask
-            if whole.dim() == 3:  # (b n, s, s): masks of all heads
-                whole = torch.unflatten(whole, 0, (-1, self.num_heads)).chunk(
+            score_mask = attn_mask
+            if score_mask.dim() == 3:  # (b n, s, s): masks of all heads
+                score_mask = torch.unflatten(score_mask, 0, (-1, self.num_heads)).chunk(
                     self.group.size, dim=1
                 )[self.group.rank]
-            masks.append(_visible(whole, q.dtype))
+            masks.append(_visible(score_mask, q.dtype))
         if padding is not None:
             masks.append(_visible(padding, q.dtype)[:, None, None, :])
         return sum(masks[1:], start=masks[0]) if masks else None

@@ -56,14 +56,14 @@ class ExpertsForward(OwnForward):
     ) -> Tensor:
         shape = x_nh.shape
         x_nh = x_nh.reshape(-1, shape[-1])
-        index_nk, weights_nk = (each.reshape(x_nh.size(0), -1) for each in (index_nk, weights_nk))
+        index_nk, weights_nk = (x.reshape(x_nh.size(0), -1) for x in (index_nk, weights_nk))
         if self.splits_experts:
-            own = [copy(x_nh, self.tensor), index_nk, copy(weights_nk, self.tensor)]
+            local = [copy(x_nh, self.tensor), index_nk, copy(weights_nk, self.tensor)]
         else:
-            own = [self._own(each) for each in (x_nh, index_nk, weights_nk)]
-        found = dispatch(*own, num_experts=self.num_experts, group=self.group)
-        self._check(found)
-        y_nh = found.combine(self._experts(found), own[2])
+            local = [self._own(x) for x in (x_nh, index_nk, weights_nk)]
+        routed = dispatch(*local, num_experts=self.num_experts, group=self.group)
+        self._check(routed)
+        y_nh = routed.combine(self._experts(routed), local[2])
         y_nh = (
             reduce(y_nh, self.tensor)
             if self.splits_experts
@@ -71,17 +71,17 @@ class ExpertsForward(OwnForward):
         )
         return y_nh.view(shape)
 
-    def _experts(self, found: Dispatched) -> Tensor:
-        rows = found.rows_rh
-        way = getattr(getattr(self.module, "config", None), "_experts_implementation", None)
-        if self.splits_experts or (way in (None, _GROUPED) and stores_as_usual(self.module)):
+    def _experts(self, routed: Dispatched) -> Tensor:
+        rows = routed.rows_rh
+        backend = getattr(getattr(self.module, "config", None), "_experts_implementation", None)
+        if self.splits_experts or (backend in (None, _GROUPED) and stores_as_usual(self.module)):
             # transformers' grouped products are computed in the weights' dtype, even under
             # autocast.
-            dtype = autocast_dtype(rows) if way is None else None
-            ends = found.counts.cumsum(0, dtype=torch.int32)
+            dtype = autocast_dtype(rows) if backend is None else None
+            ends = routed.counts.cumsum(0, dtype=torch.int32)
             adds_bias = not self.splits_experts or self.tensor.rank == 0
             return usual_output(
-                self.module, rows, sizes=found.sizes, ends=ends, adds_bias=adds_bias, dtype=dtype
+                self.module, rows, sizes=routed.sizes, ends=ends, adds_bias=adds_bias, dtype=dtype
             )
         if not rows.size(0):
             # No rows were received. The backward must still run the collectives with the other
@@ -90,7 +90,7 @@ class ExpertsForward(OwnForward):
                 parameter[:0].sum() for _, parameter in nn.Module.named_parameters(self.module)
             )
         ones = rows.new_ones(rows.size(0), 1)
-        result: Tensor = self.original(rows, found.experts_r[:, None], ones)
+        result: Tensor = self.original(rows, routed.experts_r[:, None], ones)
         return result
 
     def _own(self, x: Tensor) -> Tensor:
@@ -100,18 +100,18 @@ class ExpertsForward(OwnForward):
         padding = x.new_zeros(-x.size(0) % self.tensor.size, *x.shape[1:])
         return split_sequence(torch.cat([x, padding]), self.tensor, 0)
 
-    def _check(self, found: Dispatched) -> None:
-        faults = found.faults
+    def _check(self, routed: Dispatched) -> None:
+        faults = routed.faults
         if faults.nowhere or faults.not_finite:
-            nowhere = (
+            missing = (
                 f"chose experts that do not exist {faults.nowhere} times (valid: 0 to "
                 f"{self.num_experts - 1})"
             )
-            what = (
-                nowhere
+            fault = (
+                missing
                 if faults.nowhere
                 else f"returned {faults.not_finite} weights that are not finite"
             )
             raise ExpertError(
-                f"the router of '{self.name}' {what}, on rank {self.group.ranks[self.group.rank]}"
+                f"the router of '{self.name}' {fault}, on rank {self.group.ranks[self.group.rank]}"
             )

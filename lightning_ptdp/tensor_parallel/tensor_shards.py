@@ -125,14 +125,14 @@ def shard_twice(one: Placement, other: Placement) -> Placement:
 def shard_vocabulary(shape: Sequence[int], vocabulary: VocabularyRange) -> Placement:
     """Split dimension 0 by token; a rank may have padding rows, or only padding rows."""
     assert shape[0] == vocabulary.size, (tuple(shape), vocabulary)
-    rest = tuple(shape[1:])
-    origin = (0,) * len(rest)
+    row_shape = tuple(shape[1:])
+    origin = (0,) * len(row_shape)
     piece = Piece(
-        local=(0, *origin), full=(vocabulary.start, *origin), size=(vocabulary.count, *rest)
+        local=(0, *origin), full=(vocabulary.start, *origin), size=(vocabulary.count, *row_shape)
     )
     return Placement(
         full_shape=tuple(shape),
-        local_shape=(vocabulary.rows, *rest),
+        local_shape=(vocabulary.rows, *row_shape),
         pieces=(piece,) if vocabulary.count else (),
         sharded=("tensor",),
     )

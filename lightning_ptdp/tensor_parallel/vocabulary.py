@@ -36,12 +36,7 @@ class VocabularyParallelEmbedding(ParallelLayer):
 
     shown = ("num_embeddings", "embedding_dim", "padded_vocabulary")
     # attributes of nn.Embedding that adapters read
-    max_norm, norm_type, scale_grad_by_freq, sparse = (
-        None,
-        2.0,
-        False,
-        False,
-    )
+    max_norm, norm_type, scale_grad_by_freq, sparse = (None, 2.0, False, False)
 
     def __init__(
         self,
@@ -69,15 +64,15 @@ class VocabularyParallelEmbedding(ParallelLayer):
         """
         words, padding = self.vocabulary, self.padding_idx
         valid = (ids >= 0) & (ids < words.size)
-        here = (ids >= words.start) & (ids < words.stop)
+        local = (ids >= words.start) & (ids < words.stop)
         # Map an id outside of the vocabulary to -1 on every rank, so that the look-up itself fails.
-        rows = torch.where(here, ids - words.start, torch.where(valid, 0, -1))
+        rows = torch.where(local, ids - words.start, torch.where(valid, 0, -1))
         padding_row = (
             padding - words.start
             if padding is not None and words.start <= padding < words.stop
             else None
         )
-        x = F.embedding(rows, self.weight, padding_row).masked_fill(~here.unsqueeze(-1), 0.0)
+        x = F.embedding(rows, self.weight, padding_row).masked_fill(~local.unsqueeze(-1), 0.0)
         return scatter_sequence(x, self.group) if self.sequence_parallel else reduce(x, self.group)
 
 

@@ -84,8 +84,10 @@ def verify(
         raise ValueError(f"devices={devices!r} must be a number of processes")
     if trainer.get("max_steps", -1) > 0:
         steps = min(steps, trainer["max_steps"])
-    own = replace(config, keyed_dropout=True, compile="none", compile_options=None, verify=None)
-    case = Case(name="the layout", config=own, devices=devices, blocks=blocks)
+    case_config = replace(
+        config, keyed_dropout=True, compile="none", compile_options=None, verify=None
+    )
+    case = Case(name="the layout", config=case_config, devices=devices, blocks=blocks)
     _ = case.layout  # Raises if the degrees do not fit.
     data = (train_dataloaders, val_dataloaders, datamodule)
     if hasattr(train_dataloaders, "train_dataloader"):
@@ -136,8 +138,8 @@ class _Verification:
         compared = trained.compared
         # The logged values of a step are those of its last batch only.
         if self.whole.parts > 1:
-            logged = {one.name for one in compared if one.kind == "logged value"}
-            compared = [one for one in compared if one.name not in logged]
+            logged = {diff.name for diff in compared if diff.kind == "logged value"}
+            compared = [diff for diff in compared if diff.name not in logged]
         report = Report(
             layout=self.case.layout.describe(),
             steps=trained.expected.steps,
@@ -191,7 +193,7 @@ class _Verification:
     def _in_double(self, trained: Comparison) -> Comparison:
         """Repeat the training in float64 if rounding may cause or hide differences."""
         eps, differences = trained.expected.eps, trained.differences
-        near = bool(differences) and all(one.excess <= _FAR for one in differences)
+        near = bool(differences) and all(diff.excess <= _FAR for diff in differences)
         if not near and eps < _HALF_EPS:
             return trained
         if eps < _DOUBLE_EPS:
@@ -232,15 +234,15 @@ class _Verification:
         """
         alone = trained.expected
         unsteady = Comparison([self._one_process(self.case)], alone).differences
-        repeats = {one.kind for one in unsteady} <= {"logged value", "metric"}
+        repeats = {diff.kind for diff in unsteady} <= {"logged value", "metric"}
         if unsteady and repeats:
-            names = {one.name for one in unsteady}
+            names = {diff.name for diff in unsteady}
             self.notes.append(
                 "not compared, because they are not reproducible in one process: "
                 f"{', '.join(sorted(names))}"
             )
             report = replace(
-                report, compared=[one for one in report.compared if one.name not in names]
+                report, compared=[diff for diff in report.compared if diff.name not in names]
             )
             if report.equal:
                 return report
@@ -264,9 +266,9 @@ class _Verification:
         first = report.differences[0]
         if first.kind == "loss" and first.step == 0 and "m" not in first_of:
             self._name_microbatch(trained.found, losses, count)
-        each = len(alone.numbers["loss", 0, ""][""])
+        per_step = len(alone.numbers["loss", 0, ""][""])
         # A step of -1 is before the first step.
-        batch = self.whole.lists["train", 0][: each * first.step + each or 1][-1]
+        batch = self.whole.lists["train", 0][: per_step * first.step + per_step or 1][-1]
         evidence = Evidence(
             first=first, first_of=first_of, alone=alone, losses=losses, batch=batch, repeats=repeats
         )
@@ -275,10 +277,10 @@ class _Verification:
     def _name_microbatch(self, ranks: Sequence[Record], losses: list[float], count: int) -> None:
         for rank in ranks:
             pairs = zip(rank.losses, losses[rank.replica * count :], strict=False)
-            for index, (loss, other) in enumerate(pairs):
-                if not math.isclose(loss, other, rel_tol=1e-4):
+            for index, (loss, expected) in enumerate(pairs):
+                if not math.isclose(loss, expected, rel_tol=1e-4):
                     self.notes.append(
                         f"microbatch {index} on {rank.place} is the first that differs: "
-                        f"{loss:.6g} instead of {other:.6g}"
+                        f"{loss:.6g} instead of {expected:.6g}"
                     )
                     return

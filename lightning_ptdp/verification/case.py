@@ -122,10 +122,8 @@ def combine(replicas: Sequence[Captured], *, joined: bool) -> Captured:
     """
     lists: dict[tuple[str, int], list[Nested]] = {}
     for key in replicas[0].lists:
-        together = zip(*(replica.lists.get(key, ()) for replica in replicas), strict=False)
-        lists[key] = [
-            batch for parts in together for batch in ([_join(parts)] if joined else parts)
-        ]
+        groups = zip(*(replica.lists.get(key, ()) for replica in replicas), strict=False)
+        lists[key] = [batch for parts in groups for batch in ([_join(parts)] if joined else parts)]
     count = 1 if joined else len(replicas)
     return Captured(lists=lists, length=replicas[0].length * count, parts=count)
 
@@ -153,7 +151,7 @@ def _join(parts: Sequence[Nested]) -> Nested:
     if len(parts) == 1:
         return parts[0]
     sizes = [batch_size(part) for part in parts]
-    whole = merge_outputs(parts, sizes, sizes)
-    if batch_size(whole) != sum(sizes):
+    merged = merge_outputs(parts, sizes, sizes)
+    if batch_size(merged) != sum(sizes):
         raise ValueError("they have values other than tensors with the samples along dimension 0")
-    return whole
+    return merged

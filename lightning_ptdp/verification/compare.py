@@ -75,11 +75,11 @@ class Difference:
         return self.excess > 1
 
     def __str__(self) -> str:
-        when = "before step 0" if self.step < 0 else f"step {self.step}"
-        named = f" '{self.name}'" if self.name else ""
+        step = "before step 0" if self.step < 0 else f"step {self.step}"
+        name = f" '{self.name}'" if self.name else ""
         point = f" after {self.point}" if self.point else ""
-        where = f" on {self.place}" if self.place else ""
-        return f"{when}: {self.kind}{named}{point}{where} {self.text or f'is {self.error:.1e} off'}"
+        place = f" on {self.place}" if self.place else ""
+        return f"{step}: {self.kind}{name}{point}{place} {self.text or f'is {self.error:.1e} off'}"
 
 
 class Comparison:
@@ -116,22 +116,22 @@ class Comparison:
             "weight": min(3 * math.sqrt(eps), 0.5),
         }
         self._insignificant = min(10 * tensor, 0.01)
-        rounded = sorted((one for one in noise if one.tolerance), key=lambda one: one.error)
+        rounded = sorted((diff for diff in noise if diff.tolerance), key=lambda diff: diff.error)
         # The largest noise over all steps counts, because that of a single step is random.
-        self._noise = {(one.kind, one.name): _NOISE * one.error for one in rounded}
+        self._noise = {(diff.kind, diff.name): _NOISE * diff.error for diff in rounded}
         self._significant: dict[str, Tensor] = {}
         parts = [
             self._exact(),
             *map(self._tensors, expected.tensors),
             *map(self._numbers, expected.numbers),
         ]
-        compared = [one for part in parts for one in sorted(part, key=lambda one: -one.excess)]
-        self.compared = sorted(compared, key=lambda one: (one.step, KINDS.index(one.kind)))
+        compared = [diff for part in parts for diff in sorted(part, key=lambda diff: -diff.excess)]
+        self.compared = sorted(compared, key=lambda diff: (diff.step, KINDS.index(diff.kind)))
 
     @property
     def differences(self) -> list[Difference]:
         """Return the values that differ, in the order of the training."""
-        return [one for one in self.compared if one.differs]
+        return [diff for diff in self.compared if diff.differs]
 
     def allowing(self, other: Record) -> Comparison:
         """Return the comparison with tolerances that cover the differences of ``other``.
@@ -221,24 +221,26 @@ class Comparison:
         A value that is logged without sync_dist=True is specific to each replica.
         """
         expected = self.expected.numbers[key]
-        found: dict[str, Pairs] = {}
+        actual: dict[str, Pairs] = {}
         for rank in self.found:
             for name, pairs in rank.numbers.get(key, {}).items():
-                found.setdefault(name, []).extend(pairs)
-        for name in sorted(expected.keys() ^ found.keys()):
+                actual.setdefault(name, []).extend(pairs)
+        for name in sorted(expected.keys() ^ actual.keys()):
             yield self._difference(
                 key,
                 name,
                 math.inf,
-                text="is missing in one process" if name in found else "is missing",
+                text="is missing in one process" if name in actual else "is missing",
             )
-        for name in sorted(expected.keys() & found.keys()):
-            values, weights = (set(each) for each in zip(*found[name], strict=True))
+        for name in sorted(expected.keys() & actual.keys()):
+            values, weights = (set(column) for column in zip(*actual[name], strict=True))
             if key[0] != "loss" and self.expected.counted and len(values) > len(weights) == 1:
                 continue  # These are means over unknown numbers of tokens.
-            value, other = _mean(found[name]), _mean(expected[name])
-            error = _error(_scalar(value), _scalar(other), _FLOOR)
-            yield self._difference(key, name, error, text=f"is {value:.8g} instead of {other:.8g}")
+            value, reference = _mean(actual[name]), _mean(expected[name])
+            error = _error(_scalar(value), _scalar(reference), _FLOOR)
+            yield self._difference(
+                key, name, error, text=f"is {value:.8g} instead of {reference:.8g}"
+            )
 
 
 def _mean(pairs: Pairs) -> float:
@@ -258,8 +260,8 @@ def _rms(tensors: Mapping[str, Held]) -> float:
     )
 
 
-def _cut(whole: Tensor, offset: Sequence[int], like: Tensor) -> Tensor:
-    return whole[
+def _cut(tensor: Tensor, offset: Sequence[int], like: Tensor) -> Tensor:
+    return tensor[
         tuple(slice(start, start + size) for start, size in zip(offset, like.shape, strict=True))
     ]
 
@@ -269,13 +271,13 @@ def _error(held: Held, expected: Held, floor: float) -> float:
 
     Each expected element counts with at least ``floor``.
     """
-    off = size = 0.0
+    squared_error = size = 0.0
     for offset, value in held:
         value = value.double()
-        other = (
+        reference = (
             _cut(expected[0][1], offset, value).double() if expected else torch.zeros_like(value)
         )
-        same = value.isclose(other, rtol=0.0, atol=0.0, equal_nan=True)
-        off += float((value - other)[~same].square().sum())
-        size += float(other[other.isfinite()].square().clamp(min=floor**2).sum())
-    return math.sqrt(off / max(size, 1e-300)) if off else 0.0
+        same = value.isclose(reference, rtol=0.0, atol=0.0, equal_nan=True)
+        squared_error += float((value - reference)[~same].square().sum())
+        size += float(reference[reference.isfinite()].square().clamp(min=floor**2).sum())
+    return math.sqrt(squared_error / max(size, 1e-300)) if squared_error else 0.0

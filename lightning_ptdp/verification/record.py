@@ -159,22 +159,22 @@ class Recorder:
 
     def _keep_numbers(self, kind: str, values: Mapping[str, float]) -> None:
         weight = self._tokens if kind == "logged value" else 1.0
-        kept = self.record.numbers.setdefault((kind, self.record.steps - 1, ""), {})
+        numbers = self.record.numbers.setdefault((kind, self.record.steps - 1, ""), {})
         for name, value in values.items():
-            kept.setdefault(name, [(float(value), weight)])
+            numbers.setdefault(name, [(float(value), weight)])
 
     def _keep_gradients(self, point: str) -> None:
-        found = {}
-        for _, name, tensor, placed in self._optimized():
+        gradients = {}
+        for _, name, tensor, placement in self._optimized():
             if tensor.grad is not None:
-                held = _held(tensor.grad, placed)
+                held = _held(tensor.grad, placement)
                 last = self._gradients.get(name, held)
                 same = all(torch.equal(a, b) for (_, a), (_, b) in zip(last, held, strict=True))
-                found[name] = last if same else held
-        self._gradients = self.record.tensors["gradient", self.record.steps, point] = found
+                gradients[name] = last if same else held
+        self._gradients = self.record.tensors["gradient", self.record.steps, point] = gradients
 
     def _keep_model(self) -> None:
-        trained = {one.name for one in self._strategy.parallel.parameters.values()}
+        trained = {managed.name for managed in self._strategy.parallel.parameters.values()}
         for name, (tensor, placement) in self._strategy.model_space.tensors().items():
             kind = "weight" if name in trained else "buffer"
             key = (kind if self.record.steps else "initial value", self.record.steps - 1, "")
@@ -182,15 +182,15 @@ class Recorder:
 
     def _optimized(self) -> Iterator[tuple[dict[str, Any], str, Tensor, Any]]:
         """Yield the optimizer's tensors: (group, name, tensor, position in the full parameter)."""
-        names, placed = self._strategy.model_space.optimizer_records()
+        names, placements = self._strategy.model_space.optimizer_records()
         for group in self._strategy.optimizers[0].param_groups:
             for tensor in group["params"]:
                 if tensor in names:
-                    yield group, names[tensor], tensor, placed[names[tensor]]
+                    yield group, names[tensor], tensor, placements[names[tensor]]
 
 
-def _held(tensor: Tensor, placed: Any) -> Held:
-    return [(offset, view.detach().to("cpu", copy=True)) for offset, view in placed.held(tensor)]
+def _held(tensor: Tensor, placement: Any) -> Held:
+    return [(offset, view.detach().to("cpu", copy=True)) for offset, view in placement.held(tensor)]
 
 
 def digest(value: Nested) -> str:
@@ -198,8 +198,8 @@ def digest(value: Nested) -> str:
     return str(
         hash(
             tuple(
-                each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                for each in iterate_tensors(value)
+                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                for tensor in iterate_tensors(value)
             )
         )
     )

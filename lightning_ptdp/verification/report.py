@@ -64,36 +64,36 @@ class Report:
     @property
     def differences(self) -> list[Difference]:
         """Return the values that differ, in the order of the training."""
-        return [one for one in self.compared if one.differs]
+        return [diff for diff in self.compared if diff.differs]
 
     def __str__(self) -> str:
-        found = self.differences
+        differences = self.differences
         sections = [
             [
-                f"{self.layout} is {'DIFFERENT from' if found else 'equal to'} one process in "
-                f"{self.steps} steps"
+                f"{self.layout} is {'DIFFERENT from' if differences else 'equal to'} one process "
+                f"in {self.steps} steps"
             ],
             [self._table()],
-            [f"difference {number}: {one}" for number, one in enumerate(found[:_SHOWN], 1)],
+            [f"difference {number}: {diff}" for number, diff in enumerate(differences[:_SHOWN], 1)],
             [f"only {axes}: {result}" for axes, result in self.axes],
             [f"cause: {cause.name}: {cause.text}" for cause in self.causes],
             [f"note: {note}" for note in self.notes],
         ]
-        if len(found) > _SHOWN:
-            sections[2].append(f"and {len(found) - _SHOWN} more")
-        if found and not self.causes:
+        if len(differences) > _SHOWN:
+            sections[2].append(f"and {len(differences) - _SHOWN} more")
+        if differences and not self.causes:
             sections[4].append("cause: unknown")
         return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
     def _table(self) -> str:
         rows = [("", "compared", "largest error", "tolerance", "where")]
         for kind in KINDS:
-            values = [one for one in self.compared if one.kind == kind]
+            values = [diff for diff in self.compared if diff.kind == kind]
             if values:
-                worst = max(values, key=lambda one: one.excess)
-                where = f"step {worst.step} {worst.name}" if worst.error else ""
+                worst = max(values, key=lambda diff: diff.excess)
+                location = f"step {worst.step} {worst.name}" if worst.error else ""
                 tolerance = f"{worst.tolerance:.0e}" if worst.tolerance else "exact"
-                rows.append((kind, str(len(values)), f"{worst.error:.1e}", tolerance, where))
+                rows.append((kind, str(len(values)), f"{worst.error:.1e}", tolerance, location))
         return columns(rows, words=(0, 4))
 
     def draw(self, path: str | Path) -> None:
@@ -111,10 +111,12 @@ class Report:
             ylabel="error / tolerance", yscale="log", title=f"{self}".partition("\n")[0]
         )
         for kind in KINDS:
-            shown = [one for one in self.compared if one.kind == kind and 0 < one.error < math.inf]
+            points = [
+                diff for diff in self.compared if diff.kind == kind and 0 < diff.error < math.inf
+            ]
             axes.plot(
-                [one.step for one in shown],
-                [one.excess for one in shown],
+                [diff.step for diff in points],
+                [diff.excess for diff in points],
                 "o",
                 markersize=3,
                 label=kind,

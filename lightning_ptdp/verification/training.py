@@ -113,8 +113,8 @@ class Subject:
         with reserved_port() as port:
             outcome = run_ranks(call, count=count, timeout_s=self.limit_s)
         if problem := outcome.explain():
-            late = "" if outcome.errors else f" after limit_s={self.limit_s:g}"
-            error = VerificationError(f"{problem}{late}")
+            suffix = "" if outcome.errors else f" after limit_s={self.limit_s:g}"
+            error = VerificationError(f"{problem}{suffix}")
             log = self.folder / f"{next(iter(outcome.errors or outcome.late))}.txt"
             log.touch()
             error.add_note(log.read_text(errors="replace")[-_SHOWN:])
@@ -154,8 +154,8 @@ class Subject:
             ]
             if datamodule is not None:
                 vars(datamodule).update(
-                    train_dataloader=lambda own=train: own,
-                    val_dataloader=lambda own=validation: own,
+                    train_dataloader=lambda loader=train: loader,
+                    val_dataloader=lambda loader=validation: loader,
                 )
                 train = validation = None
         trainer.fit(module, train, validation, datamodule)
@@ -163,26 +163,27 @@ class Subject:
 
     def _options(self, case: Case, recorder: Any) -> dict[str, Any]:
         names = self.strategy._names
-        given = {
+        options = {
             name: value for name, value in self.trainer.items() if name not in _LEFT_OUT.split()
         }
-        callbacks = given.get("callbacks") or []
+        callbacks = options.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        kept = [
-            one
-            for one in callbacks
-            if not isinstance(one, names.Writers) and type(one).__name__ not in _WRITERS.split()
+        user_callbacks = [
+            callback
+            for callback in callbacks
+            if not isinstance(callback, names.Writers)
+            and type(callback).__name__ not in _WRITERS.split()
         ]
         parts = case.batches[0].parts if case.batches else 1
         logger = names.DummyLogger()
         vars(logger)["log_metrics"] = recorder.log
-        return given | {
+        return options | {
             "strategy": type(self.strategy)(**vars(case.config) | {"start_method": "popen"}),
             "devices": case.devices,
-            "max_epochs": given.get("max_epochs") or -1,
-            "precision": case.precision or given.get("precision"),
-            "accumulate_grad_batches": parts * (given.get("accumulate_grad_batches") or 1),
-            "callbacks": [recorder, *kept],
+            "max_epochs": options.get("max_epochs") or -1,
+            "precision": case.precision or options.get("precision"),
+            "accumulate_grad_batches": parts * (options.get("accumulate_grad_batches") or 1),
+            "callbacks": [recorder, *user_callbacks],
             "logger": logger,
             "default_root_dir": str(self.folder),
             "limit_val_batches": self.steps,

@@ -90,7 +90,7 @@ class StepWatch(TorchFunctionMode):
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
         draws = name in _RANDOM.split()
-        if draws or (name != "__get__" and any(isinstance(each, nn.Parameter) for each in args)):
+        if draws or (name != "__get__" and any(isinstance(arg, nn.Parameter) for arg in args)):
             place, inside = _caller(self._watched.__code__)
             if draws:
                 self._record.random.add(place)

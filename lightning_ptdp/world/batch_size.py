@@ -154,10 +154,10 @@ class RampUp:
                 "can only grow"
             )
         if (self.stop - self.start) % self.increment:
-            near = nearest_divisors(self.stop - self.start, self.increment)
+            nearest = nearest_divisors(self.stop - self.start, self.increment)
             raise ValueError(
                 f"increment={self.increment} does not divide stop - start = {self.stop} - "
-                f"{self.start}. Use increment={' or '.join(map(str, near))}"
+                f"{self.start}. Use increment={' or '.join(map(str, nearest))}"
             )
         if self._growths > _MOST_GROWTHS:
             raise ValueError(
@@ -207,9 +207,9 @@ class RampUp:
         """Return the samples of ``steps`` steps, the first after ``start`` samples."""
         end = start
         while steps:
-            size, alike = self.stretch(end)
-            alike = steps if alike is None else min(alike, steps)
-            end, steps = end + alike * size, steps - alike
+            size, count = self.stretch(end)
+            count = steps if count is None else min(count, steps)
+            end, steps = end + count * size, steps - count
         return end - start
 
     def steps(self, samples: int, *, start: int = 0) -> int:
@@ -219,11 +219,11 @@ class RampUp:
         """
         steps = 0
         while True:
-            size, alike = self.stretch(start)
-            enough = samples // size
-            if alike is None or enough < alike:
-                return steps + enough
-            steps, start, samples = steps + alike, start + alike * size, samples - alike * size
+            size, count = self.stretch(start)
+            available = samples // size
+            if count is None or available < count:
+                return steps + available
+            steps, start, samples = steps + count, start + count * size, samples - count * size
 
     def epoch_steps(self, consumed: int, *, samples: int) -> int:
         """Return the steps of the epoch that contains the step after ``consumed`` samples.

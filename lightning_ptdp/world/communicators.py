@@ -54,8 +54,8 @@ _REDUCES_TOO = frozenset({"context", "expert"})
 
 def group_names(layout: ParallelLayout) -> tuple[str, ...]:
     """Return the names of a rank's groups, in the order of their creation."""
-    axes, others = (row.name for row in layout.axes), (row.others for row in layout.blocked)
-    return *axes, *SETS, *others
+    axes, replica_axes = (row.name for row in layout.axes), (row.others for row in layout.blocked)
+    return *axes, *SETS, *replica_axes
 
 
 def shared_name(name: str) -> str:
@@ -72,12 +72,12 @@ def communicators(layout: ParallelLayout, rank: int) -> list[tuple[int, ...]]:
     stages = layout.group_of("pipeline", rank)
     channels = [
         (stages[source], stages[target])
-        for turn in channel_rounds(layout)
-        for source, target, _ in turn
+        for pairs in channel_rounds(layout)
+        for source, target, _ in pairs
         if rank in (stages[source], stages[target])
     ]
-    found = [ranks for _, ranks in groups if len(ranks) > 1]
-    return [*sorted(found, key=len, reverse=True), *channels]
+    group_ranks = [ranks for _, ranks in groups if len(ranks) > 1]
+    return [*sorted(group_ranks, key=len, reverse=True), *channels]
 
 
 def channel_rounds(layout: ParallelLayout) -> list[list[tuple[int, int, str]]]:
@@ -92,12 +92,13 @@ def channel_rounds(layout: ParallelLayout) -> list[list[tuple[int, int, str]]]:
     forward = [(source, target, "forward") for source, target in ends if source != target]
     backward = [(target, source, "backward") for source, target, _ in forward]
     rounds: list[list[tuple[int, int, str]]] = []
-    for line in dict.fromkeys([*forward, *backward]):
-        free = next(
-            (turn for turn in rounds if all(not {*line[:2]} & {*other[:2]} for other in turn)), None
+    for channel in dict.fromkeys([*forward, *backward]):
+        free_round = next(
+            (pairs for pairs in rounds if all(not {*channel[:2]} & {*pair[:2]} for pair in pairs)),
+            None,
         )
-        if free is None:
-            free = []
-            rounds.append(free)
-        free.append(line)
+        if free_round is None:
+            free_round = []
+            rounds.append(free_round)
+        free_round.append(channel)
     return rounds

@@ -23,10 +23,7 @@ from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.world.axes import AXES, SETS, Axis, nearest_divisors
 from lightning_ptdp.world.stage_placement import StagePlacement, Stages, check_interleaving
 
-__all__ = [
-    "Degrees",
-    "ParallelLayout",
-]
+__all__ = ["Degrees", "ParallelLayout"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +62,8 @@ class Degrees:
         world = size(dimensions)
         for axis in AXES:
             if axis.within is not None:
-                taken = size(one for one in dimensions if one.reads in SETS[axis.within])
-                world *= math.lcm(taken, size([axis])) // taken
+                within_size = size(row for row in dimensions if row.reads in SETS[axis.within])
+                world *= math.lcm(within_size, size([axis])) // within_size
         return world
 
 
@@ -103,10 +100,10 @@ class ParallelLayout(Degrees, Stages):
         model = math.prod(sizes)
         if self.world_size % model:
             lower, upper = self.world_size // model * model, -(-self.world_size // model) * model
-            works = " or ".join(str(n) for n in (lower, upper) if n)
+            nearest = " or ".join(str(n) for n in (lower, upper) if n)
             raise ValueError(
                 f"world_size={self.world_size} is not divisible by {' * '.join(fields)} = "
-                f"{' * '.join(map(str, sizes))} = {model}. Use {works} processes, or sizes "
+                f"{' * '.join(map(str, sizes))} = {model}. Use {nearest} processes, or sizes "
                 f"whose product is one of {nearest_divisors(self.world_size, model)}"
             )
         for axis in self.blocked:
@@ -181,8 +178,8 @@ class ParallelLayout(Degrees, Stages):
         The parameter is split over the axes ``sharded``. The result names axes, or ranks of other
         blocks, whose ranks read another part of the batch.
         """
-        others = tuple(axis.others for axis in self.blocked if axis.name in sharded)
-        return others or tuple(
+        replica_axes = tuple(axis.others for axis in self.blocked if axis.name in sharded)
+        return replica_axes or tuple(
             axis.name
             for axis in self._dimensions
             if axis.reads != "same" and axis.name not in sharded
@@ -206,7 +203,7 @@ class ParallelLayout(Degrees, Stages):
         """Return the number of ranks on an axis, or a set of axes (``SETS``)."""
         if axis in SETS:
             blocks = (
-                math.prod(self.size(each.name) for each in self.blocked) if axis == "shards" else 1
+                math.prod(self.size(row.name) for row in self.blocked) if axis == "shards" else 1
             )
             return blocks * math.prod(map(self.size, self._moving(axis)))
         blocked = self._blocked(axis)
@@ -252,20 +249,20 @@ class ParallelLayout(Degrees, Stages):
         It is computed without listing the other groups.
         """
         if (blocked := self._blocked(axis)) is not None:
-            whole, size = self.group_of(blocked.within or (), rank), self.size(blocked.name)
-            first, place = divmod(whole.index(rank), size)
-            return whole[first * size :][:size] if axis == blocked.name else whole[place::size]
+            ranks, size = self.group_of(blocked.within or (), rank), self.size(blocked.name)
+            first, place = divmod(ranks.index(rank), size)
+            return ranks[first * size :][:size] if axis == blocked.name else ranks[place::size]
         if axis == "shards" and self.blocked:
             (block,) = self.blocked
             members = (
-                self.group_of(self._moving("shards"), each)
-                for each in self.group_of(block.name, rank)
+                self.group_of(self._moving("shards"), peer)
+                for peer in self.group_of(block.name, rank)
             )
             return tuple(sorted(itertools.chain(*members)))
-        here, moving = self.coordinates(rank), self._moving(axis)
+        coordinates, moving = self.coordinates(rank), self._moving(axis)
         places = itertools.product(*(range(self.size(name)) for name in moving))
         return tuple(
-            self.rank({**here, **dict(zip(moving, place, strict=True))}) for place in places
+            self.rank({**coordinates, **dict(zip(moving, place, strict=True))}) for place in places
         )
 
     def stride(self, axis: str) -> int:
@@ -331,11 +328,11 @@ class ParallelLayout(Degrees, Stages):
 
     def _check_blocks(self, axis: Axis) -> None:
         assert axis.within is not None
-        whole, size = self.size(axis.within), self.size(axis.name)
-        if whole % size:
-            of = [row.name for row in self._dimensions if row.reads in SETS[axis.within]]
+        count, size = self.size(axis.within), self.size(axis.name)
+        if count % size:
+            axes = [row.name for row in self._dimensions if row.reads in SETS[axis.within]]
             raise ValueError(
-                f"{axis.name}_parallel_size={size} does not divide {whole}, the ranks of "
-                f"{' and '.join(of)} parallelism. Use one of {nearest_divisors(whole, size)}, "
+                f"{axis.name}_parallel_size={size} does not divide {count}, the ranks of "
+                f"{' and '.join(axes)} parallelism. Use one of {nearest_divisors(count, size)}, "
                 "or other sizes"
             )

@@ -67,8 +67,8 @@ class Group:
     @property
     def name(self) -> str:
         """Return the name by which torch finds the group in this process."""
-        found: str = self.handle.group_name
-        return found
+        name: str = self.handle.group_name
+        return name
 
     @classmethod
     def named(cls, name: str) -> Group:
@@ -122,15 +122,15 @@ class ProcessMesh:
                 between stages; None: ``CHANNEL_CTAS`` if NCCL accepts a number.
         """
         groups: dict[str, Group] = {}
-        made: dict[tuple[str, tuple[int, ...]], Any] = {}
+        handles: dict[tuple[str, tuple[int, ...]], Any] = {}
         if layout.world_size > 1:
             _connect(None, device)
         for axis in group_names(layout):
             ranks = layout.group_of(axis, rank)
             key = (shared_name(axis), ranks)
-            if key not in made:
-                made[key] = _new_group(ranks, timeout, device, axis) if len(ranks) > 1 else None
-            groups[axis] = Group(made[key], ranks, ranks.index(rank))
+            if key not in handles:
+                handles[key] = _new_group(ranks, timeout, device, axis) if len(ranks) > 1 else None
+            groups[axis] = Group(handles[key], ranks, ranks.index(rank))
         channels = _channels(layout, rank, timeout, device, channel_ctas)
         return cls(
             layout=layout,
@@ -158,10 +158,10 @@ class ProcessMesh:
         The places are ascending and include this rank's. The call is collective over the axis: its
         ranks must divide the axis into groups, and must do so equally often and in the same order.
         """
-        whole = self.group(axis)
-        if len(places) == whole.size:
-            return whole
-        return self._made(axis, tuple(whole.ranks[place] for place in places))
+        parent = self.group(axis)
+        if len(places) == parent.size:
+            return parent
+        return self._made(axis, tuple(parent.ranks[place] for place in places))
 
     @property
     def world(self) -> Group:
@@ -178,13 +178,13 @@ class ProcessMesh:
         """
         ranks = self.layout.group_of(axes, self.rank)
         names = (*SETS, *axes)  # sets first: context parallelism does not share its group
-        whole = next(group for group in map(self.group, names) if group.ranks == ranks)
+        parent = next(group for group in map(self.group, names) if group.ranks == ranks)
         if nodes == 1:
-            return whole, Group(None, (self.rank,), 0)
-        size = whole.size // nodes
-        assert size * nodes == whole.size, (nodes, whole.ranks)
-        node, place = divmod(whole.rank, size)
-        inside, between = whole.ranks[node * size : (node + 1) * size], whole.ranks[place::size]
+            return parent, Group(None, (self.rank,), 0)
+        size = parent.size // nodes
+        assert size * nodes == parent.size, (nodes, parent.ranks)
+        node, place = divmod(parent.rank, size)
+        inside, between = parent.ranks[node * size : (node + 1) * size], parent.ranks[place::size]
         first = self._made("inside", inside) if size > 1 else Group(None, inside, 0)
         return first, self._made("between", between)
 
@@ -276,12 +276,12 @@ def _channels(
     """
     ranks = layout.group_of("pipeline", rank)
     channels: dict[tuple[int, int, str], Any] = {}
-    for turn in channel_rounds(layout):
-        mine = next((line for line in turn if ranks.index(rank) in line[:2]), None)
-        members = (rank,) if mine is None else tuple(sorted((ranks[mine[0]], ranks[mine[1]])))
+    for pairs in channel_rounds(layout):
+        pair = next((channel for channel in pairs if ranks.index(rank) in channel[:2]), None)
+        members = (rank,) if pair is None else tuple(sorted((ranks[pair[0]], ranks[pair[1]])))
         handle = _unconnected_group(members, timeout, CHANNEL, max_ctas)
-        if mine is not None:
-            source, target = ranks[mine[0]], ranks[mine[1]]
+        if pair is not None:
+            source, target = ranks[pair[0]], ranks[pair[1]]
             _connect_channel(source, target, rank, handle, device)
-            channels[source, target, mine[2]] = handle
+            channels[source, target, pair[2]] = handle
     return channels

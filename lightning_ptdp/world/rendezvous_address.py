@@ -40,18 +40,18 @@ def meeting_store(
     if not (keeps and one_machine):
         return dist.TCPStore(address, port, is_master=keeps, wait_for_workers=False, timeout=limit)
     try:
-        listening = socket.create_server((LOOPBACK, port), backlog=4096)
+        listener = socket.create_server((LOOPBACK, port), backlog=4096)
     except OSError as error:
         raise dist.DistNetworkError(
             f"cannot listen at {LOOPBACK}:{port}: {error.strerror}"
         ) from None
     return dist.TCPStore(
         LOOPBACK,
-        listening.getsockname()[1],
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         timeout=limit,
-        master_listen_fd=listening.detach(),
+        master_listen_fd=listener.detach(),
     )
 
 

@@ -33,9 +33,9 @@ class Stages:
 
     def rank_of(self, stage: int) -> int:
         """Return the pipeline rank that holds ``stage``."""
-        turn, rank = divmod(stage, self.pipeline_parallel_size)
+        chunk, rank = divmod(stage, self.pipeline_parallel_size)
         return (
-            self.pipeline_parallel_size - 1 - rank if self.placement == "v" and turn % 2 else rank
+            self.pipeline_parallel_size - 1 - rank if self.placement == "v" and chunk % 2 else rank
         )
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Stages:
 def stages_of_rank(p: int, v: int, rank: int, placement: StagePlacement) -> tuple[int, ...]:
     """Return the stages that pipeline rank ``rank`` holds, in ascending order: one per chunk."""
     return tuple(
-        turn * p + (p - 1 - rank if placement == "v" and turn % 2 else rank) for turn in range(v)
+        chunk * p + (p - 1 - rank if placement == "v" and chunk % 2 else rank) for chunk in range(v)
     )
 
 

@@ -282,3 +282,11 @@ def test_unpicklable_hyperparameters_are_dropped_with_warning(tmp_path: Path) ->
     with pytest.warns(UserWarning, match="without hyperparameters"):
         write_file({"state_dict": {}, "hyper_parameters": {"f": lambda: 0}}, tmp_path / "a.ckpt")
     assert torch.load(tmp_path / "a.ckpt") == {"state_dict": {}}
+
+
+@pytest.mark.parametrize("others", [{}, {"hyper_parameters": {"f": lambda: 0}}])
+def test_unpicklable_state_is_refused_by_name(others: dict[str, Any], tmp_path: Path) -> None:
+    content = {"state_dict": {}, "callbacks": {"mine": lambda: 0}, **others}
+    with pytest.raises(CheckpointError, match=r"writing .*a\.ckpt failed"):
+        write_file(content, tmp_path / "a.ckpt")
+    assert not (tmp_path / "a.ckpt").exists()

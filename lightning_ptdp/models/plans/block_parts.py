@@ -138,9 +138,9 @@ def attention(
     ``split`` lists its projections by heads, separated by blanks. ``out`` is split by input
     features.
     """
-    around: Block = {} if region is None else {name: region}
-    behind: Block = {} if out is None else {joined(name, out): Row()}
-    return {**around, **{joined(name, projection): by for projection in split.split()}, **behind}
+    regions: Block = {} if region is None else {name: region}
+    output: Block = {} if out is None else {joined(name, out): Row()}
+    return {**regions, **{joined(name, projection): by for projection in split.split()}, **output}
 
 
 def feed_forward(up: str, down: str, *, region: str | None = None) -> Block:
@@ -149,8 +149,8 @@ def feed_forward(up: str, down: str, *, region: str | None = None) -> Block:
     ``up`` lists its first projections, separated by blanks. ``down`` is split by input features.
     They need a ``region`` if several projections have one input.
     """
-    around: Block = {} if region is None else {region: _REGION}
-    return {**around, **{projection: Column() for projection in up.split()}, down: Row()}
+    regions: Block = {} if region is None else {region: _REGION}
+    return {**regions, **{projection: Column() for projection in up.split()}, down: Row()}
 
 
 def per_rank(name: str, *attributes: str) -> dict[str, Mapping[str, Number]]:
@@ -209,11 +209,11 @@ def spread_ends(module: nn.Module) -> dict[str, nn.Module]:
     A module that shares its weight with one that cannot be split is excluded.
     """
     ends = ends_of(module)
-    whole = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
+    unsplit = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
     return {
         name: end
         for name, end in ends.items()
-        if fits(end, Vocabulary()) and all(end.weight is not weight for weight in whole)
+        if fits(end, Vocabulary()) and all(end.weight is not weight for weight in unsplit)
     }
 
 
@@ -222,13 +222,13 @@ def vocabulary_of(module: nn.Module, prefix: str) -> dict[str, Kind]:
 
     An alias is a module that holds one of their parameters under another name.
     """
-    spread = spread_ends(module)
-    own = {id(parameter) for end in spread.values() for parameter in end.parameters()}
+    ends = spread_ends(module)
+    parameter_ids = {id(parameter) for end in ends.values() for parameter in end.parameters()}
     aliases = (
         name
         for name, child in module.named_modules()
-        if name not in spread
-        and any(id(parameter) in own for parameter in child.parameters(recurse=False))
+        if name not in ends
+        and any(id(parameter) in parameter_ids for parameter in child.parameters(recurse=False))
     )
-    found: dict[str, Kind] = {joined(prefix, name): Vocabulary() for name in spread}
-    return found | {joined(prefix, name): Alias() for name in aliases}
+    kinds: dict[str, Kind] = {joined(prefix, name): Vocabulary() for name in ends}
+    return kinds | {joined(prefix, name): Alias() for name in aliases}

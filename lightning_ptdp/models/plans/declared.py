@@ -59,12 +59,12 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     tensor: dict[str, Kind] = {}
     numbers, unusual = {}, set()
     for pattern, style in module.tp_plan.items():
-        found = {name: child for name, child in module.named_modules() if matches(name, pattern)}
-        if not found or found.keys() & ends.keys():
+        modules = {name: child for name, child in module.named_modules() if matches(name, pattern)}
+        if not modules or modules.keys() & ends.keys():
             continue
         kind = _kind(module, pattern, style)
         parent = joined(prefix, pattern.rpartition(".")[0])
-        if kind is not None and not all(fits(child, kind) for child in found.values()):
+        if kind is not None and not all(fits(child, kind) for child in modules.values()):
             unusual.add(parent)
         if kind is None or parent in unusual:
             continue
@@ -102,7 +102,7 @@ def _parts_kept_whole(
     Their computation may need the whole sequence: an attention, or a mixture of experts whose
     router losses depend on all tokens.
     """
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     container = (
         module.get_submodule(blocks.removeprefix(f"{prefix}.") if prefix else blocks)
         if blocks is not None
@@ -118,8 +118,8 @@ def _parts_kept_whole(
                 _is_covered(joined(name, inner), child, tensor)
                 for inner, child in part.named_modules()
             ):
-                found[joined(blocks or "", "*", key)] = None
-    return list(found)
+                patterns[joined(blocks or "", "*", key)] = None
+    return list(patterns)
 
 
 def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
@@ -178,14 +178,14 @@ def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> None:
     for parent, columns in parents.items():
         last = parent.rpartition(".")[2]
         is_attention = last in ("self_attn", "attention", "attn")
-        found = [
+        modules = [
             (name, child)
             for name, child in module.named_modules()
             if matches(joined(prefix, name), parent)
         ]
         spread = all(
             _is_spread(joined(prefix, name, key), m, tensor)
-            for name, child in found
+            for name, child in modules
             for key, m in child.named_modules()
         )
         if spread and (is_attention or (last == "mlp" and len(columns) > 1)):
@@ -193,8 +193,8 @@ def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> None:
 
 
 def _is_spread(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
-    own = any(parameter is not None for parameter in module._parameters.values())
-    return not own or any(matches(name, pattern) for pattern in tensor)
+    has_parameters = any(parameter is not None for parameter in module._parameters.values())
+    return not has_parameters or any(matches(name, pattern) for pattern in tensor)
 
 
 def _order(module: Any, prefix: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:

@@ -57,7 +57,7 @@ class EncoderDecoder:
     why_not: Callable[[Config], WhyNot] = lambda _config: {}
 
 
-def _attentions(own: str, memory: str, split: str, out: str, *, heads: str) -> Block:
+def _attentions(self_attn: str, memory: str, split: str, out: str, *, heads: str) -> Block:
     """Return the kinds of the attentions in a block.
 
     The attribute ``heads`` of the configuration gives their number of heads. An attention to the
@@ -68,20 +68,22 @@ def _attentions(own: str, memory: str, split: str, out: str, *, heads: str) -> B
         return Column(heads=getattr(config, heads))
 
     return {
-        **attention(own, split, out, by=by_heads),
+        **attention(self_attn, split, out, by=by_heads),
         **attention(memory, split, out, by=by_heads, region=None),
     }
 
 
 def _t5(name: str) -> EncoderDecoder:
-    own, memory, dense = (
+    self_attn, memory, dense = (
         "layer.*.SelfAttention",
         "layer.*.EncDecAttention",
         "layer.*.DenseReluDense",
     )
     # The first block of a stack looks up the position bias, and passes the bias of its heads to the
     # next blocks.
-    attentions = _attentions(own, memory, "q k v relative_attention_bias", "o", heads="num_heads")
+    attentions = _attentions(
+        self_attn, memory, "q k v relative_attention_bias", "o", heads="num_heads"
+    )
     block = {
         **attentions,
         **feed_forward(f"{dense}.wi {dense}.wi_0 {dense}.wi_1", f"{dense}.wo", region=dense),
@@ -92,7 +94,8 @@ def _t5(name: str) -> EncoderDecoder:
         blocks="block",
         tail="final_layer_norm",
         block=(block, block),
-        numbers=per_rank(own, "n_heads", "inner_dim") | per_rank(memory, "n_heads", "inner_dim"),
+        numbers=per_rank(self_attn, "n_heads", "inner_dim")
+        | per_rank(memory, "n_heads", "inner_dim"),
     )
 
 
@@ -169,17 +172,17 @@ def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = 
             joined(base, side, name) for name in names if name not in (pair.blocks, pair.tail)
         ]
         tails[side] = [joined(base, side, name) for name in names if name == pair.tail]
-        each = joined(base, side, pair.blocks, "*")
-        tensor |= kinds_of(block, bare.config, each)
-        numbers |= {joined(each, name): values for name, values in pair.numbers.items()}
+        pattern = joined(base, side, pair.blocks, "*")
+        tensor |= kinds_of(block, bare.config, pattern)
+        numbers |= {joined(pattern, name): values for name, values in pair.numbers.items()}
     shared = [joined(base, "shared")] if hasattr(bare, "shared") else []
-    inside = {base, *(joined(base, name) for name in (*_SIDES, "shared"))}
+    base_names = {base, *(joined(base, name) for name in (*_SIDES, "shared"))}
     heads = [joined(prefix, name) for name in _with_parameters(module)]
     plan = ParallelPlan(
         blocks=tuple(joined(base, side, pair.blocks) for side in _SIDES),
         before=(*shared, *fronts["encoder"]),
         between=(*tails["encoder"], *fronts["decoder"]),
-        after=(*tails["decoder"], *(name for name in heads if name not in inside)),
+        after=(*tails["decoder"], *(name for name in heads if name not in base_names)),
         tensor=present(tensor, module, prefix) | _words(module, prefix),
         numbers=present(numbers, module, prefix),
         sequence=None,

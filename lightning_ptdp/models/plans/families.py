@@ -270,15 +270,15 @@ def _order(
     In the bare model, modules that are not listed in ``after`` run before the blocks. Outside of
     it, modules run after them.
     """
-    behind = {joined(base, name) for name in after}
-    found: tuple[list[str], list[str], list[str]] = ([], [], [])
-    parent, here = module, prefix
+    after_blocks = {joined(base, name) for name in after}
+    groups: tuple[list[str], list[str], list[str]] = ([], [], [])
+    parent, path = module, prefix
     relative = blocks.removeprefix(f"{prefix}.") if prefix else blocks
     for step in relative.split("."):
         for key, child in parent.named_children():
-            name = joined(here, key)
+            name = joined(path, key)
             if key != step and any(True for _ in child.parameters()):
                 outside = bool(base) and not f"{name}.".startswith(f"{base}.")
-                found[2 if outside else name in behind].append(name)
-        parent, here = getattr(parent, step, nn.Module()), joined(here, step)
-    return tuple(found[0]), (*found[1], *found[2])
+                groups[2 if outside else name in after_blocks].append(name)
+        parent, path = getattr(parent, step, nn.Module()), joined(path, step)
+    return tuple(groups[0]), (*groups[1], *groups[2])

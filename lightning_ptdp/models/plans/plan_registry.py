@@ -81,8 +81,8 @@ def find_plan(model: nn.Module) -> ParallelPlan | None:
         None if there is no known model, or if there are several, whose order of execution is
         unknown.
     """
-    found = list(_known(without_adapters(model), ""))
-    return found[0] if len(found) == 1 else None
+    plans = list(_known(without_adapters(model), ""))
+    return plans[0] if len(plans) == 1 else None
 
 
 def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
@@ -213,12 +213,12 @@ def suggested_tensor(model: nn.Module) -> dict[str, str]:
         for key, child in module.named_children()
         if any(True for _ in child.children())
     }
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for name, kind in _parts(model):
         pattern = _pattern(name, members)
-        if found.setdefault(pattern, kind) != kind:
+        if kinds.setdefault(pattern, kind) != kind:
             return {}  # one pattern has parts of different kinds
-    return found
+    return kinds
 
 
 def _pattern(name: str, members: set[str]) -> str:
@@ -229,16 +229,16 @@ def _pattern(name: str, members: set[str]) -> str:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, str]]:
-    done: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
     # Innermost first: a part is the smallest module that holds both projections.
     for name, module in sorted(model.named_modules(), key=lambda entry: -entry[0].count(".")):
         if isinstance(module, nn.MultiheadAttention):
             yield name, "attention"
-            done.update(module.modules())
-        elif not done & set(module.modules()):
+            visited.update(module.modules())
+        elif not visited & set(module.modules()):
             pair = _feed_forward(module)
             yield from ((f"{name}.{inner}", kind) for inner, kind in pair.items())
-            done.update(module.modules() if pair else ())
+            visited.update(module.modules() if pair else ())
 
 
 def _feed_forward(module: nn.Module) -> dict[str, str]:
@@ -253,13 +253,13 @@ def _feed_forward(module: nn.Module) -> dict[str, str]:
     *ups, down = linear.values()
     wide, narrow = down.in_features, down.out_features
     fits = wide > narrow and all((up.in_features, up.out_features) == (narrow, wide) for up in ups)
-    others = [
+    shapes = [
         tuple(p.shape)
         for child in module.modules()
         if child not in linear.values()
         for p in child.parameters(recurse=False)
     ]
-    if not fits or any(shape != (narrow,) for shape in others):
+    if not fits or any(shape != (narrow,) for shape in shapes):
         return {}
     *first, last = linear
     return {**dict.fromkeys(first, "column"), last: "row"}

@@ -31,18 +31,18 @@ def in_turns(
         phases: Words and their number of repetitions.
     """
     order: list[Action] = []
-    following = {(kind, chunk): 0 for kind in "FB" for chunk in range(len(stages))}
-    put_off: deque[tuple[int, int]] = deque()
+    next_microbatch = {(kind, chunk): 0 for kind in "FB" for chunk in range(len(stages))}
+    deferred: deque[tuple[int, int]] = deque()
     for words, times in phases:
         for word in words.split() * times:
             if word == "W":
-                stage, microbatch = put_off.popleft()
+                stage, microbatch = deferred.popleft()
             else:
                 chunk = int(word[1:])
-                stage, microbatch = stages[chunk], following[word[0], chunk]
-                following[word[0], chunk] += 1
+                stage, microbatch = stages[chunk], next_microbatch[word[0], chunk]
+                next_microbatch[word[0], chunk] += 1
             if word[0] == "B":
-                put_off.append((stage, microbatch))
+                deferred.append((stage, microbatch))
             if microbatch < num_microbatches:
                 order.append(Action(ActionKind(word[0]), stage, microbatch))
     return tuple(order)
@@ -54,8 +54,8 @@ def groups(p: int, m: int, size: int | None = None) -> list[int]:
     A group never has fewer than p microbatches if there are as many.
     """
     count = min(-(-m // (size or p)), max(m // p, 1))
-    least, longer = divmod(m, count)
-    return [least + (index < longer) for index in range(count)]
+    base, remainder = divmod(m, count)
+    return [base + (index < remainder) for index in range(count)]
 
 
 def in_groups(

@@ -92,8 +92,8 @@ def build_schedule(
     with _without_collections():
         if not training:
             return _forward_only(p, v, m, schedule_placement(name))
-        found = _found(name, v)
-        return found if isinstance(found, Schedule) else _build(found, p, v, m, group_size)
+        spec = _found(name, v)
+        return spec if isinstance(spec, Schedule) else _build(spec, p, v, m, group_size)
 
 
 def check_schedule(
@@ -117,14 +117,14 @@ def check_schedule(
     """
     check_arguments(check_schedule, locals())
     p, v = pipeline_parallel_size, virtual_pipeline_size
-    found = _found(name, v)
+    spec = _found(name, v)
     check_interleaving(p, v)
     if group_size is not None:
-        _check_group_size(found.name if isinstance(found, ScheduleFamily) else name, group_size, p)
-    if isinstance(found, Schedule):
-        _check_file(str(name), found, p, v, num_microbatches)
+        _check_group_size(spec.name if isinstance(spec, ScheduleFamily) else name, group_size, p)
+    if isinstance(spec, Schedule):
+        _check_file(str(name), spec, p, v, num_microbatches)
     elif p > 1:
-        _check_chunks(found, v)
+        _check_chunks(spec, v)
 
 
 def schedule_placement(name: str | CustomSchedule) -> StagePlacement:
@@ -141,8 +141,8 @@ def may_split_backward(name: str | CustomSchedule) -> bool:
 
     It is also True for a user's schedule, because its actions are not known yet.
     """
-    found = _found(name)
-    return found.splits_backward if isinstance(found, ScheduleFamily) else True
+    spec = _found(name)
+    return spec.splits_backward if isinstance(spec, ScheduleFamily) else True
 
 
 def schedule_microbatches(name: str | CustomSchedule) -> int | None:
@@ -201,76 +201,76 @@ def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> No
         )
 
 
-def _check_chunks(found: CustomSchedule, v: int) -> None:
-    name = found.name
-    if not isinstance(found, ScheduleFamily):
-        if found.placement == "v" and v != 2:
+def _check_chunks(spec: CustomSchedule, v: int) -> None:
+    name = spec.name
+    if not isinstance(spec, ScheduleFamily):
+        if spec.placement == "v" and v != 2:
             raise ValueError(
                 f"schedule {name!r} places two stages per rank in a V, but "
                 f"virtual_pipeline_size={v}. Use virtual_pipeline_size=2"
             )
         return
-    instead = f"schedule={found.otherwise!r}"
-    if found.chunks == "one" and v > 1:
+    alternative = f"schedule={spec.otherwise!r}"
+    if spec.chunks == "one" and v > 1:
         auto = (
             " (or 'auto')" if name == "1f1b" else " with virtual_pipeline_size=2" if v != 2 else ""
         )
         raise ValueError(
             f"schedule={name!r} has one stage per rank, but virtual_pipeline_size={v}. Use "
-            f"{instead}{auto}, or virtual_pipeline_size=1"
+            f"{alternative}{auto}, or virtual_pipeline_size=1"
         )
-    if found.chunks == "several" and v == 1:
+    if spec.chunks == "several" and v == 1:
         raise ValueError(
             f"schedule={name!r} needs two or more stages per rank, but virtual_pipeline_size=1. "
-            f"Use virtual_pipeline_size=2 or more, or {instead} (or 'auto')"
+            f"Use virtual_pipeline_size=2 or more, or {alternative} (or 'auto')"
         )
-    if found.chunks == "two" and v != 2:
-        instead = instead if v == 1 else f"schedule={INTERLEAVED!r}"
+    if spec.chunks == "two" and v != 2:
+        alternative = alternative if v == 1 else f"schedule={INTERLEAVED!r}"
         raise ValueError(
             f"schedule={name!r} places two stages per rank in a V, but "
-            f"virtual_pipeline_size={v}. Use virtual_pipeline_size=2, or {instead}"
+            f"virtual_pipeline_size={v}. Use virtual_pipeline_size=2, or {alternative}"
         )
 
 
 def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) -> None:
-    for field, given in (
+    for field, value in (
         ("pipeline_parallel_size", p),
         ("virtual_pipeline_size", v),
         ("num_microbatches", m),
     ):
-        wanted = getattr(schedule, field)
-        if given is None or given == wanted:
+        expected = getattr(schedule, field)
+        if value is None or value == expected:
             continue
-        shorter = (
+        hint = (
             ". A batch with fewer samples than microbatches does not fit, such as the last "
             "one (drop_last=True leaves it out)"
         )
         raise ValueError(
-            f"schedule={path!r} is written for {field}={wanted}, not {given}. Use "
-            f"{field}={wanted}, or a schedule for {given}"
-            + (shorter if field == "num_microbatches" and given < wanted else "")
+            f"schedule={path!r} is written for {field}={expected}, not {value}. Use "
+            f"{field}={expected}, or a schedule for {value}"
+            + (hint if field == "num_microbatches" and value < expected else "")
         )
 
 
 # A run uses few sizes (training, evaluation, a shorter last batch). A large schedule takes some 100
 # MB.
 @functools.lru_cache(maxsize=8)
-def _build(found: CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
-    order = found.order
-    if found.name == INTERLEAVED and group_size is not None:
+def _build(spec: CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
+    order = spec.order
+    if spec.name == INTERLEAVED and group_size is not None:
         order = functools.partial(interleaved_one_f_one_b, group_size=group_size)
-    if p == 1 and isinstance(found, ScheduleFamily):
+    if p == 1 and isinstance(spec, ScheduleFamily):
         order = one_f_one_b
     orders = tuple(map(tuple, order(p, v, m)))
-    strange = next(
+    invalid = next(
         (action for program in orders for action in program if not isinstance(action, Action)), None
     )
-    if strange is not None:
+    if invalid is not None:
         raise ValueError(
-            f"the order of schedule {found.name!r} has {strange!r}, which is not an Action. "
+            f"the order of schedule {spec.name!r} has {invalid!r}, which is not an Action. "
             "Use Action.parse"
         )
-    return _proven(Schedule(found.name, p, v, m, orders, found.placement), training=True)
+    return _proven(Schedule(spec.name, p, v, m, orders, spec.placement), training=True)
 
 
 @functools.lru_cache(maxsize=8)
@@ -293,12 +293,12 @@ def _without_collections() -> Iterator[None]:
     A large schedule has millions of objects that all stay alive, and each collection would visit
     all of them again.
     """
-    collects = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collects:
+        if was_enabled:
             gc.enable()
 
 

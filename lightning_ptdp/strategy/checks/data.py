@@ -97,10 +97,10 @@ def check_packing(module: LightningModule, data: object, config: PTDPConfig) -> 
     """
     if getattr(data, "packing", None) is not True:
         return
-    why = why_not_packed(module, whole_model(module, config))
-    if why is not None:
+    reason = why_not_packed(module, whole_model(module, config))
+    if reason is not None:
         raise ValueError(
-            f"packing=True, but {why}, so packed samples would attend to each other. Use "
+            f"packing=True, but {reason}, so packed samples would attend to each other. Use "
             "packing=False"
         )
 
@@ -119,35 +119,35 @@ def why_not_packed(module: nn.Module, whole: nn.Module) -> str | None:
 
 def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
     # Recognizes a Hugging Face model without importing the library.
-    known: list[Any] = [
+    models: list[Any] = [
         child for child in whole.modules() if hasattr(type(child), "main_input_name")
     ]
-    if not known:
+    if not models:
         yield (
             f"the attention of {kind.__name__} may not separate samples by their positions, "
             "unlike that of Hugging Face models"
         )
         return
-    own = _written(kind)
-    if own and not re.search(rf"{_POSITIONS}|\*\*[a-z]|super\(\)\.training_step", own):
+    source = _written(kind)
+    if source and not re.search(rf"{_POSITIONS}|\*\*[a-z]|super\(\)\.training_step", source):
         yield f"{kind.__name__} does not pass the batch's {_POSITIONS} to its model"
-    name, settings = type(known[0]).__name__, getattr(known[0], "config", None)
-    others = sorted(
+    name, settings = type(models[0]).__name__, getattr(models[0], "config", None)
+    stateful = sorted(
         {str(layer) for layer in getattr(settings, "layer_types", None) or ()} - _ATTENTION
     )
-    others += [
+    stateful += [
         type(child).__name__
         for child in whole.modules()
         if isinstance(child, nn.RNNBase | nn.Conv1d)
     ][:1]
-    if others or getattr(type(known[0]), "_is_stateful", False):
+    if stateful or getattr(type(models[0]), "_is_stateful", False):
         yield (
             f"{name} has layers that pass a state from sample to sample "
-            f"({', '.join(others) or 'a state'})"
+            f"({', '.join(stateful) or 'a state'})"
         )
-    if not any(_masks_by_positions(child) for child in known):
+    if not any(_masks_by_positions(child) for child in models):
         yield f"{name} creates its attention mask without {_POSITIONS}"
-    if getattr(settings, "use_cache", False) and "use_cache" not in own:
+    if getattr(settings, "use_cache", False) and "use_cache" not in source:
         yield (
             f"{name} keeps a key cache, with which it does not separate samples (set its "
             "config.use_cache = False)"
@@ -176,9 +176,9 @@ def _masks_by_positions(model: nn.Module) -> bool:
         for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
     ]
-    given = [{keyword.arg for keyword in call.keywords} for call in calls]
-    return bool(given) and all(
-        _POSITIONS in those or (None in those and collected) for those in given
+    keyword_sets = [{keyword.arg for keyword in call.keywords} for call in calls]
+    return bool(keyword_sets) and all(
+        _POSITIONS in arguments or (None in arguments and collected) for arguments in keyword_sets
     )
 
 

@@ -121,16 +121,16 @@ def check_gpu(
     Raises:
         ValueError: torch has no kernels for the GPU.
     """
-    shown = ".".join(map(str, capability))
+    version = ".".join(map(str, capability))
     if kernels and not any(_runs(kernel, capability) for kernel in kernels):
         raise ValueError(
             f"this torch {torch.__version__} has no kernels for {name} (compute capability "
-            f"{shown}), only for {', '.join(kernels)}. Install a torch that supports it, or "
+            f"{version}), only for {', '.join(kernels)}. Install a torch that supports it, or "
             "use accelerator='cpu'"
         )
     if precision.startswith("bf16") and capability < _BF16:
         warnings.warn(
-            f"precision={precision!r} is slow on {name} (compute capability {shown}), which "
+            f"precision={precision!r} is slow on {name} (compute capability {version}), which "
             f"computes in float32 instead. Use precision={precision.replace('bf16', '16')!r}",
             stacklevel=2,
         )
@@ -152,10 +152,10 @@ def check_other_gpus(
     Raises:
         ValueError: Another rank uses the same GPU, or the tensor-parallel group has different GPUs.
     """
-    other = store.compare_set(f"gpu/{gpu.uuid}", "", str(rank)).decode()
-    if other != str(rank):
+    peer = store.compare_set(f"gpu/{gpu.uuid}", "", str(rank)).decode()
+    if peer != str(rank):
         raise ValueError(
-            f"ranks {other} and {rank} use the same {gpu.name} ({gpu.uuid}): NCCL needs one GPU "
+            f"ranks {peer} and {rank} use the same {gpu.name} ({gpu.uuid}): NCCL needs one GPU "
             "per process. Use other devices=..., or CUDA_VISIBLE_DEVICES"
         )
     first = store.compare_set(f"gpus/{tensor_ranks[0]}", "", gpu.name).decode()
@@ -168,10 +168,10 @@ def check_other_gpus(
 
 
 def _runs(kernel: str, capability: tuple[int, int]) -> bool:
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", kernel)
-    if found is None:
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", kernel)
+    if match is None:
         return False
-    kind, major, minor, special = found.groups()
+    kind, major, minor, special = match.groups()
     built = int(major), int(minor)
     if special == "a":
         return built == capability
@@ -184,10 +184,7 @@ def _runs(kernel: str, capability: tuple[int, int]) -> bool:
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # The first is set in a step of srun, but not in a shell in an allocation. The second is set by
 # torchrun and Ray.
-_OTHERS = (
-    "SLURM_STEP_NUM_TASKS",
-    "WORLD_SIZE",
-)
+_OTHERS = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
 
 
 def check_processes(
@@ -220,24 +217,24 @@ def check_processes(
     for name, count in _announced(environment, variables):
         if count < 2:
             continue
-        alone = devices * num_nodes == 1
+        single_process = devices * num_nodes == 1
         # A process that starts the other processes runs once on each node.
         started_again = name in _MPI and not joins and count != num_nodes
-        if not alone and not started_again:
+        if not single_process and not started_again:
             continue
         if joins:
-            works = (
+            remedy = (
                 f"Use Trainer(devices=..., num_nodes=...) with devices * num_nodes = {count}, or "
                 "start one process"
             )
         else:
-            works = (
+            remedy = (
                 f"Use Trainer(devices={count}, num_nodes=1) and start it with: torchrun "
                 f"--nproc-per-node {count} --no-python {shlex.join(sys.orig_argv)}"
             )
         raise ValueError(
             f"{name}={count}, but Trainer(devices={devices}, num_nodes={num_nodes}), so each "
-            f"of the {count} processes would run a separate training. {works}"
+            f"of the {count} processes would run a separate training. {remedy}"
         )
 
 

@@ -35,10 +35,7 @@ from lightning_ptdp.strategy.checks.whole_model import (
     whole_model,
 )
 from lightning_ptdp.strategy.forward_contexts import check_surroundings
-from lightning_ptdp.tensor_parallel import (
-    SPLIT_AXES,
-    check_captured,
-)
+from lightning_ptdp.tensor_parallel import SPLIT_AXES, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["check_initial_weights", "check_model", "open_initial_weights"]
@@ -84,8 +81,8 @@ def check_model(
     check_quantized(whole)
     hooked = [
         name
-        for one in (module, whole)
-        for name, p in one.named_parameters()
+        for root in (module, whole)
+        for name, p in root.named_parameters()
         if has_gradient_hooks(p)
     ]
     if convert is not None:
@@ -93,8 +90,8 @@ def check_model(
         whole = converted_copy(whole, convert, config, late=late)
     check_compiled(whole)
     if config.meta_init:
-        named = (*module.named_parameters(), *module.named_buffers())
-        check_late(whole, built={name for name, tensor in named if not tensor.is_meta})
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        check_late(whole, built={name for name, tensor in tensors if not tensor.is_meta})
     plan = plan_of(whole, config)
     check = getattr(whole, "check_parallel", None)
     if check is not None:
@@ -104,13 +101,13 @@ def check_model(
         whole, degrees["tensor"], layout.sequence_parallel, converted=convert is not None, **degrees
     )
     kinds = plan.divided(whole, **degrees)
-    asked = next((axis for axis in ("expert", "expert_tensor") if degrees[axis] > 1), None)
-    if asked is not None and not any(kind.axis == "expert" for kind in kinds.values()):
+    ep_axis = next((axis for axis in ("expert", "expert_tensor") if degrees[axis] > 1), None)
+    if ep_axis is not None and not any(kind.axis == "expert" for kind in kinds.values()):
         raise ValueError(
-            f"{asked}_parallel_size={degrees[asked]} distributes the experts of a mixture, but "
+            f"{ep_axis}_parallel_size={degrees[ep_axis]} distributes the experts of a mixture, but "
             f"no experts were found in {type(whole).__name__}. Name their modules in a plan, "
             'ParallelPlan(tensor={"model.layers.*.mlp.experts": "experts"}), or use '
-            f"{asked}_parallel_size=1"
+            f"{ep_axis}_parallel_size=1"
         )
     check_gradient_hooks(hooked, kinds)
     if layout.tensor_parallel_size > 1:
@@ -119,12 +116,12 @@ def check_model(
     check_surroundings(whole, config)
     blocks: Blocks | None = plan.blocks
     ranges: tuple[tuple[int, int], ...] = ()
-    known: KnownParts | None = None
+    known_parts: KnownParts | None = None
     if layout.pipeline_parallel_size > 1:
         plan.check_pipeline()
         check_skipped_layers(whole)
-        known = KnownParts.of(whole, plan)
-        parts = known.parts
+        known_parts = KnownParts.of(whole, plan)
+        parts = known_parts.parts
         blocks, ranges = (
             parts.blocks,
             layer_ranges(whole, parts=parts, layout=layout, partition=config.partition),
@@ -150,7 +147,7 @@ def check_model(
         ranges=ranges,
         selective=plan.selective,
     )
-    return known
+    return known_parts
 
 
 # ---- Checks of the initial weights that a module names, against the module -----------------------
@@ -181,8 +178,8 @@ def open_initial_weights(module: nn.Module) -> HuggingFaceWeights | None:
     if source is None or not awaits_values(module):
         return None
     first = {parameter: name for name, parameter in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    aliases = {name: first[parameter] for name, parameter in every if first[parameter] != name}
+    parameters = module.named_parameters(remove_duplicate=False)
+    aliases = {name: first[parameter] for name, parameter in parameters if first[parameter] != name}
     weights = HuggingFaceWeights.open(
         local_folder(source.path), names_in(module, aliases, ignored=source.ignores)
     )

@@ -44,10 +44,10 @@ def check_late(model: nn.Module, *, built: Collection[str]) -> None:
                 "configure_model on the meta device, where its parts have no initial values. "
                 "Build the model in __init__, or use PTDPStrategy(meta_init=False)"
             )
-        own = (*module._parameters.items(), *module._buffers.items())
+        entries = (*module._parameters.items(), *module._buffers.items())
         if any(
             tensor is not None and tensor.is_meta and prefix + key not in built
-            for key, tensor in own
+            for key, tensor in entries
         ):
             initialize = initialize or Initializers(model)
             if not initialize.knows(name):
@@ -105,7 +105,7 @@ def check_skipped_layers(model: nn.Module) -> None:
 
 def check_gradient_hooks(hooked: Collection[str], kinds: Mapping[str, Kind]) -> None:
     for name, kind in kinds.items():
-        parameter = next((one for one in hooked if one.startswith(f"{name}.")), None)
+        parameter = next((path for path in hooked if path.startswith(f"{name}.")), None)
         if parameter is not None and not isinstance(kind, Alias | Partial | Region | Whole):
             raise ValueError(
                 f"'{parameter}' has a hook on its gradient (register_hook), which would see "
@@ -133,8 +133,8 @@ def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
 
 def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
     """Warn of modules whose result depends on the number of microbatches or replicas."""
-    local = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    kinds = (*local, nn.SyncBatchNorm) if config.has_microbatches else local
+    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    kinds = (*batch_norms, nn.SyncBatchNorm) if config.has_microbatches else batch_norms
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
     if not names:
         return
@@ -157,12 +157,12 @@ def warn_of_balance_losses(model: nn.Module, config: PTDPConfig, layout: Paralle
     """Warn if a Hugging Face mixture computes its load-balancing loss over fewer tokens.
 
     In one process that loss is computed over all tokens of the batch."""
-    asked = any(
+    has_aux_loss = any(
         getattr(getattr(module, "config", None), "output_router_logits", False)
         for module in model.modules()
     )
     replicas = layout.data_parallel_size * layout.context_parallel_size
-    if asked and (config.has_microbatches or replicas > 1):
+    if has_aux_loss and (config.has_microbatches or replicas > 1):
         warnings.warn(
             "output_router_logits=True computes the model's load-balancing loss from means "
             f"over the tokens of one forward, which here is a microbatch on one of {replicas} "

@@ -20,7 +20,7 @@ __all__ = ["check_extra_state", "check_optimizer_state", "check_save_hook", "war
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _SIDE = 4
-_MEND = (
+_REMEDY = (
     "Use an optimizer whose states are like its parameters (AdamW, SGD, RMSprop, ...), or "
     "Trainer(enable_checkpointing=False)"
 )
@@ -30,11 +30,11 @@ def warn_of_objects(owner: object) -> None:
     """Warn of hyperparameters of a module or data module that are objects.
 
     Loading a checkpoint does not restore them unless the checkpoint is trusted."""
-    found = left_out(getattr(owner, "hparams", None) or {})
-    if not found:
+    objects = left_out(getattr(owner, "hparams", None) or {})
+    if not objects:
         return
     names = ", ".join(
-        f"{key!r} (a {kind})" if key else f"all of them (a {kind})" for key, kind in found.items()
+        f"{key!r} (a {kind})" if key else f"all of them (a {kind})" for key, kind in objects.items()
     )
     warnings.warn(
         f"hyperparameters of {type(owner).__name__} are objects and will not be restored from "
@@ -53,9 +53,9 @@ def check_save_hook(module: LightningModule) -> None:
 
     def trial() -> ValueError | None:
         content = {"epoch": 0, "global_step": 0, "state_dict": module.state_dict()}
-        given = set(content)
+        old_keys = set(content)
         module.on_save_checkpoint(content)
-        added = {key: value for key, value in content.items() if key not in given}
+        added = {key: value for key, value in content.items() if key not in old_keys}
         for key, kind in left_out(added).items():
             return ValueError(
                 f"on_save_checkpoint of {type(module).__name__} adds {key!r} (a {kind}), which "
@@ -73,12 +73,12 @@ def check_extra_state(module: nn.Module) -> None:
     Raises:
         ValueError: An entry is not a tensor; names the module.
     """
-    for name, part in module.named_modules():
-        if type(part).get_extra_state is nn.Module.get_extra_state:
+    for name, submodule in module.named_modules():
+        if type(submodule).get_extra_state is nn.Module.get_extra_state:
             continue
-        if not isinstance(extra := part.get_extra_state(), torch.Tensor):
+        if not isinstance(extra := submodule.get_extra_state(), torch.Tensor):
             raise ValueError(
-                f"get_extra_state() of '{name}' ({type(part).__name__}) returns a "
+                f"get_extra_state() of '{name}' ({type(submodule).__name__}) returns a "
                 f"{type(extra).__name__}, but only tensors are saved by layout. Return a "
                 "tensor, save the value in on_save_checkpoint and on_load_checkpoint, or use "
                 "Trainer(enable_checkpointing=False)"
@@ -104,11 +104,11 @@ def check_optimizer_state(
         weight.grad = torch.ones_like(weight)
         probe = object.__new__(type(optimizer))
         vars(probe).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-        own = {
+        options = {
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
         }
-        probe.state, probe.param_groups = defaultdict(dict), [{**own, "params": [weight]}]
+        probe.state, probe.param_groups = defaultdict(dict), [{**options, "params": [weight]}]
         try:
             probe.step()
         except Exception:
@@ -118,7 +118,7 @@ def check_optimizer_state(
                 probe, names={weight: "weight"}, placements={"weight": Placement.replicated(shape)}
             )
         except CheckpointError as error:
-            raise ValueError(f"{error}. {_MEND}") from None
+            raise ValueError(f"{error}. {_REMEDY}") from None
 
 
 def _may_be_tried(optimizer: Optimizer) -> bool:

@@ -164,11 +164,11 @@ def _check_compiled(strategy: CheckpointHooks, trainer: Trainer) -> None:
 def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if strategy.config.tensor_overlap != "symmetric":
         return
-    size, here = strategy.config.tensor_parallel_size, strategy.num_processes
+    size, node_size = strategy.config.tensor_parallel_size, strategy.num_processes
     if strategy.root_device.type != "cuda":
         reason = f"the device is {strategy.root_device.type!r}"
-    elif here % size:
-        reason = f"tensor_parallel_size={size} does not divide the {here} GPUs of a node"
+    elif node_size % size:
+        reason = f"tensor_parallel_size={size} does not divide the {node_size} GPUs of a node"
     elif not has_symmetric_products():
         reason = f"torch {torch.__version__} does not support it"
     else:
@@ -184,9 +184,9 @@ def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> None:
     _check_finetuning(strategy, trainer)
     if not strategy.layout.divides_model:
         return
-    whole = (*strategy._names.WeightAveragingCallbacks, *strategy._names.TunerCallbacks)
+    unsupported = (*strategy._names.WeightAveragingCallbacks, *strategy._names.TunerCallbacks)
     for callback in trainer.callbacks:
-        if isinstance(callback, whole):
+        if isinstance(callback, unsupported):
             raise strategy.refusal(
                 f"the callback {type(callback).__name__} copies or re-runs the whole model, "
                 "which no rank has under tensor or pipeline parallelism. Use it with "
@@ -276,18 +276,18 @@ def _check_checkpoint_plugin(strategy: CheckpointHooks, trainer: Trainer) -> Non
         return
     if strategy.writes_file or not trainer.checkpoint_callbacks:
         return
-    instead = (
+    alternative = (
         "PTDPStrategy(async_save=True)"
         if isinstance(plugin, strategy._names.AsyncCheckpointIO)
         else "on_save_checkpoint for additional content"
     )
-    asked = f"checkpoint_format={strategy.config.checkpoint_format!r}"
+    fallback = f"checkpoint_format={strategy.config.checkpoint_format!r}"
     if strategy.folder_callback and strategy.config.checkpoint_format == "auto":
-        asked = f"{strategy.folder_callback} needs folders, unless checkpoint_format='file'"
-    why = strategy.why_no_file() or asked
+        fallback = f"{strategy.folder_callback} needs folders, unless checkpoint_format='file'"
+    reason = strategy.why_no_file() or fallback
     raise strategy.refusal(
         f"plugins=[{type(plugin).__name__}()] writes one file, but every rank writes its part "
-        f"into a folder ({why}). Leave it out, and use {instead}"
+        f"into a folder ({reason}). Leave it out, and use {alternative}"
     )
 
 
@@ -299,9 +299,9 @@ def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> None:
             if _steps_on_copies(strategy, trainer)
             else ""
         )
-        if why := strategy.why_no_file() or copies:
+        if reason := strategy.why_no_file() or copies:
             raise strategy.refusal(
-                f"checkpoint_format='file', but {why}. Use 'auto' or 'folder', into which "
+                f"checkpoint_format='file', but {reason}. Use 'auto' or 'folder', into which "
                 "every rank writes its part"
             )
     if strategy.writes_file:

@@ -73,8 +73,8 @@ def check_first_batch(
             samples = batch_size(batch)
         except ValueError as error:
             return error
-        part = split_batch(batch, microbatch_sizes(samples, config.microbatches(samples)))[0]
-        part = module.on_after_batch_transfer(part, 0)
+        microbatch = split_batch(batch, microbatch_sizes(samples, config.microbatches(samples)))[0]
+        microbatch = module.on_after_batch_transfer(microbatch, 0)
         rehearsal = Rehearsal(
             model=module,
             parts=parts,
@@ -82,7 +82,7 @@ def check_first_batch(
             collects=plan.collects,
             pipeline_parallel_size=layout.pipeline_parallel_size,
         )
-        return rehearsal.on_step(_step_of(module, part))
+        return rehearsal.on_step(_step_of(module, microbatch))
 
     try_in_child(trial)
 

@@ -119,17 +119,17 @@ def converted_copy(
     except RuntimeError as error:
         name = getattr(convert, "__qualname__", "convert_module")
         if late:
-            way = (
+            hint = (
                 "the model that configure_model built. Build it in __init__, or use "
                 "PTDPStrategy(meta_init=False)"
             )
         elif config.tensor_parallel_size > 1:
-            way = "the copy that is checked before launch. Use tensor_parallel_size=1"
+            hint = "the copy that is checked before launch. Use tensor_parallel_size=1"
         else:
             # the ranks have values, and replaced modules matter to tensor parallelism alone
             return whole
         raise ValueError(
-            f"the plugin's {name} needs values ({error}), which do not exist yet in {way}"
+            f"the plugin's {name} needs values ({error}), which do not exist yet in {hint}"
         ) from error
 
 

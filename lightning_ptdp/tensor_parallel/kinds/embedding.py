@@ -102,8 +102,8 @@ class Position(Kind):
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        local, fate = super().describe(key, shape, outputs_last=outputs_last)
-        return local, f"position: {fate}"
+        local, sharding = super().describe(key, shape, outputs_last=outputs_last)
+        return local, f"position: {sharding}"
 
 
 def _words(module: nn.Module, place: ModulePlace) -> VocabularyRange:

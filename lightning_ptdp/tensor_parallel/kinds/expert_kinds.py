@@ -61,9 +61,9 @@ class Experts(Kind):
         } != {number}:
             return False
         # a scripted module's forward has none
-        given = inspect.signature(type(module).forward).parameters.values()
+        args = inspect.signature(type(module).forward).parameters.values()
         return (
-            sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in given)
+            sum(arg.kind in (arg.POSITIONAL_ONLY, arg.POSITIONAL_OR_KEYWORD) for arg in args)
             == 1 + _ARGUMENTS
         )
 
@@ -90,13 +90,13 @@ class Experts(Kind):
         )
 
     def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        found = {
+        placements = {
             name: self._placement(module, name, p.shape, place)
             for name, p in module.named_parameters()
         }
         return {
-            name: replace(one, sharded=one.sharded[place.group.size == 1 :])
-            for name, one in found.items()
+            name: replace(placement, sharded=placement.sharded[place.group.size == 1 :])
+            for name, placement in placements.items()
         }
 
     def _placement(
@@ -106,7 +106,7 @@ class Experts(Kind):
         # Without an inner dimension each tensor-parallel rank has one term of the gradient: that of
         # its tokens, or that of the only rank that adds a bias.
         partial = ("tensor",) if place.tensor.size > 1 and inner is None else ()
-        own = shard_columns(
+        placement = shard_columns(
             shape,
             parts=shape[:1],
             size=place.group.size,
@@ -115,10 +115,10 @@ class Experts(Kind):
             partial=partial,
         )
         if inner is None:
-            return own
+            return placement
         dim, parts = inner
         return shard_twice(
-            own,
+            placement,
             shard_columns(
                 shape, parts=parts, size=self.split_over, index=place.tensor.rank, dim=dim
             ),

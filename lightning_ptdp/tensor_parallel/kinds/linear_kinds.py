@@ -102,14 +102,14 @@ class Column(Kind):
         return tuple(max(1, size // count) for count in self.heads)
 
     def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        found = {}
+        placements = {}
         for name, parameter in module.named_parameters():
             dim = parameter.dim() - 1 if stores_outputs_last(module) else 0
             parts = self._part_sizes(parameter.shape[dim])
-            found[name] = place.columns(
+            placements[name] = place.columns(
                 parameter.shape, parts, copies=self.copies(place.group.size), dim=dim
             )
-        return found
+        return placements
 
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
@@ -218,14 +218,14 @@ class AttentionHeads(Kind):
             )
 
     def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        found = super().placements(module, place)
-        shapes = {name: placement.full_shape for name, placement in found.items()}
-        found["out_proj.weight"] = place.columns(
+        placements = super().placements(module, place)
+        shapes = {name: placement.full_shape for name, placement in placements.items()}
+        placements["out_proj.weight"] = place.columns(
             shapes["out_proj.weight"], shapes["out_proj.weight"][1:], dim=1
         )
         for name in shapes.keys() & {"in_proj_weight", "in_proj_bias"}:
-            found[name] = place.columns(shapes[name], (shapes[name][0] // 3,) * 3)
-        return found
+            placements[name] = place.columns(shapes[name], (shapes[name][0] // 3,) * 3)
+        return placements
 
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace

@@ -126,8 +126,8 @@ class Region(Kind):
         for inner, child in module.named_modules():
             path = f"{name}.{inner}" if inner else name
             kind = kinds.get(path)
-            own = {key for key, parameter in child._parameters.items() if parameter is not None}
-            if not (kind is not None and kind.region_part) and own - set(
+            names = {key for key, parameter in child._parameters.items() if parameter is not None}
+            if not (kind is not None and kind.region_part) and names - set(
                 () if inner else self.per_head
             ):
                 raise ValueError(
@@ -183,5 +183,5 @@ class _MeanForward(OwnForward):
     group: Group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        own: Tensor = self.original(*args, **kwargs)
-        return total(own, self.group) / self.group.size
+        output: Tensor = self.original(*args, **kwargs)
+        return total(output, self.group) / self.group.size
