@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -326,6 +327,9 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
         return {(found[0][0][0].device, dtype): found for (_, dtype), found in groups.items()}
 
     with contextlib.ExitStack() as stack:
+        # torch caches the constructors that `torch.device` changes: those replaced here, too
+        _device_constructors.cache_clear()
+        stack.callback(_device_constructors.cache_clear)
         for name, stub in _stubs(memory.device, memory.waits).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
         stack.enter_context(
