@@ -17,8 +17,8 @@ _HARD = 10
 class Limit:
     """Time limit that counts only the seconds in which processes could run.
 
-    Time in which their threads waited for a core or a disk does not count, so a slow test on a busy
-    machine does not look like a hang. A hanging process waits for neither and is detected after
+    Time in which their threads waited for a core does not count, so a slow test on a busy machine
+    does not look like a hang. A hanging process does not wait for a core and is detected after
     ``seconds``, as on an idle machine. The limit is always reached after ten times ``seconds``.
 
     Args:
@@ -30,23 +30,19 @@ class Limit:
         self.seconds, self._pids, self._start = seconds, pids, time.monotonic()
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
-        self._on_disk = 0.0
         self._asked = self._start
 
     def left(self) -> float:
         """Return the remaining seconds."""
         now = time.monotonic()
         if now >= self._asked + 1:
-            since, self._asked = now - self._asked, now
-            self._ask(since)
-        delay = sum(self._last.values()) - sum(self._first.values()) + self._on_disk
+            self._asked = now
+            self._ask()
+        delay = sum(self._last.values()) - sum(self._first.values())
         return min(self.seconds + delay, _HARD * self.seconds) - (now - self._start)
 
-    def _ask(self, since: float) -> None:
-        pids = list(self._pids())
-        if any(_waits_for_disk(pid) for pid in pids):
-            self._on_disk += since
-        for pid in pids:
+    def _ask(self) -> None:
+        for pid in self._pids():
             with contextlib.suppress(OSError, ValueError):
                 delay = _run_delay(pid)
                 self._first.setdefault(pid, delay)
@@ -66,15 +62,3 @@ def _run_delay(pid: int) -> float:
     """
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[1]) for thread in threads) / 1e9
-
-
-def _waits_for_disk(pid: int) -> bool:
-    """Return True if a thread of a process is in uninterruptible sleep.
-
-    Such a thread accesses a disk, or the machine is out of memory.
-    """
-    with contextlib.suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-            if thread.read_text().rpartition(")")[2].split()[0] == "D":
-                return True
-    return False

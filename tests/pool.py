@@ -50,12 +50,15 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # exclude preloaded objects from garbage collection
     os.chdir(started_in)
-    faulthandler.register(signal.SIGUSR2, file=open(stacks, "a"))  # noqa: SIM115 - open until the process ends
+    stacks_file = open(stacks, "a")  # noqa: SIM115 - as long as the process lives
     while True:
         try:
             task = connection.recv_bytes()
         except (EOFError, KeyboardInterrupt):
             return
+        # A Trainer restores the handlers that Python knows, which removes this one.
+        faulthandler.unregister(signal.SIGUSR2)
+        faulthandler.register(signal.SIGUSR2, file=stacks_file)
         try:
             with _left_as_it_was():
                 reply = (True, _call(*pickle.loads(task)))

@@ -50,11 +50,3 @@ def test_hard_limit_applies_despite_delays(monkeypatch: pytest.MonkeyPatch) -> N
     limit = Limit(0.2, lambda: [os.getpid()])
     while limit.left() > 0:
         time.sleep(0.1)
-
-
-def test_wait_for_disk_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.limits._waits_for_disk", lambda pid: True)
-    limit, start = Limit(1, lambda: [os.getpid()]), time.monotonic()
-    while time.monotonic() - start < 2.5:
-        assert limit.left() > 0, "the limit ignores that a process waits for a disk"
-        time.sleep(0.1)
