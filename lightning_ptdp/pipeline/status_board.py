@@ -165,7 +165,7 @@ class StatusStore:
 class StatusBoard:
     """Background thread that publishes this rank's status and receives the other ranks'.
 
-    It runs until the bulletin is closed or garbage collected, or until the store is gone.
+    It runs until the board is closed or garbage collected, or until the store is gone.
 
     Attributes:
         board: The received statuses.
@@ -173,7 +173,7 @@ class StatusBoard:
 
     def __init__(self, board: StatusStore) -> None:
         self.board = board
-        self._thread = threading.Thread(target=board.serve, name="ptdp bulletin", daemon=True)
+        self._thread = threading.Thread(target=board.serve, name="ptdp status board", daemon=True)
         self._thread.start()
         # The thread holds no reference to this object, and ends with it.
         self._finalizer = weakref.finalize(self, board.end)

@@ -100,13 +100,13 @@ class Watchdog(StepObserver):
         self._judge = HangJudge(
             limit_s=self.limit_s, interval_s=self.interval_s, waits_raise=self.waits_raise
         )
-        self._bulletin: StatusBoard | None = None
+        self._status_board: StatusBoard | None = None
         self._guard: HangGuard | None = None
         if self.world_size > 1 and store is not None:
             board = StatusStore(
                 store, self.rank, peers, self.world_size, self._progress, self.interval_s
             )
-            self._bulletin = StatusBoard(board)
+            self._status_board = StatusBoard(board)
             self._guard = HangGuard(
                 partial(Watchdog._look, weakref.proxy(self)), interval_s=self.interval_s
             )
@@ -140,10 +140,10 @@ class Watchdog(StepObserver):
             store=store,
             waits_raise=waits_raise,
         )
-        if watchdog._bulletin is not None:
+        if watchdog._status_board is not None:
             # Ensures a first status of a rank that is lost at once. All ranks create the watchdog
             # together, right after the mesh.
-            watchdog._bulletin.hear_all(min(limit_s, _PUBLISH_LIMIT_S))
+            watchdog._status_board.hear_all(min(limit_s, _PUBLISH_LIMIT_S))
         return watchdog
 
     # ---- events ----------------------------------------------------------------------------------
@@ -237,12 +237,12 @@ class Watchdog(StepObserver):
             world_size=self.world_size,
             silent_after_s=silent_after,
         )
-        if self._bulletin is None:
+        if self._status_board is None:
             return report()
-        missing = self._bulletin.roll_call(
+        missing = self._status_board.roll_call(
             min(_ROLL_CALL * self.interval_s, _ANSWER_LIMIT_S), min(silent_after, _PUBLISH_LIMIT_S)
         )
-        board = self._bulletin.board
+        board = self._status_board.board
         heard, as_of = dict(board.heard), board.answered_at
         silent = missing
         if silent is None:
@@ -279,7 +279,7 @@ class Watchdog(StepObserver):
         Returns:
             True if the store accepted it within a second.
         """
-        return self._bulletin is not None and self._bulletin.exchange(_PUBLISH_LIMIT_S)
+        return self._status_board is not None and self._status_board.exchange(_PUBLISH_LIMIT_S)
 
     @property
     def failed(self) -> bool:
@@ -294,7 +294,7 @@ class Watchdog(StepObserver):
         """
         if self.world_size == 1:
             return True
-        return self._bulletin is not None and self._bulletin.all_come(topic, limit_s)
+        return self._status_board is not None and self._status_board.all_come(topic, limit_s)
 
     def close(self) -> None:
         """End the threads; call it before the process group is destroyed.
@@ -306,9 +306,9 @@ class Watchdog(StepObserver):
         if self._guard is not None:
             self._guard.close()
             self._guard = None
-        if self._bulletin is not None:
-            self._bulletin.close()
-            self._bulletin = None
+        if self._status_board is not None:
+            self._status_board.close()
+            self._status_board = None
 
     def _note_failure(self, error: BaseException) -> None:
         self._progress.failure, self._progress.raised_at = (
@@ -329,9 +329,9 @@ class Watchdog(StepObserver):
         Returns:
             True if the guard should look again.
         """
-        if self._bulletin is None:
+        if self._status_board is None:
             return False
-        board, progress = self._bulletin.board, self._progress
+        board, progress = self._status_board.board, self._progress
         now, since = time.monotonic(), progress.note[3]
         stuck = now - since
         asks = stuck > self.limit_s / 4 and self._thread == threading.main_thread().ident

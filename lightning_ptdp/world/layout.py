@@ -95,14 +95,14 @@ class ParallelLayout(Degrees, Stages):
 
     def __post_init__(self) -> None:
         check_types(self)
-        fields = [f"{axis.name}_parallel_size" for axis in self._dimensions if axis.name != "data"]
-        sizes = [getattr(self, field) for field in fields]
+        names = [f"{axis.name}_parallel_size" for axis in self._dimensions if axis.name != "data"]
+        sizes = [getattr(self, name) for name in names]
         model = math.prod(sizes)
         if self.world_size % model:
             lower, upper = self.world_size // model * model, -(-self.world_size // model) * model
             nearest = " or ".join(str(n) for n in (lower, upper) if n)
             raise ValueError(
-                f"world_size={self.world_size} is not divisible by {' * '.join(fields)} = "
+                f"world_size={self.world_size} is not divisible by {' * '.join(names)} = "
                 f"{' * '.join(map(str, sizes))} = {model}. Use {nearest} processes, or sizes "
                 f"whose product is one of {nearest_divisors(self.world_size, model)}"
             )

@@ -365,7 +365,7 @@ def test_lost_store_is_called_only_once() -> None:
     store = _Gone()
     rank = watchdog(store, interval_s=1e-3)
     for thread in threads():
-        if thread.name == "ptdp bulletin":
+        if thread.name == "ptdp status board":
             thread.join(HANGS_S)
     assert store.calls == 1
     assert not rank.publish()
