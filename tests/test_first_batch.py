@@ -20,6 +20,8 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.fork_safety import try_in_child
 from tests.pool import in_new_process
 
+pytestmark = pytest.mark.thorough
+
 WIDTH = 4
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.limits import Limit
 
+pytestmark = pytest.mark.thorough
+
 
 def _spin(core: int, stop: Event) -> None:
     os.sched_setaffinity(0, {core})

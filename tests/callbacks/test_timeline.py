@@ -20,6 +20,8 @@ from lightning_ptdp.loggers import MLFlowLogger as OurLogger
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 
 

@@ -13,6 +13,8 @@ import yaml
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -27,6 +27,8 @@ from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
 from lightning_ptdp.planner import Candidate, Job, find_device, search
 from lightning_ptdp.planner.picture import draw, draw_what_if
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 
 SIZES = ["--layers", "24", "--hidden", "2048", "--heads", "16", "--sequence", "2048"]

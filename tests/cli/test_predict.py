@@ -13,6 +13,8 @@ import torch
 from lightning_ptdp.callbacks.predictions import _records
 from tests.cli.commands import PTDP
 
+pytestmark = pytest.mark.thorough
+
 Run = Callable[..., tuple[int, str, str]]
 
 LAYOUTS = {

@@ -14,6 +14,8 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
 from tests.conformance.toys import Conformance, LitNet, Place, loader, make_trainer
 
+pytestmark = pytest.mark.thorough
+
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 

@@ -41,6 +41,8 @@ from tests.conformance.toys import (
 from tests.errors import raises_with
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 PIPELINE = Place(world_size=2, layout={**P2, "start_method": "fork"})
 HALVES = ParallelPlan(tensor={"net.2": "column", "net.4": "row"})
 TWO_BY_TWO = Place(world_size=4, layout={**P2, "start_method": "fork"})

@@ -37,6 +37,8 @@ from lightning_ptdp.models import make_tiny
 from tests.data.conftest import config_of
 from tests.data.folders import flip, write_rows
 
+pytestmark = pytest.mark.thorough
+
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 

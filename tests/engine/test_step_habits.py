@@ -16,6 +16,8 @@ from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 
 class LitPlain(L.LightningModule):
     def __init__(self) -> None:

@@ -31,6 +31,8 @@ from lightning_ptdp.loggers.tracking_store import sqlite_uri
 from lightning_ptdp.models import LitCausalLM
 from lightning_ptdp.models.tiny import make_tiny
 
+pytestmark = pytest.mark.thorough
+
 CONFIG = "seed_everything: 1\ntrainer:\n  max_steps: 2\n  callbacks: []\n  strategy: ptdp\n"
 
 

@@ -10,6 +10,8 @@ from mlflow.tracking import MlflowClient
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.tracking_store import sqlite_path, sqlite_uri
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("name", ["plain", "it's [a] {b} %41 #1", "what?mode=ro", "ü & ;"])
 def test_database_is_written_to_folder_of_logger(name: str, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import whole_gradient
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("prefix", ["", "inner.model"])

@@ -17,6 +17,8 @@ from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import tensor_group
 
+pytestmark = pytest.mark.thorough
+
 SIZES = {
     "vocabulary_size": 64,
     "sequence_length": 48,

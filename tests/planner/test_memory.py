@@ -23,6 +23,8 @@ from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import tensor_group
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     "config", [*VARIANTS.values(), MIXTURE], ids=[*VARIANTS.keys(), "dense and mixtures"]

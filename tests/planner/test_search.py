@@ -11,6 +11,8 @@ from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Candidate, Job, Plan, Space, find_device, search
 from tests.planner.jobs import TABLE_1, Row, job_of, small_job
 
+pytestmark = pytest.mark.thorough
+
 PAPER = Space(
     schedules=("1f1b", "interleaved_1f1b"),
     recompute=("full",),

@@ -16,6 +16,8 @@ from tests.schedule.nccl import Habits, every, operations
 from tests.schedule.orders import compute_orders
 from tests.schedule.streams import Operation, stuck_operations
 
+pytestmark = pytest.mark.thorough
+
 SIZES = ((2, 1), (2, 4), (2, 7), (3, 5), (4, 1), (4, 2), (4, 8), (5, 12), (8, 16))
 FOUR_EACH = Habits(tensor=2, replicas=2)
 

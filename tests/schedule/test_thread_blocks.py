@@ -22,6 +22,8 @@ from tests.schedule.streams import (
     stuck_operations,
 )
 
+pytestmark = pytest.mark.thorough
+
 H100, A100 = 132, 108
 UNLIMITED = 32
 """Thread blocks that NCCL may choose for a message, and for a collective."""

@@ -13,6 +13,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 T8P8D8C2E8: dict[str, Any] = {
     "world_size": 1024,
     "tensor_parallel_size": 8,
