@@ -146,7 +146,12 @@ def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> Non
         callbacks.append(set_trap(attempt.trap))
     world_size, options = LAYOUTS[attempt.layout]
     pl.seed_everything(3, verbose=False)
-    strategy = PTDPStrategy(**options, timeout_s=attempt.timeout_s, async_save=attempt.async_save)
+    strategy = PTDPStrategy(
+        **options,
+        checkpoint_format="folder",  # also where one process holds the whole model
+        timeout_s=attempt.timeout_s,
+        async_save=attempt.async_save,
+    )
     saving = {
         "every_n_train_steps": SAVE_EVERY,
         "save_top_k": 2,
