@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ptdp.schedule import CustomSchedule, build_schedule, dump_schedule
-from tests.letters import SP, M, P, R, S, T, V
+from tests.letters import SP, C, D, M, P, R, S, T, V, Z
 from tests.parity import Parity, Place, assert_near, assert_same
 from tests.pipeline.grid import weights_at_the_end
 from tests.tiny_gpt import Run
@@ -130,6 +130,18 @@ def test_schedule_from_file(parity: Parity, tmp_path: Path) -> None:
         path,
     )
     parity.check(PIPELINE, (2, {P: 2, V: 2, M: 4, S: path}))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [(2, {D: 2}), (2, {D: 2, Z: True}), (4, {D: 2, C: 2}), (4, {D: 2})],
+    ids=["d2 on 2 nodes", "d2 ZeRO on 2 nodes", "d2c2 on 2 nodes", "d4 on 2 nodes"],
+)
+def test_reduction_between_nodes_runs_beside_other_collectives(
+    place: Place, parity: Parity
+) -> None:
+    world_size, options = place
+    parity.check(Run(layers=4, steps=4), (world_size, {**options, M: 2, "bucket_mb": 1e-3}))
 
 
 @pytest.mark.parametrize("name", ["p2v2 zb_v", "p2v2 dualpipe_v"])

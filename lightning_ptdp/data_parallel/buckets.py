@@ -298,4 +298,5 @@ class GradientBuckets:
         pending = bucket.reduction.prepare(bucket.buffer)
         if self.launched is not None:
             self.launched(bucket.chunk, pending)
-        self._overlapped.launch(pending, shares=bucket.reduction.outer.size == 1)
+        levels = bucket.reduction.inner.size, bucket.reduction.outer.size
+        self._overlapped.launch(pending, shares=1 in levels)

@@ -15,7 +15,8 @@
   the same order. If only some ranks need a group, the other ranks create one among themselves.
 - **Sharing.** Groups with equal ranks share a communicator, which runs its operations in the order
   of issue. An urgent group shares none with reductions: it would wait behind their large buckets.
-  The default group is shared with none: the user may call it while a reduction runs.
+  The default group is shared with none: the user may call it while a reduction runs. Nor are the
+  groups of a reduction in two levels, whose second collective a thread issues.
 - **Thread blocks.** An operation starts when all its thread blocks fit on the GPU, one per SM. A
   receive that was posted early holds them until its message is sent. Channels therefore get few
   blocks, which leaves room for the collectives of a computation.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -185,12 +186,19 @@ class ProcessMesh:
         assert size * nodes == parent.size, (nodes, parent.ranks)
         node, place = divmod(parent.rank, size)
         inside, between = parent.ranks[node * size : (node + 1) * size], parent.ranks[place::size]
-        first = self._made("inside", inside) if size > 1 else Group(None, inside, 0)
-        return first, self._made("between", between)
+        if size == 1:
+            return Group(None, inside, 0), parent
+        # A thread reduces over them, so they share no communicator with the other groups.
+        return self._made("inside", inside, shared={}), self._made("between", between, shared={})
 
-    def _made(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """Return the group of ``ranks``, created on first use."""
-        for key, group in self.groups.items():
+    def _made(
+        self, name: str, ranks: tuple[int, ...], *, shared: Mapping[str, Group] | None = None
+    ) -> Group:
+        """Return the group of ``ranks``, created on first use.
+
+        It is one of ``shared`` with the same ranks, if there is one; None means all groups.
+        """
+        for key, group in (self.groups if shared is None else shared).items():
             # All ranks create the same number of groups: those of one rank are created again.
             if group.ranks == ranks and len(ranks) > 1 and key not in URGENT:
                 return group
