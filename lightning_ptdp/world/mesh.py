@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -162,7 +161,12 @@ class ProcessMesh:
         parent = self.group(axis)
         if len(places) == parent.size:
             return parent
-        return self._made(axis, tuple(parent.ranks[place] for place in places))
+        ranks = tuple(parent.ranks[place] for place in places)
+        for key in group_names(self.layout):
+            # All ranks create the same number of groups: those of one rank are created again.
+            if key not in URGENT and self.groups[key].ranks == ranks and len(ranks) > 1:
+                return self.groups[key]
+        return self._made(axis, ranks)
 
     @property
     def world(self) -> Group:
@@ -189,19 +193,10 @@ class ProcessMesh:
         if size == 1:
             return Group(None, inside, 0), parent
         # A thread reduces over them, so they share no communicator with the other groups.
-        return self._made("inside", inside, shared={}), self._made("between", between, shared={})
+        return self._made("inside", inside), self._made("between", between)
 
-    def _made(
-        self, name: str, ranks: tuple[int, ...], *, shared: Mapping[str, Group] | None = None
-    ) -> Group:
-        """Return the group of ``ranks``, created on first use.
-
-        It is one of ``shared`` with the same ranks, if there is one; None means all groups.
-        """
-        for key, group in (self.groups if shared is None else shared).items():
-            # All ranks create the same number of groups: those of one rank are created again.
-            if group.ranks == ranks and len(ranks) > 1 and key not in URGENT:
-                return group
+    def _made(self, name: str, ranks: tuple[int, ...]) -> Group:
+        """Return the group of ``ranks`` for this purpose, created on first use."""
         key = f"{name}{ranks}"
         if key not in self.groups:
             handle = _new_group(ranks, self.timeout, self.device, key)
