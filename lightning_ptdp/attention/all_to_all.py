@@ -4,8 +4,9 @@ See DeepSpeed-Ulysses, arXiv 2309.14509.
 
 Before the attention every rank exchanges its slice of all heads for the full sequence of n/c heads.
 After the attention it exchanges them back. torch's own attention runs between them, with all its
-kernels and masks. A layer makes four exchanges in each direction. Each exchanges a slice, of which
-1/c stays on its rank. There can be no more ranks than heads, and masks are (s, s).
+kernels and masks. A layer makes two exchanges in each direction: one of the queries, keys and
+values, one of the results. Of each, 1/c stays on its rank. There can be no more ranks than heads,
+and masks are (s, s).
 
 Shapes: b samples, n heads, m key/value heads (m divides n), s tokens in the full sequence, s/c
 local tokens, d channels per head.
@@ -14,7 +15,7 @@ local tokens, d channels per head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -75,7 +76,7 @@ class AllToAllAttention(DistributedAttention):
 
     @classmethod
     def operations(cls, size: int) -> int:
-        """Return parts, their stack, the exchange and the reordering of four tensors."""
+        """Return parts, their copy, the exchange and the reordering of four tensors."""
         return 4 * _EXCHANGE_OPERATIONS
 
     @classmethod
@@ -117,52 +118,41 @@ def _to_heads(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
     """Exchange (b, n, s/c, d) -> (b, n/c, s, d)."""
     order = chunk_order(group.size)
     places = sorted(range(len(order)), key=order.__getitem__)
-    # (2c, b, n/c, s/2c, d): for each rank its heads of the two local chunks.
-    sent = [
-        [half for heads in x.chunk(group.size, 1) for half in heads.chunk(2, 2)] for x in tensors
-    ]
-    return tuple(
-        torch.cat([chunks[place] for place in places], dim=2) for chunks in _trade(sent, group)
-    )
+    traded = _trade([x.chunk(group.size, 1) for x in tensors], group)
+    halves = [[half for part in parts for half in part.chunk(2, 2)] for parts in traded]
+    return tuple(torch.cat([chunks[place] for place in places], dim=2) for chunks in halves)
 
 
 def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
     """Exchange (b, n/c, s, d) -> (b, n, s/c, d)."""
-    sent = [
-        [x.chunk(2 * group.size, 2)[chunk] for chunk in chunk_order(group.size)] for x in tensors
-    ]
-    # (2c, b, n/c, s/2c, d): from each rank its heads of this rank's two chunks.
-    return tuple(
-        torch.unflatten(chunks, 0, (group.size, 2))
-        .permute(2, 0, 3, 1, 4, 5)
-        .flatten(1, 2)
-        .flatten(2, 3)
-        for chunks in _trade(sent, group)
-    )
+    order, chunks = chunk_order(group.size), [x.chunk(2 * group.size, 2) for x in tensors]
+    pairs = list(zip(order[::2], order[1::2], strict=True))
+    sent = [[torch.cat([x[first], x[second]], dim=2) for first, second in pairs] for x in chunks]
+    return tuple(torch.cat(parts, dim=1) for parts in _trade(sent, group))
 
 
-def _trade(sent: list[list[Tensor]], group: Group) -> list[Tensor]:
-    """Send each rank its two parts of several tensors, and return the received parts.
+def _trade(sent: Sequence[Sequence[Tensor]], group: Group) -> list[list[Tensor]]:
+    """Send each rank its part of several tensors, and return the parts from each rank.
 
-    The parts of a tensor are in the order of the ranks.
+    The parts of a tensor are in the order of the ranks and have one shape. They travel as one
+    message to each rank. A rank's own part does not travel.
     """
-    sources = [torch.stack(parts) for parts in sent]
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    message = torch.cat([parts[rank].reshape(-1) for rank in others for parts in sent])
+    counts = [len(message) // len(others)] * group.size
+    counts[group.rank] = 0
     if torch.compiler.is_compiling():
-        splits = [2] * group.size
-        started = [
-            start_traced("all_to_all_single", source, splits, splits, group.name)
-            for source in sources
-        ]
-        return [wait_traced(result) for result in started]
-    received = [torch.empty_like(source) for source in sources]
-    pending = [
-        dist.all_to_all_single(result, source, group=group.handle, async_op=True)
-        for result, source in zip(received, sources, strict=True)
-    ]
-    for work in pending:
-        assert work is not None
-        work.wait()
-    return received
+        traced = start_traced("all_to_all_single", message, counts, counts, group.name)
+        received = wait_traced(traced)
+    else:
+        received = torch.empty_like(message)
+        dist.all_to_all_single(received, message, counts, counts, group=group.handle)
+    arrived = iter(received.split([parts[0].numel() for _ in others for parts in sent]))
+    result = [list(parts) for parts in sent]
+    for rank in others:
+        for parts in result:
+            parts[rank] = next(arrived).view(parts[rank].shape)
+    return result
 
 
 def _whole_mask(mask: Tensor, q: Tensor, group: Group) -> Tensor:

@@ -13,6 +13,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -36,7 +37,7 @@ from lightning_ptdp.planner import (
     find_device,
     known_device,
 )
-from lightning_ptdp.shims.glibc import return_large_blocks
+from lightning_ptdp.shims.glibc import Heap
 from lightning_ptdp.tensor_parallel import vocabulary_parallel_cross_entropy
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
@@ -50,7 +51,6 @@ _ROUNDS = 3
 _BUDGET_S = 0.04
 _MOST, _LEAST = 20, 3
 _TOKENS, _WIDTH, _WORDS, _PARAMETERS = 256, 512, 8192, 2**20
-_FRESH = 64 * 2**20  # more than the C library ever keeps
 _GIB = 2**30
 
 _Run = Callable[[], object]
@@ -77,18 +77,14 @@ def measure_device(place: GroupMember, tell: Tell) -> Figures:
     """
     times: dict[_Key, list[float]] = defaultdict(list)
 
-    def rounds(runs: Callable[[torch.device], Iterator[tuple[_Key, Callable[[], _Run]]]]) -> None:
+    # As in a training on a CPU.
+    with closing(Heap()) if place.device.type == "cpu" else nullcontext():
         for number in range(_ROUNDS):
             if place.size > 1:
                 dist.barrier()
-            for key, make in runs(place.device):
+            for key, make in _runs(place.device):
                 tell(f"{' '.join(map(str, key))}, round {number + 1} of {_ROUNDS}")
                 times[key].append(_usual_s(place.device, make()))
-
-    rounds(_runs)
-    if place.device.type == "cpu":
-        return_large_blocks()
-        rounds(_fresh_runs)
     seconds = {key: median(rounds_s) for key, rounds_s in times.items()}
     return Figures(seconds=seconds, links=measure_links(place, tell, cores=cores_of(place.device)))
 
@@ -146,9 +142,6 @@ def calibrated(
             gated=gated,
             loss=_TOKENS * _WORDS * SOFTWARE["ours"].loss / slowest["loss",],
             optimizer=32 * _PARAMETERS / slowest["optimizer",],
-            fresh_s=max(0.0, slowest["fresh",] - slowest["filled",]) / _FRESH
-            if kind == "cpu"
-            else 0.0,
             operation_s=slowest["host",] / (3 * SOFTWARE["ours"].operations),
             waiting=figures[0].links.waiting,
         ),
@@ -171,8 +164,7 @@ def describe(device: Device) -> str:
         f"{'process' if measured.processes == 1 else 'processes'}{shared}",
         f"  products {products} GFLOP/s by shape, attention {attention}",
         f"  between products {device.stream / 1e9:.3g} GB/s (SwiGLU {measured.gated / 1e9:.3g}), "
-        f"loss {measured.loss / 1e9:.3g}, optimizer {measured.optimizer / 1e9:.3g}, fresh memory "
-        f"{measured.fresh_s * 1e9:.3g} ns per byte",
+        f"loss {measured.loss / 1e9:.3g}, optimizer {measured.optimizer / 1e9:.3g}",
         f"  {measured.operation_s * 1e6:.3g} us per operation",
     ]
     for operation, members, nbytes, seconds in device.cluster.collectives:
@@ -234,15 +226,6 @@ def _runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
     yield ("loss",), partial(_loss, device)
     yield ("optimizer",), partial(_optimizer, device)
     yield ("host",), partial(_small, device)
-
-
-def _fresh_runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
-    def fill() -> _Run:
-        buffer = torch.empty(_FRESH, dtype=torch.uint8, device=device)
-        return lambda: buffer.zero_()
-
-    yield ("fresh",), lambda: lambda: torch.empty(_FRESH, dtype=torch.uint8, device=device).zero_()
-    yield ("filled",), fill
 
 
 def _product(device: torch.device, m: int, n: int, k: int, dtype: torch.dtype) -> _Run:

@@ -193,7 +193,6 @@ class Measured:
             that the planner counts, here and below.
         loss: Bytes per second of the loss and its backward.
         optimizer: Bytes per second of an optimizer step.
-        fresh_s: Seconds to touch a byte of newly allocated memory (``pass_time.py``).
         operation_s: Seconds of the host per operation.
         waiting: Share of a core that a rank uses while it waits for a collective. Separate threads
             receive, sum and send.
@@ -209,7 +208,6 @@ class Measured:
     gated: float
     loss: float
     optimizer: float
-    fresh_s: float = 0.0
     operation_s: float
     waiting: float = 0.0
 
@@ -220,7 +218,7 @@ class Measured:
             numbers = (
                 [item for row in value for item in row] if isinstance(value, tuple) else [value]
             )
-            zero = field.name in ("cores", "fresh_s", "waiting")
+            zero = field.name in ("cores", "waiting")
             if any(not (item > 0 or (zero and item == 0)) for item in numbers):
                 raise ValueError(f"{field.name}={value!r:.80} must be greater than 0")
         if not self.products or not self.attention:

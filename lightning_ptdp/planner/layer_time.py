@@ -18,8 +18,6 @@ from lightning_ptdp.planner.parameters import sharding_time
 from lightning_ptdp.planner.pass_time import (
     NOTHING,
     PassTime,
-    fresh_seconds,
-    layer_tensors,
     product_passes,
 )
 from lightning_ptdp.planner.shapes import LayerShape
@@ -64,9 +62,6 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         (NOTHING, 0.0, 0) if layer.experts is None else _experts(job, choice, layer, layer.experts)
     )
 
-    fresh, fresh_backward = (
-        fresh_seconds(job, sizes) for sizes in layer_tensors(job, choice, layer)
-    )
     measured = job.device.measured
     operation_s = software.operation_s if measured is None else measured.operation_s
     operations += software.operations + len(layer.attentions) * exchange_operations(choice)
@@ -76,13 +71,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         kept_on(choice, layer.backward),
     )
     forward = (
-        sum(time.forward for time in products)
-        + core
-        + between / stream
-        + fresh
-        + moved
-        + sent
-        + exposed
+        sum(time.forward for time in products) + core + between / stream + moved + sent + exposed
     )
     forward += experts.forward + travel
     forward, waited = _host_and_device(job, host, forward), sent + exposed
@@ -99,7 +88,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     )
     backward += experts.backward - experts.weight + travel
     backward = _host_and_device(
-        job, 2 * host, backward + fresh_backward + moved_backward + sent_backward + exposed_backward
+        job, 2 * host, backward + moved_backward + sent_backward + exposed_backward
     )
     recomputes = choice.recompute == "full"
     if recomputes:
@@ -197,17 +186,11 @@ def input_time(job: Job, choice: Choice) -> PassTime:
         )
         gathered = group.all_gather(nbytes) if choice.layout.sequence_parallel else 0.0
     weight = sum(time.weight_gradient for time in products)
-    fresh = fresh_seconds(job, [nbytes])
     return PassTime(
         forward=sum(time.forward for time in products)
         + kept_on(choice, first.forward) / stream
-        + fresh
         + summed,
-        backward=weight
-        + (kept_on(choice, first.backward) + table) / stream
-        + fresh
-        + fresh_seconds(job, [first.table_elements(t) * job.precision.weight])
-        + gathered,
+        backward=weight + (kept_on(choice, first.backward) + table) / stream + gathered,
         weight=weight,
         communication=summed + gathered,
     )
@@ -226,18 +209,14 @@ def head_time(job: Job, choice: Choice) -> PassTime:
         logits = choice.samples * head.products[-1].rows * head.products[-1].local(t)[0]
     measured = job.device.measured
     loss = logits * job.software.loss / (stream if measured is None else measured.loss)
-    # The logits, the logits minus their maximum, and their gradient.
-    fresh = fresh_seconds(job, [logits * job.precision.compute])
     return PassTime(
         forward=sum(time.forward for time in products)
         + loss / 3
-        + 2 * fresh
         + gathered
         + kept_on(choice, head.forward) / stream,
         backward=sum(time.input_gradient for time in products)
         + weight
         + 2 / 3 * loss
-        + fresh
         + exposed
         + kept_on(choice, head.backward) / stream,
         weight=weight,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.pass_time import ProductTime, fresh_seconds
+from lightning_ptdp.planner.pass_time import ProductTime
 from lightning_ptdp.planner.shapes import LayerShape, Product
 
 __all__ = ["expert_collectives", "late_biases", "tensor_collectives", "transposes"]
@@ -68,17 +68,15 @@ def transposes(job: Job, choice: Choice, products: Iterable[Product]) -> tuple[f
     """Return the seconds of a layer's passes to transpose the sequence for collectives.
 
     Collectives concatenate along the first dimension. Our sequence dimension is the second one, so
-    it is moved to the front and back. This is a copy if there are several samples. The result of a
-    collective is always a new tensor.
+    it is moved to the front and back. This is a copy if there are several samples.
     """
     forward = backward = 0.0
     if not choice.layout.sequence_parallel or not job.software.batch_first:
         return forward, backward
     for product in products:
-        nbytes = _shared_bytes(job, choice, product)
-        seconds = fresh_seconds(job, [nbytes])
+        seconds = 0.0
         if choice.micro_batch_size > 1:
-            seconds += 2 * nbytes / job.device.stream + fresh_seconds(job, [nbytes])
+            seconds = 2 * _shared_bytes(job, choice, product) / job.device.stream
         forward += seconds
         backward += 2 * seconds if product.cut == "outputs" else seconds
     return forward, backward

@@ -155,8 +155,10 @@ class _PTDPStrategy(SetupHooks):
         return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Record the start of the batch if the layout was chosen by a forecast."""
+        """Tidy the heap, and record the start of the batch if a forecast chose the layout."""
         super().on_train_batch_start(batch, batch_idx)
+        if self._heap is not None:
+            self._heap.trim_if_grown()
         if self._forecast is not None:
             self._forecast.batch_begins()
 
@@ -203,7 +205,7 @@ class _PTDPStrategy(SetupHooks):
 
         ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("_run", "_parallel", "_engine", "_guard")
+        of_a_run = ("_run", "_parallel", "_engine", "_guard", "_heap")
         saves = {"_surroundings": Surroundings(), "_saves": FolderSaves()}
         return {**state, **dict.fromkeys(of_a_run), **saves}
 

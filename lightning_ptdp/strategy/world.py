@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.base.random import derive_seed, seed_process
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.shims.glibc import return_large_blocks
+from lightning_ptdp.shims.glibc import Heap
 from lightning_ptdp.shims.lightning import Launcher
 from lightning_ptdp.strategy.checks.machine_limits import (
     check_device,
@@ -45,6 +45,7 @@ class World(RunningStrategy):
     _launcher: Launcher
     _parent: int
     _interfaces: list[str]
+    _heap: Heap | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -149,8 +150,8 @@ class World(RunningStrategy):
         if layout.world_size > 1 and self.num_nodes == 1:
             self._interfaces = [*self._interfaces, *listen_on_loopback()]
         self._run = self._begin(layout, self._run)
-        if layout.world_size > 1 and self.root_device.type == "cpu":
-            return_large_blocks()
+        if self._heap is None and self.root_device.type == "cpu":
+            self._heap = Heap()
         if self.global_rank != 0:
             # Every rank would print this warning of ModelCheckpoint.
             warnings.filterwarnings("ignore", message="The dirpath has changed")
@@ -258,9 +259,14 @@ class World(RunningStrategy):
         return join(expected, open_store=open_store, make=make, limit=limit, ended=self._ended)
 
     def leave_environment(self) -> None:
-        """Restore the network interfaces chosen by the user or torch, for groups made later."""
+        """Restore the network interfaces and the heap as the user or a library had set them.
+
+        Groups that are made later use these interfaces."""
         chosen, self._interfaces = self._interfaces, []
         listen_anywhere(chosen)
+        heap, self._heap = self._heap, None
+        if heap is not None:
+            heap.close()
 
     def _ended(self) -> str:
         """Return a message about ended child or parent processes; "" if there are none."""

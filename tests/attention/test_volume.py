@@ -37,8 +37,8 @@ def test_communication_volume_matches_formulas(
 ) -> None:
     for causal, kv_heads in ((True, 4), (False, 2)):
         # Ring: 2 (c-1) blocks of keys and values in forward; the same blocks and their gradients,
-        # in at least 32 bits, in backward. All-to-all: (c-1)/c of q, k, v and the output in each
-        # direction, with keys and values repeated to a multiple of c heads.
+        # in at least 32 bits, in backward. All-to-all: (c-1)/c of q, k and v in one message, and of
+        # the output in another, in each direction, with keys and values repeated to a multiple of c heads.
         head, bytes_each = 2 * (16 // size) * 8, dtype.itemsize
         if kind == "ring":
             blocks = 2 * (size - 1) * kv_heads * head
@@ -48,7 +48,7 @@ def test_communication_volume_matches_formulas(
             )
         else:
             sent = 2 * (4 + math.lcm(kv_heads, size)) * head * bytes_each // size * (size - 1)
-            expected = (sent, 4), (sent, 4)
+            expected = (sent, 2), (sent, 2)
         for counted in pool.run(_count, world_size=size, args=(kind, causal, dtype, kv_heads)):
             assert tuple((one["bytes"], one["messages"]) for one in counted) == expected
 

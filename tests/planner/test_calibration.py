@@ -33,7 +33,6 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.planner.calibrated_device import MACHINE_FILE
 from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.pass_time import fresh_seconds
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import choice, small_job
 from tests.pool import Pool
@@ -267,14 +266,3 @@ def test_step_time_with_processes_sharing_cores(p: int, cores: int, expected: fl
         assert closed.total == pytest.approx(times[count].total, rel=0.12)
     assert times[8].sharing == 0
     assert times[cores].total / times[8].total == pytest.approx(expected, rel=0.05)
-
-
-def test_only_large_cpu_tensors_take_fresh_memory() -> None:
-    """The threshold is 1 MiB with several processes and 32 MiB with one (``shims/glibc.py``)."""
-    fresh = device(fresh_s=1e-9)
-    model = GPTConfig.gpt2(hidden_size=64, num_heads=2)
-    one, two = (job_on(fresh, model, world_size=world) for world in (1, 2))
-    sizes = [2**20 - 1, 2**20, 2**26]
-    assert fresh_seconds(one, sizes) == pytest.approx(2**26 * 1e-9)
-    assert fresh_seconds(two, sizes) == pytest.approx((2**26 + 2**20) * 1e-9)
-    assert fresh_seconds(dataclasses.replace(two, device=find_device("h100")), sizes) == 0.0
