@@ -6,10 +6,13 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-__all__ = ["QUIET", "Comparison", "compare", "parse_options", "report"]
+from lightning_ptdp.shims.glibc import Heap
+
+__all__ = ["QUIET", "Comparison", "compare", "parse_options", "report", "usual_heap"]
 
 QUIET = {
     "logger": False,
@@ -31,6 +34,17 @@ def parse_options(parser: argparse.ArgumentParser, **smoke: object) -> argparse.
     if options.smoke:
         vars(options).update(smoke)
     return options
+
+
+@contextmanager
+def usual_heap() -> Iterator[None]:
+    """Return a context for a peer in a process in which our strategy trains: the C library returns
+    large blocks, as it does for the peer's users."""
+    Heap().close()
+    try:
+        yield
+    finally:
+        Heap()
 
 
 @dataclass(frozen=True, kw_only=True)
