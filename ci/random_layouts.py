@@ -100,7 +100,7 @@ def _tensor_options(draw: Draw) -> dict[str, Any]:
 
 def _replica_options(draw: Draw, d: int) -> dict[str, Any]:
     return {
-        "shard_optimizer": draw.random() < 0.5,
+        "shard": draw.choice(("none", "optimizer", "gradients")),
         "overlap_parameter_gather": draw.choice((None, True, False)),
         "data_parallel_replicas": draw.choice((1, 1, 2, d)),
     }

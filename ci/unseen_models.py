@@ -77,7 +77,7 @@ def draw_run(draw: Draw, name: str) -> Run:
         "context_parallel_size": c,
         "num_microbatches": m,
         "sequence_parallel": t > 1 and draw.random() < 0.4,
-        "shard_optimizer": d > 1 and draw.random() < 0.5,
+        "shard": draw.choice(("none", "optimizer", "gradients")) if d > 1 else "none",
         "recompute": draw.choice(("none", "none", "full")),
     }
     if p > 1:

@@ -25,7 +25,7 @@ from lightning_ptdp.schedule.generators import (
 )
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.overlap import Pieces
-from lightning_ptdp.world.layout import Degrees, ParallelLayout
+from lightning_ptdp.world.layout import Degrees, ParallelLayout, Sharding
 
 __all__ = [
     "CheckpointFormat",
@@ -125,9 +125,11 @@ class PTDPConfig(Degrees):
             (``lightning_ptdp.keyed_dropout``).
         bucket_mb: Size of a gradient bucket in MiB. Default: 25, or with many replicas 4 for each
             of them.
-        shard_optimizer: Each replica keeps only the optimizer states of its part of the parameters,
-            updates that part, and gathers the rest (ZeRO-1, arXiv 1910.02054). The optimizer must
-            work element by element.
+        shard: What the replicas share instead of each keeping all of it: "none", "optimizer" (each
+            keeps the optimizer states of its part of the parameters, updates that part, and gathers
+            the rest; ZeRO-1, arXiv 1910.02054), or "gradients" (each also keeps only its part of
+            the gradients, which are summed after every microbatch; ZeRO-2). The optimizer must work
+            element by element.
         master_weights: Let the optimizer step on float32 copies of parameters in half precision
             ("bf16-true", "16-true").
         gradient_dtype: Type in which the gradients of such parameters are accumulated: "float32" or
@@ -193,7 +195,7 @@ class PTDPConfig(Degrees):
     seed: int | None = None
     keyed_dropout: bool = False
     bucket_mb: float | None = None
-    shard_optimizer: bool = False
+    shard: Sharding = "none"
     master_weights: bool = True
     gradient_dtype: GradientDtype = "float32"
     reduce_dtype: ReduceDtype | None = None
@@ -259,6 +261,11 @@ class PTDPConfig(Degrees):
     def num_stages(self) -> int:
         """Return p * v."""
         return self.pipeline_parallel_size * self.virtual_pipeline_size
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Return True if each replica steps on a part of the parameters."""
+        return self.shard != "none"
 
     @property
     def timeout(self) -> timedelta:

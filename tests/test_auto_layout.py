@@ -66,7 +66,7 @@ def trained(
         "pipeline_parallel_size",
         "num_microbatches",
         "recompute",
-        "shard_optimizer",
+        "shard",
         "schedule",
     )
     return (

@@ -83,7 +83,7 @@ class AxisRun(Run):
     ("kind", "world_size", "options"),
     [
         (Regions, 4, {"num_microbatches": 2}),
-        (Regions, 4, {"shard_optimizer": True, "bucket_mb": 1e-2}),
+        (Regions, 4, {"shard": "optimizer", "bucket_mb": 1e-2}),
         (Regions, 4, {"pipeline_parallel_size": 2}),
         (Spares, 4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     ],

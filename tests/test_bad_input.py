@@ -467,13 +467,13 @@ AT_START = {
     ),
     "an optimizer of matrices": (
         LitAdafactor,
-        {"shard_optimizer": True},
+        {"shard": "optimizer"},
         {},
         loader,
         [
             "MixingOptimizerError",
             "Adafactor does not work element by element",
-            "shard_optimizer=False",
+            "shard='none'",
         ],
     ),
     "skipped step": (

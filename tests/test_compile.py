@@ -33,7 +33,7 @@ from tests.tiny_gpt import LitTiny, Run, gpt_config
 pytestmark = pytest.mark.thorough
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "d2 sharded": {"shard_optimizer": True},
+    "d2 sharded": {"shard": "optimizer"},
     "t2": {T: 2, R: "selective"},
     "t2sp": {T: 2, SP: True},
     "t2sp in pieces": {T: 2, SP: True, "tensor_overlap": 3},

@@ -80,7 +80,9 @@ def _fit(
     return raised, [str(warning.message) for warning in caught], bool(finite)
 
 
-@pytest.mark.parametrize("layout", [{}, {M: 2}, {Z: True}], ids=["d2", "d2 m2", "d2 sharded"])
+@pytest.mark.parametrize(
+    "layout", [{}, {M: 2}, {Z: "optimizer"}], ids=["d2", "d2 m2", "d2 sharded"]
+)
 def test_nan_loss_with_zero_tokens_is_accepted(layout: dict[str, Any], pool: Pool) -> None:
     for raised, _, finite in pool.run(
         _fit, world_size=2, args=(LitUncounted, 2, {**layout, "check_finite": "raise"})
@@ -108,7 +110,7 @@ def test_nan_is_found_in_single_process_without_microbatches(pool: Pool) -> None
 PLACES = {
     "one": (1, {M: 2}),
     "d2": (2, {M: 2}),
-    "d2 sharded": (2, {M: 2, Z: True}),
+    "d2 sharded": (2, {M: 2, Z: "optimizer"}),
     "p2": (2, {P: 2, M: 2}),
 }
 
@@ -147,6 +149,6 @@ def test_parameters_without_gradient_are_named_once(name: str, pool: Pool) -> No
 
 
 def test_parameter_frozen_after_setup_is_refused(pool: Pool) -> None:
-    for raised, _, _ in pool.run(_fit, world_size=2, args=(LitFreezes, 2, {Z: True})):
+    for raised, _, _ in pool.run(_fit, world_size=2, args=(LitFreezes, 2, {Z: "optimizer"})):
         assert raised.startswith("ValueError: requires_grad of '")
         assert "has become False" in raised

@@ -36,7 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "reduce_dtype": "bfloat16",
     },
     "d4 ZeRO two levels": {
-        "shard_optimizer": True,
+        "shard": "optimizer",
         "data_parallel_replicas": 2,
         "num_microbatches": 2,
     },
@@ -54,7 +54,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline_parallel_size": 2,
         "virtual_pipeline_size": 2,
         "num_microbatches": 4,
-        "shard_optimizer": True,
+        "shard": "optimizer",
     },
     "c2 p2": {"context_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 4},
     "t2 d2 recomputed": {"tensor_parallel_size": 2, "num_microbatches": 2, "recompute": "full"},

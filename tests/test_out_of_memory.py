@@ -127,10 +127,10 @@ EXPECTED = {
         (
             {},
             {**EXPECTED, "optimizer": 14 * GIB},
-            ["optimizer: more than expected. Use shard_optimizer=True, or a larger"],
+            ["optimizer: more than expected. Use shard='optimizer', or a larger"],
         ),
         (
-            {"shard_optimizer": True},
+            {"shard": "optimizer"},
             {**EXPECTED, "optimizer": 14 * GIB},
             ["optimizer: more than expected. Use a larger tensor_"],
         ),

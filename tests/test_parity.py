@@ -134,7 +134,7 @@ def test_schedule_from_file(parity: Parity, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [(2, {D: 2}), (2, {D: 2, Z: True}), (4, {D: 2, C: 2}), (4, {D: 2})],
+    [(2, {D: 2}), (2, {D: 2, Z: "optimizer"}), (4, {D: 2, C: 2}), (4, {D: 2})],
     ids=["d2 on 2 nodes", "d2 ZeRO on 2 nodes", "d2c2 on 2 nodes", "d4 on 2 nodes"],
 )
 def test_reduction_between_nodes_runs_beside_other_collectives(

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.thorough
 LAYOUTS: dict[str, Place] = {
     "m4": (1, {M: 4}),
     "d2": (2, {M: 2}),
-    "d2 sharded": (2, {Z: True, M: 2}),
-    "d4 sharded": (4, {Z: True, M: 1}),
-    "d4 sharded in two levels": (4, {Z: True, D: 2, M: 1}),
-    "d2p2 sharded": (4, {Z: True, P: 2, M: 2}),
-    "d2p2v2 zb_v sharded": (4, {Z: True, P: 2, V: 2, M: 2, S: "zb_v"}),
+    "d2 sharded": (2, {Z: "optimizer", M: 2}),
+    "d4 sharded": (4, {Z: "optimizer", M: 1}),
+    "d4 sharded in two levels": (4, {Z: "optimizer", D: 2, M: 1}),
+    "d2p2 sharded": (4, {Z: "optimizer", P: 2, M: 2}),
+    "d2p2v2 zb_v sharded": (4, {Z: "optimizer", P: 2, V: 2, M: 2, S: "zb_v"}),
 }
 RUN = Run(steps=8, accumulate=2, count_tokens=False, ignore_padding=False)
 
@@ -89,7 +89,7 @@ def _overflow(
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(2, {}), (2, {Z: True}), (2, {P: 2, M: 2}), (4, {P: 2, M: 2, Z: True})],
+    [(2, {}), (2, {Z: "optimizer"}), (2, {P: 2, M: 2}), (4, {P: 2, M: 2, Z: "optimizer"})],
     ids=["d2", "d2 sharded", "p2", "d2p2 sharded"],
 )
 def test_overflow_on_one_rank_skips_step_on_all_ranks(
@@ -100,7 +100,7 @@ def test_overflow_on_one_rank_skips_step_on_all_ranks(
 
 
 def test_true_half_precision_scales_loss(pool: Pool) -> None:
-    for scales, moved in pool.run(_overflow, world_size=2, args=(2, {Z: True}, "16-true")):
+    for scales, moved in pool.run(_overflow, world_size=2, args=(2, {Z: "optimizer"}, "16-true")):
         assert not moved[1]
         assert scales[1] == scales[0] / 2
 

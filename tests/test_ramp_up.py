@@ -113,7 +113,7 @@ def test_single_process_follows_ramp(one: tuple[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(2, P2), (2, {"shard_optimizer": True})], ids=["p2", "d2"]
+    ("world_size", "layout"), [(2, P2), (2, {"shard": "optimizer"})], ids=["p2", "d2"]
 )
 def test_ramp_is_equal_in_every_layout(
     pool: Pool, one: tuple[str, Any], world_size: int, layout: dict[str, Any]

@@ -31,10 +31,10 @@ LAYOUTS: dict[str, Place] = {
     "1f1b": (2, {P: 2, M: 4, S: "1f1b"}),
     "c2": (2, {C: 2}),
     "t2p2": (4, {T: 2, P: 2, M: 2}),
-    "d4 sharded": (4, {"shard_optimizer": True}),
-    "d4 sharded in nodes": (4, {"shard_optimizer": True, "data_parallel_replicas": 2}),
-    "d2t2 sharded": (4, {"shard_optimizer": True, T: 2, M: 2}),
-    "d2zb_v sharded": (4, {**ZB_V, "shard_optimizer": True}),
+    "d4 sharded": (4, {"shard": "optimizer"}),
+    "d4 sharded in nodes": (4, {"shard": "optimizer", "data_parallel_replicas": 2}),
+    "d2t2 sharded": (4, {"shard": "optimizer", T: 2, M: 2}),
+    "d2zb_v sharded": (4, {**ZB_V, "shard": "optimizer"}),
 }
 
 

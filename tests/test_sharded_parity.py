@@ -14,18 +14,18 @@ from tests.tiny_gpt import Run
 pytestmark = pytest.mark.thorough
 
 LAYOUTS: dict[str, Place] = {
-    "d2": (2, {Z: True}),
-    "d2 overlapped": (2, {Z: True, G: True}),
-    "d2p2v2 overlapped": (4, {Z: True, G: True, P: 2, V: 2, M: 2}),
-    "d4": (4, {Z: True}),
-    "d2m2": (2, {Z: True, M: 2}),
-    "d2t2": (4, {Z: True, T: 2}),
-    "d2t2sp": (4, {Z: True, T: 2, SP: True, M: 2}),
-    "d2p2 zb_h1": (4, {Z: True, P: 2, M: 3, S: "zb_h1"}),
-    "d2p2v2 dualpipe_v": (4, {Z: True, P: 2, V: 2, M: 3, S: "dualpipe_v"}),
-    "d2c2": (4, {Z: True, C: 2}),
+    "d2": (2, {Z: "optimizer"}),
+    "d2 overlapped": (2, {Z: "optimizer", G: True}),
+    "d2p2v2 overlapped": (4, {Z: "optimizer", G: True, P: 2, V: 2, M: 2}),
+    "d4": (4, {Z: "optimizer"}),
+    "d2m2": (2, {Z: "optimizer", M: 2}),
+    "d2t2": (4, {Z: "optimizer", T: 2}),
+    "d2t2sp": (4, {Z: "optimizer", T: 2, SP: True, M: 2}),
+    "d2p2 zb_h1": (4, {Z: "optimizer", P: 2, M: 3, S: "zb_h1"}),
+    "d2p2v2 dualpipe_v": (4, {Z: "optimizer", P: 2, V: 2, M: 3, S: "dualpipe_v"}),
+    "d2c2": (4, {Z: "optimizer", C: 2}),
     "d4 two levels": (4, {D: 2}),
-    "d4 two levels in shards": (4, {D: 2, Z: True, M: 2}),
+    "d4 two levels in shards": (4, {D: 2, Z: "optimizer", M: 2}),
 }
 
 
@@ -38,4 +38,4 @@ def test_sharded_optimizer_matches_single_process(name: str, parity: Parity) -> 
 
 def test_replicated_key_value_heads_match_single_process(parity: Parity) -> None:
     """Shards split the replicated key and value rows, which are summed and counted once."""
-    parity.check(Run(llama=True, layers=2, steps=4), (8, {Z: True, T: 4, "bucket_mb": 1e-2}))
+    parity.check(Run(llama=True, layers=2, steps=4), (8, {Z: "optimizer", T: 4, "bucket_mb": 1e-2}))

@@ -125,7 +125,8 @@ def _summary(rank: int, layout: dict[str, Any], module: type[L.LightningModule])
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {E: 4, Z: True}, {T: 2, E: 2, ETP: 2}, {P: 2, E: 2, M: 2}, {T: 2, P: 2, M: 2}]
+    "layout",
+    [{}, {E: 4, Z: "optimizer"}, {T: 2, E: 2, ETP: 2}, {P: 2, E: 2, M: 2}, {T: 2, P: 2, M: 2}],
 )
 def test_parameters_are_counted_once_in_every_layout(layout: dict[str, Any], pool: Pool) -> None:
     for found in pool.run(_summary, world_size=4 if layout else 1, args=(layout, LitGPT)):

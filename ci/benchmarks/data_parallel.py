@@ -5,7 +5,7 @@ Run: python ci/benchmarks/data_parallel.py [--rounds 6] [--steps 2] [--only 10]
 
 The same GPT with AdamW on two gloo processes, a thread each. Whole optimizer states on every rank:
 ours and Lightning's DDPStrategy.
-Sharded ones: ours (``shard_optimizer=True``), DDPStrategy with ZeroRedundancyOptimizer, and FSDP2
+Sharded ones: ours (``shard="optimizer"``), DDPStrategy with ZeroRedundancyOptimizer, and FSDP2
 (which also shards parameters and gradients, and gathers twice a step). FSDP2 runs in a bare loop,
 the others inside Trainer.fit. The peers run with the C library's usual settings; ours keeps freed
 memory in the process.
@@ -162,7 +162,9 @@ def contestants(config: GPTConfig, batch: Tensor, *, sharded: bool) -> dict[str,
     found["ours"] = in_trainer(
         config,
         batch,
-        lambda: PTDPStrategy(shard_optimizer=sharded, overlap_parameter_gather=sharded),
+        lambda: PTDPStrategy(
+            shard="optimizer" if sharded else "none", overlap_parameter_gather=sharded
+        ),
     )
     if sharded:
         found["DDP + ZeroRedundancyOptimizer"] = in_trainer(

@@ -48,7 +48,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "one, m4": {"num_microbatches": 4},
     "one, m4, recomputed": {"num_microbatches": 4, "recompute": "full"},
     "d2": {"devices": 2},
-    "d2, ZeRO-1": {"devices": 2, "shard_optimizer": True},
+    "d2, ZeRO-1": {"devices": 2, "shard": "optimizer"},
     "t2": {"devices": 2, "tensor_parallel_size": 2},
     "t2, sequence": {"devices": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
     "c2": {"devices": 2, "context_parallel_size": 2},

@@ -106,13 +106,13 @@ class Job:
     def finish(self, forward: Forward, output: Tensor) -> Tensor:
         return loss_of(output)
 
-    def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
+    def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
         """There are no replicas."""
 
     def gradient_complete(self, parameter: Tensor) -> None:
         """There are no replicas."""
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, *, last: bool) -> None:
         """There are no replicas."""
 
 

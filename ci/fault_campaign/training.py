@@ -38,9 +38,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "d2": (2, {}),
     "p2": (2, _PIPELINE),
     "t2": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
-    "d2 ZeRO": (2, {"shard_optimizer": True}),
+    "d2 ZeRO": (2, {"shard": "optimizer"}),
     "e2": (2, {"expert_parallel_size": 2}),
-    "p2 d2 ZeRO": (4, {**_PIPELINE, "num_microbatches": 2, "shard_optimizer": True}),
+    "p2 d2 ZeRO": (4, {**_PIPELINE, "num_microbatches": 2, "shard": "optimizer"}),
 }
 
 

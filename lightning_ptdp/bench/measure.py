@@ -293,7 +293,7 @@ def predicted(
             schedule=schedule_name(config.schedule, config.virtual_pipeline_size),
             recompute=config.recompute,
             distribute_saved_activations=config.distribute_saved_activations,
-            shard_optimizer=config.shard_optimizer,
+            shard=config.shard,
         )
         timed = simulated_step_time if layout.size("pipeline") > 1 else step_time
         memory = fullest_rank(job, choice)

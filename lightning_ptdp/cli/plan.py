@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.cli.command_line import check_picture, listed
@@ -20,6 +20,7 @@ from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.planned_job import SIZES, planned_job
 from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.world.axes import AXES
+from lightning_ptdp.world.layout import Sharding
 
 if TYPE_CHECKING:
     from lightning_ptdp.planner import Candidate, Job, Space
@@ -290,7 +291,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     space.add_argument(
         "--sequence-parallel", choices=("yes", "no"), help="default: wherever possible"
     )
-    space.add_argument("--shard-optimizer", choices=("yes", "no"), help="default: where necessary")
+    space.add_argument("--shard", choices=get_args(Sharding), help="default: what is necessary")
 
     output = parser.add_argument_group("the output")
     output.add_argument(
@@ -330,5 +331,5 @@ def _space(options: argparse.Namespace) -> Space:
 
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(Space)}
     values["sequence_parallel"] = {"yes": True, "no": False}.get(options.sequence_parallel)
-    values["shard_optimizer"] = {"yes": (True,), "no": (False,)}.get(options.shard_optimizer)
+    values["shard"] = (options.shard,) if options.shard else None
     return Space(**{field: value for field, value in values.items() if value is not None})

@@ -1,16 +1,17 @@
-"""A bucket: one contiguous buffer of gradients, with its states."""
+"""A bucket of gradients, with its states."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from lightning_ptdp.data_parallel.reduction import Reduction
+from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.parameters.placement import Placement
 
@@ -22,8 +23,9 @@ __all__ = ["ALIGNMENT", "HALF", "Bucket", "GradientState", "ParameterState", "al
 # Both lives are circles, and every step is asserted::
 #
 #     EMPTY --begin--> ACCUMULATING --the last backward--> REDUCING --finish--> REDUCED --> EMPTY
-#                       |        ^
-#                       +-begin--+  (the next batch of an accumulation)
+#                       |        ^  ^                         |
+#                       +-begin--+  +-------------------------+
+#             (the next batch of an accumulation; the next microbatch of sharded gradients)
 #
 #     WHOLE --the optimizer's step--> SHARDED --publish--> GATHERING --wait--> WHOLE
 
@@ -70,7 +72,7 @@ _NEXT = {
         GradientState.ACCUMULATING,
         GradientState.REDUCING,
     ),
-    GradientState.REDUCING: (GradientState.REDUCED,),
+    GradientState.REDUCING: (GradientState.REDUCED, GradientState.ACCUMULATING),
     GradientState.REDUCED: (GradientState.EMPTY,),
 }
 
@@ -81,15 +83,18 @@ ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
 
 @dataclass(eq=False)
 class Bucket:
-    """One contiguous buffer of gradients.
+    """Gradients that are summed together.
 
     Attributes:
         parameters: Parameters of the bucket, in backward order.
-        reduction: Sum of the buffer over the ranks that read other data.
-        offsets: Offset of each parameter in the buffer.
-        buffer: (n,) gradients. A few elements between parameters and at the end belong to no
-            parameter and stay zero.
-        views: Each parameter's part of the buffer, in its shape.
+        reduction: Sum of the gradients over the ranks that read other data.
+        offsets: Offset of each parameter in the bucket.
+        size: n, elements. A few elements between parameters and at the end belong to no parameter
+            and stay zero.
+        buffer: (n,) gradients; if they are sharded, the sums of this rank's part of them.
+        views: Each parameter's part of the buffer, in its shape; none if gradients are sharded.
+        unsummed: (n,) gradients of this rank that have not been summed, if gradients are sharded.
+            None: there are none.
         state: What happens to the gradients.
         parameter_state: What happens to the parameters, if the optimizer is sharded.
         pending: Number of gradients that the last backward has not completed; None: another
@@ -99,8 +104,10 @@ class Bucket:
     parameters: list[ManagedParameter]
     reduction: Reduction
     offsets: list[int]
+    size: int
     buffer: Tensor
     views: list[Tensor]
+    unsummed: Tensor | None = None
     state: GradientState = GradientState.EMPTY
     parameter_state: ParameterState = ParameterState.WHOLE
     pending: int | None = None
@@ -112,22 +119,76 @@ class Bucket:
 
     @cached_property
     def next_begins(self) -> dict[int, int]:
-        """Map the end of each parameter to the aligned offset of the next one."""
+        """Map the end of each parameter in the buffer to the beginning of the next one."""
         ends = {
-            offset + view.numel() for offset, view in zip(self.offsets, self.views, strict=True)
+            offset + managed.parameter.numel()
+            for offset, managed in zip(self.offsets, self.parameters, strict=True)
         }
-        return {end: aligned(end) for end in ends}
+        return {end - self._begin: aligned(end) - self._begin for end in ends}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return True if the buffer holds only this rank's part of the sums."""
+        return not self.views
+
+    @cached_property
+    def _begin(self) -> int:
+        """Return the offset of the buffer in the bucket."""
+        return self.reduction.inner.rank * self.buffer.numel() if self.is_sharded else 0
+
+    @cached_property
+    def _offset_of(self) -> dict[int, int]:
+        return {
+            id(managed.parameter): offset
+            for managed, offset in zip(self.parameters, self.offsets, strict=True)
+        }
+
+    def shown(self) -> Iterator[tuple[ManagedParameter, Tensor | None]]:
+        """Return each parameter with its view of the buffer."""
+        return itertools.zip_longest(self.parameters, self.views)
+
+    def collect(self, parameter: Tensor) -> None:
+        """Move a parameter's gradient to those that the next sum takes, if they are sharded."""
+        gradient = parameter.grad
+        if gradient is None or not self.is_sharded:
+            return
+        offset = self._offset_of[id(parameter)]
+        with torch.no_grad():
+            if self.unsummed is None:
+                self.unsummed = self.buffer.new_zeros(self.size)
+            self.unsummed[offset : offset + parameter.numel()].view_as(parameter).add_(gradient)
+        parameter.grad = None
+
+    def start_sum(self) -> PendingReduction:
+        """Prepare the sum of the gradients; if they are sharded, of those collected."""
+        if not self.is_sharded:
+            return self.reduction.prepare(self.buffer)
+        gradients = self.buffer.new_zeros(self.size) if self.unsummed is None else self.unsummed
+        self.unsummed = None
+        pending = self.reduction.prepare(gradients)
+        pending.when_done(partial(self._add, gradients))
+        return pending
+
+    def _add(self, gradients: Tensor) -> None:
+        """Add this rank's part of summed gradients to the buffer."""
+        self.buffer.add_(self.reduction.mine(gradients))
+        if gradients.is_cuda:  # allocated on another stream, and free when this one has read it
+            gradients.record_stream(torch.cuda.current_stream(gradients.device))
 
     def mine(self) -> Tensor:
         """Return the part of the buffer that holds the sums after ``finish``."""
-        return self.reduction.mine(self.buffer)
+        return self.buffer if self.is_sharded else self.reduction.mine(self.buffer)
+
+    def at(self, region: slice) -> Tensor:
+        """Return the gradients in a range of the bucket, which the buffer has."""
+        return self.buffer[region.start - self._begin : region.stop - self._begin]
 
     def own_parts(self) -> Iterator[tuple[ManagedParameter, Placement, slice]]:
-        """Yield each parameter in ``mine`` with the placement of its part and its range there.
+        """Yield each parameter in ``mine`` with the placement of its part and its range.
 
-        The range is that of the whole buffer.
+        The range is that of the whole bucket.
         """
-        start = int(self.mine().storage_offset())
+        start = self._begin + int(self.mine().storage_offset())
         stop = start + self.mine().numel()
         for managed, offset in zip(self.parameters, self.offsets, strict=True):
             first, last = max(start, offset), min(stop, offset + managed.parameter.numel())

@@ -8,6 +8,10 @@ chunk).
 
 With a sharded optimizer, a reduction leaves each rank with the sum of its part of every buffer. The
 parts may cut through parameters.
+
+With sharded gradients (ZeRO-2, arXiv 1910.02054, section 5.2) a rank keeps only its part of the
+sums. A gradient leaves its parameter as soon as it is complete, and a bucket's gradients are summed
+and freed after every microbatch.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class GradientBuckets:
         bucket_bytes: Largest size of a buffer, except for a single larger parameter; None: the
             default of its reduction.
         widen: Keep gradients of half-precision parameters in float32.
+        shards: Keep only this rank's part of sums that are scattered.
         launched: Called for every reduction that starts, with its chunk and its ``Pending``.
     """
 
@@ -51,12 +56,14 @@ class GradientBuckets:
     reductions: Mapping[tuple[str, ...], Reduction]
     bucket_bytes: int | None = None
     widen: bool = True
+    shards: bool = False
     launched: Callable[[int | None, Any], None] | None = None
     _chunks: dict[int | None, list[Bucket]] = field(default_factory=dict)
     _home: dict[int, Bucket] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
     _weighed: list[Tensor] = field(default_factory=list)
     _arrived: set[int] = field(default_factory=set)
+    _expected: list[Bucket] = field(default_factory=list)
     _overlapped: OverlappedReduction | None = None
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
 
@@ -87,14 +94,21 @@ class GradientBuckets:
         """
         if not keep:
             self._weighed = []
+            if self.shards:
+                self._join()  # a sum may be under way
         for bucket in self.buckets():
             if not keep:
+                if bucket.is_sharded and bucket.state is GradientState.REDUCING:
+                    bucket.state = bucket.state.to(GradientState.ACCUMULATING)
                 bucket.state = bucket.state.to(GradientState.EMPTY)
                 bucket.buffer.zero_()
+                bucket.unsummed = None
             bucket.state = bucket.state.to(GradientState.ACCUMULATING)
             bucket.pending = None
-            for managed, view in zip(bucket.parameters, bucket.views, strict=True) if keep else ():
+            for managed, view in bucket.shown() if keep else ():
                 gradient = managed.parameter.grad
+                if view is None:
+                    continue
                 if gradient is None:
                     view.zero_()
                 elif gradient is not view:
@@ -104,7 +118,7 @@ class GradientBuckets:
     def show(self) -> None:
         """Make every parameter's ``.grad`` its view of a buffer."""
         for bucket in self.buckets():
-            for managed, view in zip(bucket.parameters, bucket.views, strict=True):
+            for managed, view in bucket.shown():
                 managed.parameter.grad = view
 
     def hide(self) -> None:
@@ -112,35 +126,48 @@ class GradientBuckets:
         for managed in self.parameters:
             managed.parameter.grad = None
 
-    def expect_last(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
-        """Declare that the next backward of ``chunk`` completes its gradients.
+    def expect(
+        self, chunk: int | None, awaited: Iterable[Tensor] | None = None, *, last: bool = True
+    ) -> None:
+        """Declare that the next backward of ``chunk`` completes a microbatch's gradients.
 
-        Each bucket's reduction then starts when the bucket is full.
+        Each bucket's reduction then starts when the bucket is full: after the last microbatch, or,
+        of sharded gradients, after any.
         """
         ids = None if awaited is None else {id(parameter) for parameter in awaited}
-        for bucket in self._chunks.get(chunk, ()):
+        self._expected = self._summed(chunk, last=last)
+        if any(bucket.is_sharded for bucket in self._expected):
+            self._join()  # or gradients of many microbatches would wait for their sums
+        for bucket in self._expected:
+            if bucket.is_sharded:
+                bucket.state = bucket.state.to(GradientState.ACCUMULATING)
             bucket.pending = sum(
                 ids is None or id(managed.parameter) in ids for managed in bucket.parameters
             )
-        self._launch_full(chunk)
+        self._launch_full()
 
     def complete(self, parameter: Tensor) -> None:
         """Record that the gradient of ``parameter``, one of the ``awaited``, is complete."""
         self._arrived.add(id(parameter))
         bucket = self._home[id(parameter)]
+        bucket.collect(parameter)
         if bucket.pending is not None:
             bucket.pending -= 1
             if bucket.pending <= 0:
-                self._launch_full(bucket.chunk)
+                self._launch_full()
 
-    def reduce(self, chunk: int | None) -> None:
-        """Start the remaining reductions of a chunk, after its last backward.
+    def reduce(self, chunk: int | None, *, last: bool = True) -> None:
+        """Start the remaining reductions of a chunk, after its backward; ``last`` as in ``expect``.
 
         These are buckets with parameters that the backward did not use.
         """
-        for bucket in self._chunks.get(chunk, ()):
+        for bucket in self._summed(chunk, last=last):
             bucket.pending = None
             self._launch(bucket)
+
+    def _summed(self, chunk: int | None, *, last: bool) -> list[Bucket]:
+        """Return the buckets of a chunk that are summed after a microbatch."""
+        return [bucket for bucket in self._chunks.get(chunk, ()) if last or bucket.is_sharded]
 
     def finish(self, scale: Tensor | float | None = None) -> None:
         """Complete all reductions and the sums over other groups, then scale.
@@ -149,8 +176,7 @@ class GradientBuckets:
         """
         for chunk in self._chunks:
             self.reduce(chunk)
-        if self._overlapped is not None:
-            self._overlapped.join()
+        self._join()
         add_up(self._sums)
         for bucket in self.buckets():
             bucket.state = bucket.state.to(GradientState.REDUCED)
@@ -171,7 +197,7 @@ class GradientBuckets:
         The stages lay out their buckets differently, but agree on this order.
         """
         local_parts = {
-            managed: (part, bucket.buffer[region])
+            managed: (part, bucket.at(region))
             for bucket in self.buckets()
             for managed, part, region in bucket.own_parts()
         }
@@ -186,6 +212,9 @@ class GradientBuckets:
 
         With ``last``, add those of the earlier batches instead.
         """
+        for chunk in self._chunks:
+            self.reduce(chunk, last=False)
+        self._join()
         if not self._weighed:
             self._weighed = [torch.zeros_like(bucket.buffer) for bucket in self.buckets()]
         for accumulated, bucket in zip(self._weighed, self.buckets(), strict=True):
@@ -266,23 +295,31 @@ class GradientBuckets:
         *offsets, total = accumulate((aligned(p.numel()) for p in parameters), initial=0)
         multiple = ALIGNMENT * reduction.parts
         dtype, device = self._dtype(parameters[0]), parameters[0].device
-        buffer = torch.zeros(-(-total // multiple) * multiple, dtype=dtype, device=device)
+        size, shards = -(-total // multiple) * multiple, self.shards and reduction.scatter
+        kept = size // reduction.parts if shards else size
+        buffer = torch.zeros(kept, dtype=dtype, device=device)
         views = [
             buffer[offset : offset + p.numel()].view_as(p)
             for offset, p in zip(offsets, parameters, strict=True)
+            if not shards
         ]
-        return Bucket(managed, reduction, offsets, buffer, views)
+        return Bucket(managed, reduction, offsets, size, buffer, views)
+
+    def _join(self) -> None:
+        """Wait for the reductions in progress."""
+        if self._overlapped is not None:
+            self._overlapped.join()
 
     def _ran(self, parameter: nn.Parameter, *_: object) -> None:
         self.complete(parameter)
 
-    def _launch_full(self, chunk: int | None) -> None:
-        """Start the reductions of full buckets, up to the first bucket that is not full.
+    def _launch_full(self) -> None:
+        """Start the reductions of expected full buckets, up to the first that is not full.
 
         Collectives must start in the same order on all replicas, regardless of the order in which
         gradients are completed.
         """
-        for bucket in self._chunks.get(chunk, ()):
+        for bucket in self._expected:
             if bucket.pending is None or bucket.pending > 0:
                 return
             self._launch(bucket)
@@ -295,7 +332,7 @@ class GradientBuckets:
             return
         if self._overlapped is None:
             self._overlapped = OverlappedReduction(bucket.buffer.device)
-        pending = bucket.reduction.prepare(bucket.buffer)
+        pending = bucket.start_sum()
         if self.launched is not None:
             self.launched(bucket.chunk, pending)
         levels = bucket.reduction.inner.size, bucket.reduction.outer.size

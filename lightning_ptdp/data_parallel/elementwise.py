@@ -171,7 +171,7 @@ def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerErro
             f"several: {reason}. Use Trainer(gradient_clip_val=...) instead of clipping in the "
             f"optimizer, an optimizer that updates each parameter separately, or {field}=1"
         )
-    remedy = "shard_optimizer=False" if cut.along == "flat" else f"{field}=1"
+    remedy = "shard='none'" if cut.along == "flat" else f"{field}=1"
     return MixingOptimizerError(
         f"{cut.option} splits parameters, but {name} does not work element by element: "
         f"{reason}. Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, ...), or {remedy}"

@@ -42,20 +42,23 @@ class GradientStore(Protocol):
     def begin(self, *, keep: bool) -> None:
         """Begin a batch; with ``keep`` it adds to the gradients that the parameters show."""
 
-    def expect_last(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
-        """Declare that the next backward of ``chunk`` completes its gradients.
+    def expect(
+        self, chunk: int | None, awaited: Iterable[Tensor] | None = None, *, last: bool = True
+    ) -> None:
+        """Declare that the next backward of ``chunk`` completes a microbatch's gradients.
 
         Args:
             chunk: The stage.
             awaited: Parameters with an incomplete gradient, each completed by a call of
                 ``complete``; by default all of them, each completed by autograd.
+            last: No other microbatch follows before the optimizer's step.
         """
 
     def complete(self, parameter: Tensor) -> None:
         """Record that the gradient of ``parameter``, one of the ``awaited``, is complete."""
 
-    def reduce(self, chunk: int | None) -> None:
-        """Start the remaining reductions of a chunk, after its last backward."""
+    def reduce(self, chunk: int | None, *, last: bool = True) -> None:
+        """Start the remaining reductions of a chunk, after its backward; ``last`` as above."""
 
     def finish(self, scale: float | None = None) -> None:
         """Complete all sums over other ranks, then scale."""
@@ -118,6 +121,7 @@ def make_store(
         reductions,
         bucket_bytes=None if config.bucket_mb is None else int(config.bucket_mb * 2**20),
         widen=widen,
+        shards=config.shard == "gradients",
         launched=launched,
     )
 
@@ -128,7 +132,7 @@ def _reduction(config: PTDPConfig, mesh: ProcessMesh, axes: tuple[str, ...]) -> 
     return Reduction(
         inner=inner,
         outer=outer,
-        scatter=config.shard_optimizer and inner.size > 1,
+        scatter=config.shards_optimizer and inner.size > 1,
         dtype=_dtype(config.reduce_dtype),
         outer_dtype=_dtype(config.inter_node_reduce_dtype),
     )

@@ -192,13 +192,14 @@ class Gradients:
         if self._store is None:
             yield
             return
-        store = self.start()
-        if not self.accumulates:
-            store.expect_last(0)
+        store, last = self.start(), not self.accumulates
+        store.expect(0, last=last)
         yield
-        if not self.accumulates:
+        if last:
             store.finish()
             self._show_sums()
+        else:
+            store.reduce(0, last=False)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -279,6 +280,6 @@ def _refuse_change(name: str, trains: bool, *, accumulating: bool) -> NoReturn:
     raise ValueError(
         f"requires_grad of '{name}' has become {trains} since set-up, but the optimizer steps "
         "on shards or float32 copies of the parameters that were trainable at set-up. Change "
-        "it before fit or between two calls of fit, or use shard_optimizer=False and "
+        "it before fit or between two calls of fit, or use shard='none' and "
         "precision='32-true' or 'bf16-mixed' (or master_weights=False)"
     )

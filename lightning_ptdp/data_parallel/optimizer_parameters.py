@@ -144,13 +144,13 @@ class OptimizerParameters:
                 nn.Parameter(values.float() if is_master else values),
                 part,
                 rounded=values if is_master else None,
-                gradient=bucket.buffer[region],
+                gradient=bucket.at(region),
             )
 
 
 def _flatten(bucket: Bucket) -> Tensor:
     """Make a bucket's parameters views of one flat tensor with the layout of its gradients."""
-    flat = torch.zeros_like(bucket.buffer, dtype=bucket.parameters[0].parameter.dtype)
+    flat = bucket.buffer.new_zeros(bucket.size, dtype=bucket.parameters[0].parameter.dtype)
     for managed, offset in zip(bucket.parameters, bucket.offsets, strict=True):
         parameter = managed.parameter
         view = flat[offset : offset + parameter.numel()].view_as(parameter)

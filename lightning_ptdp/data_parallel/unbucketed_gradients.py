@@ -70,14 +70,16 @@ class UnbucketedGradients:
             self._hidden[parameter] = _zeros(parameter) if gradient is None else gradient
             parameter.grad = None
 
-    def expect_last(self, chunk: int | None, awaited: Iterable[Tensor] | None = None) -> None:
+    def expect(
+        self, chunk: int | None, awaited: Iterable[Tensor] | None = None, *, last: bool = True
+    ) -> None:
         """Do nothing: no reduction waits for a gradient."""
 
     def complete(self, parameter: Tensor) -> None:
-        """Do nothing, like ``expect_last``."""
+        """Do nothing, like ``expect``."""
 
-    def reduce(self, chunk: int | None) -> None:
-        """Do nothing, like ``expect_last``."""
+    def reduce(self, chunk: int | None, *, last: bool = True) -> None:
+        """Do nothing, like ``expect``."""
 
     def finish(self, scale: float | None = None) -> None:
         """Complete the sums over other ranks, and scale."""

@@ -92,11 +92,11 @@ class Decoding:
         """Choose the tokens; logits that are split over the vocabulary are gathered first."""
         self._tokens = self.choose(gather_full(output).float())
 
-    def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
+    def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
         """Do nothing: there are no gradients."""
 
     def gradient_complete(self, parameter: Tensor) -> None:
         """Do nothing: there are no gradients."""
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, *, last: bool) -> None:
         """Do nothing: there are no gradients."""

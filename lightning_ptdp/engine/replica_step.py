@@ -251,20 +251,20 @@ class LightningJob:
             )
         return self.skipped
 
-    def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
+    def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
         """Let reductions start as the gradients of this stage are completed."""
-        if self.reduces and self.gradients is not None:
-            self.gradients.expect_last(stage, awaited)
+        if self.gradients is not None:
+            self.gradients.expect(stage, awaited, last=last and self.reduces)
 
     def gradient_complete(self, parameter: Tensor) -> None:
         """Notify the store, which may start a reduction."""
         if self.gradients is not None:
             self.gradients.complete(parameter)
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, *, last: bool) -> None:
         """Start the remaining reductions of this stage."""
-        if self.reduces and self.gradients is not None:
-            self.gradients.reduce(stage)
+        if self.gradients is not None:
+            self.gradients.reduce(stage, last=last and self.reduces)
 
     def report(self, weigh: Callable[[StepReport], None] | None = None) -> StepReport:
         """Return the last stage's report after all microbatches have run.

@@ -44,17 +44,18 @@ class StepJob(Protocol):
         In training, return the scalar to differentiate.
         """
 
-    def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
-        """Prepare for the action that completes the gradients of ``stage``.
+    def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
+        """Prepare for the action that completes a microbatch's gradients of ``stage``.
 
-        The action is a backward (None), or the weight gradients of ``awaited``.
+        The action is a backward (None), or the weight gradients of ``awaited``. With ``last`` it
+        is that of the step's last microbatch.
         """
 
     def gradient_complete(self, parameter: Tensor) -> None:
         """Handle the completion of the gradient of an awaited parameter."""
 
-    def reduce(self, stage: int) -> None:
-        """Reduce the gradients of ``stage``, which are complete."""
+    def reduce(self, stage: int, *, last: bool) -> None:
+        """Reduce the gradients of ``stage``, which a microbatch has completed."""
 
 
 @dataclass(kw_only=True)
@@ -134,7 +135,7 @@ class _Step:
             ActionKind.RECEIVE_FORWARD: self._receive_forward,
             ActionKind.SEND_BACKWARD: self._send_backward,
             ActionKind.RECEIVE_BACKWARD: self._receive_backward,
-            ActionKind.REDUCE: lambda stage, _: self.job.reduce(stage),
+            ActionKind.REDUCE: lambda stage, _: self.job.reduce(stage, last=True),
         }
 
     @property
@@ -195,10 +196,13 @@ class _Step:
             self.inputs.pop(key),
             self.deferred.get(key),
         )
-        if (ActionKind.BACKWARD, stage, microbatch) in self.final:
-            self.job.before_last_gradients(stage, None)
+        final = (ActionKind.BACKWARD, stage, microbatch) in self.final
+        if final or deferred is None:
+            self.job.before_gradients(stage, None, last=final)
         with contextlib.nullcontext() if deferred is None else deferred.collecting(key):
             backward(roots, gradients)
+        if deferred is None and not final:
+            self.job.reduce(stage, last=False)
         if received is not None:
             self._hand(ActionKind.BACKWARD, stage, microbatch, received.gradients())
 
@@ -209,10 +213,13 @@ class _Step:
             (ActionKind.WEIGHT, stage, microbatch) in self.final,
         )
         deferred = self.deferred.pop(key, None)
-        if last:
-            job.before_last_gradients(stage, [] if deferred is None else deferred.parameters(key))
+        if last or deferred is not None:
+            awaited = [] if deferred is None else deferred.parameters(key)
+            job.before_gradients(stage, awaited, last=last)
         if deferred is not None:
-            deferred.run(key, job.gradient_complete if last else None)
+            deferred.run(key, job.gradient_complete)
+            if not last:
+                job.reduce(stage, last=False)
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         crossing, target = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import get_args
 
 from lightning_ptdp.attention import AttentionKind
 from lightning_ptdp.base.option_types import Count, Size, check_types
@@ -15,7 +16,7 @@ from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision
 from lightning_ptdp.planner.shapes import AttentionShape, ModelShape
 from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
-from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
 __all__ = ["RESERVE", "Choice", "Job"]
 
@@ -154,7 +155,7 @@ _DEFAULTS = {
     "context_parallel_attention": "ring",
     "recompute": "none",
     "distribute_saved_activations": False,
-    "shard_optimizer": False,
+    "shard": "none",
 }
 """Defaults of a choice's options that are not part of the layout."""
 
@@ -175,7 +176,8 @@ class Choice:
         recompute: "none", "selective", "full" or "offload". The memory model of "offload" covers
             only the device, not host memory or the time of copies, so the search does not try it.
         distribute_saved_activations: Keep 1/t of a recomputed block's input.
-        shard_optimizer: Distribute the optimizer's state over the replicas (ZeRO-1).
+        shard: What is distributed over the replicas: "none", "optimizer" (states, ZeRO-1) or
+            "gradients" (and gradients, ZeRO-2).
     """
 
     layout: ParallelLayout
@@ -185,7 +187,7 @@ class Choice:
     context_parallel_attention: AttentionKind = "ring"
     recompute: str = "none"
     distribute_saved_activations: bool = False
-    shard_optimizer: bool = False
+    shard: Sharding = "none"
 
     def __post_init__(self) -> None:
         assert (
@@ -237,4 +239,9 @@ class Choice:
             parts.append(self.schedule)
         if self.recompute != "none":
             parts.append(self.recompute + (" 1/t" if self.distribute_saved_activations else ""))
-        return " ".join([*parts, *(["zero"] if self.shard_optimizer else [])])
+        return " ".join(
+            [
+                *parts,
+                *([] if self.shard == "none" else [f"zero-{get_args(Sharding).index(self.shard)}"]),
+            ]
+        )

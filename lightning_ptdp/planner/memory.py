@@ -79,8 +79,9 @@ def static_bytes(
     """Return the bytes of weights, gradients and optimizer state.
 
     These bytes do not depend on the microbatches. With a sharded optimizer, a rank keeps the state
-    of 1/(d c) of its parameters: 6 + 12/d bytes per parameter in half precision. Experts are held
-    by d c / e ranks each, so a rank keeps the state of e/(d c) of them.
+    of 1/(d c) of its parameters: 6 + 12/d bytes per parameter in half precision. With sharded
+    gradients it keeps 1/(d c) of these too, 2 + 16/d bytes. Experts are held by d c / e ranks each,
+    so a rank keeps e/(d c) of theirs.
 
     Args:
         job: Precision and software.
@@ -100,14 +101,14 @@ def static_bytes(
         parameters = stepped
     return (
         parameters * precision.weight,
-        job.trained * parameters * gradient,
+        job.trained * (stepped if choice.shard == "gradients" else parameters) * gradient,
         job.trained * stepped * precision.state,
     )
 
 
 def is_sharded(job: Job, choice: Choice) -> bool:
     """Return True if replicas share at least the optimizer's state."""
-    return choice.shard_optimizer or job.software.shards != "none"
+    return choice.shard != "none" or job.software.shards != "none"
 
 
 def fullest_rank(job: Job, choice: Choice) -> RankMemory:

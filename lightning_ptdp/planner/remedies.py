@@ -55,9 +55,7 @@ def why_nothing_fits(plan: Plan, space: Space) -> str:
 
 def _smallest(space: Space) -> Space:
     """Return the space with only the recomputation and sharding that hold least."""
-    return replace(
-        space, recompute=space.recompute[-1:], shard_optimizer=space.shard_optimizer[-1:]
-    )
+    return replace(space, recompute=space.recompute[-1:], shard=space.shard[-1:])
 
 
 def _indivisible(plan: Plan) -> str:

@@ -157,9 +157,8 @@ def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
     """Yield every recomputation and sharding, cheapest first."""
     layout = choice.layout
     sharded = job.software.shards != "none"  # such software also shards the optimizer's state
-    shardings = dict.fromkeys(
-        shard and layout.size("replica_sum") > 1 and not sharded for shard in space.shard_optimizer
-    )
+    shares = layout.size("replica_sum") > 1 and not sharded
+    shardings = dict.fromkeys(shard if shares else "none" for shard in space.shard)
     parts = layout.tensor_parallel_size > 1 and not layout.sequence_parallel
     for recompute in space.recompute:
         for distribute in (False, True) if recompute == "full" and parts else (False,):
@@ -168,7 +167,7 @@ def _choices(job: Job, space: Space, choice: Choice) -> Iterator[Choice]:
                     choice,
                     recompute=recompute,
                     distribute_saved_activations=distribute,
-                    shard_optimizer=shard,
+                    shard=shard,
                 )
 
 

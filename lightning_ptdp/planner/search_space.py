@@ -13,7 +13,7 @@ from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import layers_by_stage
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_placement
 from lightning_ptdp.world.axes import divisors
-from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
 __all__ = ["Space", "UnfitSize", "layouts", "pipelines"]
 
@@ -43,7 +43,7 @@ class Space:
             log-sum-exps.
         sequence_parallel: Default: wherever t > 1 divides the sequence, because it holds less and
             sends as much.
-        shard_optimizer: Tried in this order until one fits.
+        shard: Tried in this order until one fits.
 
     Raises:
         ValueError: A schedule or recomputation is unknown, or a size is not a positive integer.
@@ -61,7 +61,7 @@ class Space:
     schedules: Sequence[str] = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
     recompute: Sequence[Literal["none", "selective", "full"]] = ("none", "full")
     sequence_parallel: bool | None = None
-    shard_optimizer: Sequence[bool] = (False, True)
+    shard: Sequence[Sharding] = get_args(Sharding)
 
     def __post_init__(self) -> None:
         check_types(self)

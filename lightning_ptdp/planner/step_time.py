@@ -306,8 +306,9 @@ def _gradients(
     """Return the exposed seconds to sum the gradients over the replicas.
 
     The sum is an all-reduce. With a sharded optimizer, it is a reduce-scatter and an all-gather of
-    the parameters. Gradients of ``experts`` are summed over the ranks with the same experts. They
-    are also summed over the tensor-parallel ranks if each of these had a part of the tokens.
+    the parameters. Sharded gradients are scattered after every microbatch. Gradients of ``experts``
+    are summed over the ranks with the same experts. They are also summed over the tensor-parallel
+    ranks if each of these had a part of the tokens.
     """
     groups = (
         group_link(choice.layout, job.cluster, "replica_sum"),
@@ -334,11 +335,13 @@ def _gradients(
     if job.software.shards != "none":
         table = job.shape.input.table_elements(layout.tensor_parallel_size)
         return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
-    if choice.shard_optimizer:
+    if choice.shard != "none":
         scattered = sum(group.all_gather(count * gradient) for group, count in summed)
         gathered = sum(group.all_gather(count * weight) for group, count in summed)
+        earlier = choice.num_microbatches - 1 if choice.shard == "gradients" else 0
         return (
             tied
+            + earlier * max(0.0, scattered - hidden_behind)
             + _exposed(scattered, choice, hidden_behind)
             + _exposed(gathered, choice, hidden_behind / 2)
         )

@@ -163,8 +163,8 @@ class CheckpointHooks(World):
             return f"{self.layout.describe()} cuts the model"
         if self.config.async_save:
             return "async_save=True writes folders"
-        if self.config.shard_optimizer and self.layout.size("replica_sum") > 1:
-            return "shard_optimizer=True cuts the optimizer's states"
+        if self.config.shards_optimizer and self.layout.size("replica_sum") > 1:
+            return f"shard={self.config.shard!r} cuts the optimizer's states"
         return (
             "master_weights=True keeps float32 copies of the parameters"
             if self.model_space.steps_on_copies

@@ -50,7 +50,7 @@ _CHOSEN = (
     "recompute",
     "recompute_layers",
     "distribute_saved_activations",
-    "shard_optimizer",
+    "shard",
     "channel_ctas",
     "tensor_overlap",
     "microbatch_group_size",

@@ -7,6 +7,7 @@ the device has failed."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
 from lightning_ptdp.shims.lightning import fits
 from lightning_ptdp.strategy.layout_choice import Training, fastest_layouts
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
-from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
 __all__ = ["explain_memory", "memory_note"]
 
@@ -110,13 +111,14 @@ def _expected(
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     experts = sum(p.numel() for p in _experts(module) if p.requires_grad)
     shards, expert_shards = (
-        layout.size(axes) if config.shard_optimizer else 1
+        layout.size(axes) if config.shards_optimizer else 1
         for axes in ("replica_sum", "expert_replicas")
     )
+    stepped = (trained - experts) / shards + experts / expert_shards
     parts: Parts = {
         "parameters": sum(p.nbytes for p in module.parameters()),
-        "gradients": trained * sizes.gradient,
-        "optimizer": sizes.state * ((trained - experts) / shards + experts / expert_shards),
+        "gradients": sizes.gradient * (stepped if config.shard == "gradients" else trained),
+        "optimizer": sizes.state * stepped,
     }
     model = next(
         (
@@ -261,8 +263,11 @@ def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout, *, mixture:
         remedies.append(_smaller_microbatches(config))
         if layout.tensor_parallel_size > 1 and not layout.sequence_parallel:
             remedies.append("sequence_parallel=True")
-    if part == "optimizer" and not config.shard_optimizer and layout.size("replica_sum") > 1:
-        remedies.append("shard_optimizer=True")
+    if part in ("optimizer", "gradients") and layout.size("replica_sum") > 1:
+        # The values of ``shard`` include those before them.
+        levels = get_args(Sharding)
+        if levels.index(config.shard) < levels.index(part):
+            remedies.append(f"shard='{part}'")
     return [*remedies, _larger_layout(layout, mixture=mixture)]
 
 

@@ -21,7 +21,7 @@ _AXES = {
     "scatter_gather channel_ctas",
     "c": "context_parallel_size context_parallel_attention",
     "e": "expert_parallel_size expert_tensor_parallel_size",
-    "d": "shard_optimizer reduce_dtype data_parallel_replicas inter_node_reduce_dtype "
+    "d": "shard reduce_dtype data_parallel_replicas inter_node_reduce_dtype "
     "overlap_parameter_gather bucket_mb",
     "m": "num_microbatches micro_batch_size",
     " ": "recompute recompute_layers",

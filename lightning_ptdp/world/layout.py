@@ -17,13 +17,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.world.axes import AXES, SETS, Axis, nearest_divisors
 from lightning_ptdp.world.stage_placement import StagePlacement, Stages, check_interleaving
 
-__all__ = ["Degrees", "ParallelLayout"]
+__all__ = ["Degrees", "ParallelLayout", "Sharding"]
+
+Sharding = Literal["none", "optimizer", "gradients"]
+"""What replicas share instead of each keeping all of it; each value includes those before it."""
 
 
 @dataclass(frozen=True, kw_only=True)

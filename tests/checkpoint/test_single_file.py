@@ -22,7 +22,7 @@ pytestmark = pytest.mark.thorough
 ONE, D2, SHARDED = (
     Place(),
     Place(world_size=2),
-    Place(world_size=2, layout={"shard_optimizer": True}),
+    Place(world_size=2, layout={"shard": "optimizer"}),
 )
 PIPELINE, MICROBATCHES = Place(world_size=2, layout=P2), Place(layout={"num_microbatches": 2})
 
@@ -184,7 +184,7 @@ def test_file_plugin_with_folder_callback_is_refused(
     ("place", "options", "words"),
     [
         (PIPELINE, {}, "t1 p2 d1 cuts the model"),
-        (SHARDED, {}, "shard_optimizer=True"),
+        (SHARDED, {}, "shard='optimizer'"),
         (Place(layout={"async_save": True}), {}, "async_save=True"),
         (ONE, {"precision": "bf16-true"}, "master_weights=True"),
     ],

@@ -43,7 +43,7 @@ def test_plan_of_recipe_lists_layouts_and_explains(ptdp: Run) -> None:
     assert lines[0] == "1.9 M parameters, 8 x cpu, batch 32 x 128 tokens, 32-true"
     assert (
         " ".join(lines[2].split())
-        == "layout b m schedule recompute ZeRO step s TFLOP/s MFU bubble memory GiB"
+        == "layout b m schedule recompute shard step s TFLOP/s MFU bubble memory GiB"
     )
     assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "3"]
     assert "memory of the fullest rank of 1" in out
@@ -152,7 +152,7 @@ def test_plan_with_sharded_parameters_prints_no_strategy(ptdp: Run) -> None:
         in out
     )
     first = out.splitlines()[3].split()
-    assert "selective" in first and first[first.index("selective") + 1] == "3"
+    assert "selective" in first and first[first.index("selective") + 1] == "parameters"
     assert "less a reserve of 20%" in out and "| reserve" in out
 
 
@@ -269,7 +269,7 @@ def test_size_options_override_configuration(ptdp: Run, tmp_path: Path) -> None:
             " of these devices would be enough",
         ),
         (
-            [*SIZES, "--world", "8", "--batch", "8", "--memory", "8", "--tp", "1", "--pp", "1"],
+            [*SIZES, "--world", "8", "--batch", "8", "--memory", "5", "--tp", "1", "--pp", "1"],
             "without the restrictions ",
         ),
         (
@@ -518,8 +518,8 @@ def test_adapters_reduce_memory_and_time(ptdp: Run, tmp_path: Path) -> None:
             "1f1b",
             "--recompute",
             "full",
-            "--shard-optimizer",
-            "no",
+            "--shard",
+            "none",
         ]
         arguments = ["--world", "8", "--batch", "32", "--micro-batch", "1", *layout]
         found.append(

@@ -26,10 +26,8 @@ LAYOUTS = {
     "p2v2": Place(world_size=2, layout={**P2, "virtual_pipeline_size": 2}),
     "t2": Place(world_size=2, layout=T2),
     "t2p2": Place(world_size=4, layout={**P2, **T2}),
-    "d2 sharded": Place(world_size=2, layout={"num_microbatches": 2, "shard_optimizer": True}),
-    "d2p2 sharded": Place(
-        world_size=4, layout={**P2, "num_microbatches": 1, "shard_optimizer": True}
-    ),
+    "d2 sharded": Place(world_size=2, layout={"num_microbatches": 2, "shard": "optimizer"}),
+    "d2p2 sharded": Place(world_size=4, layout={**P2, "num_microbatches": 1, "shard": "optimizer"}),
 }
 
 

@@ -43,7 +43,7 @@ WHOLE = {
         DDP,
     ),
     "d2 sharded": (
-        Place(world_size=2, layout={"shard_optimizer": True, "overlap_parameter_gather": True}),
+        Place(world_size=2, layout={"shard": "optimizer", "overlap_parameter_gather": True}),
         DDP,
     ),
 }

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.thorough
 
 D2, P2D2 = Place(world_size=2), Place(world_size=4, layout=P2)
 PLACES = {"p2": Place(world_size=2, layout=P2), "d2": D2, "p2d2": P2D2}
-SHARDED = Place(world_size=2, layout={"shard_optimizer": True})
+SHARDED = Place(world_size=2, layout={"shard": "optimizer"})
 
 
 class Mistake(L.Callback):

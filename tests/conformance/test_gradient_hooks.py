@@ -19,7 +19,7 @@ from tests.conformance.toys import (
     weights,
 )
 
-SHARDED = {**P2, "num_microbatches": 1, "shard_optimizer": True}
+SHARDED = {**P2, "num_microbatches": 1, "shard": "optimizer"}
 PLACES = {"p2": Place(world_size=2, layout=P2), "d2p2 sharded": Place(world_size=4, layout=SHARDED)}
 
 

@@ -191,7 +191,7 @@ def test_direct_backward_call_is_refused_with_replicas(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("layout", "word"),
     [
-        ({"shard_optimizer": True}, "shard_optimizer=True"),
+        ({"shard": "optimizer"}, "shard='optimizer'"),
         ({"reduce_dtype": "bfloat16"}, "reduce_dtype='bfloat16'"),
     ],
 )

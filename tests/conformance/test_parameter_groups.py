@@ -246,7 +246,7 @@ class LitClipping(LitBlocks):
         (
             LitMuon,
             "d2p2 sharded",
-            "MixingOptimizerError: shard_optimizer=True splits parameters, but Muon",
+            "MixingOptimizerError: shard='optimizer' splits parameters, but Muon",
         ),
         (
             LitClipping,

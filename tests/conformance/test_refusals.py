@@ -105,14 +105,14 @@ def test_callback_or_plugin_is_refused_for_split_model(
 @pytest.mark.parametrize(
     ("place", "settings"),
     [
-        (Place(world_size=2, layout={"shard_optimizer": True, "start_method": "fork"}), {}),
+        (Place(world_size=2, layout={"shard": "optimizer", "start_method": "fork"}), {}),
         (Place(), {"precision": "bf16-true"}),
     ],
 )
 def test_pruning_of_sharded_or_master_weights_is_refused(
     place: Place, settings: dict[str, Any]
 ) -> None:
-    with pytest.raises(MisconfigurationException, match=r"ModelPruning.*shard_optimizer=False"):
+    with pytest.raises(MisconfigurationException, match=r"ModelPruning.*shard='none'"):
         make_trainer(place, callbacks=[ModelPruning("l1_unstructured")], **settings).fit(
             LitTunable(), loader()
         )
@@ -123,7 +123,7 @@ def test_pruning_of_sharded_or_master_weights_is_refused(
     ("layout", "settings", "words"),
     [
         ({"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size=1"),
-        ({"shard_optimizer": True}, {}, "shard_optimizer=False"),
+        ({"shard": "optimizer"}, {}, "shard='none'"),
         ({}, {"precision": "bf16-true"}, "master_weights=False"),
     ],
 )

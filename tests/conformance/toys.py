@@ -49,9 +49,9 @@ PLACES = {
     "p2": (Place(world_size=2, layout=P2), ONE),
     "one m2": (Place(layout={"num_microbatches": 2}), ONE),
     "d2 m2": (Place(world_size=2, layout={"num_microbatches": 2}), DDP),
-    "d2 sharded": (Place(world_size=2, layout={"shard_optimizer": True}), DDP),
+    "d2 sharded": (Place(world_size=2, layout={"shard": "optimizer"}), DDP),
     "d2 m2 sharded": (
-        Place(world_size=2, layout={"num_microbatches": 2, "shard_optimizer": True}),
+        Place(world_size=2, layout={"num_microbatches": 2, "shard": "optimizer"}),
         DDP,
     ),
 }

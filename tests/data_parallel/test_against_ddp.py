@@ -18,11 +18,12 @@ pytestmark = pytest.mark.thorough
 
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "d2 flat": (2, {}),
-    "d2 sharded": (2, {"shard_optimizer": True}),
+    "d2 sharded": (2, {"shard": "optimizer"}),
+    "d2 sharded gradients": (2, {"shard": "gradients"}),
     "d4 flat": (4, {}),
-    "d4 sharded": (4, {"shard_optimizer": True}),
+    "d4 sharded": (4, {"shard": "optimizer"}),
     "d4 two levels": (4, {"data_parallel_replicas": 2}),
-    "d4 sharded in two levels": (4, {"data_parallel_replicas": 2, "shard_optimizer": True}),
+    "d4 sharded in two levels": (4, {"data_parallel_replicas": 2, "shard": "optimizer"}),
 }
 GLOBAL_BATCH = 8
 

@@ -18,7 +18,7 @@ from lightning_ptdp.data_parallel import (
     constructed_state,
 )
 
-FLAT = Cut(option="shard_optimizer=True", dims=2, along="flat")
+FLAT = Cut(option="shard='optimizer'", dims=2, along="flat")
 ROWS = Cut(option="tensor_parallel_size=2", dims=2, along=0)
 COLUMNS = Cut(option="tensor_parallel_size=2", dims=2, along=1)
 EXPERTS = Cut(option="expert_parallel_size=2", dims=3, along=0)

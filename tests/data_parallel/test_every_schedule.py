@@ -22,11 +22,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 MODES: dict[str, Place] = {
     "flat": (4, {"num_microbatches": 4}),
-    "sharded": (4, {"num_microbatches": 4, "shard_optimizer": True}),
+    "sharded": (4, {"num_microbatches": 4, "shard": "optimizer"}),
+    "sharded gradients": (4, {"num_microbatches": 4, "shard": "gradients"}),
     "two levels": (8, {"num_microbatches": 2, "data_parallel_replicas": 2}),
     "sharded in two levels": (
         8,
-        {"num_microbatches": 2, "data_parallel_replicas": 2, "shard_optimizer": True},
+        {"num_microbatches": 2, "data_parallel_replicas": 2, "shard": "optimizer"},
+    ),
+    "sharded gradients in two levels": (
+        8,
+        {"num_microbatches": 2, "data_parallel_replicas": 2, "shard": "gradients"},
     ),
 }
 RUN = Run(steps=4, accumulate=2, global_batch=16)
@@ -44,7 +49,7 @@ def test_float32_equals_single_process(schedule: str, mode: str, parity: Parity)
     parity.check(RUN, place_of(schedule, mode))
 
 
-@pytest.mark.parametrize("mode", ["flat", "sharded", "sharded in two levels"])
+@pytest.mark.parametrize("mode", ["flat", "sharded", "sharded gradients", "sharded in two levels"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bfloat16_with_masters_is_close_to_single_process(
     schedule: str, mode: str, parity: Parity

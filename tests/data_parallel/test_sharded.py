@@ -19,7 +19,7 @@ from lightning_ptdp.data_parallel import (
     Reduction,
 )
 from lightning_ptdp.parameters.placement import range_rectangles
-from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.layout import ParallelLayout, Sharding
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.data_parallel.managed import managed
 from tests.pool import Pool
@@ -74,7 +74,7 @@ def _difference(rank: int, name: str, size: int) -> float:
     stepped.adopt(optimizer)
     for step in range(4):
         buckets.begin(keep=False)
-        buckets.expect_last(0)
+        buckets.expect(0)
         model(_inputs(step, rank)).square().mean().backward()
         buckets.reduce(0)
         buckets.finish(scale=1 / size)
@@ -106,17 +106,29 @@ def test_sharded_optimizer_step_equals_unsharded(name: str, pool: Pool) -> None:
         assert difference < 2e-6
 
 
-def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
-    """Return this rank's bytes of bf16 AdamW training, and the number of parameters."""
+def _bytes(rank: int, size: int, shard: Sharding) -> tuple[int, int, int]:
+    """Return this rank's bytes of bf16 AdamW training, the number of parameters, and of the buckets
+    that waited for gradients at the start of a sum."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200, dtype=torch.bfloat16) for _ in range(4)))
     group = Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), rank)
-    reduction = Reduction(inner=group, scatter=sharded)
-    buckets = GradientBuckets(managed(model.parameters()), {(): reduction})
+    reduction = Reduction(inner=group, scatter=shard != "none")
+    waiting: list[int] = []
+    buckets = GradientBuckets(
+        managed(model.parameters()),
+        {(): reduction},
+        bucket_bytes=200_000,
+        shards=shard == "gradients",
+        launched=lambda *_: waiting.append(
+            sum(bucket.unsummed is not None for bucket in buckets.buckets())
+        ),
+    )
+    assert sum(1 for _ in buckets.buckets()) == 4
     stepped = OptimizerParameters(buckets, masters=True)
     optimizer = torch.optim.AdamW(model.parameters())
     stepped.adopt(optimizer)
     buckets.begin(keep=False)
+    buckets.expect(0)
     model(torch.ones(2, 200, dtype=torch.bfloat16)).sum().backward()
     buckets.finish()
     stepped.show()
@@ -129,16 +141,27 @@ def _bytes(rank: int, size: int, sharded: bool) -> tuple[int, int]:
     storages = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in held
     }
-    return sum(storages.values()), sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in model.parameters())
+    return sum(storages.values()), parameters, max(waiting, default=0)
 
 
-@pytest.mark.parametrize(("size", "sharded"), [(1, False), (2, False), (2, True), (4, True)])
-def test_bytes_per_parameter_are_18_or_6_plus_12_over_d(
-    size: int, sharded: bool, pool: Pool
+@pytest.mark.parametrize(
+    ("size", "shard", "expected"),
+    [
+        (1, "none", 18),
+        (2, "none", 18),
+        (2, "optimizer", 6 + 12 / 2),
+        (4, "optimizer", 6 + 12 / 4),
+        (2, "gradients", 2 + 16 / 2),
+        (4, "gradients", 2 + 16 / 4),
+    ],
+)
+def test_bytes_per_parameter_follow_formula(
+    size: int, shard: Sharding, expected: float, pool: Pool
 ) -> None:
-    expected = 6 + 12 / size if sharded else 18
-    for held, parameters in pool.run(_bytes, world_size=size, args=(size, sharded)):
+    for held, parameters, waiting in pool.run(_bytes, world_size=size, args=(size, shard)):
         assert held / parameters == pytest.approx(expected, rel=0.02)
+        assert waiting <= 1, "gradients of several buckets waited for their sum"
 
 
 def _two_levels(rank: int, scatter: bool, compress: bool) -> tuple[float, float]:

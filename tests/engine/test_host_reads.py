@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "d4": (4, {}, {}),
     "d4 two levels ZeRO m2": (
         4,
-        {"num_microbatches": 2, "shard_optimizer": True, "data_parallel_replicas": 2},
+        {"num_microbatches": 2, "shard": "optimizer", "data_parallel_replicas": 2},
         {},
     ),
     "t2 d2 m2 masters": (4, {"tensor_parallel_size": 2, "num_microbatches": 2}, HALF),
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "p4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}, {}),
-    "p2 v2 d2 ZeRO": (4, {**P2, "virtual_pipeline_size": 2, "shard_optimizer": True}, {}),
+    "p2 v2 d2 ZeRO": (4, {**P2, "virtual_pipeline_size": 2, "shard": "optimizer"}, {}),
     "p2 t2 SP ZB-H1": (
         4,
         {

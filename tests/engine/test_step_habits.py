@@ -204,7 +204,7 @@ def test_microbatch_dependent_pipeline_step_warns_once(kind: type[LitPlain], poo
 @pytest.mark.parametrize(
     "kind", [LitPlain, LitCarried, LitSum, LitContrastive, LitTwoViews, LitNormalized]
 )
-@pytest.mark.parametrize("layout", [{}, {"shard_optimizer": True}], ids=["d2", "sharded"])
+@pytest.mark.parametrize("layout", [{}, {"shard": "optimizer"}], ids=["d2", "sharded"])
 def test_replica_dependent_step_warns_once(
     kind: type[LitPlain], layout: dict[str, Any], pool: Pool
 ) -> None:

@@ -41,7 +41,8 @@ def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -
         ("mixtral", 4, {E: 2, T: 2}),
         ("mixtral", 4, {E: 2, P: 2, V: 2, M: 2}),
         ("qwen3_moe", 4, {E: 2, P: 2, V: 2, M: 2}),
-        ("qwen3_moe", 4, {E: 2, "shard_optimizer": True}),
+        ("qwen3_moe", 4, {E: 2, "shard": "optimizer"}),
+        ("mixtral", 4, {E: 2, M: 2, "shard": "gradients"}),
         ("mixtral", 2, {E: 2, C: 2}),
         ("qwen3_moe", 2, {E: 2, C: 2}),
         ("qwen3_moe", 8, {E: 2, T: 2, SP: True, P: 2, M: 2}),
@@ -49,7 +50,7 @@ def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -
         ("glm4_moe", 2, {E: 2}),
         ("nemotron_h", 2, {E: 2}),
         ("gpt_oss", 2, {T: 2, ET: 2}),
-        ("gpt_oss", 4, {T: 2, ET: 2, E: 2, SP: True, "shard_optimizer": True}),
+        ("gpt_oss", 4, {T: 2, ET: 2, E: 2, SP: True, "shard": "optimizer"}),
         ("mixtral", 4, {T: 2, ET: 2, P: 2, M: 2}),
     ],
 )

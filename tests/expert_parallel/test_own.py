@@ -27,12 +27,13 @@ LAYOUTS: dict[str, Place] = {
     "p2": (2, {P: 2, M: 2}),
     "p2 v2 e2": (4, {P: 2, V: 2, E: 2, M: 2}),
     "p2 e2 zb_h1 recompute": (4, {P: 2, E: 2, M: 2, "schedule": "zb_h1", "recompute": "full"}),
-    "d2 e2 zero": (4, {E: 2, Z: True}),
+    "d2 e2 zero": (4, {E: 2, Z: "optimizer"}),
+    "d2 e2 sharded gradients": (4, {E: 2, Z: "gradients", M: 2}),
     "c2 e2": (2, {C: 2, E: 2}),
     "t2 sp p2 e2": (8, {T: 2, SP: True, P: 2, E: 2, M: 2}),
     "t2 et2": (2, {T: 2, ET: 2}),
     "t2 et2 e2 p2 sp": (8, {T: 2, ET: 2, E: 2, P: 2, M: 2, SP: True}),
-    "t2 et2 e2 zero recompute": (4, {T: 2, ET: 2, E: 2, Z: True, "recompute": "full"}),
+    "t2 et2 e2 zero recompute": (4, {T: 2, ET: 2, E: 2, Z: "optimizer", "recompute": "full"}),
     "t2 sp c2 e2": (4, {T: 2, SP: True, C: 2, E: 2}),
 }
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.thorough
     [
         pytest.param(2, {E: 2}, marks=pytest.mark.quick),
         (4, {E: 4, M: 2}),
-        (4, {E: 2, Z: True}),
+        (4, {E: 2, Z: "optimizer"}),
         pytest.param(4, {E: 2, P: 2, V: 2, M: 2}, marks=pytest.mark.quick),
         (4, {E: 2, P: 2, M: 2, "schedule": "zb_h1"}),
         (2, {E: 2, "recompute": "full"}),

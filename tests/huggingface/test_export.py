@@ -47,7 +47,7 @@ TIED = (("tie_word_embeddings", True),)
     ("model", "options", "layout", "world_size", "precision"),
     [
         ("llama", TIED, {T: 2, P: 2, V: 2, M: 2}, 4, "32-true"),
-        ("gpt2", (), {"shard_optimizer": True}, 2, "32-true"),
+        ("gpt2", (), {"shard": "optimizer"}, 2, "32-true"),
         ("llama", (), {C: 2}, 2, "bf16-true"),
     ],
 )

@@ -58,6 +58,12 @@ def test_weights_match_single_process(name: str, pool: Pool) -> None:
     check(pool, Run(architecture=name, layout=layout, world_size=4 if P in layout else 2, steps=2))
 
 
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
+def test_sharded_gradients_match_single_process(name: str, pool: Pool) -> None:
+    layout = {P: 2, M: 2, "shard": "gradients", "bucket_mb": 1e-2}
+    check(pool, Run(architecture=name, layout=layout, world_size=4, steps=2))
+
+
 def test_projections_fused_by_shards_match_single_process(pool: Pool) -> None:
     """CodeGen views them in the shape of its input, which must be that of the whole sequence. From
     transformers 5.24 on it declares a plan."""

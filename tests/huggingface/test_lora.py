@@ -36,7 +36,9 @@ def adapted(model: str = "llama", layout: dict[str, Any] | None = None, **option
     return Run(model=model, options=(("lora", tuple(options.items())),), layout=layout or {})
 
 
-@pytest.mark.parametrize("layout", ["t2", "t2sp", "p2v2", "t2p2", "d2 sharded", "c2"])
+@pytest.mark.parametrize(
+    "layout", ["t2", "t2sp", "p2v2", "t2p2", "d2 sharded", "d2 sharded gradients", "c2"]
+)
 def test_adapters_match_single_process(layout: str, parity: Parity) -> None:
     parity.check(adapted(target_modules=r".*(_proj|lm_head|embed_tokens)"), LAYOUTS[layout])
 

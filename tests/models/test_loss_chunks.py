@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 }
 LAYOUTS: dict[str, Place] = {
     "t2 sp p2": (4, {T: 2, P: 2, SP: True, M: 2}),
-    "d2 in shards": (2, {M: 2, Z: True}),
+    "d2 in shards": (2, {M: 2, Z: "optimizer"}),
     "p2 zero bubble": (2, {P: 2, M: 2, S: "zb_h1"}),
 }
 

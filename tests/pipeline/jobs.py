@@ -33,11 +33,11 @@ class SumJob:
         self.losses[forward.microbatch] = loss.item()
         return loss if self.training else None
 
-    def before_last_gradients(self, stage: int, awaited: Any) -> None:
+    def before_gradients(self, stage: int, awaited: Any, *, last: bool) -> None:
         pass
 
     def gradient_complete(self, parameter: Tensor) -> None:
         pass
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, *, last: bool) -> None:
         pass

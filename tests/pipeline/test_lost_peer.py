@@ -125,7 +125,7 @@ def _train_between(rank: int, parent: Connection, victim: int, hook: str, where:
 
 def _train_sharded(rank: int, parent: Connection, victim: int, where: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    place = Place(world_size=2, layout={"shard_optimizer": True, "timeout_s": 8.0})
+    place = Place(world_size=2, layout={"shard": "optimizer", "timeout_s": 8.0})
     make_trainer(place, default_root_dir=where, max_steps=1).fit(
         _LosesBetweenSteps(victim, "norm"), loader()
     )

@@ -74,8 +74,8 @@ class Outcome:
             backward and weight actions.
         losses: By microbatch, on the last stage's rank.
         gradients: By name, after the step.
-        remaining: By stage, the gradients added after ``before_last_gradients``, and the names of
-            the parameters that it awaited.
+        remaining: By stage, the gradients added after ``before_gradients`` of the last microbatch,
+            and the names of the parameters that it awaited.
         told: Calls of the job in order, as "last" or "reduce" with a stage.
         completed: Parameters reported as complete, in order.
         late: Parameters whose gradient changed after they were reported as complete, or after their
@@ -182,8 +182,11 @@ class WatchedJob:
         self.outcome.losses[forward.microbatch] = output.item()
         return output * forward.whole.share if self.training else None
 
-    def before_last_gradients(self, stage: int, awaited: Sequence[Tensor] | None) -> None:
+    def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
         self._look()
+        self._last = last
+        if not last:
+            return
         self.outcome.told.append(("last", stage))
         names = (
             None if awaited is None else [self._rank.names[id(parameter)] for parameter in awaited]
@@ -191,13 +194,17 @@ class WatchedJob:
         self._before[stage] = {name: _copied(p) for name, p in self._rank.parameters(stage)}, names
 
     def gradient_complete(self, parameter: Tensor) -> None:
+        if not self._last:
+            return
         name = self._rank.names[id(parameter)]
         self.outcome.completed.append(name)
         if name not in TIED.values():
             self._at.append((name, _copied(parameter)))
 
-    def reduce(self, stage: int) -> None:
+    def reduce(self, stage: int, *, last: bool) -> None:
         self._look()
+        if not last:
+            return
         self.outcome.told.append(("reduce", stage))
         self._at += [(name, _copied(parameter)) for name, parameter in self._rank.parameters(stage)]
 

@@ -133,7 +133,7 @@ def choice(
     """Return a choice. Options are degrees of the layout and fields of ``Choice``."""
     kept = {
         key: options.pop(key)
-        for key in ("recompute", "shard_optimizer", "distribute_saved_activations")
+        for key in ("recompute", "shard", "distribute_saved_activations")
         if key in options
     }
     placement = "v" if schedule == "zb_v" else "loop"

@@ -81,7 +81,7 @@ def test_static_bytes_of_dense_and_expert_parameters() -> None:
         world_size=16, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=4
     )
     assert sum(static_bytes(job, how, 1000, 600)) == 18 * 1000
-    sharded = replace(how, shard_optimizer=True)
+    sharded = replace(how, shard="optimizer")
     assert sum(static_bytes(job, sharded, 1000, 600)) == 6 * 1000 + 12 * (400 / 8 + 600 / 2)
 
 

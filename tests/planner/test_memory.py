@@ -86,9 +86,9 @@ def test_static_bytes_per_parameter(precision: str, whole: float, sharded: float
     job = small_job(VARIANTS["gpt2"], precision=precision, world_size=8)
     for options, expected in (
         ({}, whole),
-        ({"shard_optimizer": True}, sharded),
+        ({"shard": "optimizer"}, sharded),
         # The ranks of a context group are replicas of the parameters too.
-        ({"shard_optimizer": True, "context_parallel_size": 2}, sharded),
+        ({"shard": "optimizer", "context_parallel_size": 2}, sharded),
     ):
         assert sum(static_bytes(job, choice(world_size=8, **options), 1000)) == expected * 1000
 

@@ -101,7 +101,7 @@ def planned(one: Mixture, gpus: int, batch: int, **degrees: Any) -> tuple[Job, C
         micro_batch_size=1,
         num_microbatches=m,
         schedule="interleaved_1f1b",
-        shard_optimizer=True,
+        shard="optimizer",
     )
 
 
@@ -153,7 +153,7 @@ def test_qwen3_throughput_is_within_3_percent() -> None:
         micro_batch_size=4,
         num_microbatches=16,
         recompute="full",
-        shard_optimizer=True,
+        shard="optimizer",
     )
     time = step_time(job, how)
     assert time.model_flops / time.total / 8 / 1e12 == pytest.approx(277, rel=0.03)

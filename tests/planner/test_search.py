@@ -17,7 +17,7 @@ PAPER = Space(
     schedules=("1f1b", "interleaved_1f1b"),
     recompute=("full",),
     sequence_parallel=False,
-    shard_optimizer=(False,),
+    shard=("none",),
 )
 """Options that existed in 2021."""
 
@@ -68,14 +68,14 @@ def test_small_model_is_data_parallel_unless_memory_is_tight() -> None:
     job = small_job(GPTConfig.gpt2(), world_size=8, batch=64)
     best = search(job).best[0].choice
     assert best.layout.model_parallel_size == 1
-    assert (best.recompute, best.shard_optimizer, best.schedule) == ("none", False, "1f1b")
+    assert (best.recompute, best.shard, best.schedule) == ("none", "none", "1f1b")
     tight = dataclasses.replace(
         job, device=dataclasses.replace(job.device, memory_bytes=2.2e9, reserved_bytes=0.0)
     )
     squeezed = search(tight).best[0]
     assert (
         squeezed.choice.layout.model_parallel_size > 1
-        or squeezed.choice.shard_optimizer
+        or squeezed.choice.shard != "none"
         or squeezed.choice.recompute != "none"
     )
 

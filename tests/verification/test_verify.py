@@ -48,7 +48,7 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         (Lit, {**T2, **P2}, {}),
         (
             LitAdam,
-            {**D2, "shard_optimizer": True},
+            {**D2, "shard": "optimizer"},
             {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
         ),
         (LitCounted, D2, {}),

@@ -69,11 +69,11 @@ def _check_manual_optimization(strategy: CheckpointHooks, trainer: Trainer) -> N
             "backward runs, not training_step. Use automatic optimization, or only data "
             "parallelism (validate, test and predict run in any layout)"
         )
-    if config.shard_optimizer and strategy.layout.size("replica_sum") > 1:
+    if config.shards_optimizer and strategy.layout.size("replica_sum") > 1:
         raise strategy.refusal(
             "automatic_optimization=False (manual optimization) cannot run with "
-            "shard_optimizer=True, because several optimizers cannot step on shards of "
-            "parameters that the step itself reads. Use shard_optimizer=False"
+            f"shard={config.shard!r}, because several optimizers cannot step on shards of "
+            "parameters that the step itself reads. Use shard='none'"
         )
     if config.reduce_dtype is not None and strategy.layout.size("replica_sum") > 1:
         raise strategy.refusal(
@@ -207,7 +207,7 @@ def _check_pruning(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if _steps_on_copies(strategy, trainer):
         raise strategy.refusal(
             f"the callback {name} writes new values into parameters, but the optimizer steps on "
-            "shards (shard_optimizer=True) or float32 copies of them. Use shard_optimizer=False "
+            "shards or float32 copies of them. Use shard='none' "
             "and precision='32-true' or 'bf16-mixed', or prune before fit"
         )
 
@@ -226,7 +226,7 @@ def _check_finetuning(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if _steps_on_copies(strategy, trainer):
         raise strategy.refusal(
             f"the callback {name} unfreezes parameters for which the optimizer has no shards "
-            "(shard_optimizer=True) or float32 copies. Use shard_optimizer=False, and "
+            "or float32 copies. Use shard='none', and "
             "precision='32-true', 'bf16-mixed', or master_weights=False"
         )
 
@@ -240,7 +240,7 @@ def _name_of(trainer: Trainer, kind: type) -> str | None:
 
 
 def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer) -> bool:
-    shards = strategy.config.shard_optimizer and strategy.layout.size("replica_sum") > 1
+    shards = strategy.config.shards_optimizer and strategy.layout.size("replica_sum") > 1
     return shards or (strategy.config.master_weights and _is_half(strategy, trainer))
 
 

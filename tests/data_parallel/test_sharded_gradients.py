@@ -1,0 +1,70 @@
+"""Sharded gradients: each rank keeps only its part of their sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.letters import SP, C, D, M, P, S, T, V, Z
+from tests.parity import Parity
+from tests.tiny_gpt import Run
+
+pytestmark = pytest.mark.thorough
+
+GRADIENTS: dict[str, Any] = {Z: "gradients", "bucket_mb": 1e-2}
+PLACES = {
+    "d2": (2, {}),
+    "d2 m3": (2, {M: 3}),
+    "d4 m2": (4, {M: 2}),
+    "d4 in two levels": (4, {D: 2, M: 2}),
+    "d2p2v2": (4, {P: 2, V: 2, M: 4}),
+    "d2p2v2 zb_v": (4, {P: 2, V: 2, M: 4, S: "zb_v"}),
+    "t2d2 sp": (4, {T: 2, SP: True, M: 2}),
+    "c2": (2, {C: 2, M: 2}),
+    "c2d2": (4, {C: 2, M: 2}),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", PLACES)
+def test_training_equals_single_process(name: str, accumulate: int, parity: Parity) -> None:
+    world_size, layout = PLACES[name]
+    run = Run(steps=4, accumulate=accumulate, global_batch=16)
+    parity.check(run, (world_size, {**layout, **GRADIENTS}))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_one_microbatch_equals_sharded_optimizer_bitwise(precision: str, parity: Parity) -> None:
+    run = Run(steps=4, precision=precision)
+    optimizer, gradients = (
+        parity.ranks(run.on((4, {**GRADIENTS, Z: shard}))) for shard in ("optimizer", "gradients")
+    )
+    for one, other in zip(optimizer, gradients, strict=True):
+        assert one["losses"] == other["losses"]
+        for name, value in one["final"].items():
+            assert torch.equal(value, other["final"][name]), name
+
+
+def test_llama_with_changing_lengths_and_incomplete_last_batch(parity: Parity) -> None:
+    """Replicas share an incomplete batch otherwise than one process trains on it."""
+    run = Run(llama=True, samples=29, steps=6, changing_lengths=True)
+    place = (4, {P: 2, M: 2, **GRADIENTS})
+    expected = parity.result(run.on((4, {P: 2, M: 2, "bucket_mb": 1e-2})))
+    parity.check(run, place, expected=expected)
+
+
+def test_plain_loss_of_eagerly_built_model(parity: Parity) -> None:
+    run = Run(eager=True, count_tokens=False, ignore_padding=False, steps=4, accumulate=2)
+    parity.check(run, (2, {M: 2, **GRADIENTS}))
+
+
+def test_float16_skips_steps_like_sharded_optimizer(parity: Parity) -> None:
+    run = replace(Run(steps=4), precision="16-mixed")
+    found, expected = (
+        parity.ranks(run.on((2, {**GRADIENTS, Z: shard})))[0]
+        for shard in ("gradients", "optimizer")
+    )
+    assert found["losses"] == expected["losses"]
