@@ -6,13 +6,14 @@ Run: python ci/benchmarks/data_parallel.py [--rounds 6] [--steps 2] [--only 10]
 The same GPT with AdamW on two gloo processes, a thread each. Whole optimizer states on every rank:
 ours and Lightning's DDPStrategy.
 Sharded ones: ours (``shard="optimizer"``), DDPStrategy with ZeroRedundancyOptimizer, and FSDP2
-(which also shards parameters and gradients, and gathers twice a step). FSDP2 runs in a bare loop,
+(which also shards parameters and gradients, and gathers twice a step). Sharded gradients: ours
+(``shard="gradients"``) and FSDP2 that gathers once a step. FSDP2 runs in a bare loop,
 the others inside Trainer.fit. The peers run with the C library's usual settings; ours keeps freed
 memory in the process.
 
 How much of the reduction is hidden behind the backward: 1 - (what the step still waits for when its
 backward is over) / (what the same reductions take with nothing beside them). What is left of them
-over a slow link: ``slow_link.py``, run last where hosts can be made."""
+over a slow link: ``slow_link.py``, run where hosts can be made."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as L
 import slow_link
@@ -43,6 +44,7 @@ from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data_parallel import GradientBuckets, GradientState
 from lightning_ptdp.models import GPT, GPTConfig
+from lightning_ptdp.world.layout import Sharding
 
 SIZES = {
     "10 M": GPTConfig.gpt2(
@@ -107,12 +109,12 @@ def in_trainer(
     return TrainerLoop(fit)
 
 
-def fsdp2(config: GPTConfig, batch: Tensor) -> Contestant:
+def fsdp2(config: GPTConfig, batch: Tensor, *, reshards: bool) -> Contestant:
     model = Lit(config).model
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 
     def step() -> None:
@@ -155,29 +157,29 @@ class Waits:
         GradientBuckets.finish = timed  # type: ignore[method-assign]
 
 
-def contestants(config: GPTConfig, batch: Tensor, *, sharded: bool) -> dict[str, Contestant]:
+def contestants(config: GPTConfig, batch: Tensor, *, shard: Sharding) -> dict[str, Contestant]:
     """Ours first."""
     found: dict[str, Contestant] = {}
     # popen: everyone is here already, and nobody has to start anything.
     found["ours"] = in_trainer(
         config,
         batch,
-        lambda: PTDPStrategy(
-            shard="optimizer" if sharded else "none", overlap_parameter_gather=sharded
-        ),
+        lambda: PTDPStrategy(shard=shard, overlap_parameter_gather=shard != "none"),
     )
-    if sharded:
+    if shard == "optimizer":
         found["DDP + ZeroRedundancyOptimizer"] = in_trainer(
             config, batch, DDPStrategy, redundancy=True
         )
-        found["FSDP2"] = fsdp2(config, batch)
+        found["FSDP2"] = fsdp2(config, batch, reshards=True)
+    elif shard == "gradients":
+        found["FSDP2, gathering once"] = fsdp2(config, batch, reshards=False)
     else:
         found["DDPStrategy"] = in_trainer(config, batch, DDPStrategy)
     return found
 
 
 def worker(
-    rank: int, store: str, size: str, sharded: bool, rounds: int, steps: int, results: Any
+    rank: int, store: str, size: str, shard: Sharding, rounds: int, steps: int, results: Any
 ) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -189,7 +191,7 @@ def worker(
         0, config.vocabulary_size, (BATCH, config.sequence_length + 1), generator=generator
     )
     waits = Waits()
-    engines = contestants(config, batch, sharded=sharded)
+    engines = contestants(config, batch, shard=shard)
     times: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
         names = list(engines) if turn % 2 else list(reversed(engines))
@@ -206,24 +208,22 @@ def worker(
     os._exit(0)  # the Trainers' threads wait for a turn that does not come
 
 
-def rows(size: str, *, sharded: bool, rounds: int, steps: int) -> list[Comparison]:
+def rows(size: str, *, shard: Sharding, rounds: int, steps: int) -> list[Comparison]:
     """Step time beside every peer of the same memory class; prints how much of the reduction was
     hidden."""
     results = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (os.path.join(folder, "store"), size, sharded, rounds, steps, results)
+        arguments = (os.path.join(folder, "store"), size, shard, rounds, steps, results)
         mp.start_processes(worker, arguments, nprocs=2, start_method="fork")
     times, hidden = results.get()
-    kind = "sharded" if sharded else "whole"
+    kind = "whole optimizer" if shard == "none" else f"sharded {shard}"
     print(
-        f"{size}, {kind} optimizer: {hidden:.0%} of the reduction hidden behind the backward",
+        f"{size}, {kind}: {hidden:.0%} of the reduction hidden behind the backward",
         flush=True,
     )
     ours = times.pop("ours")
     return [
-        compare(
-            name=f"step, {size}, {kind} optimizer", ours=ours, peer=peer, peer_name=name, unit="s"
-        )
+        compare(name=f"step, {size}, {kind}", ours=ours, peer=peer, peer_name=name, unit="s")
         for name, peer in times.items()
     ]
 
@@ -239,15 +239,14 @@ def main() -> None:
     found: list[Comparison] = []
     for size in SIZES:
         if options.only in size:
-            for sharded in (False,) if options.smoke else (False, True):
-                found += rows(size, sharded=sharded, rounds=options.rounds, steps=options.steps)
+            for shard in get_args(Sharding)[: 1 if options.smoke else None]:
+                found += rows(size, shard=shard, rounds=options.rounds, steps=options.steps)
+    if not options.smoke:
+        try:
+            run_on_hosts(slow_link.__file__, [], mbit=200, local=1)
+        except NoHosts as error:
+            print(f"The slow link is left out: {error}")
     report("Data parallelism, d = 2", found)
-    if options.smoke:
-        return
-    try:
-        run_on_hosts(slow_link.__file__, [], mbit=200, local=1)
-    except NoHosts as error:
-        print(f"The slow link is left out: {error}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Heap:
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
-        self._usual: int | None = None
+        self._usual: int | None = 0  # what set-up has freed is returned before the first step
         self._set(_KEEP_ALL)
 
     def trim_if_grown(self) -> None:

@@ -155,10 +155,8 @@ class _PTDPStrategy(SetupHooks):
         return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Tidy the heap, and record the start of the batch if a forecast chose the layout."""
+        """Record the start of the batch if the layout was chosen by a forecast."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._heap is not None:
-            self._heap.trim_if_grown()
         if self._forecast is not None:
             self._forecast.batch_begins()
 

@@ -26,6 +26,7 @@ class StepHooks(CheckpointHooks):
 
     def training_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """Run the forward of one batch, and under a schedule also its backward."""
+        self.trim_heap()
         values = (*args, *kwargs.values())
         has_peers = self.mesh.layout.world_size > 1
         with self._during("step"):
@@ -167,6 +168,7 @@ class StepHooks(CheckpointHooks):
     def _evaluate(
         self, hook: str, context: Callable[[], Context], args: Sequence[Nested]
     ) -> Nested:
+        self.trim_heap()
         # Replicas may have different numbers of batches. Only the ranks of one replica agree,
         # because the other ranks of a fit would wait for them.
         interrupts = self.layout.num_replicas == 1 or not fits(self.lightning_module.trainer)

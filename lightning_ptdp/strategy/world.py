@@ -258,6 +258,11 @@ class World(RunningStrategy):
 
         return join(expected, open_store=open_store, make=make, limit=limit, ended=self._ended)
 
+    def trim_heap(self) -> None:
+        """Return free memory to the system between two steps on a CPU."""
+        if self._heap is not None:
+            self._heap.trim_if_grown()
+
     def leave_environment(self) -> None:
         """Restore the network interfaces and the heap as the user or a library had set them.
 

@@ -31,6 +31,8 @@ class Habits:
             and backward. It represents tensor, context and expert groups. A computation waits for
             each collective, so a rank has one at a time.
         replicas: Number of ranks that reduce a stage's gradients together.
+        each: They reduce them after every microbatch (sharded gradients). The gradients of the next
+            one wait for these sums.
         message_blocks: Thread blocks of a send or receive (``channel_ctas``).
         collective_blocks: Thread blocks of a collective.
     """
@@ -40,6 +42,7 @@ class Habits:
     one_communicator: bool = False
     tensor: int = 1
     replicas: int = 1
+    each: bool = False
     message_blocks: int = 0
     collective_blocks: int = 0
 
@@ -65,6 +68,8 @@ class Host:
     operations: list[Operation] = field(default_factory=list)
     latest: int = -1
     """Index of the last compute operation, for which operations of other streams wait."""
+    reduced: int = -1
+    """Index of the last reduction."""
     counts: Counter[Hashable] = field(default_factory=Counter)
     used: set[Hashable] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
@@ -76,7 +81,14 @@ class Host:
 
     def run(self) -> list[Operation]:
         """Return all operations of a step."""
-        for action in self.schedule.programs[self.rank]:
+        program = self.schedule.programs[self.rank]
+        split = {(a.stage, a.microbatch) for a in program if a.kind is K.WEIGHT}
+        for action in program:
+            completes = action.kind is K.WEIGHT or (
+                action.kind is K.BACKWARD and (action.stage, action.microbatch) not in split
+            )
+            if completes and self.habits.each:
+                self.give("wait for sums", COMPUTE, (self.reduced,))
             match action.kind:
                 case K.FORWARD | K.BACKWARD:
                     self.compute(str(action), self.takes(action), meets="tensor")
@@ -101,8 +113,10 @@ class Host:
                             None,
                         )
                     )
-                case K.REDUCE:
+                case K.REDUCE if not self.habits.each:
                     self.collective(str(action), "data", self.habits.replicas)
+            if completes and self.habits.each:
+                self.reduced = self.collective(str(action), "data", self.habits.replicas)
         self.give("end", COMPUTE, self.sent, holds=True)
         return self.operations
 

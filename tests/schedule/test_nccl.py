@@ -34,12 +34,18 @@ def runs(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> bool
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(
-    ("sizes", "habits"), [(SIZES, Habits()), (((2, 3), (4, 4)), FOUR_EACH)], ids=["alone", "groups"]
+    ("sizes", "habits"),
+    [
+        (SIZES, Habits()),
+        (((2, 3), (4, 4)), FOUR_EACH),
+        (((2, 3), (4, 4)), dataclasses.replace(FOUR_EACH, each=True)),
+    ],
+    ids=["alone", "groups", "sharded gradients"],
 )
 def test_every_schedule_runs_to_completion(
     name: str, sizes: tuple[Any, ...], habits: Habits
 ) -> None:
-    """The second case adds the collectives of tensor groups and replicas."""
+    """The second and third case add the collectives of tensor groups and replicas."""
     schedules = list(every(name, sizes))
     assert schedules
     for schedule, first_step, one_queue in itertools.product(schedules, *[(True, False)] * 2):
