@@ -26,7 +26,7 @@ from lightning_ptdp.world.stage_placement import StagePlacement, Stages, check_i
 __all__ = ["Degrees", "ParallelLayout", "Sharding"]
 
 Sharding = Literal["none", "optimizer", "gradients"]
-"""What replicas share instead of each keeping all of it; each value includes those before it."""
+"""State that replicas share instead of each keeping all of it; a value includes those before it."""
 
 
 @dataclass(frozen=True, kw_only=True)

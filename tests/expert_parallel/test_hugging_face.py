@@ -42,7 +42,7 @@ def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -
         ("mixtral", 4, {E: 2, P: 2, V: 2, M: 2}),
         ("qwen3_moe", 4, {E: 2, P: 2, V: 2, M: 2}),
         ("qwen3_moe", 4, {E: 2, "shard": "optimizer"}),
-        ("mixtral", 4, {E: 2, M: 2, "shard": "gradients"}),
+        ("mixtral", 4, {E: 2, "shard": "gradients"}),
         ("mixtral", 2, {E: 2, C: 2}),
         ("qwen3_moe", 2, {E: 2, C: 2}),
         ("qwen3_moe", 8, {E: 2, T: 2, SP: True, P: 2, M: 2}),

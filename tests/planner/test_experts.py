@@ -163,7 +163,7 @@ def test_step_time_includes_experts_and_dispatch() -> None:
 
 def test_search_proposes_expert_parallel_layouts() -> None:
     job = small_job(MIXTRAL, world_size=64, batch=256)
-    plan = search(job, count=40)
+    plan = search(job, Space(shard=("none", "optimizer")), count=40)
     assert {candidate.choice.layout.expert_parallel_size for candidate in plan.best} > {8}
     best = plan.best[0]
     assert best.choice.options()["expert_parallel_size"] == 8 and "e8" in best.choice.describe()
