@@ -341,6 +341,7 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
         )
         for name, claim in _claims(memory).items():
             stack.enter_context(mock.patch.object(Tensor, name, claim))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", return_value=None))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _made_on_host(getattr(torch, name))))
         for name in ("broadcast_object_list", "all_gather_object"):
