@@ -40,7 +40,7 @@ def parse_options(parser: argparse.ArgumentParser, **smoke: object) -> argparse.
 def usual_heap() -> Iterator[None]:
     """Return a context for a peer in a process in which our strategy trains: the C library returns
     large blocks, as it does for the peer's users."""
-    Heap().close()
+    Heap().restore()
     try:
         yield
     finally:

@@ -46,9 +46,13 @@ class Heap:
             self._library.malloc_trim(0)
             self._usual = None  # the next step touches the pages that it needs
 
-    def close(self) -> None:
-        """Return all free pages, and let glibc return large blocks again."""
+    def restore(self) -> None:
+        """Let glibc return large blocks again."""
         self._set(_USUAL)
+
+    def close(self) -> None:
+        """Let glibc return large blocks again, and return all free pages."""
+        self.restore()
         if hasattr(self._library, "malloc_trim"):
             self._library.malloc_trim(0)
 
