@@ -21,15 +21,20 @@ from typing import Any
 import lightning.pytorch as L
 from harness import Comparison, parse_options, report
 
-FOLDER = "PTDP_LONG_FOLDER"
-
 
 class ResidentMemory(L.Callback):
-    """Write the process's resident memory after each step, in pages, to a file for each rank."""
+    """Write the process's resident memory after each step, in pages, to a file for each rank.
+
+    Args:
+        folder: Folder of the files.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
-        path = Path(os.environ[FOLDER]) / f"{trainer.global_rank}.txt"
+        path = self._folder / f"{trainer.global_rank}.txt"
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{pages}\n")
 
@@ -40,11 +45,12 @@ def train(steps: int, folder: str) -> list[list[float]]:
     changes = [
         f"--trainer.max_steps={steps}",
         "--trainer.callbacks+=long.ResidentMemory",
+        f"--trainer.callbacks.folder={folder}",
         "--trainer.logger=false",
         "--trainer.enable_progress_bar=false",
     ]
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, FOLDER: folder, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([*command, *changes], cwd=folder, env=environment, check=True)
     page = os.sysconf("SC_PAGE_SIZE") / 2**20
     files = sorted(Path(folder).glob("?.txt"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -23,9 +22,14 @@ __all__ = ["ALIGNMENT", "HALF", "Bucket", "GradientState", "ParameterState", "al
 # Both lives are circles, and every step is asserted::
 #
 #     EMPTY --begin--> ACCUMULATING --the last backward--> REDUCING --finish--> REDUCED --> EMPTY
-#                       |        ^  ^                         |
-#                       +-begin--+  +-------------------------+
-#             (the next batch of an accumulation; the next microbatch of sharded gradients)
+#                       |        ^
+#                       +-begin--+  (the next batch of an accumulation)
+#
+# Sharded gradients are added to a rank's part after every microbatch::
+#
+#     EMPTY --begin--> ACCUMULATING --a backward--> ADDING --finish--> REDUCED --> EMPTY
+#                       ^                             |
+#                       +-----the next microbatch-----+
 #
 #     WHOLE --the optimizer's step--> SHARDED --publish--> GATHERING --wait--> WHOLE
 
@@ -39,6 +43,8 @@ class GradientState(Enum):
     """Backwards add to the gradients."""
     REDUCING = auto()
     """The sum over the replicas has been launched; nothing may write to the gradients."""
+    ADDING = auto()
+    """The sums of all microbatches so far are being added to this rank's part of the gradients."""
     REDUCED = auto()
     """The gradients are those of the optimizer's step."""
 
@@ -71,8 +77,14 @@ _NEXT = {
         GradientState.EMPTY,
         GradientState.ACCUMULATING,
         GradientState.REDUCING,
+        GradientState.ADDING,
     ),
-    GradientState.REDUCING: (GradientState.REDUCED, GradientState.ACCUMULATING),
+    GradientState.REDUCING: (GradientState.REDUCED,),
+    GradientState.ADDING: (
+        GradientState.EMPTY,
+        GradientState.ACCUMULATING,
+        GradientState.REDUCED,
+    ),
     GradientState.REDUCED: (GradientState.EMPTY,),
 }
 
@@ -142,10 +154,6 @@ class Bucket:
             id(managed.parameter): offset
             for managed, offset in zip(self.parameters, self.offsets, strict=True)
         }
-
-    def shown(self) -> Iterator[tuple[ManagedParameter, Tensor | None]]:
-        """Return each parameter with its view of the buffer."""
-        return itertools.zip_longest(self.parameters, self.views)
 
     def collect(self, parameter: Tensor) -> None:
         """Move a parameter's gradient to those that the next sum takes, if they are sharded."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
 from typing import Any
 
 import torch
@@ -98,17 +98,14 @@ class GradientBuckets:
                 self._join()  # a sum may be under way
         for bucket in self.buckets():
             if not keep:
-                if bucket.is_sharded and bucket.state is GradientState.REDUCING:
-                    bucket.state = bucket.state.to(GradientState.ACCUMULATING)
                 bucket.state = bucket.state.to(GradientState.EMPTY)
                 bucket.buffer.zero_()
                 bucket.unsummed = None
             bucket.state = bucket.state.to(GradientState.ACCUMULATING)
             bucket.pending = None
-            for managed, view in bucket.shown() if keep else ():
+            views = zip(bucket.parameters, bucket.views, strict=False)  # sharded: no views
+            for managed, view in views if keep else ():
                 gradient = managed.parameter.grad
-                if view is None:
-                    continue
                 if gradient is None:
                     view.zero_()
                 elif gradient is not view:
@@ -118,7 +115,7 @@ class GradientBuckets:
     def show(self) -> None:
         """Make every parameter's ``.grad`` its view of a buffer."""
         for bucket in self.buckets():
-            for managed, view in bucket.shown():
+            for managed, view in zip_longest(bucket.parameters, bucket.views):
                 managed.parameter.grad = view
 
     def hide(self) -> None:
@@ -325,9 +322,10 @@ class GradientBuckets:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        if bucket.state is GradientState.REDUCING:
+        launched = GradientState.ADDING if bucket.is_sharded else GradientState.REDUCING
+        if bucket.state is launched:
             return
-        bucket.state = bucket.state.to(GradientState.REDUCING)
+        bucket.state = bucket.state.to(launched)
         if bucket.reduction.size == 1:
             return
         if self._overlapped is None:

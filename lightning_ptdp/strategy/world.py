@@ -264,7 +264,7 @@ class World(RunningStrategy):
             self._heap.trim_if_grown()
 
     def leave_environment(self) -> None:
-        """Restore the network interfaces and the heap as the user or a library had set them.
+        """Restore the network interfaces that the user or torch chose, and the C library's heap.
 
         Groups that are made later use these interfaces."""
         chosen, self._interfaces = self._interfaces, []

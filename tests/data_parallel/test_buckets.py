@@ -285,3 +285,9 @@ def test_done_callbacks_run_in_launch_order() -> None:
     assert sorted(seen) == ["a1", "a2", "b1", "b2", "end of a", "end of b"]
     assert [text for text in seen if "end" in text] == ["end of a", "end of b"]
     assert all(seen.index(f"{chain}2") + 1 == seen.index(f"end of {chain}") for chain in "ab")
+
+
+def test_only_sharded_gradients_accumulate_after_a_sum() -> None:
+    assert GradientState.ADDING.to(GradientState.ACCUMULATING) is GradientState.ACCUMULATING
+    with pytest.raises(AssertionError, match="from REDUCING to ACCUMULATING"):
+        GradientState.REDUCING.to(GradientState.ACCUMULATING)
