@@ -127,9 +127,10 @@ class PTDPConfig(Degrees):
             of them.
         shard: What the replicas share instead of each keeping all of it: "none", "optimizer" (each
             keeps the optimizer states of its part of the parameters, updates that part, and gathers
-            the rest; ZeRO-1, arXiv 1910.02054), or "gradients" (each also keeps only its part of
-            the gradients, which are summed after every microbatch; ZeRO-2). The optimizer must work
-            element by element.
+            the rest; ZeRO-1, arXiv 1910.02054), "gradients" (each also keeps only its part of the
+            gradients, which are summed after every microbatch; ZeRO-2), or "parameters" (each also
+            keeps only its part of the parameters; every block's are gathered before its forward and
+            its backward; ZeRO-3). The optimizer must work element by element.
         master_weights: Let the optimizer step on float32 copies of parameters in half precision
             ("bf16-true", "16-true").
         gradient_dtype: Type in which the gradients of such parameters are accumulated: "float32" or
@@ -244,6 +245,12 @@ class PTDPConfig(Degrees):
             )
         self._check_overlap()
         self._check_distribution()
+        if self.shard == "parameters" and self.recompute == "offload":
+            raise ValueError(
+                "recompute='offload' keeps what a block has saved, its gathered parameters "
+                "included, so it cannot be combined with shard='parameters'. Use recompute='full' "
+                "or shard='gradients'"
+            )
         self._check_compilation()
         check_recompute_options(self.recompute, self.recompute_layers, num_stages=self.num_stages)
         check_schedule(
@@ -266,6 +273,11 @@ class PTDPConfig(Degrees):
     def shards_optimizer(self) -> bool:
         """Return True if each replica steps on a part of the parameters."""
         return self.shard != "none"
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Return True if each replica keeps a part of the gradients."""
+        return self.shard in ("gradients", "parameters")
 
     @property
     def timeout(self) -> timedelta:

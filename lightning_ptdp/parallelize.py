@@ -20,21 +20,23 @@ result is the user's own object. It holds only this rank's part, under the names
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_ptdp.data_parallel.sharded_parameters import LateValue, ShardedParameters
 from lightning_ptdp.parameters.local_parameters import (
     WholeParameters,
     layout_notes,
     manage_parameters,
 )
-from lightning_ptdp.parameters.managed_parameter import ManagedParameters
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.parameters.materialize import Materializer, agree_on_values, make_room
-from lightning_ptdp.parameters.placement import Placement
+from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
@@ -69,6 +71,9 @@ class ParallelModel:
         names: Names of all parameters of the uncut model, tied ones once.
         whole: The uncut module's structure; None if every rank has all of it.
         notes: Notes for the user.
+        late_value: Returns the initial value of a parameter that is still on the meta device, on
+            the CPU; None: it comes from elsewhere.
+        shards: This rank's part of sharded parameters; None: they are not sharded.
         split_blocks: Dotted name of the container outside of which sequence parallelism leaves the
             sequence whole; None: there is none.
     """
@@ -81,7 +86,13 @@ class ParallelModel:
     names: tuple[str, ...] = ()
     whole: UncutView | None = None
     notes: tuple[str, ...] = ()
+    late_value: LateValue | None = None
+    shards: ShardedParameters | None = None
     split_blocks: str | None = None
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a pass, in which sharded parameters are gathered when read."""
+        return contextlib.nullcontext() if self.shards is None else self.shards.computing()
 
     def check(self, *, frozen: bool = True) -> None:
         """Check that every parameter of the module is managed.
@@ -135,6 +146,7 @@ def parallelize(  # noqa: PLR0913
     device: torch.device,
     left: Collection[str] = (),
     known: KnownParts | None = None,
+    late: bool = False,
 ) -> ParallelModel:
     """Make ``module`` this rank's part of itself, in place; collective over the world.
 
@@ -150,6 +162,7 @@ def parallelize(  # noqa: PLR0913
         left: Names of meta parameters without drawn initial values, because their values are loaded
             later.
         known: Places of the modules, if the check before launch has found them.
+        late: Leave meta parameters on the meta device, for ``late_value``.
 
     Raises:
         ValueError: The plan, the partition or the sizes do not fit the model.
@@ -172,7 +185,7 @@ def parallelize(  # noqa: PLR0913
     differing = agree_on_values(built, device=device)
     full_parameters = WholeParameters.of(module)
     view = UncutView(module, full_parameters.names) if layout.divides_model else None
-    materialize = Materializer(module, seed=seed, device=device, left=left)
+    materialize = Materializer(module, seed=seed, device=device, left=left, late=late)
 
     cut: PipelineCut | None = None
     if pipeline.size > 1:
@@ -186,11 +199,9 @@ def parallelize(  # noqa: PLR0913
     placements = _build_local(module, planned, kinds, materialize, full_parameters, mesh)
     if tensor.size > 1:
         refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
-    make_room(
-        module,
-        device=device,
-        padded={parameter for parameter, placement in placements.items() if placement.num_padding},
-    )
+    padded = {parameter for parameter, placement in placements.items() if placement.num_padding}
+    if not late:
+        make_room(module, device=device, padded=padded)
     copies = {c for kind in kinds.values() for c in kind.copies(mesh.group(kind.axis).size)}
     copy_groups = {c: _copies(mesh, c) for c in sorted(copies - {1})}
     parameters = manage_parameters(
@@ -224,9 +235,15 @@ def parallelize(  # noqa: PLR0913
         split_blocks=planned.split_blocks
         if layout.sequence_parallel and planned.sequence == "blocks"
         else None,
+        late_value=partial(_local_value, materialize) if late else None,
     )
     parallel.check()
     return parallel
+
+
+def _local_value(materialize: Materializer, managed: ManagedParameter) -> Tensor | None:
+    value = materialize.value(managed.name)
+    return None if value is None else slice_full(value, managed.placement)
 
 
 def _build_local(

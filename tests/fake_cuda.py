@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import lightning_ptdp
+from lightning_ptdp.data_parallel import absent_parameters
 from lightning_ptdp.forward import fused
 
 __all__ = ["Wait", "Waits", "fake_cuda"]
@@ -341,6 +342,13 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
         )
         for name, claim in _claims(memory).items():
             stack.enter_context(mock.patch.object(Tensor, name, claim))
+        claimed = {getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")}
+        metadata = absent_parameters._METADATA | claimed
+        stack.enter_context(mock.patch.object(absent_parameters, "_METADATA", metadata))
+        moves = {Tensor.to, Tensor.cpu, Tensor.cuda}
+        for name, functions in {"_MOVES": moves, "_CONVERSIONS": moves}.items():
+            patched = getattr(absent_parameters, name) | functions
+            stack.enter_context(mock.patch.object(absent_parameters, name, patched))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", return_value=None))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _made_on_host(getattr(torch, name))))

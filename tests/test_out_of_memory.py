@@ -150,7 +150,8 @@ def test_expert_parallelism_is_suggested_first_for_moe() -> None:
     found = {**EXPECTED, "parameters": 3 * GIB}
     note = memory_note(EXPECTED, found, config=config, layout=config.layout(4), mixture=True)
     assert (
-        "parameters: more than expected. Use a larger expert_parallel_size (it is 2), "
+        "parameters: more than expected. Use shard='parameters', or a larger "
+        "expert_parallel_size (it is 2), "
         "tensor_parallel_size (it is 1)" in note
     )
 

@@ -33,6 +33,8 @@ LAYOUTS: dict[str, Place] = {
     "t2p2": (4, {T: 2, P: 2, M: 2}),
     "d4 sharded": (4, {"shard": "optimizer"}),
     "d4 sharded in nodes": (4, {"shard": "optimizer", "data_parallel_replicas": 2}),
+    "d4 sharded parameters": (4, {"shard": "parameters", M: 2}),
+    "d2zb_v sharded parameters": (4, {**ZB_V, "shard": "parameters"}),
     "d2t2 sharded": (4, {"shard": "optimizer", T: 2, M: 2}),
     "d2zb_v sharded": (4, {**ZB_V, "shard": "optimizer"}),
 }
@@ -88,7 +90,11 @@ def trained(parity: Parity, tmp_path_factory: pytest.TempPathFactory) -> Trained
 
 
 @pytest.mark.parametrize(
-    "name", ["p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded", "d4 sharded in nodes"]
+    "name",
+    [
+        *("p2v2", "zb_v", "c2", "t2p2", "d2t2 sharded", "d4 sharded in nodes"),
+        "d2zb_v sharded parameters",
+    ],
 )
 def test_resume_in_same_layout_is_bitwise_equal(name: str, trained: Trained) -> None:
     folder, weights = trained.whole(name, dropout=0.2)
@@ -112,6 +118,9 @@ def test_resume_in_same_layout_is_bitwise_equal(name: str, trained: Trained) -> 
         ("t2p2", "d4 sharded"),
         ("d4 sharded", "d4 sharded in nodes"),
         ("d4 sharded in nodes", "d2t2 sharded"),
+        ("d4 sharded parameters", "t2p2"),
+        ("d2zb_v sharded parameters", "d4 sharded parameters"),
+        ("one", "d2zb_v sharded parameters"),
     ],
 )
 def test_checkpoint_resumes_in_other_layout(before: str, after: str, trained: Trained) -> None:

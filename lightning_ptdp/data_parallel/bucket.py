@@ -10,16 +10,17 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from lightning_ptdp.data_parallel.flat_parameters import FlatParameters, aligned, parts_of
 from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.parameters.placement import Placement
 
-__all__ = ["ALIGNMENT", "HALF", "Bucket", "GradientState", "ParameterState", "aligned"]
+__all__ = ["HALF", "Bucket", "GradientState"]
 
 
-# ---- States of the gradients and of the parameters of a bucket -----------------------------------
+# ---- States of the gradients of a bucket ---------------------------------------------------------
 #
-# Both lives are circles, and every step is asserted::
+# Their life is a circle, and every step is asserted::
 #
 #     EMPTY --begin--> ACCUMULATING --the last backward--> REDUCING --finish--> REDUCED --> EMPTY
 #                       |        ^
@@ -30,8 +31,6 @@ __all__ = ["ALIGNMENT", "HALF", "Bucket", "GradientState", "ParameterState", "al
 #     EMPTY --begin--> ACCUMULATING --a backward--> ADDING --finish--> REDUCED --> EMPTY
 #                       ^                             |
 #                       +-----the next microbatch-----+
-#
-#     WHOLE --the optimizer's step--> SHARDED --publish--> GATHERING --wait--> WHOLE
 
 
 class GradientState(Enum):
@@ -54,23 +53,6 @@ class GradientState(Enum):
         return state
 
 
-class ParameterState(Enum):
-    """State of the parameters that replicas gather together."""
-
-    WHOLE = auto()
-    """Every rank has the values of the last step."""
-    SHARDED = auto()
-    """Each rank has stepped on its own part, and has old values of the others."""
-    GATHERING = auto()
-    """The parts are on their way; nothing may read the parameters."""
-
-    def to(self, state: ParameterState) -> ParameterState:
-        """Return ``state``, which must be the next one."""
-        following = self.value % len(ParameterState) + 1
-        assert state.value == following, f"parameters go from {self.name} to {state.name}"
-        return state
-
-
 _NEXT = {
     GradientState.EMPTY: (GradientState.EMPTY, GradientState.ACCUMULATING),
     GradientState.ACCUMULATING: (
@@ -90,7 +72,6 @@ _NEXT = {
 
 
 HALF = (torch.float16, torch.bfloat16)
-ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
 
 
 @dataclass(eq=False)
@@ -108,7 +89,7 @@ class Bucket:
         unsummed: (n,) gradients of this rank that have not been summed, if gradients are sharded.
             None: there are none.
         state: What happens to the gradients.
-        parameter_state: What happens to the parameters, if the optimizer is sharded.
+        flat: Storage of the parameters, if they are sharded; else the sharded optimizer makes one.
         pending: Number of gradients that the last backward has not completed; None: another
             backward follows, or the reduction has started.
     """
@@ -121,7 +102,7 @@ class Bucket:
     views: list[Tensor]
     unsummed: Tensor | None = None
     state: GradientState = GradientState.EMPTY
-    parameter_state: ParameterState = ParameterState.WHOLE
+    flat: FlatParameters | None = None
     pending: int | None = None
 
     @cached_property
@@ -164,7 +145,7 @@ class Bucket:
         with torch.no_grad():
             if self.unsummed is None:
                 self.unsummed = self.buffer.new_zeros(self.size)
-            self.unsummed[offset : offset + parameter.numel()].view_as(parameter).add_(gradient)
+            self.unsummed[offset : offset + parameter.numel()].view(parameter.shape).add_(gradient)
         parameter.grad = None
 
     def start_sum(self) -> PendingReduction:
@@ -198,15 +179,4 @@ class Bucket:
         """
         start = self._begin + int(self.mine().storage_offset())
         stop = start + self.mine().numel()
-        for managed, offset in zip(self.parameters, self.offsets, strict=True):
-            first, last = max(start, offset), min(stop, offset + managed.parameter.numel())
-            if first < last:
-                part = managed.placement.flattened(
-                    first - offset, last - offset, first=self.reduction.counts
-                )
-                yield managed, part, slice(first, last)
-
-
-def aligned(size: int) -> int:
-    """Return the next aligned offset after ``size`` elements."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+        yield from parts_of(self.parameters, self.offsets, start, stop, first=self.reduction.counts)

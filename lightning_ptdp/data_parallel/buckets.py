@@ -16,17 +16,19 @@ and freed after every microbatch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_ptdp.data_parallel.bucket import ALIGNMENT, HALF, Bucket, GradientState, aligned
+from lightning_ptdp.data_parallel.bucket import HALF, Bucket, GradientState
+from lightning_ptdp.data_parallel.flat_parameters import FlatParameters, lay_out
 from lightning_ptdp.data_parallel.gradient_sums import add_up, joined
 from lightning_ptdp.data_parallel.overlapped_reduction import OverlappedReduction
 from lightning_ptdp.data_parallel.reduction import Reduction
@@ -49,6 +51,7 @@ class GradientBuckets:
             default of its reduction.
         widen: Keep gradients of half-precision parameters in float32.
         shards: Keep only this rank's part of sums that are scattered.
+        flats: Storage of sharded parameters; each makes a bucket with its layout.
         launched: Called for every reduction that starts, with its chunk and its ``Pending``.
     """
 
@@ -57,6 +60,7 @@ class GradientBuckets:
     bucket_bytes: int | None = None
     widen: bool = True
     shards: bool = False
+    flats: Sequence[FlatParameters] = ()
     launched: Callable[[int | None, Any], None] | None = None
     _chunks: dict[int | None, list[Bucket]] = field(default_factory=dict)
     _home: dict[int, Bucket] = field(default_factory=dict)
@@ -68,6 +72,7 @@ class GradientBuckets:
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._flat_of = {managed: flat for flat in self.flats for managed in flat.parameters}
         for chunk in dict.fromkeys(managed.chunk for managed in self.parameters):
             members = [managed for managed in reversed(self.parameters) if managed.chunk == chunk]
             self._chunks[chunk] = [self._allocate(part) for part in self._cut(members)]
@@ -260,15 +265,16 @@ class GradientBuckets:
 
         They have the same dtype, device and reduction, and are no larger than a bucket. A tied
         parameter whose sum is scattered gets a buffer of its own, which is then the same on all
-        stages that hold it.
+        stages that hold it. Sharded parameters share a buffer as they share their storage.
         """
         kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
         for managed in parameters:
             parameter, axes = managed.parameter, managed.placement.data_axes
             alone = managed if self.reductions[axes].scatter and managed.placement.tied else None
-            kinds.setdefault((parameter.dtype, parameter.device, axes, alone), []).append(managed)
-        for (_, _, axes, _), members in kinds.items():
-            limit = self.bucket_bytes
+            shared = self._flat_of.get(managed, alone)
+            kinds.setdefault((parameter.dtype, parameter.device, axes, shared), []).append(managed)
+        for (_, _, axes, shared), members in kinds.items():
+            limit = self.bucket_bytes if not isinstance(shared, FlatParameters) else math.inf
             if limit is None:
                 limit = self.reductions[axes].bucket_bytes
             run: list[ManagedParameter] = []
@@ -289,10 +295,14 @@ class GradientBuckets:
     def _allocate(self, managed: list[ManagedParameter]) -> Bucket:
         parameters = [member.parameter for member in managed]
         reduction = self.reductions[managed[0].placement.data_axes]
-        *offsets, total = accumulate((aligned(p.numel()) for p in parameters), initial=0)
-        multiple = ALIGNMENT * reduction.parts
+        flat = self._flat_of.get(managed[0])
+        offsets, size = (
+            lay_out(parameters, reduction)
+            if flat is None
+            else ([flat.offset_of[member] for member in managed], flat.size)
+        )
         dtype, device = self._dtype(parameters[0]), parameters[0].device
-        size, shards = -(-total // multiple) * multiple, self.shards and reduction.scatter
+        shards = self.shards and reduction.scatter
         kept = size // reduction.parts if shards else size
         buffer = torch.zeros(kept, dtype=dtype, device=device)
         views = [
@@ -300,7 +310,7 @@ class GradientBuckets:
             for offset, p in zip(offsets, parameters, strict=True)
             if not shards
         ]
-        return Bucket(managed, reduction, offsets, size, buffer, views)
+        return Bucket(managed, reduction, offsets, size, buffer, views, flat=flat)
 
     def _join(self) -> None:
         """Wait for the reductions in progress."""

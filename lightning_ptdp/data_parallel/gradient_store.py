@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.bucket import HALF, Bucket
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
+from lightning_ptdp.data_parallel.flat_parameters import FlatParameters
 from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.data_parallel.unbucketed_gradients import UnbucketedGradients
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["GradientStore", "make_store", "needs_masters"]
+__all__ = ["GradientStore", "make_reductions", "make_store", "needs_masters"]
 
 
 class GradientStore(Protocol):
@@ -105,12 +106,14 @@ def make_store(
     mesh: ProcessMesh,
     parameters: ManagedParameters,
     launched: Callable[[int | None, Any], None],
+    flats: Sequence[FlatParameters] = (),
 ) -> GradientStore:
     """Return buckets if gradients are summed over ranks that read different data.
 
-    Otherwise return gradients as autograd creates them.
+    Otherwise return gradients as autograd creates them. ``flats`` is the storage of sharded
+    parameters.
     """
-    reductions = {axes: _reduction(config, mesh, axes) for axes in mesh.layout.gradient_sums}
+    reductions = make_reductions(config, mesh)
     trained = [managed for managed in parameters.values() if managed.parameter.requires_grad]
     trained.sort(key=lambda managed: managed.order)
     widen = config.master_weights and config.gradient_dtype == "float32"
@@ -121,9 +124,15 @@ def make_store(
         reductions,
         bucket_bytes=None if config.bucket_mb is None else int(config.bucket_mb * 2**20),
         widen=widen,
-        shards=config.shard == "gradients",
+        shards=config.shards_gradients,
+        flats=flats,
         launched=launched,
     )
+
+
+def make_reductions(config: PTDPConfig, mesh: ProcessMesh) -> dict[tuple[str, ...], Reduction]:
+    """Return the sums of gradients over each tuple of data axes."""
+    return {axes: _reduction(config, mesh, axes) for axes in mesh.layout.gradient_sums}
 
 
 def _reduction(config: PTDPConfig, mesh: ProcessMesh, axes: tuple[str, ...]) -> Reduction:

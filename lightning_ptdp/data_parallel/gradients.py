@@ -6,13 +6,14 @@ They are started, accumulated, summed, and shown to the optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel.flat_parameters import FlatParameters
 from lightning_ptdp.data_parallel.gradient_store import GradientStore, make_store, needs_masters
 from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters, ParameterGather
 from lightning_ptdp.data_parallel.step_gradients import StepGradients
@@ -35,6 +36,8 @@ class Gradients:
         parameters: This rank's parameters.
         launched: Called for every reduction that starts, with its chunk and its ``Pending``.
         device: This rank's device.
+        flats: Storage of sharded parameters.
+        computing: Returns the context of a backward.
 
     Attributes:
         step: The gradients that the optimizer sees.
@@ -52,7 +55,10 @@ class Gradients:
         parameters: ManagedParameters,
         launched: Callable[[int | None, Any], None],
         device: torch.device,
+        flats: Sequence[FlatParameters] = (),
+        computing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        self._flats, self._computing = flats, computing
         self._module, self._config, self._mesh, self._parameters = module, config, mesh, parameters
         self._launched = launched
         self._store: GradientStore | None = None
@@ -92,13 +98,16 @@ class Gradients:
             mesh=self._mesh,
             parameters=self._parameters,
             launched=self._launched,
+            flats=self._flats,
         )
         masters = needs_masters(self._config, self._parameters)
         if masters or self._store.scatters:
             self.stepped = OptimizerParameters(self._store, masters=masters)
             self.stepped.adopt(self._optimizer)
             self._gather = ParameterGather(
-                self._module, self.stepped, overlaps=self._overlaps and self._store.scatters
+                self._module,
+                self.stepped,
+                overlaps=self._overlaps and self._store.scatters and not self._flats,
             )
         self._trainable = {parameter for parameter in self._parameters if parameter.requires_grad}
         self.step.use(self._store, steps_on_copies=self.stepped is not None)
@@ -194,7 +203,8 @@ class Gradients:
             return
         store, last = self.start(), not self.accumulates
         store.expect(0, last=last)
-        yield
+        with self._computing():
+            yield
         if last:
             store.finish()
             self._show_sums()
@@ -238,6 +248,8 @@ class Gradients:
 
     def _show_sums(self) -> None:
         """Give the complete gradients to the optimizer, plus the gradients set aside."""
+        with self._computing():  # frees what a skipped backward has left
+            pass
         if self.stepped is not None:
             self.stepped.show()
         for value, gradient in self._left.items():

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.data_parallel.bucket import HALF, Bucket, ParameterState
+from lightning_ptdp.data_parallel.bucket import HALF, Bucket
+from lightning_ptdp.data_parallel.flat_parameters import FlatParameters, ParameterState
 from lightning_ptdp.data_parallel.gradient_store import GradientStore
-from lightning_ptdp.data_parallel.reduction import PendingReduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.lightning import LightningNames
 
@@ -44,9 +44,8 @@ class OptimizerParameters:
 
     def __init__(self, gradients: GradientStore, *, masters: bool) -> None:
         self._gradients, self._masters = gradients, masters
-        self._flat: list[tuple[Bucket, Tensor]] = []
-        self._pending: dict[Bucket, PendingReduction] = {}
-        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._flat: list[FlatParameters] = []
+        self._flat_of: dict[nn.Parameter, FlatParameters] = {}
         for managed in gradients.parameters:
             if gradients.scatters:
                 managed.step_on(None)
@@ -84,6 +83,8 @@ class OptimizerParameters:
         If they are shards, the parameters' own gradients are hidden, because these are sums over
         one replica only.
         """
+        for flat in self._flat:
+            flat.take_values()
         for managed in self._gradients.parameters:
             stepped, gradient = managed.stepped, managed.gradient
             if stepped is not None and managed.steps_on_copy:
@@ -99,20 +100,16 @@ class OptimizerParameters:
             for managed in self._gradients.parameters:
                 if managed.rounded is not None and managed.stepped is not None:
                     managed.rounded.copy_(managed.stepped)
-        for bucket, flat in reversed(self._flat):
-            bucket.parameter_state = bucket.parameter_state.to(ParameterState.SHARDED)
-            self._pending[bucket] = bucket.reduction.start_gather(flat)
-            bucket.parameter_state = bucket.parameter_state.to(ParameterState.GATHERING)
+        for flat in reversed(self._flat):
+            flat.stepped()
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Return when ``parameters`` (all by default) have the values of the last step."""
-        if not self._pending:
-            return
-        buckets = {self._bucket_of.get(p) for p in parameters or ()}
-        for bucket in list(self._pending):
-            if parameters is None or bucket in buckets:
-                self._pending.pop(bucket).wait()
-                bucket.parameter_state = bucket.parameter_state.to(ParameterState.WHOLE)
+        gathering = [flat for flat in self._flat if flat.state is ParameterState.GATHERING]
+        chosen = {self._flat_of.get(p) for p in parameters or ()} if gathering else set()
+        for flat in reversed(gathering):
+            if parameters is None or flat in chosen:
+                flat.wait()
 
     def reload(self) -> None:
         """Update the masters from parameters that were changed outside of the optimizer.
@@ -133,30 +130,26 @@ class OptimizerParameters:
 
     def _shard(self, bucket: Bucket) -> None:
         """Step on this rank's part of a bucket."""
-        flat = _flatten(bucket)
-        self._flat.append((bucket, flat))
-        for managed in bucket.parameters:
-            self._bucket_of[managed.parameter] = bucket
-        is_master = self._masters and flat.dtype in HALF
+        flat = bucket.flat
+        if flat is None:
+            flat = FlatParameters.of(
+                bucket.parameters,
+                bucket.offsets,
+                bucket.size,
+                bucket.reduction,
+                device=bucket.buffer.device,
+            )
+            self._flat.append(flat)
+            self._flat_of.update({managed.parameter: flat for managed in bucket.parameters})
+        is_master = self._masters and flat.own.dtype in HALF
         for managed, part, region in bucket.own_parts():
-            values = flat[region]
+            values = flat.at(region)
             managed.step_on(
                 nn.Parameter(values.float() if is_master else values),
                 part,
                 rounded=values if is_master else None,
                 gradient=bucket.at(region),
             )
-
-
-def _flatten(bucket: Bucket) -> Tensor:
-    """Make a bucket's parameters views of one flat tensor with the layout of its gradients."""
-    flat = bucket.buffer.new_zeros(bucket.size, dtype=bucket.parameters[0].parameter.dtype)
-    for managed, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-        parameter = managed.parameter
-        view = flat[offset : offset + parameter.numel()].view_as(parameter)
-        view.copy_(parameter.detach())
-        parameter.data = view
-    return flat
 
 
 def _state_of(managed: ManagedParameter, state: dict[str, object]) -> dict[str, object]:

@@ -164,7 +164,8 @@ class Engine:
         batch, kept = self._step("training_step"), self._parallel.kept
         if kept and batch and batch & (batch - 1) == 0:
             self.gradients.parameters_needed()
-            check_kept_alike(kept, group=self._mesh.group("pipeline"), device=self._device)
+            with self._parallel.computing():
+                check_kept_alike(kept, group=self._mesh.group("pipeline"), device=self._device)
 
     def _scheduled_training_step(
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float
@@ -223,7 +224,8 @@ class Engine:
         """
         self.gradients.parameters_needed()
         if not self._config.cuts_forward:
-            return self._straight_step(hook, context, args)
+            with self._parallel.computing():
+                return self._straight_step(hook, context, args)
         return self._run(self._job(hook, context, args), hook).extras
 
     def decode(
@@ -247,7 +249,7 @@ class Engine:
             if self._config.compile == "none"
             else torch.compiler.set_stance("force_eager")
         )
-        with eager:
+        with eager, self._parallel.computing():
             schedule = self._config.build_schedule(1, training=False)
             return decoding.run(
                 self._runtime, schedule, rows=rows, mesh=self._mesh, device=self._device
@@ -327,7 +329,8 @@ class Engine:
 
         The logged values are passed to Lightning.
         """
-        self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
+        with self._parallel.computing():
+            self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
         pipeline, last, sent = self._mesh.group("pipeline"), self._mesh.layout.last_stage_rank, None
         if pipeline.rank == last:
             sent = job.report(self._weigh if self._weighs(hook) else None)

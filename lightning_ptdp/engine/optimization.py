@@ -72,6 +72,8 @@ class Optimization:
             parameters=parallel.parameters,
             launched=observers.reducing,
             device=device,
+            flats=() if parallel.shards is None else parallel.shards.flats,
+            computing=parallel.computing,
         )
         self.manual: ManualGradients | None = None
         self.losses: Sequence[Tensor] = []
@@ -194,8 +196,8 @@ def check_evaluates_again(
         )
     if steps_on_copies:
         raise ValueError(
-            f"{name} evaluates the loss several times in a step, but with shard='optimizer' "
-            "or 'gradients', or with float32 copies of parameters in half precision, the model receives the new "
+            f"{name} evaluates the loss several times in a step, but with a sharded optimizer, or "
+            "with float32 copies of parameters in half precision, the model receives the new "
             "values only after the step. Use shard='none' and master_weights=False"
         )
 

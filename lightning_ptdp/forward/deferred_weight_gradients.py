@@ -34,7 +34,7 @@ from lightning_ptdp.forward.matrix_product import (
     bias_gradient,
 )
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
-from lightning_ptdp.shims.torch import has_gradient_hooks, has_saved_tensor_hooks
+from lightning_ptdp.shims.torch import has_gradient_hooks, saved_tensor_hooks
 
 __all__ = ["Operand", "Products", "WeightGradients", "multiply"]
 
@@ -63,6 +63,7 @@ class WeightGradients(Surrounding):
     _kept: dict[Hashable, list[tuple[Tensor, Start]]] = field(default_factory=dict)
     _collecting: list[tuple[Tensor, Start]] | None = None
     _recomputing: int = 0
+    _usual_hooks: object = None
 
     @property
     def waits(self) -> bool:
@@ -153,7 +154,7 @@ class WeightGradients(Surrounding):
         """Defer the products of a forward if its backward comes in two halves."""
         if not forward.splits_backward:
             return contextlib.nullcontext()
-        forward.deferred = self
+        forward.deferred, self._usual_hooks = self, saved_tensor_hooks()
         return self.intercepting()
 
     def intercepting(self) -> Replacing:
@@ -201,7 +202,7 @@ class WeightGradients(Surrounding):
     @property
     def can_wait(self) -> bool:
         """Return True if a product of a running forward may defer its weight gradient."""
-        return self._recomputing > 0 or not has_saved_tensor_hooks()
+        return self._recomputing > 0 or saved_tensor_hooks() == self._usual_hooks
 
 
 Operands = tuple[Any, Any, Any, bool]

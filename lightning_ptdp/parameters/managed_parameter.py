@@ -24,6 +24,8 @@ class ManagedParameter:
         name: Global name, the first under which the uncut model registers it.
         order: Position among the uncut model's parameters.
         stages: Local pipeline stages that use it.
+        held: Values that this rank keeps between the steps: the parameter's, or a flat part.
+        held_placement: Place of ``held`` in the full tensor.
         stepped: Tensor on which the optimizer steps: the parameter, its float32 main copy, or a
             flat part of either; None if other ranks step on all of it.
         stepped_placement: Place of ``stepped`` in the full tensor.
@@ -37,13 +39,20 @@ class ManagedParameter:
     name: str = ""
     order: int = 0
     stages: tuple[int, ...] = (0,)
+    held: Tensor | None = field(init=False)
+    held_placement: Placement = field(init=False)
     stepped: nn.Parameter | None = field(init=False)
     stepped_placement: Placement = field(init=False)
     rounded: Tensor | None = field(init=False)
     gradient: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.hold(self.parameter)
         self.step_on(self.parameter)
+
+    def hold(self, values: Tensor | None, placement: Placement | None = None) -> None:
+        """Set the values that this rank keeps between the steps; None: others keep all of them."""
+        self.held, self.held_placement = values, placement or self.placement
 
     @property
     def chunk(self) -> int | None:

@@ -20,7 +20,14 @@ from lightning_ptdp.parameters.initializers import Initializers, why_without_val
 from lightning_ptdp.shims.peft import original_name
 from lightning_ptdp.shims.torch import copy_gradient_hooks
 
-__all__ = ["Materializer", "agree_on_values", "awaits_values", "is_meta", "make_room"]
+__all__ = [
+    "Materializer",
+    "agree_on_values",
+    "awaits_values",
+    "is_meta",
+    "make_room",
+    "put_values",
+]
 
 
 def is_meta(module: nn.Module) -> bool:
@@ -44,9 +51,17 @@ def make_room(
     for parameter in model.parameters():
         if parameter.is_meta:
             make = torch.zeros_like if parameter in padded else torch.empty_like
-            allocated = nn.Parameter(make(parameter, device=device), parameter.requires_grad)
-            vars(allocated).update(vars(parameter))
-            torch.utils.swap_tensors(parameter, allocated)
+            put_values(parameter, make(parameter, device=device))
+
+
+def put_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Replace the values of ``parameter``, which may be on the meta device and stays the object."""
+    if not parameter.is_meta:
+        parameter.data = values
+        return
+    allocated = nn.Parameter(values, parameter.requires_grad)
+    vars(allocated).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, allocated)
 
 
 class Materializer:
@@ -59,12 +74,20 @@ class Materializer:
         device: Device of the values.
         left: Names of parameters that stay on the meta device, because their values come from
             elsewhere.
+        late: Leave all parameters on the meta device; ``value`` returns their values.
     """
 
     def __init__(
-        self, model: nn.Module, *, seed: int, device: torch.device, left: Collection[str] = ()
+        self,
+        model: nn.Module,
+        *,
+        seed: int,
+        device: torch.device,
+        left: Collection[str] = (),
+        late: bool = False,
     ) -> None:
-        self._seed, self._device, self._left = seed, device, frozenset(left)
+        self._seed, self._device, self._left, self._late = seed, device, frozenset(left), late
+        self._last: tuple[str, nn.Module] | None = None
         self._owners: dict[int, tuple[str, str]] = {}
         # keys of a module's parameters that another module owns
         self._others: dict[str, set[str]] = {}
@@ -97,7 +120,7 @@ class Materializer:
                 continue
             if id(parameter) not in self._made:
                 owner_name, owner_key = self._owners[id(parameter)]
-                if f"{owner_name}.{owner_key}".removeprefix(".") in self._left:
+                if self._late or f"{owner_name}.{owner_key}".removeprefix(".") in self._left:
                     continue
                 value = values(owner_name).get_parameter(owner_key)
                 new = nn.Parameter(
@@ -110,6 +133,18 @@ class Materializer:
         for key, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = values(name).get_buffer(key).to(self._device)
+
+    def value(self, name: str) -> Tensor | None:
+        """Return the initial values of a whole parameter on the CPU, by its first name.
+
+        None: they come from elsewhere. Ask for the parameters of one module in a row.
+        """
+        if name in self._left:
+            return None
+        owner, _, key = name.rpartition(".")
+        if self._last is None or self._last[0] != owner:
+            self._last = owner, self._values(owner, nn.Module())
+        return self._last[1].get_parameter(key).detach()
 
     def _values(self, name: str, module: nn.Module) -> nn.Module:
         """Return a module with initial values, drawn on the CPU to be independent of the device."""

@@ -16,9 +16,11 @@ from lightning_ptdp.planner.expert_cost import expert_buffers, expert_shards
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import (
     expert_parameters,
+    shards_parameters,
     stage_layers,
     stage_parameters,
     whole_bytes,
+    whole_tables_bytes,
 )
 from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.schedule.generators import FAMILIES
@@ -80,7 +82,7 @@ def static_bytes(
 
     These bytes do not depend on the microbatches. With a sharded optimizer, a rank keeps the state
     of 1/(d c) of its parameters: 6 + 12/d bytes per parameter in half precision. With sharded
-    gradients it keeps 1/(d c) of these too, 2 + 16/d bytes. Experts are held by d c / e ranks each,
+    gradients it keeps 1/(d c) of these too, 2 + 16/d bytes, and with sharded parameters 18/d. Experts are held by d c / e ranks each,
     so a rank keeps e/(d c) of theirs.
 
     Args:
@@ -97,7 +99,7 @@ def static_bytes(
     )
     gradient = job.gradient + job.software.gradient_copy
     stepped = (parameters - experts) / shards + experts / of_experts
-    if job.software.shards != "none":
+    if shards_parameters(job, choice):
         parameters = stepped
     return (
         parameters * precision.weight,
@@ -169,6 +171,7 @@ def rank_memory(
         sum(by_stage[stage] for stage in local_stages) for by_stage in (stages, of_experts)
     )
     weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
+    weights += whole_tables_bytes(job, choice, local_stages)
     of_layers = max(sum(count * kinds[id(layer)].held for count, layer in runs) for runs in layers)
     working = max(
         kinds[id(layer)].recomputed

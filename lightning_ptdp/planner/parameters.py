@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_ptdp.planner.communication import group_link
@@ -127,7 +128,14 @@ def gathered_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
     """Return the bytes of a layer's gathered parameters on one tensor-parallel rank."""
     experts = 0 if layer.experts is None else layer.experts.local(choice.layout)
     count = layer.parameters.on(choice.layout.tensor_parallel_size) + experts
+    if choice.shard == "parameters":
+        return count * job.precision.weight
     return count * (1 if job.software.float8 else job.precision.compute)
+
+
+def shards_parameters(job: Job, choice: Choice) -> bool:
+    """Return True if replicas share the parameters, and gather those of a layer to use them."""
+    return choice.shard == "parameters" or job.software.shards != "none"
 
 
 def whole_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
@@ -135,7 +143,18 @@ def whole_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
 
     They are the parameters of the current layer and of the next, and gradients to scatter.
     """
-    return 3 * gathered_bytes(job, choice, layer) if job.software.shards != "none" else 0.0
+    return 3 * gathered_bytes(job, choice, layer) if shards_parameters(job, choice) else 0.0
+
+
+def whole_tables_bytes(job: Job, choice: Choice, stages: Sequence[int]) -> float:
+    """Return the bytes of the tables of a rank, which stay whole for the step once gathered."""
+    if choice.shard != "parameters":
+        return 0.0
+    t, last = choice.layout.tensor_parallel_size, choice.layout.num_stages - 1
+    tables = job.shape.input.table_elements(t) if 0 in stages else 0
+    if last in stages and not (job.shape.tied and 0 in stages):
+        tables += job.shape.head.table_elements(t)
+    return tables * job.precision.weight
 
 
 def sharding_time(
@@ -151,7 +170,7 @@ def sharding_time(
         backward: Seconds of the previous layer's backward, which hides gathering and scattering.
     """
     group = group_link(choice.layout, job.cluster, "replica_sum")
-    if job.software.shards == "none" or group.size == 1:
+    if not shards_parameters(job, choice) or group.size == 1:
         return 0.0, 0.0
     regathers = 0
     if job.software.shards == "modules":

@@ -11,7 +11,12 @@ from lightning_ptdp.planner.expert_cost import expert_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
-from lightning_ptdp.planner.parameters import expert_parameters, stage_layers, stage_parameters
+from lightning_ptdp.planner.parameters import (
+    expert_parameters,
+    shards_parameters,
+    stage_layers,
+    stage_parameters,
+)
 from lightning_ptdp.planner.pass_time import NOTHING, PassTime
 from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
@@ -332,7 +337,7 @@ def _gradients(
             job.trained * experts * gradient
         )
     # those of layers are part of their passes; nothing hides those of tables
-    if job.software.shards != "none":
+    if shards_parameters(job, choice):
         table = job.shape.input.table_elements(layout.tensor_parallel_size)
         return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
     if choice.shard != "none":

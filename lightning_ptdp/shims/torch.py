@@ -17,6 +17,7 @@ from torch import nn
 
 __all__ = [
     "adds_to_gradient",
+    "compares_storages",
     "copy_gradient_hooks",
     "forward_hooks",
     "forward_pre_hooks",
@@ -25,10 +26,10 @@ __all__ = [
     "grouped_product",
     "has_gradient_hooks",
     "has_module_hooks",
-    "has_saved_tensor_hooks",
     "is_compiled",
     "keep_padded",
     "replaced_total_norm",
+    "saved_tensor_hooks",
     "set_gradient_dtype",
     "storage_key",
     "unscale_before_step",
@@ -45,6 +46,10 @@ def untraced(function: Function) -> Function:
 
     ``torch.compiler.disable`` does the same, but imports the compiler at once."""
     return cast(Function, torch._disable_dynamo(function))
+
+
+compares_storages = torch._has_compatible_shallow_copy_type
+"""Function by which ``Module.to`` decides whether a parameter's values can be replaced."""
 
 
 def keep_padded(model: nn.Module) -> None:
@@ -161,11 +166,11 @@ def has_module_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in kinds)
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Return True if tensors that autograd saves now go through ``saved_tensors_hooks``.
+def saved_tensor_hooks() -> object:
+    """Return the hooks through which tensors go that autograd saves now; None: there are none.
 
-    This is the case under activation checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    Activation checkpointing uses such hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:

@@ -17,12 +17,21 @@ from lightning_ptdp.blocks.local_blocks import overlap_collectives
 from lightning_ptdp.blocks.offload import Offloaded
 from lightning_ptdp.blocks.recompute import Recomputed, apply_recomputation
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel.gradient_store import make_reductions
+from lightning_ptdp.data_parallel.sharded_parameters import GatheredForward, ShardedParameters
 from lightning_ptdp.forward.own_forward import give_back_forwards
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parameters.materialize import put_values
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["BLOCK_PASSES", "BlockPass", "BlockSetting", "apply_block_passes"]
+__all__ = [
+    "BLOCK_PASSES",
+    "BlockPass",
+    "BlockSetting",
+    "apply_block_passes",
+    "shard_parameters",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,11 @@ def _compile(to: BlockSetting) -> None:
     )
 
 
+def _shard(to: BlockSetting) -> None:
+    if to.parallel.shards is not None:
+        to.parallel.shards.put_on_blocks()
+
+
 def _recompute(to: BlockSetting) -> None:
     config, parallel = to.config, to.parallel
     apply_recomputation(
@@ -102,11 +116,41 @@ BLOCK_PASSES = (
     BlockPass("fp8", lambda config: config.fp8 is not None, _float8),
     # The forward of a block. Its hooks and its recomputation stay outside of the graph.
     BlockPass("compile", lambda config: config.compiles != "none", _compile),
+    # Gathers a block's parameters before its compiled forward, and again when it is recomputed.
+    BlockPass("shard", lambda config: config.shard == "parameters", _shard),
     # Around the compiled forward, so that a recomputed forward is compiled, too; or offload, which
     # keeps what the compiled forward saves.
     BlockPass("recompute", lambda config: config.recompute != "none", _recompute),
 )
 """All block passes, the innermost first."""
+
+
+def shard_parameters(
+    parallel: ParallelModel, *, config: PTDPConfig, mesh: ProcessMesh, device: torch.device
+) -> ParallelModel:
+    """Leave each replica its part of the parameters, before the passes.
+
+    Parameters on the meta device get their values, those of one block at a time.
+    """
+    reductions = make_reductions(config, mesh)
+    gathers = {
+        axes: replace(reduction, inner=mesh.apart(reduction.inner))
+        for axes, reduction in reductions.items()
+    }
+    shards = ShardedParameters(
+        parallel.module,
+        parallel.parameters,
+        blocks=parallel.blocks,
+        reductions=gathers,
+        device=device,
+        late_value=parallel.late_value,
+    )
+    for managed in parallel.parameters.values():
+        if managed.parameter.is_meta and parallel.late_value is not None:  # not sharded
+            values = parallel.late_value(managed)
+            empty = torch.zeros_like(managed.parameter, device=device)
+            put_values(managed.parameter, empty if values is None else values.to(device))
+    return replace(parallel, shards=shards)
 
 
 def apply_block_passes(to: BlockSetting) -> ParallelModel:
@@ -119,7 +163,9 @@ def apply_block_passes(to: BlockSetting) -> ParallelModel:
         ValueError: The device or the machine lacks what an option needs, or a stage has too few
             layers.
     """
-    give_back_forwards(to.parallel.module, Float8Linear, CompiledForward, Recomputed, Offloaded)
+    give_back_forwards(
+        to.parallel.module, Float8Linear, CompiledForward, GatheredForward, Recomputed, Offloaded
+    )
     notes = [block_pass.apply(to) for block_pass in BLOCK_PASSES if block_pass.applies(to.config)]
     return replace(
         to.parallel, notes=(*to.parallel.notes, *(note for note in notes if note is not None))

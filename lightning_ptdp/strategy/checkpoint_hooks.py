@@ -77,8 +77,14 @@ class CheckpointHooks(World):
             engine=self._engine,
             optimizers=self.optimizers,
             named_groups=self._named_groups,
+            shards_parameters=self.shards_parameters,
             waiting_in=self.waiting_in,
         )
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Return True if each replica has only a part of the parameters between their uses."""
+        return self.config.shard == "parameters" and self.layout.size("replica_sum") > 1
 
     # ---- saving ----------------------------------------------------------------------------------
 

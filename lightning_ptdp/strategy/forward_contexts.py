@@ -50,7 +50,8 @@ def make_surroundings(
     - Deferred weight gradients are before both of these modes, because any product with which they
       replace a call must be deferrable."""
     context, tensor = mesh.group("context"), mesh.group("tensor")
-    entries: list[Surrounding] = [_step_randomness(config, mesh, parallel, device)]
+    shards = [] if parallel.shards is None else [parallel.shards]
+    entries: list[Surrounding] = [*shards, _step_randomness(config, mesh, parallel, device)]
     if may_split_backward(config.schedule):
         entries.append(WeightGradients())
     if context.size > 1:

@@ -254,7 +254,7 @@ def _write_weights(strategy: CheckpointHooks, path: str) -> None:
     space = strategy.model_space
     if space.engine is not None:
         space.engine.gradients.parameters_needed()
-    is_divided = space.parallel is not None and space.layout.divides_model
+    is_divided = space.parallel is not None and not space.ranks_hold_all
     # Every rank calls state_dict(), because metrics may communicate in it.
     weights = space.state_dict() if is_divided else space.module.state_dict()
     if strategy.local_rank == 0:

@@ -16,6 +16,7 @@ from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.parameters.placement import Placement
+from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -42,6 +43,7 @@ class ModelSpace:
         engine: Runs the batches; None before ``setup``.
         optimizers: The optimizers of the fit.
         named_groups: Names of each optimizer's parameters, group by group, before they are sharded.
+        shards_parameters: Whether the replicas share the parameters.
         waiting_in: Returns a context for waits on other ranks; its argument names the wait.
     """
 
@@ -52,14 +54,15 @@ class ModelSpace:
     engine: Engine | None
     optimizers: Sequence[Optimizer]
     named_groups: list[list[list[str]]]
+    shards_parameters: bool
     waiting_in: Callable[[str], contextlib.AbstractContextManager[None]]
 
     @property
     def ranks_hold_all(self) -> bool:
         """Return True if every rank holds all parameters of the model.
 
-        This is the case if neither tensor nor pipeline parallelism cuts it."""
-        return self.layout.size("shards") == 1
+        This is the case if neither a layout nor sharding divides it."""
+        return self.layout.size("shards") == 1 and not self.shards_parameters
 
     @property
     def is_cut(self) -> bool:
@@ -113,8 +116,8 @@ class ModelSpace:
         for rank_state in ranks:
             for name, (tensor, placement) in rank_state.items():
                 full = state.setdefault(name, torch.empty(placement.full_shape, dtype=tensor.dtype))
-                for piece in placement.pieces:
-                    full[piece.in_full.slices] = tensor[piece.in_local.slices]
+                for offset, view in placement.held(tensor):
+                    full[Rectangle.at(offset, view.shape).slices] = view
         aliases = self.part.aliases.items()
         return {**state, **{alias: state[name] for alias, name in aliases if name in state}}
 
@@ -140,10 +143,12 @@ class ModelSpace:
                 continue
             value = checked_tensor(key, value)
             managed = parameters.get(value) if isinstance(value, nn.Parameter) else None
-            if managed is not None:
-                tensors[managed.name] = (value.detach(), managed.placement)
-            elif first_names.setdefault(id(value), key) == key and not (
-                to_write and self._is_written_elsewhere(key)
+            if managed is not None and managed.held is not None:
+                tensors[managed.name] = (managed.held.detach(), managed.held_placement)
+            elif (
+                managed is None
+                and first_names.setdefault(id(value), key) == key
+                and not (to_write and self._is_written_elsewhere(key))
             ):
                 tensors[key] = (value.detach(), Placement.replicated(tuple(value.shape)))
         return tensors

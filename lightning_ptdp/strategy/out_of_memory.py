@@ -116,8 +116,9 @@ def _expected(
     )
     stepped = (trained - experts) / shards + experts / expert_shards
     parts: Parts = {
-        "parameters": sum(p.nbytes for p in module.parameters()),
-        "gradients": sizes.gradient * (stepped if config.shard == "gradients" else trained),
+        "parameters": sum(p.nbytes for p in module.parameters())
+        / (shards if config.shard == "parameters" else 1),
+        "gradients": sizes.gradient * (stepped if config.shards_gradients else trained),
         "optimizer": sizes.state * stepped,
     }
     model = next(
@@ -263,7 +264,7 @@ def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout, *, mixture:
         remedies.append(_smaller_microbatches(config))
         if layout.tensor_parallel_size > 1 and not layout.sequence_parallel:
             remedies.append("sequence_parallel=True")
-    if part in ("optimizer", "gradients") and layout.size("replica_sum") > 1:
+    if part in get_args(Sharding) and layout.size("replica_sum") > 1:
         # The values of ``shard`` include those before them.
         levels = get_args(Sharding)
         if levels.index(config.shard) < levels.index(part):

@@ -40,7 +40,7 @@ from lightning_ptdp.exchange import (
     weights_opener,
 )
 from lightning_ptdp.models.pretrained_folder import ADAPTER_NAMES
-from lightning_ptdp.parameters.placement import slice_full
+from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike
 
 __all__ = [
@@ -130,7 +130,8 @@ def fill_whole(space: ModelSpace, state: Mapping[str, Tensor], *, strict: bool) 
                     f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, but "
                     f"{placement.full_shape} in the model"
                 )
-            tensor.copy_(slice_full(state[name], placement))
+            for offset, view in placement.held(tensor):
+                view.copy_(state[name][Rectangle.at(offset, view.shape).slices])
         _set_extra_states(space, {name: tensor for name, (tensor, _) in tensors.items()})
     model_names = set().union(*gather(set(tensors))) | space.part.aliases.keys()
     if strict and (unexpected := sorted(state.keys() - model_names)):

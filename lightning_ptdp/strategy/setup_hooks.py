@@ -19,7 +19,7 @@ from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import KnownParts
 from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_model_summary
 from lightning_ptdp.shims.peft import set_magnitudes
-from lightning_ptdp.strategy.block_passes import BlockSetting, apply_block_passes
+from lightning_ptdp.strategy.block_passes import BlockSetting, apply_block_passes, shard_parameters
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_model,
@@ -115,7 +115,12 @@ class SetupHooks(StepHooks):
             device=self.root_device,
             left=() if weights is None else weights.names,
             known=self._known_parts,
+            late=self.shards_parameters,
         )
+        if self.shards_parameters:
+            self._parallel = shard_parameters(
+                self._parallel, config=self.config, mesh=self.mesh, device=self.root_device
+            )
         if self.layout.divides_model:
             module.__dict__[CUT_MARK] = self.layout.describe()
             self._guard = ParameterGuard(module, self.parallel.parameters, self.layout.describe())
@@ -140,7 +145,8 @@ class SetupHooks(StepHooks):
         if weights is not None and not resumes:
             load_initial_weights(self.model_space, weights)
         if built_without_values:
-            set_magnitudes(module)
+            with self._parallel.computing():
+                set_magnitudes(module)
 
     def _convert(self) -> None:
         self.model = convert(self, self.mesh)

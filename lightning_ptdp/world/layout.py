@@ -25,7 +25,7 @@ from lightning_ptdp.world.stage_placement import StagePlacement, Stages, check_i
 
 __all__ = ["Degrees", "ParallelLayout", "Sharding"]
 
-Sharding = Literal["none", "optimizer", "gradients"]
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """State that replicas share instead of each keeping all of it; a value includes those before it."""
 
 

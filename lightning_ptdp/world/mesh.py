@@ -195,6 +195,10 @@ class ProcessMesh:
         # A thread reduces over them, so they share no communicator with the other groups.
         return self._made("inside", inside), self._made("between", between)
 
+    def apart(self, group: Group) -> Group:
+        """Return a group of the same ranks with a communicator of its own, created on first use."""
+        return self._made("apart", group.ranks) if group.size > 1 else group
+
     def _made(self, name: str, ranks: tuple[int, ...]) -> Group:
         """Return the group of ``ranks`` for this purpose, created on first use."""
         key = f"{name}{ranks}"

@@ -24,14 +24,15 @@ MODES: dict[str, Place] = {
     "flat": (4, {"num_microbatches": 4}),
     "sharded": (4, {"num_microbatches": 4, "shard": "optimizer"}),
     "sharded gradients": (4, {"num_microbatches": 4, "shard": "gradients"}),
+    "sharded parameters": (4, {"num_microbatches": 4, "shard": "parameters"}),
     "two levels": (8, {"num_microbatches": 2, "data_parallel_replicas": 2}),
     "sharded in two levels": (
         8,
         {"num_microbatches": 2, "data_parallel_replicas": 2, "shard": "optimizer"},
     ),
-    "sharded gradients in two levels": (
+    "sharded parameters in two levels": (
         8,
-        {"num_microbatches": 2, "data_parallel_replicas": 2, "shard": "gradients"},
+        {"num_microbatches": 2, "data_parallel_replicas": 2, "shard": "parameters"},
     ),
 }
 RUN = Run(steps=4, accumulate=2, global_batch=16)

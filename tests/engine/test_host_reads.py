@@ -50,6 +50,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "p4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}, {}),
     "p2 v2 d2 ZeRO": (4, {**P2, "virtual_pipeline_size": 2, "shard": "optimizer"}, {}),
     "p2 v2 d2 ZeRO-2": (4, {**P2, "virtual_pipeline_size": 2, "shard": "gradients"}, {}),
+    "d2 ZeRO-3": (2, {"shard": "parameters"}, {}),
+    "p2 v2 d2 ZeRO-3": (4, {**P2, "virtual_pipeline_size": 2, "shard": "parameters"}, {}),
     "p2 t2 SP ZB-H1": (
         4,
         {

@@ -292,6 +292,8 @@ LAYOUTS: dict[str, Place] = {
     "named": (2, {P: 2, M: 2, "partition": ["encoder.block.0", "decoder.block.0"]}),
     "d2 sharded": (2, {"shard": "optimizer"}),
     "d2 sharded gradients": (2, {"shard": "gradients", M: 2}),
+    "d2 sharded parameters": (2, {"shard": "parameters", M: 2}),
+    "p2d2 sharded parameters": (4, {"shard": "parameters", P: 2, M: 2}),
     "t2p2": (4, {T: 2, P: 2, M: 2}),
     "t2p2v2": (4, {T: 2, P: 2, V: 2, M: 2}),
     "t2p2v2sp": (4, {T: 2, P: 2, V: 2, M: 2, SP: True, "tensor_overlap": 4}),

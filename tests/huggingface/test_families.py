@@ -58,9 +58,10 @@ def test_weights_match_single_process(name: str, pool: Pool) -> None:
     check(pool, Run(architecture=name, layout=layout, world_size=4 if P in layout else 2, steps=2))
 
 
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
-def test_sharded_gradients_match_single_process(name: str, pool: Pool) -> None:
-    layout = {P: 2, M: 2, "shard": "gradients", "bucket_mb": 1e-2}
+def test_sharded_training_matches_single_process(name: str, shard: str, pool: Pool) -> None:
+    layout = {P: 2, M: 2, "shard": shard, "bucket_mb": 1e-2}
     check(pool, Run(architecture=name, layout=layout, world_size=4, steps=2))
 
 

@@ -37,7 +37,11 @@ def adapted(model: str = "llama", layout: dict[str, Any] | None = None, **option
 
 
 @pytest.mark.parametrize(
-    "layout", ["t2", "t2sp", "p2v2", "t2p2", "d2 sharded", "d2 sharded gradients", "c2"]
+    "layout",
+    [
+        *("t2", "t2sp", "p2v2", "t2p2", "c2"),
+        *("d2 sharded", "d2 sharded gradients", "d2 sharded parameters"),
+    ],
 )
 def test_adapters_match_single_process(layout: str, parity: Parity) -> None:
     parity.check(adapted(target_modules=r".*(_proj|lm_head|embed_tokens)"), LAYOUTS[layout])
@@ -155,7 +159,7 @@ def test_adapter_and_merged_folder_have_equal_logits(
     torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["p2", "d2"])
+@pytest.mark.parametrize("layout", ["p2", "d2", "d2 sharded parameters"])
 def test_dora_magnitudes_are_initialized_as_weight_norms(
     layout: str, parity: Parity, tmp_path: Path
 ) -> None:

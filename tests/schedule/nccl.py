@@ -33,6 +33,8 @@ class Habits:
         replicas: Number of ranks that reduce a stage's gradients together.
         each: They reduce them after every microbatch (sharded gradients). The gradients of the next
             one wait for these sums.
+        gathers: They gather the parameters of every forward and backward, half of them ahead of it
+            (sharded parameters).
         message_blocks: Thread blocks of a send or receive (``channel_ctas``).
         collective_blocks: Thread blocks of a collective.
     """
@@ -43,6 +45,7 @@ class Habits:
     tensor: int = 1
     replicas: int = 1
     each: bool = False
+    gathers: bool = False
     message_blocks: int = 0
     collective_blocks: int = 0
 
@@ -147,6 +150,10 @@ class Host:
         return len(self.operations) - 1
 
     def compute(self, name: str, waits: Iterable[int], *, meets: str = "") -> None:
+        if meets and self.habits.gathers:
+            first = self.collective(name, "gather", self.habits.replicas)
+            self.give(name, COMPUTE, (*waits, first))
+            waits = (self.collective(f"next {name}", "gather", self.habits.replicas),)
         self.give(name, COMPUTE, waits)
         if meets and self.habits.tensor > 1:
             done = self.collective(name, "tensor", self.habits.tensor)

@@ -39,13 +39,14 @@ def runs(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> bool
         (SIZES, Habits()),
         (((2, 3), (4, 4)), FOUR_EACH),
         (((2, 3), (4, 4)), dataclasses.replace(FOUR_EACH, each=True)),
+        (((2, 3), (4, 4)), dataclasses.replace(FOUR_EACH, each=True, gathers=True)),
     ],
-    ids=["alone", "groups", "sharded gradients"],
+    ids=["alone", "groups", "sharded gradients", "sharded parameters"],
 )
 def test_every_schedule_runs_to_completion(
     name: str, sizes: tuple[Any, ...], habits: Habits
 ) -> None:
-    """The second and third case add the collectives of tensor groups and replicas."""
+    """All cases but the first add the collectives of tensor groups and replicas."""
     schedules = list(every(name, sizes))
     assert schedules
     for schedule, first_step, one_queue in itertools.product(schedules, *[(True, False)] * 2):

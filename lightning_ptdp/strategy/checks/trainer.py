@@ -182,15 +182,19 @@ def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> None:
 def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> None:
     _check_pruning(strategy, trainer)
     _check_finetuning(strategy, trainer)
-    if not strategy.layout.divides_model:
+    if strategy.shards_parameters:
+        reason, remedy = "with shard='parameters'", "shard='gradients'"
+    elif strategy.layout.divides_model:
+        reason = "under tensor or pipeline parallelism"
+        remedy = "tensor_parallel_size=1 and pipeline_parallel_size=1"
+    else:
         return
     unsupported = (*strategy._names.WeightAveragingCallbacks, *strategy._names.TunerCallbacks)
     for callback in trainer.callbacks:
         if isinstance(callback, unsupported):
             raise strategy.refusal(
                 f"the callback {type(callback).__name__} copies or re-runs the whole model, "
-                "which no rank has under tensor or pipeline parallelism. Use it with "
-                "tensor_parallel_size=1 and pipeline_parallel_size=1"
+                f"which no rank has {reason}. Use it with {remedy}"
             )
 
 

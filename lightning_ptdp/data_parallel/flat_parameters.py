@@ -1,0 +1,225 @@
+"""Parameters that replicas gather together: views of one flat tensor, of which each owns a part.
+
+Every step of their life is asserted::
+
+    WHOLE --the optimizer's step, or free--> SHARDED --start_gather--> GATHERING --wait--> WHOLE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.data_parallel.absent_parameters import hide, show
+from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter
+from lightning_ptdp.parameters.materialize import put_values
+from lightning_ptdp.parameters.placement import Placement
+
+__all__ = ["FlatParameters", "LateValue", "ParameterState", "aligned", "lay_out", "parts_of"]
+
+_ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
+
+
+LateValue = Callable[[ManagedParameter], Tensor | None]
+
+
+class ParameterState(Enum):
+    """State of the parameters that replicas gather together."""
+
+    WHOLE = auto()
+    """Every rank has the values of the last step."""
+    SHARDED = auto()
+    """Each rank has its own part; of the others it has old values or none."""
+    GATHERING = auto()
+    """The parts are on their way; nothing may read the parameters."""
+
+    def to(self, state: ParameterState) -> ParameterState:
+        """Return ``state``, which must be the next one."""
+        following = self.value % len(ParameterState) + 1
+        assert state.value == following, f"parameters go from {self.name} to {state.name}"
+        return state
+
+
+@dataclass(eq=False, kw_only=True)
+class FlatParameters:
+    """Parameters in one flat tensor.
+
+    Attributes:
+        parameters: The parameters.
+        offsets: Offset of each.
+        size: n, elements; some between parameters and at the end belong to none.
+        reduction: Its inner group shares the tensor in equal parts.
+        own: (n / parts,) this rank's part.
+        whole: (n,) all parts; None while they are freed.
+        frees: Whether the other ranks' parts are freed between uses. Otherwise ``own`` is a view
+            of ``whole``.
+        state: What happens to the parameters.
+    """
+
+    parameters: Sequence[ManagedParameter]
+    offsets: Sequence[int]
+    size: int
+    reduction: Reduction
+    own: Tensor
+    whole: Tensor | None
+    frees: bool
+    state: ParameterState = ParameterState.WHOLE
+    _pending: PendingReduction | None = None
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        parameters: Sequence[ManagedParameter],
+        offsets: Sequence[int],
+        size: int,
+        reduction: Reduction,
+        *,
+        device: torch.device,
+        frees: bool = False,
+        late_value: LateValue | None = None,
+    ) -> FlatParameters:
+        """Move the values of ``parameters`` to a flat tensor; with ``frees``, free it.
+
+        ``late_value`` returns those of parameters on the meta device, or None for zeros.
+        """
+        whole = torch.zeros(size, dtype=parameters[0].parameter.dtype, device=device)
+        flat = cls(
+            parameters=parameters,
+            offsets=offsets,
+            size=size,
+            reduction=reduction,
+            own=reduction.mine(whole),
+            whole=whole,
+            frees=frees,
+        )
+        for managed, view in flat._views():
+            values: Tensor | None = managed.parameter.detach()
+            if managed.parameter.is_meta and late_value is not None:
+                values = late_value(managed)
+            if values is not None:
+                view.copy_(values)
+            put_values(managed.parameter, view)
+        if frees:
+            flat.own = flat.own.clone()
+            flat.free()
+        return flat
+
+    @cached_property
+    def offset_of(self) -> Mapping[ManagedParameter, int]:
+        """Return the offset of each parameter."""
+        return dict(zip(self.parameters, self.offsets, strict=True))
+
+    @property
+    def begin(self) -> int:
+        """Return the offset of ``own``."""
+        return self.reduction.inner.rank * self.own.numel()
+
+    def own_parts(self) -> Iterator[tuple[ManagedParameter, Placement, Tensor]]:
+        """Yield each parameter in ``own`` with the placement and the values of its part."""
+        stop = self.begin + self.own.numel()
+        for managed, part, region in parts_of(
+            self.parameters, self.offsets, self.begin, stop, first=self.reduction.counts
+        ):
+            yield managed, part, self.at(region)
+
+    def at(self, region: slice) -> Tensor:
+        """Return the values in a range of the flat tensor, which ``own`` has."""
+        return self.own[region.start - self.begin : region.stop - self.begin]
+
+    def stepped(self) -> None:
+        """Start to gather what the optimizer has changed, if all ranks keep it."""
+        if self.frees:
+            assert self.state is ParameterState.SHARDED, "the step's passes have freed the rest"
+        else:
+            self.state = self.state.to(ParameterState.SHARDED)
+            self.start_gather()
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Start to gather the other ranks' parts, if they are missing; collective."""
+        if self.state is not ParameterState.SHARDED:
+            return
+        self.state = self.state.to(ParameterState.GATHERING)
+        if self.whole is None:
+            self.whole = self.own.new_empty(self.size)
+            self.reduction.mine(self.whole).copy_(self.own)
+        self._pending = self.reduction.start_gather(self.whole)
+
+    def wait(self) -> None:
+        """Return when the parameters are whole; on CUDA, when the current stream waits for it."""
+        self.start_gather()
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        if self.frees:
+            for managed, view in self._views():
+                show(managed.parameter, view)
+        self.state = self.state.to(ParameterState.WHOLE)
+
+    @torch.no_grad()
+    def free(self) -> None:
+        """Free the other ranks' parts; a graph that has saved them keeps its own reference."""
+        if self.state is ParameterState.GATHERING:
+            self.wait()  # memory that a message is written to cannot be given away
+        if self.whole is not None and self.state is ParameterState.WHOLE:
+            self.take_values()
+            self.own.copy_(self.reduction.mine(self.whole))  # that step may have written to them
+            self.state = self.state.to(ParameterState.SHARDED)
+            self.whole = None
+            for managed in self.parameters:
+                hide(managed.parameter)
+
+    @torch.no_grad()
+    def take_values(self) -> None:
+        """Take the values of parameters that the user's step has moved to other memory."""
+        for managed, view in self._views() if self.state is ParameterState.WHOLE else ():
+            if managed.parameter.data_ptr() != view.data_ptr():
+                view.copy_(managed.parameter)
+                managed.parameter.data = view
+
+    def _views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
+        assert self.whole is not None
+        for managed, offset in zip(self.parameters, self.offsets, strict=True):
+            parameter = managed.parameter
+            yield managed, self.whole[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def aligned(size: int) -> int:
+    """Return the next aligned offset after ``size`` elements."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def lay_out(parameters: Sequence[Tensor], reduction: Reduction) -> tuple[list[int], int]:
+    """Return the offsets of parameters in a flat tensor, and its size."""
+    *offsets, total = accumulate((aligned(p.numel()) for p in parameters), initial=0)
+    multiple = _ALIGNMENT * reduction.parts
+    return offsets, -(-total // multiple) * multiple
+
+
+def parts_of(
+    parameters: Sequence[ManagedParameter],
+    offsets: Sequence[int],
+    begin: int,
+    stop: int,
+    *,
+    first: bool,
+) -> Iterator[tuple[ManagedParameter, Placement, slice]]:
+    """Yield the parameters within [begin, stop) of a flat tensor.
+
+    Each comes with the placement of its part and the part's range in the flat tensor. ``first``
+    tells whether this rank is the first that holds these parts.
+    """
+    for managed, offset in zip(parameters, offsets, strict=True):
+        start, end = max(begin, offset), min(stop, offset + managed.parameter.numel())
+        if start < end:
+            part = managed.placement.flattened(start - offset, end - offset, first=first)
+            yield managed, part, slice(start, end)

@@ -1,0 +1,312 @@
+"""Sharded parameters (ZeRO-3): gathered before a block uses them, one block ahead, and freed.
+
+Between their uses each replica keeps 1/d of the parameters (arXiv 1910.02054, section 5.3). A unit
+is what replicas gather together: the parameters of one block, or those of a stage outside of its
+blocks. A rank holds the unit of the running block, the next one in the direction of the pass, and
+those outside of the blocks::
+
+    forward    block 0 | block 1 | block 2        backward   block 2 | block 1 | block 0
+    gathers    1       | 2       |                gathers    1       | 0       |
+
+What is gathered decides only about memory and time. Whoever reads a freed parameter in a pass makes
+it gather (``absent_parameters.py``). A graph saves no weights: it saves their positions, and
+gathers the unit when its backward needs it. All replicas run the same passes, and so gather in the
+same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.blocks.local_blocks import local_blocks
+from lightning_ptdp.data_parallel.absent_parameters import set_access
+from lightning_ptdp.data_parallel.flat_parameters import (
+    FlatParameters,
+    LateValue,
+    ParameterState,
+    lay_out,
+)
+from lightning_ptdp.data_parallel.reduction import Reduction
+from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
+from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
+from lightning_ptdp.pipeline.containers import Blocks
+
+__all__ = ["GatheredForward", "LateValue", "ShardedParameters"]
+
+Direction = Literal[-1, 0, 1]
+_Place = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a saved tensor in the flat tensor."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Unit:
+    """Parameters that are gathered and freed together.
+
+    Attributes:
+        block: The block that uses them; None: they are outside of the blocks.
+        chunk: The stage; None: several.
+        flats: Their storage.
+        before, after: The neighbouring blocks of the same stage.
+    """
+
+    block: nn.Module | None
+    chunk: int | None
+    flats: Sequence[FlatParameters]
+    before: Unit | None = None
+    after: Unit | None = None
+
+    def start(self) -> None:
+        """Start to gather what is missing."""
+        for flat in self.flats:
+            flat.start_gather()
+
+    def free(self) -> None:
+        """Free the other ranks' parts."""
+        for flat in self.flats:
+            flat.free()
+
+
+class ShardedParameters(Surrounding):
+    """Sharded parameters of one rank.
+
+    Args:
+        module: This rank's part of the LightningModule.
+        parameters: Its parameters.
+        blocks: Dotted names of the repeated containers; found if None.
+        reductions: For each tuple of data axes, the replicas that share parameters.
+        device: Device of the parameters.
+        late_value: Returns the values of parameters on the meta device.
+
+    Attributes:
+        flats: Storage of the parameters that are sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: ManagedParameters,
+        *,
+        blocks: Blocks | None,
+        reductions: Mapping[tuple[str, ...], Reduction],
+        device: torch.device,
+        late_value: LateValue | None,
+    ) -> None:
+        self._module = module
+        make = partial(FlatParameters.of, device=device, frees=True, late_value=late_value)
+        self._units = list(_make_units(module, parameters, blocks, reductions, make))
+        self.flats = [flat for unit in self._units for flat in unit.flats]
+        self._direction: Direction = 0
+        self._current: tuple[Unit, Direction] | None = None
+        self._saved: dict[int, tuple[Unit, FlatParameters]] = {}
+        for unit in self._units:
+            for flat in unit.flats:
+                for managed in flat.parameters:
+                    managed.hold(None)
+                    set_access(managed.parameter, partial(self._access, unit, managed.name))
+                for managed, part, values in flat.own_parts():
+                    managed.hold(values, part)
+
+    def __deepcopy__(self, memo: object) -> ShardedParameters:
+        """Return self: a copy of a module gathers from the same storage."""
+        return self
+
+    def put_on_blocks(self) -> None:
+        """Let the blocks gather their parameters, in place."""
+        for unit in self._units:
+            if unit.block is not None:
+                replace_forward(unit.block, GatheredForward, enter=partial(self.need, unit))
+
+    # ---- passes ----------------------------------------------------------------------------------
+
+    def around(self, forward: Forward) -> Context:
+        """Gather during a forward, ahead of its blocks."""
+        return self._passing(forward)
+
+    @contextlib.contextmanager
+    def _passing(self, forward: Forward) -> Iterator[None]:
+        outer, self._direction = self._direction, 1
+        first = next((u for u in self._units if u.block and u.chunk == forward.stage), None)
+        for unit in self._units:
+            if unit is first or (unit.block is None and unit.chunk in (forward.stage, None)):
+                unit.start()
+        hooks = (
+            torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            if forward.training
+            else contextlib.nullcontext()
+        )
+        try:
+            with hooks:
+                yield
+        finally:
+            self._direction = outer
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Gather what is read inside the context, a backward unless a forward runs; then free."""
+        outer, self._direction = self._direction, -1
+        try:
+            yield
+        finally:
+            self._direction = outer
+        self.free()
+
+    def need(self, unit: Unit) -> None:
+        """Return when the parameters of ``unit`` are whole; gather the next block's meanwhile."""
+        if self._current == (unit, self._direction):
+            return
+        for flat in unit.flats:
+            flat.wait()
+            self._saved[_address(flat)] = unit, flat
+        if unit.block is None:
+            return
+        self._current = unit, self._direction
+        ahead = unit.after if self._direction > 0 else unit.before
+        for other in self._units:
+            if other.block is not None and other is not unit and other is not ahead:
+                self._free(other)
+        if ahead is not None:
+            ahead.start()
+
+    def free(self) -> None:
+        """Free all other ranks' parts."""
+        for unit in self._units:
+            self._free(unit)
+        self._current = None
+
+    def _free(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if flat.state is ParameterState.WHOLE:
+                self._saved.pop(_address(flat), None)
+        unit.free()
+
+    def _access(self, unit: Unit, name: str, function: str | None) -> bool:
+        """Gather the parameter ``name``, which ``function`` reads; see ``Access``.
+
+        Raises:
+            PartialModelError: No pass runs, so other ranks may not read it now.
+        """
+        if self._direction == 0 and function is None:
+            return False
+        if self._direction == 0:
+            hook = getattr(self._module, "_current_fx_name", None)
+            raise PartialModelError(
+                f"{hook or 'code outside of the steps'} reads the values of '{name}' ({function}), "
+                "but between the passes each rank has only its part of them (shard='parameters'). "
+                "Read them in the step, call trainer.strategy.gather_state_dict() on all ranks, or "
+                "use shard='gradients'"
+            )
+        self.need(unit)
+        return True
+
+    # ---- tensors that a graph saves --------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+        """Return the position of a weight in place of the weight."""
+        entry = self._saved.get(tensor.untyped_storage().data_ptr())
+        if entry is None or tensor.dtype != entry[1].own.dtype:
+            return tensor
+        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return partial(self._unpacked, *entry, place)
+
+    def _unpacked(self, unit: Unit, flat: FlatParameters, place: _Place) -> Tensor:
+        if flat.state is not ParameterState.WHOLE or unit.block is not None:
+            self.need(unit)
+        assert flat.whole is not None
+        return flat.whole.as_strided(*place)
+
+
+def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved()
+
+
+def _address(flat: FlatParameters) -> int:
+    assert flat.whole is not None
+    return flat.whole.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GatheredForward(OwnForward):
+    """Forward of a block that waits for its parameters.
+
+    Attributes:
+        enter: Waits for them.
+    """
+
+    enter: Callable[[], None]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's forward."""
+        self.enter()
+        return self.original(*args, **kwargs)
+
+
+def _make_units(
+    module: nn.Module,
+    parameters: ManagedParameters,
+    blocks: Blocks | None,
+    reductions: Mapping[tuple[str, ...], Reduction],
+    make: Callable[..., FlatParameters],
+) -> Iterator[Unit]:
+    """Yield the units of a rank, those of blocks in forward order.
+
+    A parameter that several blocks use belongs to none. Parameters stay whole that no other rank
+    shares, and those of classes with a meaning of their own, such as quantized ones.
+    """
+    try:
+        local = [block.module for block in local_blocks(module, blocks)]
+    except ValueError:  # nothing is repeated
+        local = []
+    users: dict[nn.Parameter, set[nn.Module]] = {}
+    for block in local:
+        for parameter in nn.Module.parameters(block):
+            users.setdefault(parameter, set()).add(block)
+    members: dict[tuple[nn.Module | None, int | None], list[ManagedParameter]] = {
+        (block, None): [] for block in local
+    }
+    for managed in sorted(parameters.values(), key=lambda managed: managed.order):
+        using = [*users.get(managed.parameter, ())]
+        user = using[0] if len(using) == 1 else None
+        if reductions[managed.placement.data_axes].scatter and _is_plain(managed.parameter):
+            key = (user, None) if user is not None else (None, managed.chunk)
+            members.setdefault(key, []).append(managed)
+    before: Unit | None = None
+    for (user, _), group in members.items():
+        if not group:
+            continue
+        chunk = group[0].chunk
+        unit = Unit(block=user, chunk=chunk, flats=list(_flats(group, reductions, make)))
+        if user is not None:
+            if before is not None and before.chunk == chunk:
+                before.after, unit.before = unit, before
+            before = unit
+        yield unit
+
+
+def _flats(
+    group: Iterable[ManagedParameter],
+    reductions: Mapping[tuple[str, ...], Reduction],
+    make: Callable[..., FlatParameters],
+) -> Iterator[FlatParameters]:
+    """Yield the storage of a unit; trained and frozen parameters, and tied ones, lie apart."""
+    kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
+    for managed in group:
+        parameter, placement = managed.parameter, managed.placement
+        alone = managed if placement.tied else None
+        key = (parameter.dtype, placement.data_axes, parameter.requires_grad, alone)
+        kinds.setdefault(key, []).append(managed)
+    for (_, axes, _, _), alike in kinds.items():
+        offsets, size = lay_out([managed.parameter for managed in alike], reductions[axes])
+        yield make(alike, offsets, size, reductions[axes])
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.numel() > 0

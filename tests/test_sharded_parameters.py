@@ -1,0 +1,245 @@
+"""Sharded parameters: each rank keeps only its part of them between their uses."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, get_args
+from unittest import mock
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
+from lightning_ptdp.world.layout import Sharding
+from tests.letters import SP, C, D, M, P, R, S, T, V, Z
+from tests.parity import Parity, make_trainer
+from tests.pool import Pool
+from tests.tiny_gpt import Run
+
+pytestmark = pytest.mark.thorough
+
+SHARDED: dict[str, Any] = {Z: "parameters"}
+PLACES = {
+    "d2": (2, {}),
+    "d2 m3": (2, {M: 3}),
+    "d4 m2": (4, {M: 2}),
+    "d4 in two levels": (4, {D: 2, M: 2}),
+    "d2p2v2": (4, {P: 2, V: 2, M: 4}),
+    "d2p2v2 zb_v": (4, {P: 2, V: 2, M: 4, S: "zb_v"}),
+    "t2d2 sp": (4, {T: 2, SP: True, M: 2}),
+    "c2": (2, {C: 2, M: 2}),
+    "c2d2": (4, {C: 2, M: 2}),
+    "d2 recomputed": (2, {M: 2, R: "full"}),
+    "d2 recomputed in part": (2, {R: "selective"}),
+    "d2 compiled": (2, {R: "full", "compile": "blocks", "compile_options": {"backend": "eager"}}),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", PLACES)
+def test_training_equals_single_process(name: str, accumulate: int, parity: Parity) -> None:
+    world_size, layout = PLACES[name]
+    run = Run(steps=4, accumulate=accumulate, global_batch=16)
+    parity.check(run, (world_size, {**layout, **SHARDED}))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_one_microbatch_equals_sharded_optimizer_bitwise(precision: str, parity: Parity) -> None:
+    run = Run(steps=4, precision=precision, clip=None)  # units sum the norm in another order
+    optimizer, parameters = (
+        parity.ranks(run.on((4, {**SHARDED, Z: shard}))) for shard in ("optimizer", "parameters")
+    )
+    for one, other in zip(optimizer, parameters, strict=True):
+        assert one["losses"] == other["losses"]
+        for name, value in one["final"].items():
+            assert torch.equal(value, other["final"][name]), name
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Run):
+    """A training that measures what a rank holds."""
+
+    layers: int = 8
+    hidden: int = 64
+
+    def make_callbacks(self) -> list[L.Callback]:
+        return [Measurement()]
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        (measurement,) = (c for c in trainer.callbacks if isinstance(c, Measurement))
+        return {name: getattr(measurement, name) for name in ("held", "whole", "block")}
+
+
+class Measurement(L.Callback):
+    """Bytes per parameter between the steps, and the gathered elements during them.
+
+    Attributes:
+        held: Bytes per parameter of the parameters, gradients and states.
+        whole: Largest number of gathered elements beyond those outside of the blocks.
+        block: Number of elements of a block.
+    """
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.held, self.whole = 0.0, 0
+
+        need = ShardedParameters.need
+
+        def watched(shards: ShardedParameters, unit: Any) -> None:
+            need(shards, unit)
+            blocks = [unit.flats for unit in shards._units if unit.block is not None]
+            self.block = sum(flat.size for flat in blocks[0])
+            flats = [flat for flats in blocks for flat in flats if flat.whole is not None]
+            self.whole = max(self.whole, sum(flat.size for flat in flats))
+
+        self._patch = mock.patch.object(ShardedParameters, "need", watched)
+        self._patch.start()
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self._patch.stop()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        parallel, (optimizer,) = trainer.strategy.parallel, trainer.optimizers
+        tensors = [m.held for m in parallel.parameters.values() if m.held is not None]
+        tensors += trainer.strategy.engine.gradients.local()
+        states = [*optimizer.state.values()]
+        tensors += [value for state in states for value in state.values() if value.dim()]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        count = sum(parameter.numel() for parameter in parallel.parameters)
+        self.held = max(self.held, sum(storages.values()) / count)
+
+
+@pytest.mark.parametrize("options", [{}, {M: 2}, {R: "full"}, {M: 4, P: 2}], ids=str)
+def test_rank_holds_share_and_gathers_two_blocks(options: dict[str, Any], parity: Parity) -> None:
+    run = Measured(steps=4).on((4, {**options, **SHARDED}))
+    for found in parity.ranks(run):
+        assert found["held"] == pytest.approx(16 / (4 // options.get(P, 1)), rel=0.02)
+        assert found["block"] < found["whole"] <= 2 * found["block"]
+
+
+def test_meta_model_is_never_whole(parity: Parity) -> None:
+    """Values are drawn block by block: no more than two are whole at a time."""
+    for most, total in parity.pool.run(_largest_during_setup, world_size=4):
+        assert most < 0.55 * total
+
+
+def _largest_during_setup(rank: int) -> tuple[int, int]:
+    """Return the most bytes of living parameters during the set-up, and those of the model."""
+    seen: list[int] = []
+    alive: dict[int, int] = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            for tensor in tree_iter(made):
+                if isinstance(tensor, Tensor) and not tensor.is_meta:
+                    storage = tensor.untyped_storage()
+                    if storage._cdata not in alive:
+                        alive[storage._cdata] = storage.nbytes()
+                        weakref.finalize(tensor, alive.pop, storage._cdata, None)
+            seen.append(sum(alive.values()))
+            return made
+
+    run = Measured(steps=1, layers=12).on((4, SHARDED))
+    trainer, module = run.make_trainer(), run.make_module()
+    setup = trainer.strategy._parallelize
+
+    def watched() -> None:
+        with Watch():
+            setup()
+
+    trainer.strategy._parallelize = watched
+    trainer.fit(module, *run.make_loaders(trainer))
+    return max(seen), 4 * sum(p.numel() for p in trainer.strategy.parallel.parameters)
+
+
+# ---- What people write around a model ------------------------------------------------------------
+
+
+class Plain(L.LightningModule):
+    """A module whose step draws, penalizes its parameters, and may normalize a weight."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+        self.head = nn.Linear(8, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        (x,) = batch
+        if self.options.get("normalizes"):
+            with torch.no_grad():
+                self.head.weight.copy_(F.normalize(self.head.weight))
+                self.head.bias.data = 0.9 * self.head.bias.data
+        y = self.head(self.layers(x + 0.01 * torch.randn_like(x)))
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        self.log("norm", self.layers[0][0].weight.norm())
+        return (y - x.sum(1, keepdim=True)).square().mean() + 1e-2 * penalty
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.options.get("reads"):
+            self.options["reads"](self)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _fit_plain(rank: int, shard: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
+    torch.manual_seed(5)
+    strategy = PTDPStrategy(shard=shard)
+    trainer = make_trainer(strategy, 2, max_steps=4)
+    loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4)
+    error = ""
+    try:
+        trainer.fit(Plain(**options), loader)
+    except ValueError as refusal:
+        error = str(refusal)
+    return strategy.gather_state_dict() if not error else {}, error
+
+
+@pytest.mark.parametrize("options", [{}, {"normalizes": True}], ids=str)
+def test_step_may_read_and_write_parameters(options: dict[str, Any], pool: Pool) -> None:
+    wanted, *others = (
+        pool.run(_fit_plain, world_size=2, args=(shard, options))[0] for shard in get_args(Sharding)
+    )
+    for found in others:
+        assert not wanted[1] and not found[1]
+        for name, value in wanted[0].items():
+            assert torch.equal(found[0][name], value), name
+
+
+def _norm(module: Plain) -> None:
+    module.head.weight.norm()
+
+
+def _clamp(module: Plain) -> None:
+    module.head.weight.data.clamp_(-1, 1)
+
+
+def _state(module: Plain) -> None:
+    float(module.state_dict()["head.weight"][0, 0])
+
+
+@pytest.mark.parametrize("reads", [_norm, _clamp, _state])
+def test_hook_between_steps_is_named_with_parameter(reads: Any, pool: Pool) -> None:
+    for _, error in pool.run(_fit_plain, world_size=2, args=("parameters", {"reads": reads})):
+        assert error.startswith("on_train_batch_end reads the values of 'head.weight' (")
+        assert "gather_state_dict" in error and "shard='gradients'" in error
+
+
+def test_unsupported_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="recompute='offload' keeps what a block has saved"):
+        PTDPStrategy(shard="parameters", recompute="offload")
