@@ -33,12 +33,14 @@ __all__ = [
     "GradientDtype",
     "PTDPConfig",
     "ReduceDtype",
+    "Resharding",
     "StartMethod",
     "Verification",
 ]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientDtype = Literal["float32", "parameter"]
+Resharding = Literal["block", "chunk", "step"]
 Backend = Literal["nccl", "gloo"]
 FiniteAction = Literal["raise", "skip"]
 CheckpointFormat = Literal["auto", "file", "folder"]
@@ -131,6 +133,9 @@ class PTDPConfig(Degrees):
             gradients, which are summed after every microbatch; ZeRO-2), or "parameters" (each also
             keeps only its part of the parameters; every block's are gathered before its forward and
             its backward; ZeRO-3). The optimizer must work element by element.
+        reshard_after: With shard="parameters", what is gathered and freed together: a "block" (twice
+            per microbatch), or a "chunk" when the schedule uses it (two at a time) or once a "step".
+            Default: "block", or "chunk" under a pipeline.
         master_weights: Let the optimizer step on float32 copies of parameters in half precision
             ("bf16-true", "16-true").
         gradient_dtype: Type in which the gradients of such parameters are accumulated: "float32" or
@@ -197,6 +202,7 @@ class PTDPConfig(Degrees):
     keyed_dropout: bool = False
     bucket_mb: float | None = None
     shard: Sharding = "none"
+    reshard_after: Resharding | None = None
     master_weights: bool = True
     gradient_dtype: GradientDtype = "float32"
     reduce_dtype: ReduceDtype | None = None
@@ -245,6 +251,11 @@ class PTDPConfig(Degrees):
             )
         self._check_overlap()
         self._check_distribution()
+        if self.reshard_after is not None and self.shard != "parameters":
+            raise ValueError(
+                f"reshard_after={self.reshard_after!r} has no effect with shard={self.shard!r}. "
+                "Use shard='parameters', or leave it out"
+            )
         if self.shard == "parameters" and self.recompute == "offload":
             raise ValueError(
                 "recompute='offload' keeps what a block has saved, its gathered parameters "
@@ -308,7 +319,20 @@ class PTDPConfig(Degrees):
             num_microbatches=num_microbatches,
             training=training,
             group_size=self.microbatch_group_size,
+            whole_chunks=self.whole_chunks,
         )
+
+    @property
+    def whole_chunks(self) -> int | None:
+        """Return how many chunks of a rank a schedule's gathers keep whole; None: it has none."""
+        if self.shard != "parameters" or self.reshards_after == "block":
+            return None
+        return self.virtual_pipeline_size if self.reshards_after == "step" else 2
+
+    @property
+    def reshards_after(self) -> Resharding:
+        """Return ``reshard_after``, or its default for the layout."""
+        return self.reshard_after or ("block" if self.pipeline_parallel_size == 1 else "chunk")
 
     @property
     def usual_microbatches(self) -> int | None:

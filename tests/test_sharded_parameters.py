@@ -27,12 +27,18 @@ from tests.tiny_gpt import Run
 pytestmark = pytest.mark.thorough
 
 SHARDED: dict[str, Any] = {Z: "parameters"}
+BY = "reshard_after"
 PLACES = {
     "d2": (2, {}),
     "d2 m3": (2, {M: 3}),
     "d4 m2": (4, {M: 2}),
     "d4 in two levels": (4, {D: 2, M: 2}),
     "d2p2v2": (4, {P: 2, V: 2, M: 4}),
+    "d2p2v2 by block": (4, {P: 2, V: 2, M: 4, BY: "block"}),
+    "d2p2v3": (4, {P: 2, V: 3, M: 4}),
+    "d2p2v3 by step": (4, {P: 2, V: 3, M: 4, BY: "step"}),
+    "d2 m2 by chunk": (2, {M: 2, BY: "chunk"}),
+    "d2 by step": (2, {BY: "step"}),
     "d2p2v2 zb_v": (4, {P: 2, V: 2, M: 4, S: "zb_v"}),
     "t2d2 sp": (4, {T: 2, SP: True, M: 2}),
     "c2": (2, {C: 2, M: 2}),
@@ -47,7 +53,7 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_training_equals_single_process(name: str, accumulate: int, parity: Parity) -> None:
     world_size, layout = PLACES[name]
-    run = Run(steps=4, accumulate=accumulate, global_batch=16)
+    run = Run(steps=4, accumulate=accumulate, global_batch=16, layers=6)
     parity.check(run, (world_size, {**layout, **SHARDED}))
 
 
@@ -119,7 +125,7 @@ class Measurement(L.Callback):
         self.held = max(self.held, sum(storages.values()) / count)
 
 
-@pytest.mark.parametrize("options", [{}, {M: 2}, {R: "full"}, {M: 4, P: 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {M: 2}, {R: "full"}, {M: 4, P: 2, BY: "block"}], ids=str)
 def test_rank_holds_share_and_gathers_two_blocks(options: dict[str, Any], parity: Parity) -> None:
     run = Measured(steps=4).on((4, {**options, **SHARDED}))
     for found in parity.ranks(run):
@@ -243,3 +249,5 @@ def test_hook_between_steps_is_named_with_parameter(reads: Any, pool: Pool) -> N
 def test_unsupported_options_are_refused() -> None:
     with pytest.raises(ValueError, match="recompute='offload' keeps what a block has saved"):
         PTDPStrategy(shard="parameters", recompute="offload")
+    with pytest.raises(ValueError, match="reshard_after='step' has no effect with shard='none'"):
+        PTDPStrategy(reshard_after="step")

@@ -7,7 +7,7 @@ The same GPT with AdamW on two gloo processes, a thread each. Whole optimizer st
 ours and Lightning's DDPStrategy.
 Sharded ones: ours (``shard="optimizer"``), DDPStrategy with ZeroRedundancyOptimizer, and FSDP2
 (which also shards parameters and gradients, and gathers twice a step). Sharded gradients: ours
-(``shard="gradients"``) and FSDP2 that gathers once a step. FSDP2 runs in a bare loop,
+(``shard="gradients"``) and FSDP2 that gathers once a step. Sharded parameters: ``sharded.py``. FSDP2 runs in a bare loop,
 the others inside Trainer.fit. The peers run with the C library's usual settings; ours keeps freed
 memory in the process.
 
@@ -173,6 +173,8 @@ def contestants(config: GPTConfig, batch: Tensor, *, shard: Sharding) -> dict[st
         found["FSDP2"] = fsdp2(config, batch, reshards=True)
     elif shard == "gradients":
         found["FSDP2, gathering once"] = fsdp2(config, batch, reshards=False)
+    elif shard == "parameters":
+        found["FSDP2"] = fsdp2(config, batch, reshards=True)
     else:
         found["DDPStrategy"] = in_trainer(config, batch, DDPStrategy)
     return found
@@ -239,7 +241,7 @@ def main() -> None:
     found: list[Comparison] = []
     for size in SIZES:
         if options.only in size:
-            for shard in get_args(Sharding)[: 1 if options.smoke else None]:
+            for shard in get_args(Sharding)[: 1 if options.smoke else -1]:
                 found += rows(size, shard=shard, rounds=options.rounds, steps=options.steps)
     if not options.smoke:
         try:

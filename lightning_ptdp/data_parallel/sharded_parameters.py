@@ -85,6 +85,7 @@ class ShardedParameters(Surrounding):
         reductions: For each tuple of data axes, the replicas that share parameters.
         device: Device of the parameters.
         late_value: Returns the values of parameters on the meta device.
+        by_block: Free each block as soon as another needs its parameters. Otherwise ``free`` does.
 
     Attributes:
         flats: Storage of the parameters that are sharded.
@@ -99,7 +100,9 @@ class ShardedParameters(Surrounding):
         reductions: Mapping[tuple[str, ...], Reduction],
         device: torch.device,
         late_value: LateValue | None,
+        by_block: bool = True,
     ) -> None:
+        self._by_block = by_block
         self._module = module
         make = partial(FlatParameters.of, device=device, frees=True, late_value=late_value)
         self._units = list(_make_units(module, parameters, blocks, reductions, make))
@@ -134,9 +137,10 @@ class ShardedParameters(Surrounding):
     @contextlib.contextmanager
     def _passing(self, forward: Forward) -> Iterator[None]:
         outer, self._direction = self._direction, 1
-        first = next((u for u in self._units if u.block and u.chunk == forward.stage), None)
-        for unit in self._units:
-            if unit is first or (unit.block is None and unit.chunk in (forward.stage, None)):
+        blocks = [u for u in self._of(forward.stage) if u.block is not None]
+        skipped = blocks[1:] if self._by_block else []
+        for unit in self._of(forward.stage):
+            if unit not in skipped:
                 unit.start()
         hooks = (
             torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -157,7 +161,9 @@ class ShardedParameters(Surrounding):
             yield
         finally:
             self._direction = outer
-        self.free()
+        for unit in self._units:
+            self._free(unit)
+        self._current = None
 
     def need(self, unit: Unit) -> None:
         """Return when the parameters of ``unit`` are whole; gather the next block's meanwhile."""
@@ -166,7 +172,7 @@ class ShardedParameters(Surrounding):
         for flat in unit.flats:
             flat.wait()
             self._saved[_address(flat)] = unit, flat
-        if unit.block is None:
+        if unit.block is None or not self._by_block:
             return
         self._current = unit, self._direction
         ahead = unit.after if self._direction > 0 else unit.before
@@ -176,11 +182,19 @@ class ShardedParameters(Surrounding):
         if ahead is not None:
             ahead.start()
 
-    def free(self) -> None:
-        """Free all other ranks' parts."""
-        for unit in self._units:
-            self._free(unit)
-        self._current = None
+    def gather(self, stage: int) -> None:
+        """Start to gather the parameters that ``stage`` uses."""
+        for unit in self._of(stage):
+            unit.start()
+
+    def free(self, stage: int) -> None:
+        """Free the other ranks' parts of the parameters that only ``stage`` uses."""
+        for unit in self._of(stage):
+            if unit.chunk is not None:
+                self._free(unit)
+
+    def _of(self, stage: int) -> list[Unit]:
+        return [unit for unit in self._units if unit.chunk in (stage, None)]
 
     def _free(self, unit: Unit) -> None:
         for flat in unit.flats:

@@ -100,3 +100,9 @@ class Decoding:
 
     def reduce(self, stage: int, *, last: bool) -> None:
         """Do nothing: there are no gradients."""
+
+    def gather(self, stage: int) -> None:
+        """Do nothing: parameters are gathered when they are read."""
+
+    def free(self, stage: int) -> None:
+        """Do nothing: parameters are freed at the end."""

@@ -374,6 +374,7 @@ class Engine:
             context=context,
             step=self._step(hook),
             seed=self._step_seed(hook, args),
+            shards=self._parallel.shards,
             replica=self._mesh.layout.replica(self._mesh.rank),
             device=self._device,
             stages=self._mesh.layout.num_stages,

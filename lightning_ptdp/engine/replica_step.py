@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_ptdp.base.nested import Nested, map_tensors
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data_parallel import GradientStore
+from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.engine.context_report import PartReports, whole_outputs
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.microbatches import merge_outputs, signature
@@ -94,6 +95,7 @@ class LightningJob:
         stages: Number of stages.
         metrics: Sets the values over the whole batch of the metrics that the step calls.
         owners: Modules on which the step may leave state.
+        shards: Sharded parameters; None: they are not sharded.
         gradients: Store to notify when gradients are complete; None outside of training.
         expected_tokens: Divisor of a loss that counts its tokens, in addition to the multiplication
             by them; a power of two.
@@ -123,6 +125,7 @@ class LightningJob:
     stages: int
     metrics: BatchMetrics
     owners: Sequence[Owner]
+    shards: ShardedParameters | None = None
     gradients: GradientStore | None = None
     expected_tokens: float = 1.0
     spread: Tensor | None = None
@@ -265,6 +268,16 @@ class LightningJob:
         """Start the remaining reductions of this stage."""
         if self.gradients is not None:
             self.gradients.reduce(stage, last=last and self.reduces)
+
+    def gather(self, stage: int) -> None:
+        """Start to gather the sharded parameters of this stage."""
+        if self.shards is not None:
+            self.shards.gather(stage)
+
+    def free(self, stage: int) -> None:
+        """Free the other replicas' parts of them."""
+        if self.shards is not None:
+            self.shards.free(stage)
 
     def report(self, weigh: Callable[[StepReport], None] | None = None) -> StepReport:
         """Return the last stage's report after all microbatches have run.

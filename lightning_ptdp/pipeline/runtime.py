@@ -57,6 +57,12 @@ class StepJob(Protocol):
     def reduce(self, stage: int, *, last: bool) -> None:
         """Reduce the gradients of ``stage``, which a microbatch has completed."""
 
+    def gather(self, stage: int) -> None:
+        """Start to gather the sharded parameters of ``stage``."""
+
+    def free(self, stage: int) -> None:
+        """Free the other replicas' parts of the parameters of ``stage``."""
+
 
 @dataclass(kw_only=True)
 class PipelineRuntime:
@@ -136,6 +142,8 @@ class _Step:
             ActionKind.SEND_BACKWARD: self._send_backward,
             ActionKind.RECEIVE_BACKWARD: self._receive_backward,
             ActionKind.REDUCE: lambda stage, _: self.job.reduce(stage, last=True),
+            ActionKind.GATHER: lambda stage, _: self.job.gather(stage),
+            ActionKind.FREE: lambda stage, _: self.job.free(stage),
         }
 
     @property

@@ -176,8 +176,9 @@ class Choice:
         recompute: "none", "selective", "full" or "offload". The memory model of "offload" covers
             only the device, not host memory or the time of copies, so the search does not try it.
         distribute_saved_activations: Keep 1/t of a recomputed block's input.
-        shard: What is distributed over the replicas: "none", "optimizer" (states, ZeRO-1) or
-            "gradients" (and gradients, ZeRO-2).
+        shard: What is distributed over the replicas: "none", "optimizer" (states, ZeRO-1),
+            "gradients" (and gradients, ZeRO-2), or "parameters" (ZeRO-3: gathered by layers, or
+            under a pipeline by chunks).
     """
 
     layout: ParallelLayout

@@ -16,11 +16,11 @@ from lightning_ptdp.planner.expert_cost import expert_buffers, expert_shards
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import (
     expert_parameters,
+    kept_whole_bytes,
     shards_parameters,
     stage_layers,
     stage_parameters,
     whole_bytes,
-    whole_tables_bytes,
 )
 from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.schedule.generators import FAMILIES
@@ -171,7 +171,7 @@ def rank_memory(
         sum(by_stage[stage] for stage in local_stages) for by_stage in (stages, of_experts)
     )
     weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
-    weights += whole_tables_bytes(job, choice, local_stages)
+    weights += kept_whole_bytes(job, choice, local_stages, parameters)
     of_layers = max(sum(count * kinds[id(layer)].held for count, layer in runs) for runs in layers)
     working = max(
         kinds[id(layer)].recomputed

@@ -134,8 +134,14 @@ def gathered_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
 
 
 def shards_parameters(job: Job, choice: Choice) -> bool:
-    """Return True if replicas share the parameters, and gather those of a layer to use them."""
+    """Return True if replicas share the parameters."""
     return choice.shard == "parameters" or job.software.shards != "none"
+
+
+def gathers_layers(job: Job, choice: Choice) -> bool:
+    """Return True if parameters are gathered layer by layer, not by the chunks of a pipeline."""
+    p = choice.layout.pipeline_parallel_size
+    return job.software.shards != "none" or (choice.shard == "parameters" and p == 1)
 
 
 def whole_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
@@ -143,13 +149,27 @@ def whole_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
 
     They are the parameters of the current layer and of the next, and gradients to scatter.
     """
-    return 3 * gathered_bytes(job, choice, layer) if shards_parameters(job, choice) else 0.0
+    return 3 * gathered_bytes(job, choice, layer) if gathers_layers(job, choice) else 0.0
 
 
-def whole_tables_bytes(job: Job, choice: Choice, stages: Sequence[int]) -> float:
-    """Return the bytes of the tables of a rank, which stay whole for the step once gathered."""
+def num_gathers(choice: Choice) -> int:
+    """Return how often the chunks of a rank are gathered in a step.
+
+    Two are whole at a time. Of more, each passes groups of p microbatches forward and backward.
+    """
+    p, v = choice.layout.pipeline_parallel_size, choice.layout.virtual_pipeline_size
+    return v if v <= 2 else 2 * v * -(-choice.num_microbatches // p)
+
+
+def kept_whole_bytes(job: Job, choice: Choice, stages: Sequence[int], parameters: float) -> float:
+    """Return the bytes of a rank's parameters that stay whole between layers.
+
+    These are two chunks of a pipeline, or the tables, which stay whole for the step.
+    """
     if choice.shard != "parameters":
         return 0.0
+    if not gathers_layers(job, choice):
+        return parameters * min(2, len(stages)) / len(stages) * job.precision.weight
     t, last = choice.layout.tensor_parallel_size, choice.layout.num_stages - 1
     tables = job.shape.input.table_elements(t) if 0 in stages else 0
     if last in stages and not (job.shape.tied and 0 in stages):
@@ -170,7 +190,7 @@ def sharding_time(
         backward: Seconds of the previous layer's backward, which hides gathering and scattering.
     """
     group = group_link(choice.layout, job.cluster, "replica_sum")
-    if not shards_parameters(job, choice) or group.size == 1:
+    if not gathers_layers(job, choice) or group.size == 1:
         return 0.0, 0.0
     regathers = 0
     if job.software.shards == "modules":

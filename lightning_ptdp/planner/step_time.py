@@ -13,7 +13,8 @@ from lightning_ptdp.planner.layer_time import head_time, input_time, layer_time
 from lightning_ptdp.planner.memory import static_bytes
 from lightning_ptdp.planner.parameters import (
     expert_parameters,
-    shards_parameters,
+    gathers_layers,
+    num_gathers,
     stage_layers,
     stage_parameters,
 )
@@ -337,18 +338,25 @@ def _gradients(
             job.trained * experts * gradient
         )
     # those of layers are part of their passes; nothing hides those of tables
-    if shards_parameters(job, choice):
+    if gathers_layers(job, choice):
         table = job.shape.input.table_elements(layout.tensor_parallel_size)
         return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
     if choice.shard != "none":
         scattered = sum(group.all_gather(count * gradient) for group, count in summed)
         gathered = sum(group.all_gather(count * weight) for group, count in summed)
-        earlier = choice.num_microbatches - 1 if choice.shard == "gradients" else 0
+        earlier = choice.num_microbatches - 1 if choice.shard != "optimizer" else 0
+        if choice.shard == "parameters":
+            # A computation of one chunk hides the gather of the next; nothing hides the first one.
+            chunk = gathered / layout.virtual_pipeline_size
+            later = max(0.0, chunk - hidden_behind / layout.virtual_pipeline_size / 2)
+            exposed = chunk + (num_gathers(choice) - 1) * later
+        else:
+            exposed = _exposed(gathered, choice, hidden_behind / 2)
         return (
             tied
             + earlier * max(0.0, scattered - hidden_behind)
             + _exposed(scattered, choice, hidden_behind)
-            + _exposed(gathered, choice, hidden_behind / 2)
+            + exposed
         )
     return tied + _exposed(
         sum(group.all_reduce(count * gradient) for group, count in summed), choice, hidden_behind

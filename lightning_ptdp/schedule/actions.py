@@ -24,6 +24,7 @@ from lightning_ptdp.world.stage_placement import StagePlacement, Stages
 __all__ = [
     "COMPUTE",
     "MESSAGES",
+    "OF_STAGES",
     "Action",
     "ActionKind",
     "Channel",
@@ -38,7 +39,7 @@ Direction = Literal["forward", "backward"]
 
 
 class ActionKind(StrEnum):
-    """The eight kinds of actions; the value is the prefix in the printed form."""
+    """The ten kinds of actions; the value is the prefix in the printed form."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -61,10 +62,17 @@ class ActionKind(StrEnum):
 
     It has no microbatch.
     """
+    GATHER = "G"
+    """Start to gather this stage's sharded parameters; do not wait. It has no microbatch."""
+    FREE = "D"
+    """Drop the other replicas' parts of this stage's parameters. It has no microbatch."""
 
 
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 """Actions that occupy a rank; a compute order has no others."""
+
+OF_STAGES = (ActionKind.REDUCE, ActionKind.GATHER, ActionKind.FREE)
+"""Actions without a microbatch."""
 
 
 class Message(NamedTuple):
@@ -97,7 +105,7 @@ class Action:
     Attributes:
         kind: Its kind.
         stage: Global index of the stage, 0 to p*v-1.
-        microbatch: Index of the microbatch; ``None`` for a reduce.
+        microbatch: Index of the microbatch; None for an action of ``OF_STAGES``.
     """
 
     kind: ActionKind
@@ -120,14 +128,10 @@ class Action:
         """
         match = _PRINTED.fullmatch(text)
         kinds = {kind.value: kind for kind in ActionKind}
-        if (
-            match is None
-            or match[1] not in kinds
-            or (match[1] == ActionKind.REDUCE) != (match[3] is None)
-        ):
+        if match is None or match[1] not in kinds or (match[1] in OF_STAGES) != (match[3] is None):
             raise ValueError(
                 f"{text!r} is not an action. Write one of {', '.join(kinds)} followed by "
-                "stage.microbatch, such as F3.1, or R followed by the stage alone, such as R3"
+                "stage.microbatch, such as F3.1, or R, G or D followed by the stage alone, such as R3"
             )
         return cls(kinds[match[1]], int(match[2]), None if match[3] is None else int(match[3]))
 
@@ -167,9 +171,15 @@ class Schedule(Stages):
 
     @cached_property
     def training(self) -> bool:
-        """Return True if there are actions other than forward passes."""
-        forward = (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
-        return any(action.kind not in forward for program in self.programs for action in program)
+        """Return True if there are backward passes."""
+        backward = ActionKind.BACKWARD
+        return any(action.kind is backward for program in self.programs for action in program)
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Return True if sharded parameters are gathered and freed by actions."""
+        gather = ActionKind.GATHER
+        return any(action.kind is gather for program in self.programs for action in program)
 
     @cached_property
     def splits_backward(self) -> bool:

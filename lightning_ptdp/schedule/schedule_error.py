@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
+from lightning_ptdp.schedule.actions import OF_STAGES, Action, Schedule
 
 __all__ = ["ScheduleError", "schedule_error", "why_illegal"]
 
@@ -61,10 +61,10 @@ def why_illegal(schedule: Schedule, action: Action, rank: int) -> str:
             f"{action} is on rank {rank}, but stage {action.stage} is on rank "
             f"{schedule.rank_of(action.stage)}"
         )
-    if (action.kind is ActionKind.REDUCE) != (action.microbatch is None) or (
+    if (action.kind in OF_STAGES) != (action.microbatch is None) or (
         action.microbatch or 0
     ) not in range(last + 1):
         return (
-            f"{action} does not exist: microbatches are 0 to {last}, and only R has no microbatch"
+            f"{action} does not exist: microbatches are 0 to {last}, and only R, G and D have none"
         )
     return f"{action} has no peer: the neighbouring stage does not exist or is on the same rank"

@@ -13,7 +13,9 @@ from lightning_ptdp.schedule.spans import MemoryCurve, Number, Span, Timeline
 __all__ = ["Costs", "MemoryCurve", "Number", "Span", "Timeline", "ideal_bubble", "simulate"]
 
 _SENDS = tuple(message.send for message in MESSAGES.values())
-_FIELDS = {kind: kind.name.lower() for kind in (*COMPUTE, ActionKind.REDUCE)}
+_RECEIVES = tuple(message.receive for message in MESSAGES.values())
+_TIMED = (*COMPUTE, ActionKind.REDUCE, ActionKind.GATHER)
+_FIELDS = {kind: kind.name.lower() for kind in _TIMED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,8 @@ class Costs:
         weight: The same for a weight gradient; used only if the schedule splits the backward.
         reduce: The reduction of a stage's gradients over the replicas. It starts at its action and
             runs beside the computations. The reductions of one rank run one after the other.
+        gather: The same for the gather of a stage's sharded parameters, for which its computations
+            wait.
         send: Time for which a send occupies its rank. Only messages between ranks are sent.
         latency: Time from the moment when a message is both sent and posted until it arrives. It
             does not occupy either rank.
@@ -40,6 +44,7 @@ class Costs:
     backward: Number | Sequence[Number] = 2
     weight: Number | Sequence[Number] = 1
     reduce: Number | Sequence[Number] = 0
+    gather: Number | Sequence[Number] = 0
     send: Number = 0
     latency: Number = 0
 
@@ -126,10 +131,12 @@ def _run(
 ) -> Iterator[Action]:
     """Run one rank; yield each send that it must wait for."""
     clock: Number = 0
+    gathered: Number = 0
+    whole: dict[int, Number] = {}
     for action in program:
         kind = action.kind
         if kind in COMPUTE:
-            start = clock
+            start = max(clock, whole.get(action.stage, 0))
             if kind in MESSAGES:
                 receive = Action(MESSAGES[kind].receive, action.stage, action.microbatch)
                 if receive in traffic.posted:
@@ -147,9 +154,12 @@ def _run(
             clock += costs.send
             traffic.sent[action] = clock
             traffic.newly_sent.append(action)
-        elif kind is not ActionKind.REDUCE:
+        elif kind is ActionKind.GATHER:
+            gathered = max(clock, gathered) + stage_costs[kind][action.stage]
+            whole[action.stage] = gathered
+        elif kind in _RECEIVES:
             traffic.posted[action] = clock
-        elif cost := stage_costs[kind][action.stage]:
+        elif kind is ActionKind.REDUCE and (cost := stage_costs[kind][action.stage]):
             start = max(clock, reductions[-1].end) if reductions else clock
             reductions.append(Span(action, start, start + cost))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_ptdp.schedule.actions import COMPUTE, Action, ActionKind, Schedule
+from lightning_ptdp.schedule.actions import COMPUTE, OF_STAGES, Action, ActionKind, Schedule
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 
 __all__ = ["Numbers", "UnitTimes", "run_compute_order"]
@@ -51,7 +51,7 @@ class Numbers:
         block, microbatch = divmod(number, self.num_microbatches)
         position, stage = divmod(block, self.num_stages)
         kind = _KINDS[position]
-        return Action(kind, stage, None if kind is ActionKind.REDUCE else microbatch)
+        return Action(kind, stage, None if kind in OF_STAGES else microbatch)
 
     def needed(self, kind: ActionKind, stage: int) -> Iterator[tuple[ActionKind, int]]:
         """Yield the computations, as (kind, stage), that one needs on the same microbatch."""

@@ -20,6 +20,7 @@ from lightning_ptdp.schedule.actions import (
     Schedule,
     peak_in_flight,
 )
+from lightning_ptdp.schedule.gathering import check_gathers, without_gathers
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 from lightning_ptdp.schedule.unit_run import Numbers
 
@@ -41,6 +42,7 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
       result is sent after it was computed;
     - is matched: on every channel the receives are posted in the order in which the messages are
       sent;
+    - gathers, if it has such actions: a stage's parameters are whole when it computes;
     - cannot deadlock, even if a send blocks its rank until the receive is posted at the other end
       (rendezvous), and a receive blocks until the previous message of its channel is sent. A GPU
       whose streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) behaves like that:
@@ -63,6 +65,9 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
     """
     if training is None:
         training = schedule.training
+    if schedule.gathers:
+        check_gathers(schedule)
+        schedule = without_gathers(schedule)
     if len(schedule.programs) != schedule.pipeline_parallel_size:
         raise ScheduleError(
             f"{schedule.describe()} has {len(schedule.programs)} programs, but there must be "

@@ -144,6 +144,7 @@ def shard_parameters(
         reductions=gathers,
         device=device,
         late_value=parallel.late_value,
+        by_block=config.reshards_after == "block",
     )
     for managed in parallel.parameters.values():
         if managed.parameter.is_meta and parallel.late_value is not None:  # not sharded

@@ -14,6 +14,7 @@ from typing import TypeGuard
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
+from lightning_ptdp.schedule.gathering import with_gathers
 from lightning_ptdp.schedule.generators.one_forward_one_backward import (
     forward_only,
     interleaved_one_f_one_b,
@@ -56,6 +57,7 @@ def build_schedule(
     num_microbatches: Size,
     training: bool = True,
     group_size: Size | None = None,
+    whole_chunks: Size | None = None,
 ) -> Schedule:
     """Return the verified schedule of one step; the same object for the same arguments.
 
@@ -74,6 +76,8 @@ def build_schedule(
         group_size: For interleaved 1F1B: maximum number of microbatches that visit a chunk before
             the next chunk's turn; p or more, by default p. The strategy's
             ``microbatch_group_size``.
+        whole_chunks: Chunks of a rank that may be whole at a time if parameters are sharded; adds
+            gathers (gathering.py).
 
     Raises:
         ValueError: ``check_schedule`` raises an error, or a user's order is incomplete, out of
@@ -91,9 +95,12 @@ def build_schedule(
     )
     with _without_collections():
         if not training:
-            return _forward_only(p, v, m, schedule_placement(name))
+            return _forward_only(p, v, m, schedule_placement(name), whole_chunks)
         spec = _found(name, v)
-        return spec if isinstance(spec, Schedule) else _build(spec, p, v, m, group_size)
+        if _is_file(name):
+            return _loaded(name, whole_chunks)
+        assert isinstance(spec, CustomSchedule)
+        return _build(spec, p, v, m, group_size, whole_chunks)
 
 
 def check_schedule(
@@ -255,7 +262,14 @@ def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) ->
 # A run uses few sizes (training, evaluation, a shorter last batch). A large schedule takes some 100
 # MB.
 @functools.lru_cache(maxsize=8)
-def _build(spec: CustomSchedule, p: int, v: int, m: int, group_size: int | None) -> Schedule:
+def _build(
+    spec: CustomSchedule,
+    p: int,
+    v: int,
+    m: int,
+    group_size: int | None,
+    whole_chunks: int | None,
+) -> Schedule:
     order = spec.order
     if spec.name == INTERLEAVED and group_size is not None:
         order = functools.partial(interleaved_one_f_one_b, group_size=group_size)
@@ -270,20 +284,22 @@ def _build(spec: CustomSchedule, p: int, v: int, m: int, group_size: int | None)
             f"the order of schedule {spec.name!r} has {invalid!r}, which is not an Action. "
             "Use Action.parse"
         )
-    return _proven(Schedule(spec.name, p, v, m, orders, spec.placement), training=True)
+    return _proven(Schedule(spec.name, p, v, m, orders, spec.placement), True, whole_chunks)
 
 
 @functools.lru_cache(maxsize=8)
-def _forward_only(p: int, v: int, m: int, placement: StagePlacement) -> Schedule:
+def _forward_only(
+    p: int, v: int, m: int, placement: StagePlacement, whole_chunks: int | None
+) -> Schedule:
     # Without a pipeline there is one stage, and no V.
     orders = forward_only(p, v, m, placement if v > 1 else "loop")
-    return _proven(Schedule("forward_only", p, v, m, orders, placement), training=False)
+    return _proven(Schedule("forward_only", p, v, m, orders, placement), False, whole_chunks)
 
 
-def _proven(order: Schedule, *, training: bool) -> Schedule:
+def _proven(order: Schedule, training: bool, whole_chunks: int | None) -> Schedule:
     schedule = lower(order)
     verify_schedule(schedule, training=training)
-    return schedule
+    return schedule if whole_chunks is None else with_gathers(schedule, whole_chunks)
 
 
 @contextlib.contextmanager
@@ -303,5 +319,6 @@ def _without_collections() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=8)
-def _loaded(path: str) -> Schedule:
-    return load_schedule(path)
+def _loaded(path: str, whole_chunks: int | None = None) -> Schedule:
+    schedule = load_schedule(path)
+    return schedule if whole_chunks is None else with_gathers(schedule, whole_chunks)

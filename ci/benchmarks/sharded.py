@@ -1,0 +1,133 @@
+"""Sharded parameters: beside FSDP2 at d = 2, and beside a sharded optimizer under a pipeline.
+
+Run: python ci/benchmarks/sharded.py [--rounds 6] [--steps 2] [--only 10]
+
+At d = 2 the GPTs and the loop are those of ``data_parallel.py``. FSDP2 gathers every block twice a
+step, as ours does. At p = 2, d = 2 (four processes) with interleaved 1F1B, the peer is
+``shard="optimizer"``, which keeps parameters and gradients whole. The number of gathers is that of
+a chunk on a rank in a step."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from data_parallel import BATCH, SIZES, Lit, rows
+from harness import QUIET, Comparison, compare, parse_options, report
+from lightning.pytorch import Callback, Trainer
+from turns import ENOUGH, Same, TrainerLoop
+
+from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.schedule.gathering import num_gathers
+
+PIPELINE: dict[str, Any] = {
+    "pipeline_parallel_size": 2,
+    "virtual_pipeline_size": 2,
+    "num_microbatches": 4,
+}
+LEVELS: dict[str, dict[str, Any]] = {
+    "optimizer": {"shard": "optimizer"},
+    "by block": {"shard": "parameters", "reshard_after": "block"},
+    "by chunk": {"shard": "parameters"},
+    "by step": {"shard": "parameters", "reshard_after": "step"},
+}
+
+
+def trained(size: str, batch: torch.Tensor, options: dict[str, Any]) -> TrainerLoop:
+    def fit(turns: Callback) -> None:
+        trainer = Trainer(
+            strategy=PTDPStrategy(**PIPELINE, **options),
+            accelerator="cpu",
+            devices=4,
+            max_steps=ENOUGH,
+            callbacks=[turns],
+            **QUIET,
+        )
+        data = torch.utils.data.DataLoader(Same(batch), batch_size=None)
+        trainer.fit(Lit(SIZES[size]), data)
+
+    return TrainerLoop(fit)
+
+
+def worker(rank: int, store: str, size: str, rounds: int, steps: int, results: Any) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="4")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    config = SIZES[size]
+    generator = torch.Generator().manual_seed(rank % 2)
+    batch = torch.randint(
+        0, config.vocabulary_size, (BATCH, config.sequence_length + 1), generator=generator
+    )
+    engines = {name: trained(size, batch, options) for name, options in LEVELS.items()}
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(rounds + 1):
+        for name in list(engines) if turn % 2 else reversed(list(engines)):
+            seconds = engines[name].steps(steps)
+            if turn:  # the first turn warms up
+                times[name].append(seconds)
+    if rank == 0:
+        results.put(times)
+    dist.barrier()
+    os._exit(0)  # the Trainers' threads wait for a turn that does not come
+
+
+def pipeline_rows(size: str, *, rounds: int, steps: int) -> list[Comparison]:
+    """Return the step times under a pipeline beside those of a sharded optimizer."""
+    results = mp.get_context("fork").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (os.path.join(folder, "store"), size, rounds, steps, results)
+        mp.start_processes(worker, arguments, nprocs=4, start_method="fork")
+    times = results.get()
+    peer = times.pop("optimizer")
+    return [
+        compare(
+            name=f"step, {size}, p2 v2 d2, {name}{gathers(name)}",
+            ours=ours,
+            peer=peer,
+            peer_name="shard='optimizer'",
+            unit="s",
+        )
+        for name, ours in times.items()
+    ]
+
+
+def gathers(name: str) -> str:
+    """Return how often a rank gathers its chunks in a step, if the schedule does."""
+    config = PTDPStrategy(**PIPELINE, **LEVELS[name]).config
+    program = config.build_schedule(PIPELINE["num_microbatches"]).programs[0]
+    count = num_gathers(program)
+    return f" ({count} gathers)" if count else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--only", default="", help="only sizes with this in their name: '10', '50'")
+    options = parse_options(parser, rounds=1, steps=1, only="10")
+    measure: dict[str, Callable[[str], list[Comparison]]] = {
+        "d2": lambda size: rows(
+            size, shard="parameters", rounds=options.rounds, steps=options.steps
+        ),
+        "p2": lambda size: pipeline_rows(size, rounds=options.rounds, steps=options.steps),
+    }
+    found: list[Comparison] = []
+    for size in SIZES:
+        if options.only in size:
+            for one in list(measure.values())[: 1 if options.smoke else None]:
+                found += one(size)
+    report("Sharded parameters", found)
+
+
+if __name__ == "__main__":
+    main()
