@@ -62,7 +62,7 @@ class Epochs(Run):
         if self.folder is None:
             return []
         return [
-            ModelCheckpoint(self.folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+            ModelCheckpoint(self.folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True),
         ]
 
 
@@ -126,6 +126,13 @@ def test_resume_in_same_layout_is_bitwise_equal(name: str, trained: Trained) -> 
 def test_checkpoint_resumes_in_other_layout(before: str, after: str, trained: Trained) -> None:
     folder, _ = trained.whole(before)
     assert_weights_near(trained.resumed(after, folder), trained.whole("one")[1])
+
+
+def test_whole_matrices_of_sharded_optimizer_resume_in_other_layout(trained: Trained) -> None:
+    folder, weights = trained.whole("d4 sharded", muon=True)
+    assert_weights_near(trained.resumed("d4 sharded", folder, muon=True), weights, tolerance=0)
+    found = trained.resumed("p2v2", folder, muon=True)
+    assert_weights_near(found, trained.whole("one", muon=True)[1])
 
 
 def test_masters_resume_bitwise_and_load_as_float32_parameters(trained: Trained) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from unittest import mock
 
 import lightning.pytorch as L
 import torch
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
+from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig, MuonWithAdamW, gpt_plan
+from lightning_ptdp.models.optimizer_setup import build_muon
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.parity import Training, make_loader
 
@@ -34,6 +36,7 @@ class Run(Training):
     ignore_padding: bool = True
     dropout: float = 0.0
     changing_lengths: bool = False
+    muon: bool = False
 
     trainer_options: ClassVar[dict[str, Any]] = {}
 
@@ -55,6 +58,26 @@ class Run(Training):
 
     def results(self, trainer: Any, module: Any) -> dict[str, Any]:
         return {"ranges": trainer.strategy.parallel.ranges}
+
+
+def build_exact_muon(module: L.LightningModule) -> MuonWithAdamW:
+    """Return an optimizer whose Muon iterates in float32.
+
+    torch's iterates in bfloat16, which enlarges differences in the order of float32 sums.
+    """
+    optimizer = build_muon(module, AdamWConfig(learning_rate=5e-3, eps=1e-5))
+    muon = optimizer._muon
+    step = muon.step
+
+    def exactly() -> None:
+        with (
+            mock.patch.object(torch, "bfloat16", torch.float32),
+            mock.patch.object(Tensor, "bfloat16", Tensor.float),  # in torch 2.11
+        ):
+            step()
+
+    muon.step = exactly
+    return optimizer
 
 
 class PaddedTokens(Dataset):
@@ -138,6 +161,8 @@ class LitTiny(L.LightningModule):
     def configure_optimizers(self) -> Any:
         decay = [p for p in self.parameters() if p.dim() > 1]
         rest = [p for p in self.parameters() if p.dim() <= 1]
+        if self.run.muon:
+            return build_exact_muon(self)
         optimizer = torch.optim.AdamW(
             [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
             lr=5e-3,

@@ -199,7 +199,7 @@ class GradientBuckets:
         The stages lay out their buckets differently, but agree on this order.
         """
         local_parts = {
-            managed: (part, bucket.at(region))
+            managed: (part, bucket.at(region).view(part.held_shape))
             for bucket in self.buckets()
             for managed, part, region in bucket.own_parts()
         }
@@ -272,8 +272,9 @@ class GradientBuckets:
             parameter, axes = managed.parameter, managed.placement.data_axes
             alone = managed if self.reductions[axes].scatter and managed.placement.tied else None
             shared = self._flat_of.get(managed, alone)
-            kinds.setdefault((parameter.dtype, parameter.device, axes, shared), []).append(managed)
-        for (_, _, axes, shared), members in kinds.items():
+            key = parameter.dtype, parameter.device, axes, shared, managed.stays_whole
+            kinds.setdefault(key, []).append(managed)
+        for (_, _, axes, shared, _), members in kinds.items():
             limit = self.bucket_bytes if not isinstance(shared, FlatParameters) else math.inf
             if limit is None:
                 limit = self.reductions[axes].bucket_bytes
@@ -297,7 +298,7 @@ class GradientBuckets:
         reduction = self.reductions[managed[0].placement.data_axes]
         flat = self._flat_of.get(managed[0])
         offsets, size = (
-            lay_out(parameters, reduction)
+            lay_out(parameters, reduction, whole=managed[0].stays_whole)
             if flat is None
             else ([flat.offset_of[member] for member in managed], flat.size)
         )

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -87,18 +87,33 @@ class GroupTrial:
 
 
 def check_elementwise(
-    optimizer: Optimizer, trials: Sequence[GroupTrial], *, device: torch.device
-) -> None:
+    optimizer: Optimizer,
+    trials: Sequence[GroupTrial],
+    *,
+    device: torch.device,
+    may_stay_whole: bool = True,
+) -> list[int]:
     """Step small tensors as one rank and as several would, and compare the results.
 
     Optimizers that use rows, columns or norms of a whole matrix, or a norm of all parameters, give
     a different result. An optimizer that cannot be tried causes a warning.
 
+    Args:
+        optimizer: The optimizer.
+        trials: Facts about its groups.
+        device: Device of the tensors.
+        may_stay_whole: Replicas can share parameters without cutting any.
+
+    Returns:
+        Positions of the groups whose parameters must not be cut, because the optimizer combines
+        elements of a parameter, as Muon does, but not several parameters.
+
     Raises:
         MixingOptimizerError: The results differ.
     """
-    tried: set[str] = set()
-    for group, trial in zip(optimizer.param_groups, trials, strict=True):
+    tried: dict[str, bool] = {}
+    whole: set[int] = set()
+    for position, (group, trial) in enumerate(zip(optimizer.param_groups, trials, strict=True)):
         options = {
             key: bool(value) if isinstance(value, float | Tensor) else value
             for key, value in group.items()
@@ -111,9 +126,45 @@ def check_elementwise(
             )
         )
         for cut in sorted(trial.cuts, key=repr):
-            if f"{kind}{cut}" not in tried:
-                tried.add(f"{kind}{cut}")
-                _try(optimizer, group, trial.state or {}, cut, device)
+            key = f"{kind}{cut}"
+            if key not in tried:
+                tried[key] = _must_stay_whole(
+                    optimizer, group, trial.state or {}, cut, device, may_stay_whole=may_stay_whole
+                )
+            if tried[key]:
+                whole.add(position)
+    return sorted(whole)
+
+
+def _must_stay_whole(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    cut: Cut,
+    device: torch.device,
+    *,
+    may_stay_whole: bool,
+) -> bool:
+    """Return True if the optimizer works with whole parameters only."""
+    try:
+        is_tested = _try(optimizer, group, state, cut, device)
+    except MixingOptimizerError as error:
+        if cut.along != "flat" or not may_stay_whole:
+            raise
+        try:
+            is_tested = _try(optimizer, group, state, replace(cut, along="apart"), device)
+        except MixingOptimizerError:
+            raise error from None
+        if not is_tested:
+            raise
+        return True
+    if not is_tested:
+        warnings.warn(
+            f"{type(optimizer).__name__} cannot be tested before training. With {cut.option}, "
+            "it must not combine elements of a parameter, or several parameters",
+            stacklevel=2,
+        )
+    return False
 
 
 def _try(
@@ -122,7 +173,12 @@ def _try(
     state: Mapping[str, Any],
     cut: Cut,
     device: torch.device,
-) -> None:
+) -> bool:
+    """Compare a step on whole tensors with steps on their pieces; return False if it has no effect.
+
+    Raises:
+        MixingOptimizerError: They differ, or a step fails.
+    """
     generator = torch.Generator().manual_seed(0)
     starts, gradients = (cut.tensors(generator) for _ in range(2))
     try:
@@ -136,12 +192,7 @@ def _try(
         for value, start in zip(stepped, starts, strict=True)
     )
     if not changed or not all(value.isfinite().all() for value in stepped):
-        warnings.warn(
-            f"{type(optimizer).__name__} cannot be tested before training. With {cut.option}, "
-            "it must not combine elements of a parameter, or several parameters",
-            stacklevel=2,
-        )
-        return
+        return False
     try:
         parts = zip(cut.pieces(starts), cut.pieces(gradients), strict=True)
         results = [
@@ -161,6 +212,7 @@ def _try(
             "its update of a part differs from that of the full parameter by up to "
             f"{max(differences):.1e}",
         )
+    return True
 
 
 def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerError:
@@ -171,7 +223,11 @@ def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerErro
             f"several: {reason}. Use Trainer(gradient_clip_val=...) instead of clipping in the "
             f"optimizer, an optimizer that updates each parameter separately, or {field}=1"
         )
-    remedy = "shard='none'" if cut.along == "flat" else f"{field}=1"
+    remedy = f"{field}=1"
+    if cut.along == "flat":
+        remedy = "shard='none'"
+        if cut.option == "shard='parameters'":
+            remedy = "shard='gradients', or shard='none'"
     return MixingOptimizerError(
         f"{cut.option} splits parameters, but {name} does not work element by element: "
         f"{reason}. Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, ...), or {remedy}"

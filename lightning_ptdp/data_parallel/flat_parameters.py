@@ -198,8 +198,24 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def lay_out(parameters: Sequence[Tensor], reduction: Reduction) -> tuple[list[int], int]:
-    """Return the offsets of parameters in a flat tensor, and its size."""
+def lay_out(
+    parameters: Sequence[Tensor], reduction: Reduction, *, whole: bool = False
+) -> tuple[list[int], int]:
+    """Return the offsets of parameters in a flat tensor, and its size.
+
+    With ``whole`` no rank's part cuts a parameter: the largest ones are placed first, each in the
+    part that has least.
+    """
+    if whole:
+        parts, offset_of = [0] * reduction.parts, dict[int, tuple[int, int]]()
+        for index in sorted(range(len(parameters)), key=lambda one: -parameters[one].numel()):
+            part = parts.index(min(parts))
+            offset_of[index] = part, parts[part]
+            parts[part] += aligned(parameters[index].numel())
+        return [
+            part * max(parts) + offset
+            for part, offset in (offset_of[index] for index in range(len(parameters)))
+        ], max(parts) * reduction.parts
     *offsets, total = accumulate((aligned(p.numel()) for p in parameters), initial=0)
     multiple = _ALIGNMENT * reduction.parts
     return offsets, -(-total // multiple) * multiple
@@ -221,5 +237,9 @@ def parts_of(
     for managed, offset in zip(parameters, offsets, strict=True):
         start, end = max(begin, offset), min(stop, offset + managed.parameter.numel())
         if start < end:
-            part = managed.placement.flattened(start - offset, end - offset, first=first)
+            part = (
+                managed.placement.of_first(first)
+                if managed.stays_whole
+                else managed.placement.flattened(start - offset, end - offset, first=first)
+            )
             yield managed, part, slice(start, end)

@@ -8,6 +8,9 @@ section 5.1) gets one-dimensional pieces::
     rank 0 of 2   | w0 . . . | w1 . .                              steps on w0, first part of w1
     rank 1                            | . . . | b1 | w2 . .    |   steps on the rest
 
+Parameters that an optimizer needs whole, such as Muon's matrices, have buckets of their own, in
+which no rank's part cuts one.
+
 The parameters of a bucket are views of one flat tensor, their gradients views of another. The
 pieces may have different hyperparameters.
 
@@ -143,12 +146,12 @@ class OptimizerParameters:
             self._flat_of.update({managed.parameter: flat for managed in bucket.parameters})
         is_master = self._masters and flat.own.dtype in HALF
         for managed, part, region in bucket.own_parts():
-            values = flat.at(region)
+            values = flat.at(region).view(part.held_shape)
             managed.step_on(
                 nn.Parameter(values.float() if is_master else values),
                 part,
                 rounded=values if is_master else None,
-                gradient=bucket.at(region),
+                gradient=bucket.at(region).view(part.held_shape),
             )
 
 

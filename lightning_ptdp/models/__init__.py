@@ -13,6 +13,7 @@ from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.layers import KeyValueCache
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig, check_tensor_parallel
+from lightning_ptdp.models.muon import MuonWithAdamW
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
 from lightning_ptdp.models.size import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GPT",
     "AdamWConfig",
+    "MuonWithAdamW",
     "Bert",
     "BertConfig",
     "BertOutput",

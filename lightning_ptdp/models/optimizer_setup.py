@@ -1,8 +1,9 @@
-"""AdamW with decay groups, and a learning rate with warm-up and decay."""
+"""AdamW with decay groups, alone or beside Muon, and a learning rate with warm-up and decay."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +14,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_ptdp.base.option_types import Count, check_types
+from lightning_ptdp.models.muon import MuonWithAdamW
 from lightning_ptdp.shims.torch import unscale_before_step
 
 __all__ = [
     "AdamWConfig",
     "Decay",
+    "Matrices",
     "build_adamw",
+    "build_muon",
     "build_schedule",
     "configure_adamw",
     "decay_groups",
@@ -29,7 +33,9 @@ __all__ = [
 
 Decay = Literal["cosine", "linear"]
 """Shape of the learning rate's decay."""
+Matrices = Literal["adamw", "muon"]
 _FUSED = ("cpu", "cuda")
+_IN_BLOCK = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,8 @@ class AdamWConfig:
         warmup_samples: Length of the warm-up in training samples instead of steps, for a global
             batch that ramps up. The warm-up has as many steps as these samples fill.
         decay_samples: ``decay_steps`` in training samples.
+        matrices: Optimizer of the matrices of the blocks: "adamw", or "muon" (muon.py), which takes
+            the same learning rate.
 
     Raises:
         ValueError: A value is out of range; the message names the field.
@@ -65,6 +73,7 @@ class AdamWConfig:
     min_lr_ratio: float = 0.1
     warmup_samples: Count | None = None
     decay_samples: Count | None = None
+    matrices: Matrices = "adamw"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -124,6 +133,23 @@ def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
     return optimizer
 
 
+def build_muon(module: nn.Module, config: AdamWConfig) -> MuonWithAdamW:
+    """Return Muon over the matrices of the numbered layers, and AdamW over the other parameters."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    in_blocks = {p for name, p in named if p.dim() == 2 and _IN_BLOCK.search(name)}
+    rest = [(name, p) for name, p in named if p not in in_blocks]
+    return MuonWithAdamW(
+        [
+            {"params": [p for _, p in named if p in in_blocks], "muon": True},
+            *decay_groups(rest, config.weight_decay),
+        ],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+
+
 def learning_rate_factor(
     step: int, *, warmup_steps: int, decay_steps: int, min_lr_ratio: float, decay: Decay = "cosine"
 ) -> float:
@@ -154,12 +180,13 @@ def build_schedule(
 def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dict[str, Any]:
     """Return the result of ``configure_optimizers``.
 
-    It is AdamW with two decay groups, and the schedule by step.
+    It is AdamW with two decay groups, or with Muon for the matrices, and the schedule by step.
 
     Raises:
         ValueError: As for ``samples_as_steps`` and ``resolve_decay_steps``.
     """
-    optimizer, config = build_adamw(module, config), samples_as_steps(config, trainer)
+    build = build_muon if config.matrices == "muon" else build_adamw
+    optimizer, config = build(module, config), samples_as_steps(config, trainer)
     schedule = build_schedule(optimizer, config, decay_steps=resolve_decay_steps(config, trainer))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

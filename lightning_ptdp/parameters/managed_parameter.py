@@ -26,6 +26,7 @@ class ManagedParameter:
         stages: Local pipeline stages that use it.
         held: Values that this rank keeps between the steps: the parameter's, or a flat part.
         held_placement: Place of ``held`` in the full tensor.
+        stays_whole: The optimizer must step on all of the local tensor, not on a range of it.
         stepped: Tensor on which the optimizer steps: the parameter, its float32 main copy, or a
             flat part of either; None if other ranks step on all of it.
         stepped_placement: Place of ``stepped`` in the full tensor.
@@ -39,6 +40,7 @@ class ManagedParameter:
     name: str = ""
     order: int = 0
     stages: tuple[int, ...] = (0,)
+    stays_whole: bool = False
     held: Tensor | None = field(init=False)
     held_placement: Placement = field(init=False)
     stepped: nn.Parameter | None = field(init=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from functools import partial
+from itertools import chain
 
 import torch.distributed as dist
 from torch import nn
@@ -159,6 +160,8 @@ class SetupHooks(StepHooks):
 
         There is one optimizer, except under manual optimization."""
         parallel, parameters = self.parallel, self.parallel.parameters
+        for managed in parameters.values():
+            managed.stays_whole = False
         view = (
             contextlib.nullcontext({})
             if parallel.whole is None
@@ -173,7 +176,17 @@ class SetupHooks(StepHooks):
                 self.optimizers, foreign, parameters, config=self.config, layout=self.layout
             )
         for optimizer, groups in zip(self.optimizers, trials, strict=True):
-            check_elementwise(optimizer, groups, device=self.root_device)
+            whole = check_elementwise(
+                optimizer,
+                groups,
+                device=self.root_device,
+                may_stay_whole=not self.shards_parameters,
+            )
+            for parameter in chain.from_iterable(
+                optimizer.param_groups[position]["params"] for position in whole
+            ):
+                if parameter in parameters:
+                    parameters[parameter].stays_whole = True
             if trainer.checkpoint_callbacks and not self.writes_file:
                 check_optimizer_state(optimizer, groups, device=self.root_device)
 

@@ -27,6 +27,12 @@ LAYOUTS = {
     "t2": Place(world_size=2, layout=T2),
     "t2p2": Place(world_size=4, layout={**P2, **T2}),
     "d2 sharded": Place(world_size=2, layout={"num_microbatches": 2, "shard": "optimizer"}),
+    "d2 sharded gradients": Place(
+        world_size=2, layout={"num_microbatches": 2, "shard": "gradients"}
+    ),
+    "d2 sharded parameters": Place(
+        world_size=2, layout={"num_microbatches": 2, "shard": "parameters"}
+    ),
     "d2p2 sharded": Place(world_size=4, layout={**P2, "num_microbatches": 1, "shard": "optimizer"}),
 }
 

@@ -122,8 +122,16 @@ class LitMuon(LitBlocks):
         return torch.optim.Muon([p for p in self.h.parameters() if p.dim() == 2], lr=1e-2)
 
 
+class LitAdafactor(LitBlocks):
+    """Trains with running means over rows and columns of whole matrices."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=1e-2)
+
+
 CASES = [
-    ("p2v2", LitMuon),
+    *((layout, LitMuon) for layout in ("p2v2", "d2 sharded", "d2p2 sharded")),
+    *((layout, LitAdafactor) for layout in ("p2", "d2 sharded gradients")),
     *((layout, LitLayerwise) for layout in LAYOUTS),
     *((layout, LitNamed) for layout in ("p2v2", "t2", "d2p2 sharded")),
     *((layout, LitSized) for layout in ("t2", "t2p2", "d2p2 sharded")),
@@ -245,8 +253,8 @@ class LitClipping(LitBlocks):
         ),
         (
             LitMuon,
-            "d2p2 sharded",
-            "MixingOptimizerError: shard='optimizer' splits parameters, but Muon",
+            "d2 sharded parameters",
+            "MixingOptimizerError: shard='parameters' splits parameters, but Muon",
         ),
         (
             LitClipping,

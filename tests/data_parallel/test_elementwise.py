@@ -97,29 +97,28 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "lion": Lion,
 }
 MIXING: list[tuple[Any, Cut, str]] = [
-    (torch.optim.Muon, FLAT, "it fails on a part"),
     (torch.optim.Muon, ROWS, "differs from that of the full parameter"),
     (torch.optim.Muon, COLUMNS, "differs from that of the full parameter"),
-    (torch.optim.Adafactor, FLAT, "work element by element"),
     (torch.optim.Adafactor, ROWS, "differs from that of the full parameter"),
     (torch.optim.Adafactor, EXPERTS, "expert_parallel_size=1"),
     (torch.optim.LBFGS, FLAT, "it fails on a small parameter"),
     *(
         (kind, cut, "differs from that of the full parameter")
         for kind in (Lars, Lamb, Clipping)
-        for cut in (FLAT, ROWS, COLUMNS)
+        for cut in (ROWS, COLUMNS)
     ),
+    (Clipping, FLAT, "differs from that of the full parameter"),
     (Clipping, STAGES, "Trainer(gradient_clip_val=...)"),
 ]
 
 
-def check(make: Callable[[Any], Optimizer], *cuts: Cut) -> Optimizer:
+def check(make: Callable[[Any], Optimizer], *cuts: Cut, whole: bool = False) -> Optimizer:
     optimizer = make([nn.Parameter(torch.ones(3, 3))])
     kept = dict(optimizer.state)
     state = constructed_state(optimizer, optimizer.param_groups[0])
-    check_elementwise(
-        optimizer, [GroupTrial(cuts=frozenset(cuts), state=state)], device=torch.device("cpu")
-    )
+    groups = [GroupTrial(cuts=frozenset(cuts), state=state)]
+    found = check_elementwise(optimizer, groups, device=torch.device("cpu"))
+    assert found == ([0] if whole else [])
     assert optimizer.state == kept, "the trial changed the optimizer state"
     return optimizer
 
@@ -134,6 +133,14 @@ def test_elementwise_optimizers_pass_in_every_layout(name: str) -> None:
 @pytest.mark.filterwarnings("error")
 def test_matrix_optimizers_pass_if_matrices_stay_whole(kind: Any) -> None:
     check(kind, STAGES)
+    check(kind, STAGES, FLAT, whole=True)
+    with pytest.raises(MixingOptimizerError, match="work element by element"):
+        check_elementwise(
+            kind([nn.Parameter(torch.ones(3, 3))]),
+            [GroupTrial(cuts=frozenset({FLAT}))],
+            device=torch.device("cpu"),
+            may_stay_whole=False,
+        )
 
 
 @pytest.mark.parametrize(("kind", "cut", "words"), MIXING)

@@ -74,6 +74,7 @@ def test_every_published_model_has_a_recipe() -> None:
         "gpt/llama-nano",
         "gpt/moe-nano",
         "gpt/nano",
+        "gpt/nano-muon",
     }
     assert set(PUBLISHED) <= set(RECIPES)
 

@@ -1,0 +1,105 @@
+"""Muon beside AdamW: equal to torch's optimizers, and to one process in every layout it supports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ptdp.models import AdamWConfig, MuonWithAdamW
+from lightning_ptdp.models.optimizer_setup import build_muon
+from tests.letters import C, D, M, P, S, T, V, Z
+from tests.parity import Parity
+from tests.tiny_gpt import Run
+
+pytestmark = pytest.mark.thorough
+
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "d2": (2, {}),
+    "d2 sharded": (2, {Z: "optimizer"}),
+    "d4 sharded, small buckets": (4, {Z: "optimizer", M: 2, "bucket_mb": 1e-2}),
+    "d4 sharded gradients": (4, {Z: "gradients", M: 2}),
+    "d4 in two levels": (4, {Z: "gradients", D: 2}),
+    "p2v2": (2, {P: 2, V: 2, M: 4}),
+    "d2p2v2 zb_v sharded": (4, {P: 2, V: 2, M: 4, S: "zb_v", Z: "optimizer"}),
+    "c2 sharded": (2, {C: 2, Z: "optimizer"}),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_training_equals_single_process(name: str, parity: Parity) -> None:
+    parity.check(Run(muon=True), PLACES[name])
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_owners_of_matrices_change_nothing(shard: str, parity: Parity) -> None:
+    """With the same sums of two terms, the weights are bitwise those of whole optimizer states."""
+    run = Run(muon=True, clip=None, steps=4)
+    whole, owned = (parity.result(run.on((2, {Z: level})))["final"] for level in ("none", shard))
+    for name, value in whole.items():
+        assert torch.equal(owned[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [({T: 2}, "tensor_parallel_size=2 splits parameters"), ({Z: "parameters"}, "'gradients'")],
+)
+def test_layouts_that_cut_matrices_are_refused(
+    layout: dict[str, Any], words: str, parity: Parity
+) -> None:
+    with pytest.raises(Exception, match="MuonWithAdamW does not work element by element") as error:
+        parity.ranks(Run(muon=True).on((2, layout)))
+    assert words in str(error.value)
+
+
+def test_steps_equal_those_of_torch() -> None:
+    def weights() -> dict[str, nn.Parameter]:
+        torch.manual_seed(0)
+        names = ("wte", "h.0.up", "h.1.down")
+        matrices = {name: nn.Parameter(torch.randn(4, 6)) for name in names}
+        return {**matrices, "h.0.bias": nn.Parameter(torch.randn(6))}
+
+    found, wanted = weights(), weights()
+    module = nn.Module()
+    module.named_parameters = lambda: iter(found.items())  # type: ignore[method-assign, assignment]
+    ours = build_muon(module, AdamWConfig(learning_rate=1e-2, weight_decay=0.2))
+    peers = [
+        torch.optim.Muon(
+            [wanted["h.0.up"], wanted["h.1.down"]],
+            lr=1e-2,
+            weight_decay=0.2,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW([wanted["wte"]], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.2),
+        torch.optim.AdamW([wanted["h.0.bias"]], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    restored: MuonWithAdamW | None = None
+    for step in range(4):
+        for parameters in (found, wanted):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters.values():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        (restored or ours).step()
+        for peer in peers:
+            peer.step()
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), name
+        if step == 1:  # states survive a copy
+            restored = build_muon(module, AdamWConfig(learning_rate=1.0))
+            restored.load_state_dict(ours.state_dict())
+
+
+def test_closure_is_evaluated_with_gradients() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = MuonWithAdamW([{"params": [weight], "muon": True}], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure)) == 4.0
+    assert not torch.equal(weight, torch.ones(2, 2))
