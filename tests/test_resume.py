@@ -131,8 +131,12 @@ def test_checkpoint_resumes_in_other_layout(before: str, after: str, trained: Tr
 def test_whole_matrices_of_sharded_optimizer_resume_in_other_layout(trained: Trained) -> None:
     folder, weights = trained.whole("d4 sharded", muon=True)
     assert_weights_near(trained.resumed("d4 sharded", folder, muon=True), weights, tolerance=0)
-    found = trained.resumed("p2v2", folder, muon=True)
-    assert_weights_near(found, trained.whole("one", muon=True)[1])
+    for other in ("p2v2", "d2t2 sharded"):
+        found = trained.resumed(other, folder, muon=True)
+        assert_weights_near(found, trained.whole("one", muon=True)[1])
+    options = {"muon": True, "precision": "bf16-true"}
+    folder, weights = trained.whole("d2t2 sharded", **options)
+    assert_weights_near(trained.resumed("d2t2 sharded", folder, **options), weights, tolerance=0)
 
 
 def test_masters_resume_bitwise_and_load_as_float32_parameters(trained: Trained) -> None:

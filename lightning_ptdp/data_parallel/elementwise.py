@@ -102,7 +102,8 @@ def check_elementwise(
         optimizer: The optimizer.
         trials: Facts about its groups.
         device: Device of the tensors.
-        may_stay_whole: Replicas can share parameters without cutting any.
+        may_stay_whole: Replicas can share parameters without cutting any, and tensor groups can
+            gather them.
 
     Returns:
         Positions of the groups whose parameters must not be cut, because the optimizer combines
@@ -149,7 +150,7 @@ def _must_stay_whole(
     try:
         is_tested = _try(optimizer, group, state, cut, device)
     except MixingOptimizerError as error:
-        if cut.along != "flat" or not may_stay_whole:
+        if not may_stay_whole or not (cut.along == "flat" or cut.option.startswith("tensor_")):
             raise
         try:
             is_tested = _try(optimizer, group, state, replace(cut, along="apart"), device)

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters
 from lightning_ptdp.data_parallel.gradient_store import GradientStore, make_store, needs_masters
-from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters, ParameterGather
+from lightning_ptdp.data_parallel.optimizer_parameters import (
+    OptimizerParameters,
+    ParameterGather,
+    is_cut_for_step,
+)
 from lightning_ptdp.data_parallel.step_gradients import StepGradients
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -100,9 +104,13 @@ class Gradients:
             launched=self._launched,
             flats=self._flats,
         )
-        masters = needs_masters(self._config, self._parameters)
-        if masters or self._store.scatters:
-            self.stepped = OptimizerParameters(self._store, masters=masters)
+        masters, tensor = (
+            needs_masters(self._config, self._parameters),
+            self._mesh.group("tensor"),
+        )
+        whole = any(is_cut_for_step(managed, tensor) for managed in self._store.parameters)
+        if masters or whole or self._store.scatters:
+            self.stepped = OptimizerParameters(self._store, masters=masters, tensor=tensor)
             self.stepped.adopt(self._optimizer)
             self._gather = ParameterGather(
                 self._module,

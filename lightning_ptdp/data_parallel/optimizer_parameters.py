@@ -31,10 +31,12 @@ from torch.optim import Optimizer
 from lightning_ptdp.data_parallel.bucket import HALF, Bucket
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters, ParameterState
 from lightning_ptdp.data_parallel.gradient_store import GradientStore
+from lightning_ptdp.data_parallel.whole_matrices import WholeMatrices
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.lightning import LightningNames
+from lightning_ptdp.world.mesh import Group
 
-__all__ = ["OptimizerParameters", "ParameterGather", "overlaps_gather"]
+__all__ = ["OptimizerParameters", "ParameterGather", "is_cut_for_step", "overlaps_gather"]
 
 
 class OptimizerParameters:
@@ -43,9 +45,12 @@ class OptimizerParameters:
     Args:
         gradients: The rank's gradients; sharded if their reduction scatters.
         masters: Step on float32 copies of half-precision parameters.
+        tensor: The tensor group.
     """
 
-    def __init__(self, gradients: GradientStore, *, masters: bool) -> None:
+    def __init__(
+        self, gradients: GradientStore, *, masters: bool, tensor: Group | None = None
+    ) -> None:
         self._gradients, self._masters = gradients, masters
         self._flat: list[FlatParameters] = []
         self._flat_of: dict[nn.Parameter, FlatParameters] = {}
@@ -58,6 +63,11 @@ class OptimizerParameters:
         if gradients.scatters:
             for bucket in gradients.buckets():
                 self._shard(bucket)
+        cut = [managed for managed in gradients.parameters if is_cut_for_step(managed, tensor)]
+        self._whole = None
+        if cut and tensor is not None:
+            owned = [managed for managed in cut if managed.stepped is not None]
+            self._whole = WholeMatrices(owned, tensor)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Put the new tensors into the optimizer's groups, in place.
@@ -90,19 +100,27 @@ class OptimizerParameters:
             flat.take_values()
         for managed in self._gradients.parameters:
             stepped, gradient = managed.stepped, managed.gradient
-            if stepped is not None and managed.steps_on_copy:
+            if stepped is not None and managed.steps_on_copy and not self._is_whole(managed):
                 gradient = managed.parameter.grad if gradient is None else gradient
                 stepped.grad = None if gradient is None else gradient.to(stepped.dtype)
+        if self._whole is not None:
+            self._whole.show()
         if self._gradients.scatters:
             self._gradients.hide()
+
+    def _is_whole(self, managed: ManagedParameter) -> bool:
+        return self._whole is not None and managed in self._whole
 
     def publish(self) -> None:
         """Round the masters and start to gather the parameters, after the optimizer's step."""
         self.wait()
         with torch.no_grad():
             for managed in self._gradients.parameters:
-                if managed.rounded is not None and managed.stepped is not None:
-                    managed.rounded.copy_(managed.stepped)
+                stepped, rounded = managed.stepped, managed.rounded
+                if rounded is not None and stepped is not None and not self._is_whole(managed):
+                    rounded.copy_(stepped)
+            if self._whole is not None:
+                self._whole.publish()
         for flat in reversed(self._flat):
             flat.stepped()
 
@@ -122,9 +140,11 @@ class OptimizerParameters:
         with torch.no_grad():
             for managed in self._gradients.parameters:
                 rounded, stepped = managed.rounded, managed.stepped
-                if rounded is not None and stepped is not None:
+                if rounded is not None and stepped is not None and not self._is_whole(managed):
                     unchanged = stepped.to(rounded.dtype) == rounded
                     stepped.copy_(torch.where(unchanged, stepped, rounded.float()))
+            if self._whole is not None:
+                self._whole.reload()
 
     def close(self) -> None:
         """Release the buckets; saving the optimizer needs the stepped tensors further on."""
@@ -153,6 +173,16 @@ class OptimizerParameters:
                 rounded=values if is_master else None,
                 gradient=bucket.at(region).view(part.held_shape),
             )
+
+
+def is_cut_for_step(managed: ManagedParameter, tensor: Group | None) -> bool:
+    """Return True if the optimizer needs a parameter whole that tensor parallelism has cut."""
+    return (
+        managed.stays_whole
+        and tensor is not None
+        and tensor.size > 1
+        and "tensor" in managed.placement.sharded
+    )
 
 
 def _state_of(managed: ManagedParameter, state: dict[str, object]) -> dict[str, object]:

@@ -18,8 +18,8 @@ class MuonWithAdamW(Optimizer):
     Muon orthogonalizes the momentum of each matrix. Its update is scaled to the size of AdamW's, so
     that both take the same learning rate and weight decay (arXiv 2502.16982, section 2.2).
 
-    A sharded optimizer gives each matrix to one replica as a whole. Tensor and expert parallelism,
-    which cut matrices, and ``shard="parameters"`` are refused.
+    A sharded optimizer gives each matrix to one replica as a whole, and tensor parallelism gathers
+    it for the step. Expert parallelism of matrices and ``shard="parameters"`` are refused.
 
     Args:
         groups: Parameter groups, with the options of the optimizer that updates them.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.models import AdamWConfig, MuonWithAdamW
 from lightning_ptdp.models.optimizer_setup import build_muon
-from tests.letters import C, D, M, P, S, T, V, Z
+from tests.letters import SP, C, D, M, P, S, T, V, Z
 from tests.parity import Parity
 from tests.tiny_gpt import Run
 
@@ -22,6 +22,11 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "d4 sharded, small buckets": (4, {Z: "optimizer", M: 2, "bucket_mb": 1e-2}),
     "d4 sharded gradients": (4, {Z: "gradients", M: 2}),
     "d4 in two levels": (4, {Z: "gradients", D: 2}),
+    "t2": (2, {T: 2}),
+    "t4 sp": (4, {T: 4, SP: True, M: 2}),
+    "t2p2": (4, {T: 2, P: 2, M: 2}),
+    "t2d2 sharded": (4, {T: 2, Z: "optimizer", M: 2}),
+    "t2d2 sharded gradients": (4, {T: 2, Z: "gradients", M: 2}),
     "p2v2": (2, {P: 2, V: 2, M: 4}),
     "d2p2v2 zb_v sharded": (4, {P: 2, V: 2, M: 4, S: "zb_v", Z: "optimizer"}),
     "c2 sharded": (2, {C: 2, Z: "optimizer"}),
@@ -33,25 +38,27 @@ def test_training_equals_single_process(name: str, parity: Parity) -> None:
     parity.check(Run(muon=True), PLACES[name])
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
-def test_owners_of_matrices_change_nothing(shard: str, parity: Parity) -> None:
-    """With the same sums of two terms, the weights are bitwise those of whole optimizer states."""
-    run = Run(muon=True, clip=None, steps=4)
-    whole, owned = (parity.result(run.on((2, {Z: level})))["final"] for level in ("none", shard))
-    for name, value in whole.items():
-        assert torch.equal(owned[name], value), name
-
-
-@pytest.mark.parametrize(
-    ("layout", "words"),
-    [({T: 2}, "tensor_parallel_size=2 splits parameters"), ({Z: "parameters"}, "'gradients'")],
-)
-def test_layouts_that_cut_matrices_are_refused(
-    layout: dict[str, Any], words: str, parity: Parity
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("layout", [{}, {T: 2}], ids=str)
+def test_owners_of_matrices_change_nothing(
+    layout: dict[str, Any], precision: str, parity: Parity
 ) -> None:
+    """With the same sums of two terms, the weights are bitwise those of whole optimizer states."""
+    run = Run(muon=True, clip=None, steps=4, precision=precision)
+    world_size = 2 * layout.get(T, 1)
+    whole, *others = (
+        parity.result(run.on((world_size, {**layout, Z: level})))["final"]
+        for level in ("none", "optimizer", "gradients")
+    )
+    for owned in others:
+        for name, value in whole.items():
+            assert torch.equal(owned[name], value), name
+
+
+def test_sharded_parameters_are_refused(parity: Parity) -> None:
     with pytest.raises(Exception, match="MuonWithAdamW does not work element by element") as error:
-        parity.ranks(Run(muon=True).on((2, layout)))
-    assert words in str(error.value)
+        parity.ranks(Run(muon=True).on((2, {Z: "parameters"})))
+    assert "shard='gradients'" in str(error.value)
 
 
 def test_steps_equal_those_of_torch() -> None:

@@ -1,0 +1,123 @@
+"""Parameters that tensor parallelism cuts, whole for the step of an optimizer that needs them so.
+
+Before the step the ranks of a tensor group gather the gradients. Each then makes the same step on
+the whole parameter, and keeps its part of the result. A rank therefore holds the optimizer's states
+of whole parameters, t times as many as with an elementwise optimizer. With a sharded optimizer it
+does so for the parameters that it owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter
+from lightning_ptdp.parameters.placement import Piece, Placement, slice_full
+from lightning_ptdp.shims.torch_distributed import all_gather_single
+from lightning_ptdp.world.mesh import Group
+
+__all__ = ["WholeMatrices"]
+
+
+class WholeMatrices:
+    """Whole parameters of one rank; replaces the tensors on which the optimizer steps.
+
+    Args:
+        parameters: Parameters that are cut; the same on all ranks of the tensor group.
+        group: The tensor group.
+    """
+
+    def __init__(self, parameters: Sequence[ManagedParameter], group: Group) -> None:
+        self._group = group
+        self._pieces: list[list[tuple[Piece, ...]]] = [[] for _ in group.ranks]
+        dist.all_gather_object(
+            self._pieces,
+            [managed.placement.pieces for managed in parameters],
+            group=group.handle,
+        )
+        self._numbers = {managed: number for number, managed in enumerate(parameters)}
+        self._gradients = {managed: managed.gradient for managed in parameters}
+        self._values: dict[ManagedParameter, Tensor] = {}
+        stepped = []
+        for managed in parameters:
+            assert managed.stepped is not None
+            stepped.append(managed.stepped.detach())
+            self._values[managed] = stepped[-1] if managed.rounded is None else managed.rounded
+        for managed, whole in zip(parameters, self._gathered(parameters, stepped), strict=True):
+            placement = _whole_placement(managed, first=group.rank == 0)
+            managed.step_on(nn.Parameter(whole), placement, rounded=managed.rounded)
+
+    def __contains__(self, managed: ManagedParameter) -> bool:
+        """Return True if this object replaces the tensor of ``managed``."""
+        return managed in self._numbers
+
+    def show(self) -> None:
+        """Show the whole gradients to the optimizer; collective."""
+        shown, gradients = [], []
+        for managed, gradient in self._gradients.items():
+            gradient = managed.parameter.grad if gradient is None else gradient
+            assert managed.stepped is not None
+            managed.stepped.grad = None
+            if gradient is not None:
+                shown.append(managed)
+                gradients.append(gradient.to(managed.stepped.dtype))
+        for managed, whole in zip(shown, self._gathered(shown, gradients), strict=True):
+            assert managed.stepped is not None
+            managed.stepped.grad = whole
+
+    def publish(self) -> None:
+        """Take this rank's parts of the stepped parameters."""
+        for managed, values in self._values.items():
+            assert managed.stepped is not None
+            values.copy_(slice_full(managed.stepped, managed.placement))
+
+    def reload(self) -> None:
+        """Update the whole parameters where this rank's parts were changed outside; collective."""
+        parameters = list(self._values)
+        changed = [values.float() for values in self._values.values()]
+        for managed, whole in zip(parameters, self._gathered(parameters, changed), strict=True):
+            stepped = managed.stepped
+            assert stepped is not None
+            dtype = self._values[managed].dtype
+            kept = stepped.to(dtype) == whole.to(dtype)
+            stepped.data.copy_(torch.where(kept, stepped, whole.to(stepped.dtype)))
+
+    @torch.no_grad()
+    def _gathered(
+        self, parameters: Sequence[ManagedParameter], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the whole tensors of this rank's parts, by one message."""
+        if not parameters:
+            return []
+        dtype = max((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.itemsize)
+        flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
+        received = flat.new_empty(self._group.size * flat.numel())
+        all_gather_single(received, flat, self._group.handle)
+        wholes, begin = [], 0
+        for managed, tensor in zip(parameters, tensors, strict=True):
+            whole = tensor.new_empty(managed.placement.full_shape)
+            for rank, pieces in enumerate(self._pieces):
+                start = rank * flat.numel() + begin
+                part = received[start : start + tensor.numel()].view(tensor.shape)
+                for piece in pieces[self._numbers[managed]]:
+                    whole[piece.in_full.slices] = part[piece.in_local.slices].to(whole.dtype)
+            wholes.append(whole)
+            begin += tensor.numel()
+        return wholes
+
+
+def _whole_placement(managed: ManagedParameter, *, first: bool) -> Placement:
+    """Return the placement of the whole parameter; ``first``: of this rank in the tensor group."""
+    held = managed.stepped_placement
+    whole = Placement.replicated(held.full_shape, partial=held.partial)
+    return replace(
+        whole,
+        sharded=tuple(axis for axis in held.sharded if axis != "tensor"),
+        data_axes=held.data_axes,
+        first_in_replica=held.first_in_replica and first,
+        first_in_block=held.first_in_block,
+    )
