@@ -19,10 +19,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from lightning_ptdp.world.layout import Sharding
 from tests.parity import assert_same, fit
 from tests.pool import Pool, WorkerFailure
 from tests.tiny_gpt import Run
@@ -100,7 +101,7 @@ def _tensor_options(draw: Draw) -> dict[str, Any]:
 
 def _replica_options(draw: Draw, d: int) -> dict[str, Any]:
     return {
-        "shard": draw.choice(("none", "optimizer", "gradients")),
+        "shard": draw.choice(get_args(Sharding)),
         "overlap_parameter_gather": draw.choice((None, True, False)),
         "data_parallel_replicas": draw.choice((1, 1, 2, d)),
     }

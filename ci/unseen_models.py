@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -34,6 +34,7 @@ from marked_table import write_between_marks
 from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS
 from lightning_ptdp.verification import VerificationError
+from lightning_ptdp.world.layout import Sharding
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.hook_mixins import HABITS
 from tests.huggingface.round_trip import CIRCLE, differences_around
@@ -77,7 +78,7 @@ def draw_run(draw: Draw, name: str) -> Run:
         "context_parallel_size": c,
         "num_microbatches": m,
         "sequence_parallel": t > 1 and draw.random() < 0.4,
-        "shard": draw.choice(("none", "optimizer", "gradients")) if d > 1 else "none",
+        "shard": draw.choice(get_args(Sharding)) if d > 1 else "none",
         "recompute": draw.choice(("none", "none", "full")),
     }
     if p > 1:

@@ -467,13 +467,13 @@ AT_START = {
     ),
     "an optimizer of matrices": (
         LitAdafactor,
-        {"shard": "optimizer"},
+        {"shard": "parameters"},
         {},
         loader,
         [
             "MixingOptimizerError",
             "Adafactor does not work element by element",
-            "shard='none'",
+            "shard='gradients', or shard='none'",
         ],
     ),
     "skipped step": (

@@ -45,7 +45,11 @@ PLACES = {
     "c2d2": (4, {C: 2, M: 2}),
     "d2 recomputed": (2, {M: 2, R: "full"}),
     "d2 recomputed in part": (2, {R: "selective"}),
-    "d2 compiled": (2, {R: "full", "compile": "blocks", "compile_options": {"backend": "eager"}}),
+    "d2 compiled": (2, {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}),
+    "d2 compiled, recomputed": (
+        2,
+        {R: "full", M: 2, "compile": "blocks", "compile_options": {"backend": "aot_eager"}},
+    ),
 }
 
 

@@ -26,8 +26,8 @@ from lightning_ptdp.shims.torch import (
     grouped_product,
     has_gradient_hooks,
     has_module_hooks,
-    has_saved_tensor_hooks,
     is_compiled,
+    saved_tensor_hooks,
     set_gradient_dtype,
     storage_key,
     unscale_before_step,
@@ -190,10 +190,10 @@ def test_tensor_hooks_are_detected() -> None:
         assert has_gradient_hooks(parameter)
         handle.remove()
         assert not has_gradient_hooks(parameter)
-    assert not has_saved_tensor_hooks()
+    assert saved_tensor_hooks() is None
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        assert has_saved_tensor_hooks()
-    assert not has_saved_tensor_hooks()
+        assert saved_tensor_hooks() is not None
+    assert saved_tensor_hooks() is None
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])

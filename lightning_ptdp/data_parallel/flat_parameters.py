@@ -156,10 +156,10 @@ class FlatParameters:
     def wait(self) -> None:
         """Return when the parameters are whole; on CUDA, when the current stream waits for it."""
         self.start_gather()
-        if self._pending is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        self._pending.wait()
-        self._pending = None
+        pending.wait()
         if self.frees:
             for managed, view in self._views():
                 show(managed.parameter, view)

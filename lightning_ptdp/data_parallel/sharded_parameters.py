@@ -225,6 +225,8 @@ class ShardedParameters(Surrounding):
 
     def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         """Return the position of a weight in place of the weight."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
         entry = self._saved.get(tensor.untyped_storage().data_ptr())
         if entry is None or tensor.dtype != entry[1].own.dtype:
             return tensor

@@ -62,7 +62,7 @@ WALK = [
     ("ptdp completion bash", "complete -o default"),
     ("ptdp completion zsh", "compdef"),
     ("ptdp completion fish", "complete -c ptdp"),
-    ("ptdp completion words -- recipes show gpt/nan", "^gpt/nano$"),
+    ("ptdp completion words -- recipes show gpt/124", "^gpt/124m$"),
     ("ptdp fit --launcher slurm --config gpt/124m --dry-run", "--resume=auto"),
     ("ptdp fit --launcher torchrun --config gpt/ptdp-1.7b --dry-run", "--resume=auto"),
     ("ptdp fit --launcher torchrun --config gpt/124m --output job.sh", "^written: job.sh"),

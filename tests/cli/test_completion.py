@@ -65,7 +65,7 @@ def test_bash_completion_does_not_import_torch(tmp_path: Path) -> None:
     command.chmod(0o755)
     script = """
     eval "$(ptdp completion bash)"
-    COMP_WORDS=(ptdp fit --config gpt/n) COMP_CWORD=3; _ptdp; echo "${COMPREPLY[@]}"
+    COMP_WORDS=(ptdp fit --config gpt/124) COMP_CWORD=3; _ptdp; echo "${COMPREPLY[@]}"
     COMP_WORDS=(ptdp "") COMP_CWORD=1; _ptdp; echo "${COMPREPLY[@]}"
     complete -p ptdp
     """
@@ -78,7 +78,7 @@ def test_bash_completion_does_not_import_torch(tmp_path: Path) -> None:
         ["bash", "-c", script], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == [
-        "gpt/nano",
+        "gpt/124m",
         " ".join(sorted([*VERBS, "--help", "--version"])),
         "complete -o default -F _ptdp ptdp",
     ], done.stderr

@@ -269,7 +269,7 @@ def test_size_options_override_configuration(ptdp: Run, tmp_path: Path) -> None:
             " of these devices would be enough",
         ),
         (
-            [*SIZES, "--world", "8", "--batch", "8", "--memory", "5", "--tp", "1", "--pp", "1"],
+            [*SIZES, "--world", "8", "--batch", "8", "--memory", "4.5", "--tp", "1", "--pp", "1"],
             "without the restrictions ",
         ),
         (

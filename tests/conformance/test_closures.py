@@ -140,7 +140,7 @@ def refuse(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) ->
     ("place", "settings", "words"),
     [
         (PIPELINE, {}, ["pipeline", "data parallelism and microbatches only"]),
-        (Place(world_size=2, layout={"shard": "optimizer"}), {}, ["shard='optimizer'"]),
+        (Place(world_size=2, layout={"shard": "optimizer"}), {}, ["shard='none'"]),
         (Place(), {"precision": "bf16-true"}, ["master_weights=False"]),
     ],
     ids=["p2", "sharded", "bfloat16"],

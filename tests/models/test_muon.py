@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.models import AdamWConfig, MuonWithAdamW
 from lightning_ptdp.models.optimizer_setup import build_muon
-from tests.letters import SP, C, D, M, P, S, T, V, Z
+from tests.letters import SP, C, D, E, M, P, S, T, V, Z
 from tests.parity import Parity
 from tests.tiny_gpt import Run
 
@@ -53,6 +53,12 @@ def test_owners_of_matrices_change_nothing(
     for owned in others:
         for name, value in whole.items():
             assert torch.equal(owned[name], value), name
+
+
+@pytest.mark.parametrize("level", ["none", "optimizer"])
+def test_experts_are_left_to_adamw(level: str, parity: Parity) -> None:
+    run = Run(muon=True, llama=True, experts=4)
+    parity.check(run, (4, {E: 2, M: 2, Z: level}))
 
 
 def test_sharded_parameters_are_refused(parity: Parity) -> None:
