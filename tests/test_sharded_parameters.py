@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptdp import PTDPStrategy
+from lightning_ptdp.data_parallel.bucket import Bucket
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.world.layout import Sharding
 from tests.letters import SP, C, D, M, P, R, S, T, V, Z
@@ -88,7 +89,7 @@ class Measured(Run):
 
     def results(self, trainer: Any, module: Any) -> dict[str, Any]:
         (measurement,) = (c for c in trainer.callbacks if isinstance(c, Measurement))
-        return {name: getattr(measurement, name) for name in ("held", "whole", "block")}
+        return {name: getattr(measurement, name) for name in ("held", "whole", "block", "unsummed")}
 
 
 class Measurement(L.Callback):
@@ -98,10 +99,11 @@ class Measurement(L.Callback):
         held: Bytes per parameter of the parameters, gradients and states.
         whole: Largest number of gathered elements beyond those outside of the blocks.
         block: Number of elements of a block.
+        unsummed: Most units whose gradients wait for their sum at once.
     """
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        self.held, self.whole = 0.0, 0
+        self.held, self.whole, self.unsummed = 0.0, 0, 0
 
         need = ShardedParameters.need
 
@@ -112,11 +114,24 @@ class Measurement(L.Callback):
             flats = [flat for flats in blocks for flat in flats if flat.whole is not None]
             self.whole = max(self.whole, sum(flat.size for flat in flats))
 
-        self._patch = mock.patch.object(ShardedParameters, "need", watched)
-        self._patch.start()
+        start_sum = Bucket.start_sum
+
+        def counted(bucket: Bucket) -> Any:
+            buckets = trainer.strategy.engine.gradients._store.buckets()
+            waiting = sum(bucket.unsummed is not None for bucket in buckets)
+            self.unsummed = max(self.unsummed, waiting)
+            return start_sum(bucket)
+
+        self._patches = [
+            mock.patch.object(ShardedParameters, "need", watched),
+            mock.patch.object(Bucket, "start_sum", counted),
+        ]
+        for patch in self._patches:
+            patch.start()
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        self._patch.stop()
+        for patch in self._patches:
+            patch.stop()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         parallel, (optimizer,) = trainer.strategy.parallel, trainer.optimizers
@@ -135,6 +150,7 @@ def test_rank_holds_share_and_gathers_two_blocks(options: dict[str, Any], parity
     for found in parity.ranks(run):
         assert found["held"] == pytest.approx(16 / (4 // options.get(P, 1)), rel=0.02)
         assert found["block"] < found["whole"] <= 2 * found["block"]
+        assert found["unsummed"] <= 2  # a block, and the parameters outside of the blocks
 
 
 def test_meta_model_is_never_whole(parity: Parity) -> None:

@@ -34,6 +34,7 @@ PIPELINE: dict[str, Any] = {
 }
 LEVELS: dict[str, dict[str, Any]] = {
     "optimizer": {"shard": "optimizer"},
+    "gradients": {"shard": "gradients"},
     "by block": {"shard": "parameters", "reshard_after": "block"},
     "by chunk": {"shard": "parameters"},
     "by step": {"shard": "parameters", "reshard_after": "step"},

@@ -11,12 +11,13 @@ parts may cut through parameters.
 
 With sharded gradients (ZeRO-2, arXiv 1910.02054, section 5.2) a rank keeps only its part of the
 sums. A gradient leaves its parameter as soon as it is complete, and a bucket's gradients are summed
-and freed after every microbatch.
+and freed after every microbatch. Sums run while later buckets fill.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +38,8 @@ from lightning_ptdp.shims.torch import set_gradient_dtype
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["GradientBuckets"]
+
+_MOST_WAITING = 64 * 2**20  # bytes of sharded gradients whose sums run at a time
 
 
 @dataclass(eq=False)
@@ -69,13 +72,16 @@ class GradientBuckets:
     _arrived: set[int] = field(default_factory=set)
     _expected: list[Bucket] = field(default_factory=list)
     _overlapped: OverlappedReduction | None = None
+    _waiting: deque[tuple[int, Callable[[], object]]] = field(default_factory=deque)
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._flat_of = {managed: flat for flat in self.flats for managed in flat.parameters}
         for chunk in dict.fromkeys(managed.chunk for managed in self.parameters):
             members = [managed for managed in reversed(self.parameters) if managed.chunk == chunk]
-            self._chunks[chunk] = [self._allocate(part) for part in self._cut(members)]
+            # in the order in which backwards complete them
+            parts = sorted(self._cut(members), key=_first_place, reverse=True)
+            self._chunks[chunk] = [self._allocate(part) for part in parts]
         self._sums = list(self._parts_to_sum())
         for bucket in self.buckets():
             for managed in bucket.parameters:
@@ -138,8 +144,6 @@ class GradientBuckets:
         """
         ids = None if awaited is None else {id(parameter) for parameter in awaited}
         self._expected = self._summed(chunk, last=last)
-        if any(bucket.is_sharded for bucket in self._expected):
-            self._join()  # or gradients of many microbatches would wait for their sums
         for bucket in self._expected:
             if bucket.is_sharded:
                 bucket.state = bucket.state.to(GradientState.ACCUMULATING)
@@ -315,6 +319,7 @@ class GradientBuckets:
 
     def _join(self) -> None:
         """Wait for the reductions in progress."""
+        self._waiting.clear()
         if self._overlapped is not None:
             self._overlapped.join()
 
@@ -346,3 +351,12 @@ class GradientBuckets:
             self.launched(bucket.chunk, pending)
         levels = bucket.reduction.inner.size, bucket.reduction.outer.size
         self._overlapped.launch(pending, shares=1 in levels)
+        if bucket.is_sharded:
+            # Otherwise a backward that is faster than the sums would leave all gradients waiting.
+            self._waiting.append((bucket.size * bucket.buffer.itemsize, self._overlapped.mark()))
+            while len(self._waiting) > 1 and sum(size for size, _ in self._waiting) > _MOST_WAITING:
+                self._waiting.popleft()[1]()
+
+
+def _first_place(parameters: list[ManagedParameter]) -> int:
+    return min(managed.order for managed in parameters)

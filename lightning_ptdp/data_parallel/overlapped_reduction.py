@@ -54,6 +54,13 @@ class OverlappedReduction:
             pending.begin()
         self._line.run(partial(self._follow, pending))
 
+    def mark(self) -> Callable[[], object]:
+        """Return a function that waits until what has been launched so far has advanced.
+
+        A sum of one level is then done.
+        """
+        return self._line.mark()
+
     def join(self) -> None:
         """Return when all launched reductions are done.
 
@@ -93,6 +100,9 @@ class Line(Protocol):
     def run(self, task: Callable[[], None]) -> None:
         """Run ``task`` after the previous tasks and after the work computed so far."""
 
+    def mark(self) -> Callable[[], object]:
+        """Return a function that orders later computation after the tasks queued so far."""
+
     def join(self) -> None:
         """Order all later computation after the queued tasks."""
 
@@ -122,6 +132,10 @@ class _Stream:
         with torch.cuda.stream(self._stream):
             task()
 
+    def mark(self) -> Callable[[], object]:
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._stream.device).wait_event(event)
+
     def join(self) -> None:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
@@ -148,10 +162,13 @@ class _Thread:
             self._thread.start()
         self._tasks.put(task)
 
-    def join(self) -> None:
+    def mark(self) -> Callable[[], object]:
         done = threading.Event()
         self._tasks.put(done)
-        done.wait()
+        return done.wait
+
+    def join(self) -> None:
+        self.mark()()
         if self._error is not None:
             raise self._error
 
