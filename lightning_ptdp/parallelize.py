@@ -28,7 +28,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.data_parallel.sharded_parameters import LateValue, ShardedParameters
+from lightning_ptdp.data_parallel.sharded_parameters import Direction, LateValue, ShardedParameters
 from lightning_ptdp.parameters.local_parameters import (
     WholeParameters,
     layout_notes,
@@ -90,9 +90,13 @@ class ParallelModel:
     shards: ShardedParameters | None = None
     split_blocks: str | None = None
 
-    def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a pass, in which sharded parameters are gathered when read."""
-        return contextlib.nullcontext() if self.shards is None else self.shards.computing()
+    def computing(self, *, forward: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a pass, in which sharded parameters are gathered when read.
+
+        With ``forward`` they are read in the order of a forward.
+        """
+        direction: Direction = 1 if forward else -1
+        return contextlib.nullcontext() if self.shards is None else self.shards.computing(direction)
 
     def check(self, *, frozen: bool = True) -> None:
         """Check that every parameter of the module is managed.

@@ -97,9 +97,11 @@ def set_access(parameter: nn.Parameter, access: Access) -> None:
     vars(parameter)["_ptdp_access"] = access
 
 
-def hide(parameter: nn.Parameter) -> None:
-    """Take the values off ``parameter``, which keeps its shape and gradient."""
-    nothing = parameter.detach().new_full((), float("nan") if parameter.is_floating_point() else 0)
+def hide(parameter: nn.Parameter, nothing: Tensor) -> None:
+    """Take the values off ``parameter``, which keeps its shape and gradient.
+
+    ``nothing`` is one element of its dtype on its device, which takes their place.
+    """
     parameter.data = nothing.expand(parameter.shape)
     parameter.__class__ = AbsentParameter
 

@@ -117,6 +117,12 @@ class FlatParameters:
         """Return the offset of each parameter."""
         return dict(zip(self.parameters, self.offsets, strict=True))
 
+    @cached_property
+    def _nothing(self) -> Tensor:
+        """Return the element in the place of freed values: not a number, so that a leak is seen."""
+        value = float("nan") if self.own.is_floating_point() else 0
+        return self.own.new_full((), value)
+
     @property
     def begin(self) -> int:
         """Return the offset of ``own``."""
@@ -176,7 +182,7 @@ class FlatParameters:
             self.state = self.state.to(ParameterState.SHARDED)
             self.whole = None
             for managed in self.parameters:
-                hide(managed.parameter)
+                hide(managed.parameter, self._nothing)
 
     @torch.no_grad()
     def take_values(self) -> None:

@@ -40,7 +40,7 @@ from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.pipeline.containers import Blocks
 
-__all__ = ["GatheredForward", "LateValue", "ShardedParameters"]
+__all__ = ["Direction", "GatheredForward", "LateValue", "ShardedParameters"]
 
 Direction = Literal[-1, 0, 1]
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -154,9 +154,9 @@ class ShardedParameters(Surrounding):
             self._direction = outer
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, direction: Direction = -1) -> Iterator[None]:
         """Gather what is read inside the context, a backward unless a forward runs; then free."""
-        outer, self._direction = self._direction, -1
+        outer, self._direction = self._direction, direction
         try:
             yield
         finally:

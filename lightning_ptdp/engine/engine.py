@@ -249,7 +249,7 @@ class Engine:
             if self._config.compile == "none"
             else torch.compiler.set_stance("force_eager")
         )
-        with eager, self._parallel.computing():
+        with eager, self._parallel.computing(forward=True):
             schedule = self._config.build_schedule(1, training=False)
             return decoding.run(
                 self._runtime, schedule, rows=rows, mesh=self._mesh, device=self._device

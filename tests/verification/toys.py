@@ -348,14 +348,15 @@ class Uncounted(LitCounted):
 
 
 class NormalizedSGD(torch.optim.SGD):
-    """Divides each parameter's gradient by its norm."""
+    """Divides the gradients by the norm of all of them."""
 
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.div_(p.grad.norm() + 1e-3)
+            gradients = [p.grad for p in group["params"] if p.grad is not None]
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+            for gradient in gradients:
+                gradient.div_(norm + 1e-3)
         super().step()
         return loss
 
