@@ -62,7 +62,7 @@ class StepGradients:
             for part in managed.stepped_placement.unrepeated(stepped.grad)
         ]
         group = self._mesh.world if self._scatters else self._mesh.group("shards")
-        with self._computing():
+        with self.computing():
             return global_norm(self._joined(counted), group=group, device=self._device, order=order)
 
     def clip(self, gradients: Iterable[Tensor], limit: float, *, norm: Tensor) -> None:
@@ -70,7 +70,7 @@ class StepGradients:
 
         ``norm`` is over all ranks.
         """
-        with self._computing():
+        with self.computing():
             torch.nn.utils.clip_grads_with_norm_(map(_holder, self._joined(gradients)), limit, norm)
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
@@ -114,7 +114,8 @@ class StepGradients:
                 )
         return self.norm(chosen, order=order)
 
-    def _computing(self) -> contextlib.AbstractContextManager[None]:
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which this package computes with parts, which hooks may not do."""
         return contextlib.nullcontext() if self._view is None else self._view.paused()
 
     def _joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:

@@ -167,7 +167,8 @@ class Recorder:
         gradients = {}
         for _, name, tensor, placement in self._optimized():
             if tensor.grad is not None:
-                held = _held(tensor.grad, placement)
+                with self._strategy.engine.gradients.step.computing():
+                    held = _held(tensor.grad, placement)
                 last = self._gradients.get(name, held)
                 same = all(torch.equal(a, b) for (_, a), (_, b) in zip(last, held, strict=True))
                 gradients[name] = last if same else held

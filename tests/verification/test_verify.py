@@ -242,7 +242,7 @@ def test_verify_leaves_no_processes_and_module_unchanged() -> None:
 
 def test_training_over_time_limit_is_aborted() -> None:
     with pytest.raises(VerificationError, match="limit_s"):
-        report(Lit(), D2, limit_s=0.2)
+        report(Lit(), D2, limit_s=0.02)
 
 
 def test_impossible_layouts_are_refused() -> None:
