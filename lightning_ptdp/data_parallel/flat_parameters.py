@@ -8,7 +8,7 @@ Every step of their life is asserted::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate
@@ -28,6 +28,7 @@ _ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
 
 
 LateValue = Callable[[ManagedParameter], Tensor | None]
+"""Returns the initial value of a parameter on the meta device; None: it comes from elsewhere."""
 
 
 class ParameterState(Enum):
@@ -178,7 +179,7 @@ class FlatParameters:
             self.wait()  # memory that a message is written to cannot be given away
         if self.whole is not None and self.state is ParameterState.WHOLE:
             self.take_values()
-            self.own.copy_(self.reduction.mine(self.whole))  # that step may have written to them
+            self.own.copy_(self.reduction.mine(self.whole))  # the step may have written to it
             self.state = self.state.to(ParameterState.SHARDED)
             self.whole = None
             for managed in self.parameters:
@@ -244,7 +245,7 @@ def parts_of(
         start, end = max(begin, offset), min(stop, offset + managed.parameter.numel())
         if start < end:
             part = (
-                managed.placement.of_first(first)
+                replace(managed.placement, first_in_block=first)
                 if managed.stays_whole
                 else managed.placement.flattened(start - offset, end - offset, first=first)
             )

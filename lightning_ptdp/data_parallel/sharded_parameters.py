@@ -208,9 +208,9 @@ class ShardedParameters(Surrounding):
         Raises:
             PartialModelError: No pass runs, so other ranks may not read it now.
         """
-        if self._direction == 0 and function is None:
-            return False
         if self._direction == 0:
+            if function is None:
+                return False
             hook = getattr(self._module, "_current_fx_name", None)
             raise PartialModelError(
                 f"{hook or 'code outside of the steps'} reads the values of '{name}' ({function}), "

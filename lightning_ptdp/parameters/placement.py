@@ -132,10 +132,6 @@ class Placement:
         """
         return replace(self, flat=(start, stop), first_in_block=first)
 
-    def of_first(self, first: bool) -> Placement:
-        """Return the placement of the whole local tensor; ``first`` as in ``flattened``."""
-        return replace(self, first_in_block=first)
-
     # ---- queries ---------------------------------------------------------------------------------
 
     @property
