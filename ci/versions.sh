@@ -58,7 +58,7 @@ torch="torch==$(sed -n 's/^ *"torch>=\([0-9.]*\).*/\1/p' pyproject.toml).*"
 
 install() { # environment, resolution
     local options=(".[test]")
-    [ "$2" = lowest ] && options=(--resolution lowest-direct ".[test,hf,fp8]" "$torch")
+    [ "$2" = lowest ] && options=(--resolution lowest-direct ".[test,hf,fp8,qlora]" "$torch")
     [ "$2" = torch ] && options=(".[test]" "$torch")
     # compiled once, not by each process
     "$uv" pip install --quiet --compile-bytecode --python "$1/bin/python" "${options[@]}"

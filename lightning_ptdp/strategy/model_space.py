@@ -18,6 +18,7 @@ from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.lightning import LightningModule
+from lightning_ptdp.shims.quantized import quantized_parameters
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -127,7 +128,8 @@ class ModelSpace:
         """Return local parameters and persistent buffers under their global names.
 
         Tied tensors are returned once, under the first of their names. Before the module is cut,
-        all of its tensors are returned.
+        all of its tensors are returned. Quantized weights are left out: they are frozen, and
+        bitsandbytes converts them to other formats while it uses them.
 
         Args:
             without: Entries of the module's state to leave out.
@@ -138,8 +140,9 @@ class ModelSpace:
         first_names: dict[int, str] = {}
         if self.engine is not None:
             self.engine.gradients.parameters_needed()
+        quantized = tuple(f"{name}." for name in quantized_parameters(self.module))
         for key, value in self.module.state_dict(keep_vars=True).items():
-            if key in without:
+            if key in without or f"{key}.".startswith(quantized):
                 continue
             value = checked_tensor(key, value)
             managed = parameters.get(value) if isinstance(value, nn.Parameter) else None

@@ -102,7 +102,7 @@ class SetupHooks(StepHooks):
         if self.layout.divides_model and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
         # without model parallelism the module has not been built before launch
-        check_quantized(module)
+        check_quantized(module, self.layout)
         built_without_values = awaits_values(module)
         with same_outcome("reading the headers of the initial weights"):
             weights = open_initial_weights(module) if self.config.meta_init else None

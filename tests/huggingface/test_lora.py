@@ -337,7 +337,7 @@ def test_quantized_weights_are_refused_before_launch(tmp_path: Path) -> None:
     quantization.quantize_(module.model.model.layers, quantization.Int8WeightOnlyConfig())
     strategy = PTDPStrategy()
     with pytest.raises(
-        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao. Quantized weights"
+        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao.quantization. Ranks can"
     ):
         check_model(module, strategy.config, strategy.config.layout(2))
 
@@ -348,11 +348,11 @@ def test_quantized_weights_are_refused_before_launch(tmp_path: Path) -> None:
 
     strategy = PTDPStrategy(pipeline_parallel_size=2)
     with pytest.raises(
-        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao. Quantized weights"
+        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao.quantization. Ranks can"
     ):
         check_model(Late(Run(model="llama")), strategy.config, strategy.config.layout(2))
     trainer = quiet_trainer(tmp_path, strategy=PTDPStrategy(), max_steps=1)
     with pytest.raises(
-        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao. Quantized weights"
+        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao.quantization. Ranks can"
     ):
         trainer.fit(Late(Run(model="llama")), DataLoader(Samples("llama"), batch_size=2))

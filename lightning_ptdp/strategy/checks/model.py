@@ -66,7 +66,7 @@ def check_model(
     Raises:
         ValueError: Names the field, the value and what would work.
     """
-    check_quantized(module)
+    check_quantized(module, layout)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
     if not layout.divides_model and blocks_stay:
         return None
@@ -78,7 +78,7 @@ def check_model(
         )
     whole = whole_model(module, config) if whole is None else whole
     check_libraries(whole)
-    check_quantized(whole)
+    check_quantized(whole, layout)
     hooked = [
         name
         for root in (module, whole)

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_ptdp.base.requirements import check_installed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parameters.initializers import Initializers, why_without_values
+from lightning_ptdp.shims.quantized import is_four_bit, quantized_parameters
 from lightning_ptdp.shims.torch import forward_hooks
 from lightning_ptdp.shims.transformers import is_capture
 from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
@@ -54,20 +55,32 @@ def check_late(model: nn.Module, *, built: Collection[str]) -> None:
                 raise ValueError(why_without_values(name, module))
 
 
-def check_quantized(model: nn.Module) -> None:
-    """Check that existing parameters have plain elements.
+def check_quantized(model: nn.Module, layout: ParallelLayout) -> None:
+    """Check that every rank can keep a library's quantized weights as they are.
 
     Raises:
-        ValueError: A parameter belongs to a library that quantizes.
+        ValueError: Tensor or expert parallelism would have to cut one, or the optimizer to step
+            on it.
     """
-    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
-        package = type(parameter).__module__.partition(".")[0]
-        if package in ("bitsandbytes", "torchao"):
+    for name, parameter in quantized_parameters(model).items():
+        kind = f"'{name}' is a {type(parameter).__name__} of {type(parameter).__module__}"
+        if not is_four_bit(parameter):
             raise ValueError(
-                f"'{name}' is a {type(parameter).__name__} of {package}. Quantized weights "
-                "have no plain elements that ranks could compare and distribute. Load the "
-                "weights in bfloat16; adapters leave them frozen and without optimizer states"
+                f"{kind}. Ranks can compare and move only bitsandbytes' 4-bit weights. Use "
+                "BitsAndBytesConfig(load_in_4bit=True), or load the weights in bfloat16"
             )
+        if parameter.requires_grad:
+            raise ValueError(
+                f"{kind} and would be trained, but it has no gradient. Freeze it "
+                "(requires_grad_(False)) and train adapters, or load the weights in bfloat16"
+            )
+        for field in ("tensor_parallel_size", "expert_parallel_size"):
+            if (degree := getattr(layout, field)) > 1:
+                raise ValueError(
+                    f"{kind}, which {field}={degree} cannot cut: its scales belong to blocks of "
+                    f"the whole matrix. Use {field}=1 (pipeline, data and context parallelism keep "
+                    "it whole), or load the weights in bfloat16"
+                )
 
 
 def check_libraries(model: nn.Module) -> None:
