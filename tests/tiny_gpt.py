@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig, MuonWithAdamW, gpt_plan
+from lightning_ptdp.models.half_states import HalfStateAdamW
 from lightning_ptdp.models.optimizer_setup import build_muon
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.parity import Training, make_loader
@@ -37,6 +38,7 @@ class Run(Training):
     dropout: float = 0.0
     changing_lengths: bool = False
     muon: bool = False
+    half_states: bool = False
 
     trainer_options: ClassVar[dict[str, Any]] = {}
 
@@ -163,7 +165,8 @@ class LitTiny(L.LightningModule):
         rest = [p for p in self.parameters() if p.dim() <= 1]
         if self.run.muon:
             return build_exact_muon(self)
-        optimizer = torch.optim.AdamW(
+        kind = HalfStateAdamW if self.run.half_states else torch.optim.AdamW
+        optimizer = kind(
             [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
             lr=5e-3,
             eps=1e-5,

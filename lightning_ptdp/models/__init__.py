@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ptdp.models.adapters import LoraOptions
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.gpt import GPT
+from lightning_ptdp.models.half_states import HalfStateAdamW
 from lightning_ptdp.models.layers import KeyValueCache
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig, check_tensor_parallel
 from lightning_ptdp.models.muon import MuonWithAdamW
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GPT",
     "AdamWConfig",
+    "HalfStateAdamW",
     "MuonWithAdamW",
     "Bert",
     "BertConfig",

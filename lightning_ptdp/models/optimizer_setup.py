@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_ptdp.base.option_types import Count, check_types
+from lightning_ptdp.models.half_states import HalfStateAdamW
 from lightning_ptdp.models.muon import MuonWithAdamW
 from lightning_ptdp.shims.torch import unscale_before_step
 
@@ -21,6 +22,7 @@ __all__ = [
     "AdamWConfig",
     "Decay",
     "Matrices",
+    "States",
     "build_adamw",
     "build_muon",
     "build_schedule",
@@ -34,6 +36,7 @@ __all__ = [
 Decay = Literal["cosine", "linear"]
 """Shape of the learning rate's decay."""
 Matrices = Literal["adamw", "muon"]
+States = Literal["float32", "bfloat16"]
 _FUSED = ("cpu", "cuda")
 _IN_BLOCK = re.compile(r"\.\d+\.")
 
@@ -58,6 +61,8 @@ class AdamWConfig:
         decay_samples: ``decay_steps`` in training samples.
         matrices: Optimizer of the matrices of the blocks: "adamw", or "muon" (muon.py), which takes
             the same learning rate.
+        states: Type of AdamW's running means: "float32", or "bfloat16" with stochastic rounding
+            (half_states.py), which takes half of the memory and is slower on a CPU.
 
     Raises:
         ValueError: A value is out of range; the message names the field.
@@ -74,6 +79,7 @@ class AdamWConfig:
     warmup_samples: Count | None = None
     decay_samples: Count | None = None
     matrices: Matrices = "adamw"
+    states: States = "float32"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -87,6 +93,11 @@ class AdamWConfig:
             )
         if not 0 <= self.min_lr_ratio <= 1:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio} must be between 0 and 1")
+        if self.matrices == "muon" and self.states == "bfloat16":
+            raise ValueError(
+                "states='bfloat16' applies to AdamW, but matrices='muon'. Use states='float32' or "
+                "matrices='adamw'"
+            )
         for name, steps in (("warmup", self.warmup_steps or None), ("decay", self.decay_steps)):
             samples = getattr(self, f"{name}_samples")
             if samples is not None and steps is not None:
@@ -119,12 +130,14 @@ def decay_groups(
     ]
 
 
-def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.AdamW:
+def build_adamw(module: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
     """Return AdamW over ``module``'s parameters in ``decay_groups``.
 
-    It is torch's fused implementation on a GPU and on a CPU.
+    With float32 states, it is torch's fused implementation on a GPU and on a CPU.
     """
     groups = decay_groups(module.named_parameters(), config.weight_decay)
+    if config.states == "bfloat16":
+        return HalfStateAdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
     fused = all(p.device.type in _FUSED for group in groups for p in group["params"])
     optimizer = torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused or None
