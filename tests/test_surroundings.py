@@ -19,6 +19,8 @@ from tests.parity import fit
 from tests.pool import Pool
 from tests.tiny_gpt import Run
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 2
 
 

@@ -20,6 +20,8 @@ from tests.conformance.toys import (
     weights,
 )
 
+pytestmark = pytest.mark.thorough
+
 
 class LitSilent(LitNet):
     """Logs nothing, because compiling Lightning's logging takes a minute."""

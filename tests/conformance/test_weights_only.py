@@ -24,6 +24,8 @@ from tests.conformance.toys import (
     weights,
 )
 
+pytestmark = pytest.mark.thorough
+
 PLACES = {"one": Place(), "d2": Place(world_size=2), "p2": Place(world_size=2, layout=P2)}
 
 

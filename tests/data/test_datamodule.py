@@ -19,6 +19,8 @@ from lightning_ptdp.data import CorpusError, DataError, Manifest, StoreError, Te
 from tests.data.fits import Recorder, check_overfitting, continued, data, saved_at, trainer
 from tests.pool import Pool
 
+pytestmark = pytest.mark.thorough
+
 Make = Callable[..., TextDataModule]
 
 

@@ -22,6 +22,8 @@ from lightning_ptdp.data import (
 from lightning_ptdp.data.stream import IGNORE_INDEX
 from lightning_ptdp.world.batch_size import RampUp
 
+pytestmark = pytest.mark.thorough
+
 LENGTH = 128
 
 

@@ -9,6 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_ptdp.models import GPT, GPTConfig, flops_per_sample, num_parameters
 from tests.metrics.paper import ptdp_parameters, ptdp_step_flops
 
+pytestmark = pytest.mark.thorough
+
 # arXiv 2104.04473, table 1: billions of parameters, heads, hidden size, layers.
 TABLE_1 = [
     (1.7, 24, 2304, 24),

@@ -33,6 +33,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 from tests.memory import kept_bytes
 from tests.planner.jobs import MIXTURE, choice, small_job
 
+pytestmark = pytest.mark.thorough
+
 SIZES: dict[str, Any] = {
     "vocabulary_size": 64,
     "sequence_length": 48,

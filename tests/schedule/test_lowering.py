@@ -22,6 +22,8 @@ from lightning_ptdp.schedule.lowering import compute_order, lower
 from tests.schedule.builders import build, from_text
 from tests.schedule.orders import compute_orders
 
+pytestmark = pytest.mark.thorough
+
 RECEIVES = {
     ActionKind.RECEIVE_FORWARD: ActionKind.FORWARD,
     ActionKind.RECEIVE_BACKWARD: ActionKind.BACKWARD,

@@ -28,6 +28,8 @@ from tests.errors import raises_with
 from tests.processes import run
 from tests.schedule.builders import build
 
+pytestmark = pytest.mark.thorough
+
 COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 V_SHAPED = ("zb_v", "dualpipe_v")
 

@@ -24,6 +24,8 @@ from tests.schedule.nccl import Habits, operations
 from tests.schedule.orders import compute_orders, needs
 from tests.schedule.streams import stuck_operations
 
+pytestmark = pytest.mark.thorough
+
 K = ActionKind
 SIZES = [
     ("gpipe", 2, 1, 3),
