@@ -17,6 +17,7 @@ from lightning_ptdp.exchange import (
     models_in,
 )
 from lightning_ptdp.shims.lightning import LightningModule
+from lightning_ptdp.shims.quantized import quantized_parameters
 from lightning_ptdp.strategy.model_space import MODEL, ModelSpace
 
 __all__ = ["export_model"]
@@ -43,6 +44,11 @@ def export_model(
                 raise CheckpointError(
                     "the model has no values yet. Call export_huggingface after fit has "
                     "set up the strategy"
+                )
+            for name in quantized_parameters(space.module):
+                raise CheckpointError(
+                    f"'{name}' is quantized, and exports have plain weights. Leave the export out; "
+                    "the checkpoint has the adapters, which peft merges into the original weights"
                 )
             merged = merged_rectangles(space.module, space.tensors(to_write=True))
             rectangles = [replace(rectangle, name=MODEL + rectangle.name) for rectangle in merged]

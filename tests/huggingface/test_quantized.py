@@ -15,6 +15,7 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model
 from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, make_model
 from tests.parity import Parity, assert_near
+from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
 
@@ -99,6 +100,17 @@ def test_cut_of_quantized_weight_is_refused_before_launch(
     config = PTDPStrategy(**degrees).config
     with pytest.raises(ValueError, match=rf"is a Params4bit .*{next(iter(degrees))}=2 cannot cut"):
         check_model(LitQuantized(quantized("nf4", folder)), config, config.layout(2))
+
+
+def test_export_of_quantized_weights_is_refused_before_first_step(
+    parity: Parity, folder: str, tmp_path: Path
+) -> None:
+    run = replace(quantized("nf4", folder), export=str(tmp_path / "export"))
+    with pytest.raises(
+        WorkerFailure, match=r"weight' is quantized, and exports have plain"
+    ) as error:
+        parity.ranks(run.on(LAYOUTS["p2"]))
+    assert "on_fit_start" in str(error.value)
 
 
 class LateQuantized(LitQuantized):
