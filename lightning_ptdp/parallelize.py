@@ -41,6 +41,7 @@ from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.stage import PipelineCut, Placeholder
+from lightning_ptdp.shims.quantized import quantized_parameters, scales_of
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (
     SPLIT_AXES,
@@ -169,7 +170,8 @@ def parallelize(  # noqa: PLR0913
         late: Leave meta parameters on the meta device, for ``late_value``.
 
     Raises:
-        ValueError: The plan, the partition or the sizes do not fit the model.
+        ValueError: The plan, the partition or the sizes do not fit the model, or quantized weights
+            differ between the ranks.
     """
     layout = mesh.layout
     tensor, pipeline = mesh.group("tensor"), mesh.group("pipeline")
@@ -186,7 +188,14 @@ def parallelize(  # noqa: PLR0913
         for name, t in (*module.named_parameters(), *module.named_buffers())
         if not t.is_meta
     ]
+    quantized = quantized_parameters(module)
+    built += [(name, scale) for name, weight in quantized.items() for scale in scales_of(weight)]
     differing = agree_on_values(built, device=device)
+    for name in sorted(quantized.keys() & differing):
+        raise ValueError(
+            f"'{name}' is quantized and differs between the ranks, which cannot copy it from each "
+            "other. Load the same weights on every rank"
+        )
     full_parameters = WholeParameters.of(module)
     view = UncutView(module, full_parameters.names) if layout.divides_model else None
     materialize = Materializer(module, seed=seed, device=device, left=left, late=late)

@@ -1,4 +1,4 @@
-"""AdamW whose running mean and square are kept in bfloat16 and rounded without bias."""
+"""AdamW with its running means in bfloat16, rounded without bias."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_ptdp.models.optimizer_closure import closure_loss
 
 __all__ = ["HalfStateAdamW", "round_stochastically"]
 
@@ -22,7 +24,7 @@ class HalfStateAdamW(Optimizer):
     below their precision add up over the steps (arXiv 2010.06192, section 3).
 
     Args:
-        groups: Parameter groups with these options, each of which has a default here.
+        groups: Parameters, or parameter groups with their own values of these options.
         lr: Learning rate.
         betas, eps, weight_decay: Those of AdamW.
     """
@@ -42,10 +44,7 @@ class HalfStateAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters; return the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -76,8 +75,8 @@ class HalfStateAdamW(Optimizer):
 def round_stochastically(values: Tensor, seed: int) -> Tensor:
     """Round float32 ``values`` to bfloat16, up or down with probabilities that keep the mean.
 
-    The random bits are a hash of each element's value and ``seed``. Replicas of an element hence
-    round alike, and a step that is repeated from a checkpoint gives the same result.
+    The random bits are a hash of each element's value and ``seed``. Replicas of an element
+    therefore round it the same way, and a step repeated from a checkpoint gives the same result.
     """
     bits = values.contiguous().view(torch.int32)
     noise = bits ^ (seed * 0x9E3779B9 & 0x7FFFFFFF)

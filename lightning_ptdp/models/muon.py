@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ptdp.models.optimizer_closure import closure_loss
+
 __all__ = ["MuonWithAdamW"]
 
 
@@ -59,10 +61,7 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters; return the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         inner: Any
         for inner, is_muon in ((self._muon, True), (self._adamw, False)):
             inner.param_groups = [group for group in self.param_groups if group["muon"] is is_muon]

@@ -4,6 +4,7 @@ This covers every layout that keeps the weights whole."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,27 @@ def test_export_of_quantized_weights_is_refused_before_first_step(
     ) as error:
         parity.ranks(run.on(LAYOUTS["p2"]))
     assert "on_fit_start" in str(error.value)
+
+
+class LitDiffering(LitQuantized):
+    """Ranks with equal elements of one quantized weight, but different scales."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        layer = self.model.base_model.model.model.layers[1]
+        if int(os.environ["RANK"]):
+            layer.mlp.up_proj.weight.quant_state.offset.mul_(2)
+
+
+@pytest.mark.parametrize("layout", ["d2", "p2"])
+def test_quantized_weights_that_differ_between_ranks_are_refused(
+    layout: str, parity: Parity, folder: str
+) -> None:
+    run = replace(quantized("nf4", folder), module=LitDiffering)
+    with pytest.raises(
+        WorkerFailure, match=r"layers.1.mlp.up_proj.weight' is quantized and differs"
+    ):
+        parity.ranks(run.on(LAYOUTS[layout]))
 
 
 class LateQuantized(LitQuantized):
