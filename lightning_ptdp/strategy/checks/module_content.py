@@ -74,13 +74,12 @@ def check_quantized(model: nn.Module, layout: ParallelLayout) -> None:
                 f"{kind} and would be trained, but it has no gradient. Freeze it "
                 "(requires_grad_(False)) and train adapters, or load the weights in bfloat16"
             )
-        for axis in layout.axes:
-            field = f"{axis.name}_parallel_size"
-            if axis.letter in "te" and (degree := getattr(layout, field)) > 1:
+        for axis in ("tensor", "expert"):
+            if (degree := layout.size(axis)) > 1:
                 raise ValueError(
-                    f"{kind}, which {field}={degree} cannot cut: its scales belong to blocks of "
-                    f"the whole matrix. Use {field}=1 (pipeline, data and context parallelism keep "
-                    "it whole), or load the weights in bfloat16"
+                    f"{kind}, which {axis}_parallel_size={degree} cannot cut: its scales belong to "
+                    f"blocks of the whole matrix. Use {axis}_parallel_size=1 (pipeline, data and "
+                    "context parallelism keep it whole), or load the weights in bfloat16"
                 )
 
 
