@@ -25,6 +25,7 @@ VARIABLES = (
         "WORLD_SIZE",
         "RANK",
         "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
         "SLURM_NNODES",
         "SLURM_PROCID",
         "SLURM_LOCALID",
@@ -138,6 +139,34 @@ def test_matching_number_of_processes_is_accepted(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     strategy: Any = trainer(devices=2).strategy
     strategy.check_processes()
+
+
+@pytest.mark.parametrize(
+    ("variables", "sizes"),
+    [
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "5"}, (4, 2)),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "RANK": "1"}, (1, 2)),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, (1, 1)),  # nothing joins its processes
+    ],
+)
+def test_sizes_follow_launcher(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], sizes: tuple[int, int]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    strategy: Any = L.Trainer(
+        strategy=PTDPStrategy(start_method="fork"), accelerator="cpu", logger=False
+    ).strategy
+    assert (strategy.num_processes, strategy.num_nodes) == sizes
+    assert strategy.config.start_method == ("fork" if sizes == (1, 1) else "popen")
+
+
+def test_sizes_in_trainer_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "5"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    strategy: Any = trainer(devices=2).strategy
+    assert (strategy.num_processes, strategy.num_nodes) == (2, 1)
 
 
 def test_one_process_per_node_needs_master_addr(monkeypatch: pytest.MonkeyPatch) -> None:

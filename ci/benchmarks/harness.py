@@ -9,10 +9,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from lightning_ptdp.shims.glibc import Heap
 
-__all__ = ["QUIET", "Comparison", "compare", "parse_options", "report", "usual_heap"]
+__all__ = ["QUIET", "TINY_TEXT", "Comparison", "compare", "parse_options", "report", "usual_heap"]
 
 QUIET = {
     "logger": False,
@@ -22,6 +23,14 @@ QUIET = {
     "use_distributed_sampler": False,
 }
 """A Trainer that does nothing but train."""
+
+TINY_TEXT = [
+    f"--data.source={Path(__file__).parent}",
+    "--data.vocabulary_size=512",
+    "--model.config.vocabulary_size=512",
+    "--data.validation_samples=8",
+]
+"""Options of ``ptdp`` for a recipe whose data are prepared within a second."""
 
 
 def parse_options(parser: argparse.ArgumentParser, **smoke: object) -> argparse.Namespace:

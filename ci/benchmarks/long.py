@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-from harness import Comparison, parse_options, report
+from harness import TINY_TEXT, Comparison, parse_options, report
 
 
 class ResidentMemory(L.Callback):
@@ -39,8 +39,9 @@ class ResidentMemory(L.Callback):
             file.write(f"{pages}\n")
 
 
-def train(steps: int, folder: str) -> list[list[float]]:
-    """Train in processes of their own; return the MiB after each step, for each rank."""
+def train(steps: int, folder: str, more: list[str]) -> list[list[float]]:
+    """Train in processes of their own, with ``more`` options; return the MiB after each step, for
+    each rank."""
     command = [sys.executable, "-m", "lightning_ptdp", "fit", "--config", "gpt/nano"]
     changes = [
         f"--trainer.max_steps={steps}",
@@ -51,7 +52,7 @@ def train(steps: int, folder: str) -> list[list[float]]:
     ]
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run([*command, *changes], cwd=folder, env=environment, check=True)
+    subprocess.run([*command, *changes, *more], cwd=folder, env=environment, check=True)
     page = os.sysconf("SC_PAGE_SIZE") / 2**20
     files = sorted(Path(folder).glob("?.txt"))
     return [[int(line) * page for line in file.read_text().split()] for file in files]
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--figure", help="image file to write")
     options = parse_options(parser, steps=10)
     with tempfile.TemporaryDirectory() as folder:
-        memory = train(options.steps, folder)
+        memory = train(options.steps, folder, TINY_TEXT if options.smoke else [])
     if options.figure:
         draw(memory, options.figure)
     span = max(1, options.steps // 100)

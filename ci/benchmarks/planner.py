@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import Comparison, parse_options, report
+from harness import TINY_TEXT, Comparison, parse_options, report
 
 LENGTH = 256
 T, P, SP = (
@@ -46,7 +46,7 @@ def ptdp(*arguments: object, folder: Path) -> str:
     ).stdout
 
 
-def bench(model: str, layout: str, steps: int, folder: Path) -> dict[str, Any]:
+def bench(model: str, layout: str, steps: int, folder: Path, more: list[str]) -> dict[str, Any]:
     recipe, h, layers, heads, samples = MODELS[model]
     devices, microbatches, degrees = LAYOUTS[layout]
     options: dict[str, object] = {
@@ -68,7 +68,8 @@ def bench(model: str, layout: str, steps: int, folder: Path) -> dict[str, Any]:
     if T not in degrees:
         options[SP] = "false"
     given = [word for pair in (options | degrees).items() for word in pair]
-    (result,) = json.loads(ptdp("bench", "--config", recipe, "--json", *given, folder=folder))
+    words = ["bench", "--config", recipe, "--json", *given, *more]
+    (result,) = json.loads(ptdp(*words, folder=folder))
     return dict(result)
 
 
@@ -91,7 +92,8 @@ def main() -> None:
             for layout, (devices, *_) in LAYOUTS.items():
                 if devices not in folders:
                     continue
-                found = bench(model, layout, given.steps, folders[devices])
+                more = TINY_TEXT if given.smoke else []
+                found = bench(model, layout, given.steps, folders[devices], more)
                 figures = (
                     ("time", found["predicted_s"], found["median_s"], "s"),
                     ("memory", found["predicted_bytes"], max(found["peak_memory_bytes"]), "bytes"),

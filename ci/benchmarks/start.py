@@ -1,6 +1,6 @@
 """Time from the start of a script to the end of its first training step, with four processes.
 
-    python ci/benchmarks/start.py [--rounds 5] [--ranks 4]
+    python ci/benchmarks/start.py [--rounds 5] [--ranks 4] [--starts popen fork]
 
 The script trains a small GPT; ours beside Lightning's DDPStrategy, each with processes that run the
 script again (popen) and with forked ones.
@@ -73,11 +73,12 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=4)
-    options = parse_options(parser, rounds=1, ranks=2)
+    parser.add_argument("--starts", nargs="+", default=["popen", "fork"])
+    options = parse_options(parser, rounds=1, ranks=2, starts=["popen"])
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text(SCRIPT, encoding="utf-8")
-        report("Start", [row(script, start, options) for start in ("popen", "fork")])
+        report("Start", [row(script, start, options) for start in options.starts])
 
 
 if __name__ == "__main__":

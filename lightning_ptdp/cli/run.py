@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -28,7 +29,7 @@ from lightning_ptdp.callbacks import (
 )
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.cli.child_processes import ending_workers
-from lightning_ptdp.cli.command_line import held_back
+from lightning_ptdp.cli.command_line import held_back, options_on
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.resume import Found, experiment_of, find_newest, was_requeued
@@ -42,6 +43,7 @@ from lightning_ptdp.generation import Sampling
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
 from lightning_ptdp.shims.lightning import load_only_named_checkpoints
+from lightning_ptdp.world.launched import launched_processes
 
 __all__ = ["run"]
 
@@ -56,6 +58,8 @@ def run(verb: str, arguments: list[str]) -> int:
         survive_closed_output()
     # Lightning triggers this deprecation warning of torch once per process.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    if verb != "prepare":
+        arguments = [*arguments, *_launched_sizes(arguments)]
     with held_back():
         cli = PTDPCLI(verb, arguments)
         ckpt_path = _ckpt_path(cli, verb)
@@ -82,6 +86,17 @@ def run(verb: str, arguments: list[str]) -> int:
         else:
             getattr(cli.trainer, verb)(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
     return 0
+
+
+def _launched_sizes(arguments: Sequence[str]) -> list[str]:
+    """Return the launcher's numbers of devices and nodes as options.
+
+    They replace those of files. An option on the command line stays as it is.
+    """
+    found = launched_processes(os.environ)
+    given = {option.name for option in options_on(arguments)}
+    sizes = zip(("--trainer.devices", "--trainer.num_nodes"), found or (), strict=False)
+    return [f"{name}={size}" for name, size in sizes if name not in given]
 
 
 def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:

@@ -81,6 +81,7 @@ class _PTDPStrategy(SetupHooks):
     # ---- before launch ---------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
+        self.follow_launcher()
         # Raise before any process is started if the degrees do not fit the number of devices.
         _ = self.layout
         self._launcher = make_launcher(self, self._names.namespace, self.config.start_method)

@@ -66,6 +66,7 @@ class RunningStrategy(StrategyBase):
     _names: LightningNames
     config: PTDPConfig
     num_nodes: int
+    parallel_devices: list[torch.device]
     gradient_norm: Tensor | None = None
     _surroundings: Surroundings
     _run: Run | None = None

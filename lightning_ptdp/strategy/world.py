@@ -7,11 +7,13 @@ import os
 import subprocess
 import uuid
 import warnings
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from lightning_ptdp.base.random import derive_seed, seed_process
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.glibc import Heap
 from lightning_ptdp.shims.lightning import Launcher
@@ -26,6 +28,7 @@ from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy
 from lightning_ptdp.strategy.stopping import Interruption, StopRequest
 from lightning_ptdp.strategy.validation_clock import ValidationClock
+from lightning_ptdp.world.launched import launched_processes
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh, default_group_options
 from lightning_ptdp.world.rendezvous_address import (
@@ -46,6 +49,7 @@ class World(RunningStrategy):
     _parent: int
     _interfaces: list[str]
     _heap: Heap | None = None
+    _layout: tuple[PTDPConfig, int, ParallelLayout] | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -100,7 +104,10 @@ class World(RunningStrategy):
     @property
     def layout(self) -> ParallelLayout:
         """Return the degrees of parallelism in this world."""
-        return self.config.layout(max(1, self.num_nodes * self.num_processes))
+        config, world_size = self.config, max(1, self.num_nodes * self.num_processes)
+        if self._layout is None or self._layout[0] is not config or self._layout[1] != world_size:
+            self._layout = config, world_size, config.layout(world_size)
+        return self._layout[2]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -109,6 +116,21 @@ class World(RunningStrategy):
         All ranks of a replica read the same samples."""
         layout = self.layout
         return {"num_replicas": layout.num_replicas, "rank": layout.replica(self.global_rank)}
+
+    def follow_launcher(self) -> None:
+        """Take the numbers of devices and nodes from a launcher if the Trainer has its defaults.
+
+        These are one node, and one device on a CPU or with a single visible GPU. No process is
+        forked or spawned if the launcher has started all."""
+        found, devices = launched_processes(os.environ), self.parallel_devices
+        if found is None or not self.cluster_environment.creates_processes_externally:
+            return
+        if len(devices) == 1 and (devices[0].type == "cpu" or torch.cuda.device_count() == 1):
+            self.parallel_devices = devices * found[0]
+        if self.num_nodes == 1 and self.num_processes == found[0]:
+            self.num_nodes = found[1]
+        if found == (self.num_processes, self.num_nodes):
+            self.config = replace(self.config, start_method="popen")
 
     def check_processes(self) -> None:
         """Refuse to fit if a launcher has started processes that would not join.

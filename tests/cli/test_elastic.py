@@ -104,7 +104,8 @@ def test_run_resumes_on_fewer_replicas_and_after_lost_rank(
         "class_path": "tests.cli.killing_callback.DiesOnce",
         "init_args": {"step": 4, "notes": str(tmp_path)},
     }
-    two = configure(config, tmp_path / "two.yaml", devices=2, steps=STEPS, callbacks=[dies])
+    # two processes join, whatever the file says
+    two = configure(config, tmp_path / "two.yaml", devices=4, steps=STEPS, callbacks=[dies])
     # a worker that has trained has threads, which do not survive a fork
     with contextlib.closing(Pool()) as fresh:
         (restarts,) = fresh.run(_torchrun, world_size=1, args=(two, str(tmp_path)))
