@@ -1,20 +1,24 @@
-"""Shell scripts that start ``ptdp fit`` on many devices, for SLURM and for torchrun.
+"""Scripts that start ``ptdp fit`` on many devices, for SLURM, torchrun and Kubernetes.
 
-The scripts run in the current folder with the current interpreter.
+Shell scripts run in the current folder with the current interpreter.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.cli.command_line import options_on
 
-__all__ = ["LaunchJob", "slurm_script", "torchrun_script"]
+__all__ = ["LaunchJob", "kubernetes_job", "slurm_script", "torchrun_script"]
 
 _SAVE_S = 120
 _PORT = 29500
@@ -36,6 +40,8 @@ class LaunchJob:
         sbatch: Additional options of sbatch, such as "--partition=a100".
         max_restarts: Number of times that torchrun restarts all processes after a failure.
         rendezvous: host:port of torchrun's rendezvous; None means ``$MASTER_ADDR:$MASTER_PORT``.
+        image: Container image; None means that of the runtime.
+        runtime: Kubeflow's cluster-wide training runtime.
     """
 
     arguments: tuple[str, ...]
@@ -47,6 +53,8 @@ class LaunchJob:
     sbatch: tuple[str, ...] = ()
     max_restarts: Count = 3
     rendezvous: str | None = None
+    image: str | None = None
+    runtime: str = "torch-distributed"
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -137,6 +145,36 @@ def torchrun_script(job: LaunchJob) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def kubernetes_job(job: LaunchJob) -> str:
+    """Return a TrainJob of Kubeflow Trainer 2 as YAML.
+
+    Each node runs torchrun, which takes the numbers of nodes and processes and its rendezvous from
+    the job's ``PET_`` variables.
+    """
+    words = [word for option in options_on(job.arguments) for word in option.words]
+    limits = {"cpu": job.cpus_per_task * job.devices}
+    trainer: dict[str, Any] = {
+        "numNodes": job.nodes,
+        "numProcPerNode": job.devices,
+        "command": ["torchrun", "-m", "lightning_ptdp", "fit", *words],
+        "env": [{"name": "OMP_NUM_THREADS", "value": str(job.cpus_per_task)}],
+        "resourcesPerNode": {
+            "limits": limits | ({"nvidia.com/gpu": job.devices} if job.gpus else {})
+        },
+    }
+    manifest = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        # a label of the DNS
+        "metadata": {"name": re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")[:50]},
+        "spec": {
+            "runtimeRef": {"name": job.runtime},
+            "trainer": ({"image": job.image} if job.image else {}) | trainer,
+        },
+    }
+    return yaml.safe_dump(manifest, sort_keys=False)
 
 
 def _command(launcher: Sequence[str], job: LaunchJob, program: Sequence[str]) -> str:

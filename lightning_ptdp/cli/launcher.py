@@ -1,7 +1,7 @@
 """The option ``ptdp fit --launcher``, which starts a fit on many devices.
 
-A script for SLURM or torchrun is printed, written to a file or run. Nothing here imports torch, so
-the script is ready at once.
+A script for SLURM or torchrun, or a job for Kubernetes, is printed, written to a file or started.
+Nothing here imports torch, so the script is ready at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ import yaml
 from lightning_ptdp.cli.command_line import options_on
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
-from lightning_ptdp.cli.launch_scripts import LaunchJob, slurm_script, torchrun_script
+from lightning_ptdp.cli.launch_scripts import (
+    LaunchJob,
+    kubernetes_job,
+    slurm_script,
+    torchrun_script,
+)
 from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -29,9 +34,11 @@ _DESCRIPTION = """\
 Write a script that trains on many devices, and start it. All other options are those of ptdp fit and are written into the script.
 
 slurm: one task per device; the job saves before it is preempted, is requeued and continues (--resume auto).
-torchrun: on every node; after a failure all processes are restarted and continue."""
+torchrun: on every node; after a failure all processes are restarted and continue.
+kubernetes: a TrainJob of Kubeflow Trainer 2; recipes and files must be in the container image."""
 
-_SCRIPTS = {"slurm": slurm_script, "torchrun": torchrun_script}
+_SCRIPTS = {"slurm": slurm_script, "torchrun": torchrun_script, "kubernetes": kubernetes_job}
+_SUBMITS = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "create", "--filename=-"]}
 _CORES = 8
 _TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|infinite|UNLIMITED")
 """Time formats that sbatch accepts."""
@@ -107,6 +114,16 @@ def parser(verb: str) -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="address at which nodes connect (default: $MASTER_ADDR:$MASTER_PORT)",
     )
+    kubernetes = options.add_argument_group("kubernetes")
+    kubernetes.add_argument(
+        "--image", metavar="NAME", help="container image with this package (default: the runtime's)"
+    )
+    kubernetes.add_argument(
+        "--runtime",
+        default="torch-distributed",
+        metavar="NAME",
+        help="Kubeflow's ClusterTrainingRuntime (default torch-distributed)",
+    )
     return options
 
 
@@ -121,10 +138,10 @@ def _time(value: str) -> str:
 def run(verb: str, arguments: list[str]) -> int:
     """Print, write or run the script, and return the exit code.
 
-    The exit code is that of torchrun or sbatch if the script is run.
+    The exit code is that of torchrun, sbatch or kubectl if the script is run.
 
     Raises:
-        UserError: There is no configuration, or the machine has no sbatch.
+        UserError: There is no configuration, or the machine has no sbatch or kubectl.
         ValueError: The layout does not fit the devices.
     """
     options, fit_args = parser(verb).parse_known_args(arguments)
@@ -138,16 +155,17 @@ def run(verb: str, arguments: list[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    return _submit(script) if options.launcher == "slurm" else _start(script)
+    command = _SUBMITS.get(options.launcher)
+    return _start(script) if command is None else _submit(script, command)
 
 
-def _submit(script: str) -> int:
-    if shutil.which("sbatch") is None:
+def _submit(script: str, command: Sequence[str]) -> int:
+    if shutil.which(command[0]) is None:
         raise UserError(
-            "there is no sbatch on this machine. Run this on a machine with SLURM, or print "
-            "the script with --dry-run"
+            f"there is no {command[0]} on this machine. Run this where {command[0]} is installed, "
+            "or print the script with --dry-run"
         )
-    return subprocess.run(["sbatch"], input=script, text=True, check=False).returncode
+    return subprocess.run(command, input=script, text=True, check=False).returncode
 
 
 def _start(script: str) -> int:
@@ -172,12 +190,11 @@ def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:
     strategy = trainer.get("strategy")
     gpus = (_given(fit_args, "trainer.accelerator") or trainer.get("accelerator", "auto")) != "cpu"
     is_ours = _check_layout(strategy, fit_args, nodes * devices)
-    added = [f"--trainer.num_nodes={nodes}", f"--trainer.devices={devices}"]
-    if is_ours:
-        # the launcher, not the strategy, starts the processes
-        added.append("--trainer.strategy.start_method=popen")
-        if _given(fit_args, "resume") is None:
-            added.append("--resume=auto")
+    added = ["--resume=auto"] if is_ours and _given(fit_args, "resume") is None else []
+    if options.launcher == "slurm":
+        # Other processes take these from the launcher's variables. A step of one task may also be
+        # a shell that starts processes.
+        added = [f"--trainer.num_nodes={nodes}", f"--trainer.devices={devices}", *added]
     slurm = {name: getattr(options, name) for name in ("partition", "account", "time")}
     slurm_options = [f"--{name}={value}" for name, value in slurm.items() if value is not None]
     return LaunchJob(
@@ -190,6 +207,8 @@ def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:
         sbatch=(*slurm_options, *options.sbatch),
         max_restarts=options.max_restarts,
         rendezvous=options.rdzv_endpoint,
+        image=options.image,
+        runtime=options.runtime,
     )
 
 

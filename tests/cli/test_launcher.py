@@ -1,4 +1,4 @@
-"""Launch scripts for SLURM and torchrun: their text and a run of each."""
+"""Launch scripts: their text, and a run of those for SLURM and torchrun."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from lightning_ptdp.checkpoint import read_metadata
 from tests.processes import run
@@ -22,6 +24,7 @@ STRATEGY = [
     "--trainer.strategy=lightning_ptdp.PTDPStrategy",
     "--trainer.strategy.pipeline_parallel_size=2",
 ]
+SUBMITS = [("slurm", "sbatch"), ("kubernetes", "kubectl")]
 # Fake srun starts two tasks with the variables of SLURM; fake scontrol prints the only host.
 SRUN = """#!/bin/bash
 while [[ "$1" == -* ]]; do shift; done
@@ -100,7 +103,6 @@ def test_slurm_script_has_directives_and_command(
         "my text",
         "--trainer.num_nodes=32",
         "--trainer.devices=8",
-        "--trainer.strategy.start_method=popen",
         "--resume=auto",
     ]
 
@@ -140,6 +142,36 @@ def test_torchrun_script_has_launch_options_and_resume(ptdp: Run) -> None:
         )
     )
     assert "--rdzv-endpoint=node0:1234" in at
+    assert not [word for word in many.split() if word.startswith("--trainer.")], (
+        "an elastic job would wait for nodes that are gone"
+    )
+
+
+def test_kubernetes_job_fits_schema_of_kubeflow(ptdp: Run) -> None:
+    options = ["--launcher=kubernetes", "--nodes=2", "--gpus-per-node=8", "--image=our/image:1"]
+    code, out, err = ptdp(
+        "fit", "--config=gpt/124m", "--data.source", "my text", *options, "--dry-run"
+    )
+    assert code == 0, err
+    made = yaml.safe_load(out)
+    job = TrainerV1alpha1TrainJob.from_dict(made)
+    assert job is not None and job.to_dict() == made, "a field is unknown"
+    assert (job.metadata.name, job.spec.runtime_ref.name) == ("gpt-124m", "torch-distributed")
+    trainer = job.spec.trainer
+    assert (trainer.image, trainer.num_nodes, trainer.num_proc_per_node) == ("our/image:1", 2, 8)
+    assert trainer.command == [
+        *("torchrun", "-m", "lightning_ptdp", "fit", "--config=gpt/124m"),
+        *("--data.source", "my text", "--resume=auto"),
+    ]
+
+
+def test_kubernetes_job_on_cpus_has_valid_name(ptdp: Run) -> None:
+    options = ["--launcher=kubernetes", "--trainer.accelerator=cpu", "--job-name=My job_1!"]
+    code, out, err = ptdp("fit", "--config=gpt/nano", *options, "--dry-run")
+    assert code == 0, err
+    made = yaml.safe_load(out)
+    assert made["metadata"] == {"name": "my-job-1"}
+    assert made["spec"]["trainer"]["resourcesPerNode"] == {"limits": {"cpu": 4}}
 
 
 def test_script_uses_trainer_sizes_and_keeps_other_strategy(
@@ -192,23 +224,24 @@ def test_invalid_launch_options_are_refused(ptdp: Run, arguments: list[str], sai
     assert (code, said in err) == (2, True), err
 
 
-def test_missing_sbatch_is_reported(
-    ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("launcher", "program"), SUBMITS)
+def test_missing_program_is_reported(
+    launcher: str, program: str, ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, _, err = ptdp("fit", "--launcher=slurm", "--config=gpt/nano")
-    assert (code, "there is no sbatch" in err) == (2, True)
+    code, _, err = ptdp("fit", f"--launcher={launcher}", "--config=gpt/nano")
+    assert (code, f"there is no {program}" in err) == (2, True)
 
 
-def test_script_is_submitted_with_sbatch(
-    ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("launcher", "program"), SUBMITS)
+def test_script_is_submitted(
+    launcher: str, program: str, ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    install(tmp_path, "sbatch", f"#!/bin/bash\ncat > {tmp_path}/submitted\nexit 3\n")
+    install(tmp_path, program, f"#!/bin/bash\ncat > {tmp_path}/submitted\nexit 3\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert ptdp("fit", "--launcher=slurm", "--config=gpt/nano")[0] == 3
-    assert (tmp_path / "submitted").read_text() == script(
-        ptdp, "--launcher=slurm", "--config=gpt/nano"
-    )
+    command = ["fit", f"--launcher={launcher}", "--config=gpt/nano"]
+    assert ptdp(*command)[0] == 3
+    assert (tmp_path / "submitted").read_text() == ptdp(*command, "--dry-run")[1]
 
 
 def install(folder: Path, name: str, text: str) -> None:
