@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
 
 from lightning_ptdp.strategy import PTDPStrategy
@@ -159,6 +160,22 @@ def test_sizes_follow_launcher(
     ).strategy
     assert (strategy.num_processes, strategy.num_nodes) == sizes
     assert strategy.config.start_method == ("fork" if sizes == (1, 1) else "popen")
+
+
+@pytest.mark.parametrize(("visible", "processes"), [(1, 8), (8, 1)])
+def test_only_visible_gpu_belongs_to_one_of_several_processes(
+    monkeypatch: pytest.MonkeyPatch, visible: int, processes: int
+) -> None:
+    """With several GPUs, all processes of the node would use the first one."""
+    strategy: Any = trainer().strategy
+    for name, value in {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(RayLike, "world_size", lambda _: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    strategy.cluster_environment, gpu = RayLike(), torch.device("cuda", 0)
+    strategy.parallel_devices = [gpu]
+    strategy.follow_launcher()
+    assert strategy.parallel_devices == [gpu] * processes
 
 
 def test_sizes_in_trainer_remain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,12 @@ def test_skipped_blocks_are_few_and_have_reasons() -> None:
     )
 
 
+def test_index_links_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages <= set(re.findall(r"\]\(([\w-]+\.md)", index))
+
+
 def test_named_benchmarks_exist() -> None:
     text = PAGES["docs/benchmarks.md"].read_text(encoding="utf-8")
     named = set(re.findall(r"(?:ci/benchmarks/|`)(\w+\.py)`?", text)) | set(
