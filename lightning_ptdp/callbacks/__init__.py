@@ -5,6 +5,7 @@ They work with any strategy, and report more with "ptdp"."""
 from lightning_ptdp.callbacks.artifacts import SaveResolvedConfig
 from lightning_ptdp.callbacks.expert_load import ExpertLoad
 from lightning_ptdp.callbacks.export_huggingface import ExportHuggingFace
+from lightning_ptdp.callbacks.goodput import Goodput
 from lightning_ptdp.callbacks.init_from import InitFrom
 from lightning_ptdp.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_ptdp.callbacks.predictions import PredictionWriter
@@ -23,6 +24,7 @@ from lightning_ptdp.callbacks.write_samples import WriteSamples
 __all__ = [
     "ExpertLoad",
     "ExportHuggingFace",
+    "Goodput",
     "GradientNorm",
     "InitFrom",
     "LayoutSummary",

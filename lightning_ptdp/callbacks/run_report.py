@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.base.output import say
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs, run_folder, store_tags
+from lightning_ptdp.callbacks.goodput import Goodput
 
 __all__ = ["RunRecord", "RunReport", "ValidateAtEnd"]
 
@@ -32,6 +33,7 @@ class RunRecord:
         tracking_uri: MLflow store, "" if the run is not logged to MLflow.
         run_id: MLflow run.
         url: Address of the run in a browser.
+        goodput: Share of the time in steps that counted; None without the callback.
         finished: Whether training ended well.
     """
 
@@ -45,11 +47,14 @@ class RunRecord:
     tracking_uri: str = ""
     run_id: str = ""
     url: str = ""
+    goodput: float | None = None
     finished: bool = False
 
     def lines(self) -> list[str]:
         """Return the record as lines of text."""
         lines = [f"{name + ':':12} {value:.4g}" for name, value in self.validation.items()]
+        if self.goodput is not None:
+            lines.append(f"goodput:     {self.goodput:.1%} of the time in steps that counted")
         lines.append(f"run folder:  {self.folder}")
         if self.checkpoint:
             lines.append(f"checkpoint:  {self.checkpoint}")
@@ -134,6 +139,7 @@ def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val")
         },
+        goodput=next((c.share for c in trainer.callbacks if isinstance(c, Goodput)), None),
         finished=finished,
         **fields,
     )

@@ -22,6 +22,7 @@ from lightning_ptdp import callbacks, data, loggers, strategy  # noqa: F401
 from lightning_ptdp.callbacks import (
     ExpertLoad,
     ExportHuggingFace,
+    Goodput,
     GradientNorm,
     InitFrom,
     LayoutSummary,
@@ -158,6 +159,7 @@ class PTDPCLI(LightningCLI):
             resolved = self.parser.dump(self.config, skip_none=False)
             self.values: dict[str, Any] = yaml.safe_load(resolved)
             added = [
+                Goodput(),
                 self.report,
                 LayoutSummary(),
                 LogDatasets(),

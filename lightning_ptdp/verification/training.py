@@ -33,8 +33,8 @@ _LEFT_OUT = (
 )
 """Options of the Trainer that the verification ignores, because they do not change a step."""
 _WRITERS = (
-    "ExportHuggingFace LayoutSummary LogDatasets PipelineTimeline PredictionWriter RunReport "
-    "SaveOnSignal SaveResolvedConfig StepProgress Throughput ValidateAtEnd WriteSamples"
+    "ExportHuggingFace Goodput LayoutSummary LogDatasets PipelineTimeline PredictionWriter "
+    "RunReport SaveOnSignal SaveResolvedConfig StepProgress Throughput ValidateAtEnd WriteSamples"
 )
 _NEVER = 10**9
 _BYTES = 16
