@@ -45,7 +45,7 @@ from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.strategy.checks.whole_model import whole_model
-from lightning_ptdp.strategy.planning import described
+from lightning_ptdp.strategy.planning import described, type_of_states
 
 __all__ = ["CountedMemory", "Prediction", "StepTimes", "predicted"]
 
@@ -282,7 +282,7 @@ def predicted(
             world_size=layout.world_size,
             global_batch_size=samples // accumulated,
             device=device,
-            precision=find_precision(precision),
+            precision=find_precision(precision, states=type_of_states(module)),
             software=find_software(software),
             sequence_length=length or model.sequence_length,
         )

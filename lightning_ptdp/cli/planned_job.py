@@ -62,12 +62,14 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         model = _followed(options, config, device=device, precision=precision)
     else:
         model = _model(options, config)
+    optimizer = _inner(config, "model").get("optimizer")
+    states = optimizer.get("states") if isinstance(optimizer, Mapping) else None
     job = Job(
         model=model,
         world_size=options.world,
         global_batch_size=_batch(options, config),
         device=device,
-        precision=find_precision(precision),
+        precision=find_precision(precision, states=str(states)),
         software=find_software(options.software),
         sequence_length=options.sequence_length
         or _inner(config, "data").get("sequence_length")

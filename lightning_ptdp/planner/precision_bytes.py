@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 __all__ = ["PRECISIONS", "Precision", "find_precision"]
@@ -57,10 +57,12 @@ other precisions take 16, or 8 + 8/d.
 """
 
 
-def find_precision(name: str) -> Precision:
+def find_precision(name: str, *, states: str = "float32") -> Precision:
     """Return the precision called ``name``.
 
-    ``"32"`` and ``"bf16"`` have the same meaning as in Lightning.
+    Args:
+        name: Lightning's name; ``"32"`` and ``"bf16"`` have the same meaning as in Lightning.
+        states: Type of Adam's moments (``AdamWConfig.states``).
 
     Raises:
         ValueError: There is no such precision. The message names the nearest one.
@@ -73,4 +75,5 @@ def find_precision(name: str) -> Precision:
             f"precision={name!r} is unknown to the planner. {hint}It supports "
             f"{', '.join(PRECISIONS)}"
         )
-    return PRECISIONS[full]
+    found = PRECISIONS[full]
+    return replace(found, state=found.state - 4) if states == "bfloat16" else found

@@ -26,7 +26,7 @@ from lightning_ptdp.planner import (
     search,
 )
 from lightning_ptdp.strategy.fork_safety import in_child
-from lightning_ptdp.strategy.planning import described, trained_share
+from lightning_ptdp.strategy.planning import described, trained_share, type_of_states
 from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -215,7 +215,7 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
             world_size=training.world_size,
             global_batch_size=size * replicas,
             device=training.device,
-            precision=find_precision(training.precision),
+            precision=find_precision(training.precision, states=type_of_states(training.module)),
             software=find_software(software),
             sequence_length=min(training.length or model.sequence_length, model.sequence_length),
             trained=trained_share(training.module),

@@ -22,6 +22,7 @@ from lightning_ptdp.planner.plan_report import strategy_arguments
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
 from lightning_ptdp.shims.lightning import fits
 from lightning_ptdp.strategy.layout_choice import Training, fastest_layouts
+from lightning_ptdp.strategy.planning import type_of_states
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
@@ -105,7 +106,7 @@ def _expected(
     The parts are parameters, gradients and Adam's state; for a GPT also the activations of its
     layers."""
     try:
-        sizes = find_precision(precision)
+        sizes = find_precision(precision, states=type_of_states(module))
     except ValueError:
         sizes = find_precision("32-true")
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)

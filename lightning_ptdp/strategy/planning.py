@@ -26,7 +26,7 @@ from lightning_ptdp.planner.examples import Example, call_with, longest_sample
 from lightning_ptdp.planner.model_trace import trace_shape
 from lightning_ptdp.strategy.checks.whole_model import CUT_MARK, plan_of, whole_model
 
-__all__ = ["described", "plan", "trained_share"]
+__all__ = ["described", "plan", "trained_share", "type_of_states"]
 
 
 def plan(  # noqa: PLR0913
@@ -97,7 +97,7 @@ def plan(  # noqa: PLR0913
         world_size=world_size,
         global_batch_size=batch,
         device=target_device,
-        precision=find_precision(precision),
+        precision=find_precision(precision, states=type_of_states(full_module)),
         software=find_software(software),
         sequence_length=sequence_length or model.sequence_length,
         trained=trained_share(full_module),
@@ -112,6 +112,11 @@ def trained_share(module: nn.Module) -> float:
     parameters = list(module.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return trained / max(1, sum(p.numel() for p in parameters))
+
+
+def type_of_states(module: nn.Module) -> str:
+    """Return the type of Adam's moments by the module's ``optimizer_config``."""
+    return str(getattr(getattr(module, "optimizer_config", None), "states", "float32"))
 
 
 def described(

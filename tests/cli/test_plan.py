@@ -51,6 +51,20 @@ def test_plan_of_recipe_lists_layouts_and_explains(ptdp: Run) -> None:
     assert "times the time of the best" in out
 
 
+def test_half_states_take_half_of_memory(ptdp: Run, tmp_path: Path) -> None:
+    path = tmp_path / "half.yaml"
+    path.write_text("base: gpt/nano\nmodel: {init_args: {optimizer: {states: bfloat16}}}\n")
+    plans = []
+    for config in ("gpt/nano", str(path)):
+        options = ["--world", "2", "--device", "cpu", "--top", "1", "--json"]
+        code, out, err = ptdp("plan", "--config", config, *options)
+        assert code == 0, err
+        plans.append(json.loads(out)["best"][0]["memory"])
+    full, half = plans
+    assert half["optimizer"] == full["optimizer"] / 2 == 4 * half["parameters"]
+    assert half["weights"] == full["weights"]
+
+
 def test_printed_strategy_call_is_valid(ptdp: Run) -> None:
     _, out, _ = ptdp(
         "plan",

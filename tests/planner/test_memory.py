@@ -9,6 +9,7 @@ from lightning_ptdp.models import GPT, gpt_plan, num_parameters
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner import (
+    find_precision,
     fullest_rank,
     layer_activations,
     layers_by_stage,
@@ -91,6 +92,13 @@ def test_static_bytes_per_parameter(precision: str, whole: float, sharded: float
         ({"shard": "optimizer", "context_parallel_size": 2}, sharded),
     ):
         assert sum(static_bytes(job, choice(world_size=8, **options), 1000)) == expected * 1000
+
+
+@pytest.mark.parametrize(("precision", "state"), [("bf16-true", 8), ("32-true", 4)])
+def test_half_states_take_two_bytes_each(precision: str, state: int) -> None:
+    """The master weights remain in float32."""
+    assert find_precision(precision, states="bfloat16").state == state
+    assert find_precision(precision, states="float32").state == state + 4
 
 
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row.parameters} B")
