@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import socket
 import subprocess
@@ -16,9 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from lightning_ptdp.base.requirements import RequirementError, versions_that_matter
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy import PTDPStrategy, rendezvous
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
 from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.world.rendezvous_address import listen_on_loopback, meeting_store
@@ -136,6 +139,20 @@ def test_rank_lost_after_joining_is_named(place: Place) -> None:
             found[rank]
             == f"rank {rank} could not join the other ranks: rank 1 joined and was lost, while creating the process groups: {GLOO}"
         )
+
+
+def test_machine_with_other_versions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set(rendezvous._VERSIONS, json.dumps(versions_that_matter() | {"peft": "0.19.0"}))
+    changed = versions_that_matter() | {"peft": "0.19.1"}
+    monkeypatch.setattr(rendezvous, "versions_that_matter", lambda: changed | {"peft": "0.19.0"})
+    rendezvous._compare_versions(store, 2)
+    monkeypatch.setattr(rendezvous, "versions_that_matter", lambda: changed)
+    with pytest.raises(
+        RequirementError, match=r"rank 1 on .* has peft 0\.19\.1, rank 0 has 0\.19\.0"
+    ):
+        rendezvous._compare_versions(store, 1)
+    assert b"peft 0.19.1" in store.get(rendezvous._LOST), "the other ranks do not learn the reason"
 
 
 def test_missing_store_is_reported(place: Place) -> None:

@@ -29,10 +29,12 @@ __all__ = [
     "find_problem",
     "import_optional",
     "read_declared",
+    "versions_that_matter",
 ]
 
 DISTRIBUTION = "lightning-ptdp"
 _FOR_DEVELOPERS = ("test", "docs")
+_IN_A_STEP = (DISTRIBUTION, "torch", "lightning", "pytorch-lightning", "transformers", "peft")
 
 
 class RequirementError(PTDPError, ImportError):
@@ -134,6 +136,20 @@ def check_installed(*names: str) -> None:
             problem = find_problem(declared)
             if problem is not None:
                 raise RequirementError(problem, name=declared.name)
+
+
+def versions_that_matter() -> dict[str, str]:
+    """Return the versions that must be equal in all processes of a training.
+
+    Local parts, such as "+cu130", are left out.
+    """
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in _IN_A_STEP:
+        try:
+            found[name] = metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def check_python(version: str | None = None) -> None:

@@ -7,6 +7,7 @@ keys::
 
     rank r    sets call/r to a name of its own, N
     rank 0    answers every N that it finds with the name of this life, L, until all ranks have set L/came/r; then it sets L/all
+    rank r    compares its versions of the libraries with those of rank 0
 
 torch waits without a limit, in C++, for a store that does not respond. All requests to a store
 therefore run in another thread (``_InThread``). The calling thread watches the time and lost ranks,
@@ -15,7 +16,9 @@ and logs the ranks for which it waits."""
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -26,6 +29,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from lightning_ptdp.base.requirements import RequirementError, versions_that_matter
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks, has_ended, listed, this_process
@@ -34,6 +38,7 @@ __all__ = ["join"]
 
 _CALL, _ANSWER = "lightning_ptdp/call", "lightning_ptdp/answer"
 _CAME, _ALL, _LOST = "lightning_ptdp/came", "lightning_ptdp/all", "lightning_ptdp/lost"
+_VERSIONS = "lightning_ptdp/versions"
 _ROLL, _HERE, _KNOWS = "lightning_ptdp/roll", "lightning_ptdp/here", "lightning_ptdp/knows"
 _ANSWERS_S = 2.0
 _POLL_S = 0.02
@@ -243,9 +248,26 @@ def _meet(
     if crowd.rank:
         missing.clear()
         life_store.get(_ALL)
+        _compare_versions(life_store, crowd.rank)
         return
+    life_store.set(_VERSIONS, json.dumps(versions_that_matter()))
     _answer(shared, life_store, life, missing, crowd.world_size, limit)
     life_store.set(_ALL, "")
+
+
+def _compare_versions(life_store: dist.Store, rank: int) -> None:
+    """Compare the installed versions with those of rank 0.
+
+    Raises:
+        RequirementError: They differ. The other ranks report the same reason.
+    """
+    mine, first = versions_that_matter(), json.loads(life_store.get(_VERSIONS))
+    for name in sorted(mine.keys() | first.keys()):
+        here, there = (found.get(name, "none") for found in (mine, first))
+        if here != there:
+            reason = f"rank {rank} on {socket.gethostname()} has {name} {here}, rank 0 has {there}"
+            life_store.set(_LOST, reason)
+            raise RequirementError(f"{reason}. Install the same versions on all machines")
 
 
 def _answer(
