@@ -168,7 +168,7 @@ def kubernetes_job(job: LaunchJob) -> str:
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
         # a label of the DNS
-        "metadata": {"name": re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")[:50]},
+        "metadata": {"name": re.sub("[^a-z0-9]+", "-", job.name.lower())[:50].strip("-")},
         "spec": {
             "runtimeRef": {"name": job.runtime},
             "trainer": ({"image": job.image} if job.image else {}) | trainer,
