@@ -43,7 +43,7 @@ WALK = [
     ("ptdp --version", r"^lightning-ptdp \d"),
     *((f"ptdp {verb} --help", r"\w") for verb in VERBS),
     ("ptdp fit -h", "global_batch_size"),
-    ("ptdp fit --launcher slurm --help", "MASTER_PORT"),
+    ("ptdp fit --launcher slurm --help", "distributed\\)"),
     ("ptdp ckpt verify --help", "Exit codes"),
     ("ptdp recipes list", r"^[a-z]+/\S+ +[\d.]+ [KMBT] "),
     ("ptdp recipes show gpt/nano", "validation_samples"),
