@@ -38,9 +38,9 @@ _IN_A_STEP = (DISTRIBUTION, "torch", "lightning", "pytorch-lightning", "transfor
 
 
 class RequirementError(PTDPError, ImportError):
-    """A library is missing or outside the declared range.
+    """A library is missing, outside the declared range, or of another version than on rank 0.
 
-    The message ends with the command that installs the right version.
+    The message ends with what to install.
     """
 
 

@@ -49,4 +49,5 @@ class Goodput(Callback):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the training that was saved."""
-        self._began, self._in_steps = state_dict["began"], state_dict["in_steps"]
+        self._began = float(state_dict["began"])
+        self._in_steps = float(state_dict["in_steps"])

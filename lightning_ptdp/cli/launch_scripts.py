@@ -152,7 +152,14 @@ def kubernetes_job(job: LaunchJob) -> str:
 
     Each node runs torchrun, which takes the numbers of nodes and processes and its rendezvous from
     the job's ``PET_`` variables.
+
+    Raises:
+        ValueError: The name has no letter or digit.
     """
+    # a label of the DNS
+    name = re.sub("[^a-z0-9]+", "-", job.name.lower())[:50].strip("-")
+    if not name:
+        raise ValueError(f"job-name={job.name!r} needs a letter or a digit for a TrainJob")
     words = [word for option in options_on(job.arguments) for word in option.words]
     limits = {"cpu": job.cpus_per_task * job.devices}
     trainer: dict[str, Any] = {
@@ -167,8 +174,7 @@ def kubernetes_job(job: LaunchJob) -> str:
     manifest = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        # a label of the DNS
-        "metadata": {"name": re.sub("[^a-z0-9]+", "-", job.name.lower())[:50].strip("-")},
+        "metadata": {"name": name},
         "spec": {
             "runtimeRef": {"name": job.runtime},
             "trainer": ({"image": job.image} if job.image else {}) | trainer,

@@ -39,6 +39,11 @@ kubernetes: a TrainJob of Kubeflow Trainer 2; recipes and files must be in the c
 
 _SCRIPTS = {"slurm": slurm_script, "torchrun": torchrun_script, "kubernetes": kubernetes_job}
 _SUBMITS = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "create", "--filename=-"]}
+_OPTIONS = {
+    "slurm": ("partition", "account", "time", "sbatch"),
+    "torchrun": ("max_restarts", "rdzv_endpoint"),
+    "kubernetes": ("image", "runtime"),
+}
 _CORES = 8
 _TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|infinite|UNLIMITED")
 """Time formats that sbatch accepts."""
@@ -145,6 +150,7 @@ def run(verb: str, arguments: list[str]) -> int:
         ValueError: The layout does not fit the devices.
     """
     options, fit_args = parser(verb).parse_known_args(arguments)
+    _check_launcher(options, parser(verb))
     script = _SCRIPTS[options.launcher](_job(options, fit_args))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -157,6 +163,17 @@ def run(verb: str, arguments: list[str]) -> int:
         return 0
     command = _SUBMITS.get(options.launcher)
     return _start(script) if command is None else _submit(script, command)
+
+
+def _check_launcher(options: argparse.Namespace, known: argparse.ArgumentParser) -> None:
+    """Check that no option of another launcher is given."""
+    for launcher, names in _OPTIONS.items():
+        for name in names if launcher != options.launcher else ():
+            if getattr(options, name) != known.get_default(name):
+                raise UserError(
+                    f"--{name.replace('_', '-')} is an option of --launcher {launcher}. Leave it "
+                    f"out with --launcher {options.launcher}"
+                )
 
 
 def _submit(script: str, command: Sequence[str]) -> int:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["launched_processes"]
+__all__ = ["MPI", "SLURM_TASKS", "WORLD", "launched_processes", "number_in"]
 
-_OF_ALL_AND_OF_NODE = (
-    # torchrun, also in Kubeflow's jobs and under torchx, and Ray Train
-    ("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_SIZE", "MPI_LOCALNRANKS"),
-)
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_SIZE": "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_LOCAL_SIZE",
+}
+"""Variables of the number of processes in MPI's world -> that on this node."""
+WORLD = "WORLD_SIZE"
+"""Number of processes of torchrun (also in Kubeflow's jobs and under torchx) and of Ray Train."""
+SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
+"""Number of tasks in a step of srun; not set in a batch script."""
 
 
 def launched_processes(variables: Mapping[str, str]) -> tuple[int, int] | None:
@@ -21,14 +25,16 @@ def launched_processes(variables: Mapping[str, str]) -> tuple[int, int] | None:
     numbers of processes. SLURM's variables count only in a step of srun with several tasks, because
     a shell in an allocation is a step of one task.
     """
-    for of_all, of_node in _OF_ALL_AND_OF_NODE:
-        world, local = _number(variables, of_all), _number(variables, of_node)
+    for of_all, of_node in {WORLD: "LOCAL_WORLD_SIZE", **MPI}.items():
+        world, local = number_in(variables, of_all), number_in(variables, of_node)
         if world and local:
-            return None if world % local else (local, world // local)
-    world, nodes = (_number(variables, f"SLURM_STEP_NUM_{of}") for of in ("TASKS", "NODES"))
+            nodes = number_in(variables, "GROUP_WORLD_SIZE") or world // local
+            return (local, nodes) if local * nodes == world else None
+    world, nodes = number_in(variables, SLURM_TASKS), number_in(variables, "SLURM_STEP_NUM_NODES")
     return (world // nodes, nodes) if world > 1 and nodes and world % nodes == 0 else None
 
 
-def _number(variables: Mapping[str, str], name: str) -> int:
+def number_in(variables: Mapping[str, str], name: str) -> int:
+    """Return the number in a variable, or 0."""
     value = variables.get(name, "")
     return int(value) if value.isdecimal() else 0

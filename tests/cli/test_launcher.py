@@ -216,6 +216,19 @@ def test_script_uses_trainer_sizes_and_keeps_other_strategy(
             "--nodes 4 and --trainer.num_nodes 2 contradict",
         ),
         (["--config=gpt/nani"], "did you mean 'gpt/nano'?"),
+        (
+            ["--config=gpt/nano", "--image=our/image:1"],
+            "--image is an option of --launcher kubernetes. Leave it out with --launcher torchrun",
+        ),
+        (["--config=gpt/nano", "--sbatch=--qos=high"], "--sbatch is an option of --launcher slurm"),
+        (
+            ["--config=gpt/nano", "--launcher=kubernetes", "--max-restarts=1"],
+            "--max-restarts is an option of --launcher torchrun",
+        ),
+        (
+            ["--config=gpt/nano", "--launcher=kubernetes", "--job-name=?!"],
+            "job-name='?!' needs a letter or a digit",
+        ),
         ([], "Use --config"),
     ],
 )

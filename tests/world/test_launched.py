@@ -22,6 +22,7 @@ from lightning_ptdp.world.launched import launched_processes
         ({"SLURM_NTASKS": "16", "SLURM_NNODES": "2"}, None),
         # uneven nodes
         ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, None),
+        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}, None),
         ({"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NUM_NODES": "2"}, None),
         ({"WORLD_SIZE": "two", "LOCAL_WORLD_SIZE": "2"}, None),
     ],

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ptdp.world.launched import MPI, SLURM_TASKS, WORLD, number_in
+
 __all__ = ["check_device", "check_gpu", "check_machine", "check_other_gpus", "check_processes"]
 
 
@@ -181,12 +183,6 @@ def _runs(kernel: str, capability: tuple[int, int]) -> bool:
 # ---- Checks for processes that a launcher has started but the Trainer does not count -------------
 
 
-_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-# The first is set in a step of srun, but not in a shell in an allocation. The second is set by
-# torchrun and Ray.
-_OTHERS = ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE")
-
-
 def check_processes(
     environment: Any, variables: Mapping[str, str], *, devices: int, num_nodes: int
 ) -> None:
@@ -219,7 +215,7 @@ def check_processes(
             continue
         single_process = devices * num_nodes == 1
         # A process that starts the other processes runs once on each node.
-        started_again = name in _MPI and not joins and count != num_nodes
+        started_again = name in MPI and not joins and count != num_nodes
         if not single_process and not started_again:
             continue
         if joins:
@@ -240,10 +236,8 @@ def check_processes(
 
 def _announced(environment: Any, variables: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     """Yield the sources that announce a number of processes, and the number."""
-    for name in (*_MPI, *_OTHERS):
-        value = variables.get(name, "")
-        if value.isdecimal():
-            yield name, int(value)
+    for name in (*MPI, SLURM_TASKS, WORLD):
+        yield name, number_in(variables, name)
     # SLURM's environment counts the tasks of the job, even in a shell that runs one process.
     if (
         environment is not None
