@@ -2,9 +2,10 @@
 # The main job and the quick tests on every interpreter that is installed, with the lowest declared versions, the lowest torch, and the
 # newest releases. Prints the table of docs/quickstart.md.
 #
-# usage: ci/versions.sh [--full] [--oldest] [--python VERSION] [--resolution lowest|torch|newest] [FOLDER]
+# usage: ci/versions.sh [--full] [--oldest] [--only-install] [--python VERSION] [--resolution lowest|torch|newest] [FOLDER]
 #   --full        all tests instead of the quick ones
 #   --oldest      only the oldest interpreter
+#   --only-install  make the environments; the next run with the same FOLDER uses them
 #   --python      only the interpreter of this version, such as 3.12.1
 #   --resolution  only this one
 #   FOLDER        place of the environments and logs (default: a temporary folder)
@@ -14,6 +15,7 @@ unset PYTHONDONTWRITEBYTECODE  # as in .ci/run
 
 tests="-m quick"
 oldest=""
+only_install=""
 only=""
 resolutions="lowest torch newest"
 scratch=""
@@ -21,9 +23,10 @@ while [ $# -gt 0 ]; do
     case "$1" in
         --full) tests="" ;;
         --oldest) oldest=1 ;;
+        --only-install) only_install=1 ;;
         --python) only="${2:?--python needs a version}"; shift ;;
         --resolution) resolutions="${2:?--resolution lowest, torch or newest}"; shift ;;
-        -*) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2 ;;
+        -*) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2 ;;
         *) scratch="$1" ;;
     esac
     shift
@@ -35,11 +38,10 @@ fi
 mkdir -p "$scratch"
 scratch="$(cd "$scratch" && pwd)"
 
-uv="$(command -v uv || true)"
-if [ -z "$uv" ]; then
+uv="$(command -v uv || echo "$scratch/uv/bin/uv")"
+if [ ! -x "$uv" ]; then
     python3 -m venv "$scratch/uv"
     "$scratch/uv/bin/pip" install --quiet uv
-    uv="$scratch/uv/bin/uv"
 fi
 
 # "VERSION PATH" of every interpreter that the package supports, the oldest first, each version once. Debian's own is looked for apart
@@ -56,12 +58,14 @@ interpreters() {
 
 torch="torch==$(sed -n 's/^ *"torch>=\([0-9.]*\).*/\1/p' pyproject.toml).*"
 
-install() { # environment, resolution
+install() { # python, environment, resolution
+    [ -e "$2/installed" ] && return
+    "$uv" venv --quiet --clear --python "$1" "$2" || return
     local options=(".[test]")
-    [ "$2" = lowest ] && options=(--resolution lowest-direct ".[test,hf,fp8,qlora]" "$torch")
-    [ "$2" = torch ] && options=(".[test]" "$torch")
+    [ "$3" = lowest ] && options=(--resolution lowest-direct ".[test,hf,fp8,qlora]" "$torch")
+    [ "$3" = torch ] && options=(".[test]" "$torch")
     # compiled once, not by each process
-    "$uv" pip install --quiet --compile-bytecode --python "$1/bin/python" "${options[@]}"
+    "$uv" pip install --quiet --compile-bytecode --python "$2/bin/python" "${options[@]}" && touch "$2/installed"
 }
 
 job() ( # environment, folder
@@ -93,12 +97,13 @@ while read -r -u 3 version python; do
         log="$scratch/$name.log"
         environment="$scratch/$name"
         echo "== Python $version, $resolution (at $SECONDS s)"
-        if ! { "$uv" venv --quiet --clear --python "$python" "$environment" && install "$environment" "$resolution"; } > "$log" 2>&1; then
+        if ! install "$python" "$environment" "$resolution" > "$log" 2>&1; then
             tail -20 "$log"
             echo "| $version | $resolution | - | - | - | not installed | - |" >> "$table"
             failed=1
             continue
         fi
+        [ -n "$only_install" ] && continue
         trained=right
         job "$environment" "$scratch/$name-job" >> "$log" 2>&1 || { trained=failed; failed=1; tail -20 "$log"; }
         suite "$environment" >> "$log" 2>&1 || { failed=1; grep -E '^(FAILED|ERROR)' "$log"; }
@@ -109,5 +114,5 @@ while read -r -u 3 version python; do
     done
     [ -n "$oldest" ] && break
 done 3< <(interpreters)
-cat "$table"
+[ -n "$only_install" ] || cat "$table"
 exit "$failed"
