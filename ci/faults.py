@@ -1,8 +1,8 @@
 """Training runs with repeatedly killed or frozen ranks, and with damaged checkpoints.
 
     python ci/faults.py [--kills 50] [--seed 0] [--layouts d2,p2] [--kinds "save: renames,load"]
-    [--faults kill,stop] [--timeout-s 20]
-                        [--allow-s 0] [--folder DIR] [--verbose]
+    [--faults kill,stop] [--snapshots]
+                        [--timeout-s 20] [--allow-s 0] [--folder DIR] [--verbose]
 
 In every layout, real processes train a tiny GPT over gloo and save a checkpoint every few steps.
 They are started like those of torchrun, Lightning or SLURM. In each attempt, one random rank is
@@ -19,6 +19,7 @@ Checks after every attempt:
 - `latest` is a complete checkpoint: every byte is compared with its checksum. Neither `latest` nor
   the newest complete checkpoint is older than before.
 - Everything under a checkpoint's own name is complete.
+- With ``--snapshots``, at most one step is lost, and no snapshot is left at the end.
 
 At the end, the weights must equal those of an undisturbed training, bit for bit, and no temporary
 files may be left. Then every file of a checkpoint is damaged, and all damage must be detected.
@@ -50,6 +51,9 @@ from fault_campaign.folder import Standing, leftovers, look
 from fault_campaign.kinds import FAULTS, KINDS, Trap
 from fault_campaign.processes import LAUNCHERS, Ended, Processes, Shot
 from fault_campaign.training import LAYOUTS, SAVE_EVERY, Attempt, world_size_of
+
+from lightning_ptdp.checkpoint import newest_checkpoint
+from lightning_ptdp.checkpoint.memory_folders import LINK, in_memory
 
 _LONGEST_S = 4.0  # time within which a rank is lost, for kinds without traps
 _KILLED_S, _STOPPED = 2.0, 1.3  # limits to name a rank: killed (s), frozen (timeouts)
@@ -95,6 +99,7 @@ class Campaign:
     draw: random.Random
     timeout_s: float
     allow_s: float
+    snapshots: bool = False
     kills: list[Kill] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     standing: Standing = field(default_factory=Standing)
@@ -152,6 +157,8 @@ class Campaign:
         self.standing = look(self.folder / "checkpoints", self.standing)
         self.wrong += [f"{what}: {text}" for text in self.standing.wrong]
         lost = max(ended.steps[victim], 0) - max(self.standing.newest_step, 0)
+        if self.snapshots and lost > 1:
+            self.wrong.append(f"{what}: {lost} steps are lost{_PRINTED}{ended.printed}")
         self.kills.append(
             Kill(kind=kind, fault=fault, named_after_s=named, steps_lost=max(lost, 0))
         )
@@ -160,7 +167,14 @@ class Campaign:
         """Train undisturbed to the end and from the beginning, and compare the two."""
         steps = max(self.standing.newest_step, 0) + _REST
         killed = self._attempt(steps)
-        self.standing = look(self.folder / "checkpoints", self.standing)
+        checkpoints = self.folder / "checkpoints"
+        if self.snapshots:
+            self.standing = Standing()  # the snapshots are removed
+            if (checkpoints / LINK).is_symlink() or in_memory(
+                newest_checkpoint(checkpoints) or "."
+            ):
+                self.wrong.append(f"{self.layout}, at the end: snapshots are left")
+        self.standing = look(checkpoints, self.standing)
         self.wrong += [f"{self.layout}, at the end: {text}" for text in self.standing.wrong]
         self.wrong += [
             f"{self.layout}, at the end: {name} is left"
@@ -197,7 +211,7 @@ class Campaign:
             ways = [self.standing.newest, where] + [where / "latest"] * (
                 self.standing.latest_step >= 0
             )
-            resume = self.draw.choice(ways)
+            resume = self.draw.choice(ways[:1] if self.snapshots else ways)
         ranks = range(world_size_of(self.layout))
         with LAUNCHERS[launcher](len(ranks)) as environment:
             attempt = Attempt(
@@ -207,6 +221,7 @@ class Campaign:
                 steps=steps,
                 timeout_s=self.timeout_s,
                 async_save=async_save,
+                snapshots=self.snapshots,
                 trap=trap,
                 clocks=[self.draw.uniform(-_DAY_S, _DAY_S) for _ in ranks],
                 environment=environment,
@@ -277,6 +292,7 @@ def main() -> int:
                     draw=random.Random(draw.random()),
                     timeout_s=options.timeout_s,
                     allow_s=options.allow_s,
+                    snapshots=options.snapshots,
                 )
             )
         deck = _deck([(kind, fault) for kind in kinds for fault in options.faults.split(",")], draw)
@@ -338,6 +354,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--folder", help="an empty folder to keep everything in (default: a temporary one)"
     )
+    parser.add_argument("--snapshots", action="store_true", help="a snapshot after every step")
     parser.add_argument("--verbose", action="store_true", help="a line a kill")
     return parser.parse_args()
 

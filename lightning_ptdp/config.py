@@ -165,6 +165,9 @@ class PTDPConfig(Degrees):
             complete one before it in its folder, with a warning) or "refuse".
         async_save: Let training wait only until a checkpoint's tensors are copied to host memory;
             they are written in the background.
+        snapshot_every_n_steps: Save to the memory of every node (``/dev/shm``) after so many optimizer
+            steps, beside the next step. ``newest_checkpoint(folder)`` and ``--resume auto`` continue
+            from there; a normal end removes it. Every node must hold the whole training state.
         checkpoint_format: "folder" (every rank writes its part), "file" (rank 0 writes Lightning's
             single file), or "auto": a file if every rank holds the whole model and optimizer, saves
             wait, no callback has ``needs_checkpoint_folders = True`` (ExportHuggingFace,
@@ -216,6 +219,7 @@ class PTDPConfig(Degrees):
     process_group_backend: Backend | None = None
     on_damage: OnDamage = "previous"
     async_save: bool = False
+    snapshot_every_n_steps: Size | None = None
     checkpoint_format: CheckpointFormat = "auto"
     verify: Verification | None = None
 

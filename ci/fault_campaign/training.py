@@ -61,6 +61,7 @@ class Attempt:
         timeout_s: Option of the strategy.
         async_save: Option of the strategy. If True, writing is slowed down so that training
             continues during the save.
+        snapshots: Whether the strategy takes a snapshot after every step.
         trap: Trap that loses one rank.
         clocks: By rank, seconds by which its clock is ahead, like the clock of another machine.
         environment: By rank, environment variables that torchrun, SLURM or Lightning would set.
@@ -72,6 +73,7 @@ class Attempt:
     steps: int
     timeout_s: float
     async_save: bool
+    snapshots: bool
     trap: Trap | None
     clocks: Sequence[float]
     environment: Sequence[Mapping[str, str]]
@@ -151,6 +153,7 @@ def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> Non
         checkpoint_format="folder",  # also where one process holds the whole model
         timeout_s=attempt.timeout_s,
         async_save=attempt.async_save,
+        snapshot_every_n_steps=1 if attempt.snapshots else None,
     )
     saving = {
         "every_n_train_steps": SAVE_EVERY,

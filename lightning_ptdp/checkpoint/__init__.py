@@ -30,10 +30,10 @@ from lightning_ptdp.checkpoint.latest import (
     choose_checkpoint,
     complete_checkpoints,
     mark_latest,
-    newest_checkpoint,
 )
 from lightning_ptdp.checkpoint.load import Stored, load_tensors
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, rectangles_of
+from lightning_ptdp.checkpoint.memory_folders import newest_checkpoint
 from lightning_ptdp.checkpoint.metadata import (
     CheckpointMetadata,
     FileEntry,

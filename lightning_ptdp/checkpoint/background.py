@@ -44,12 +44,20 @@ class BackgroundSaver:
     Args:
         limit: Limit of every wait for another rank; a save must end within twice this time.
         keeper: The training's knowledge of its folders; None: none yet.
+        group: gloo group of the ranks that write one checkpoint together, used by nothing else;
+            None: a new group of all ranks.
     """
 
-    def __init__(self, *, limit: timedelta, keeper: SaveFolders | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        limit: timedelta,
+        keeper: SaveFolders | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._limit, self._keeper = limit, keeper or SaveFolders()
-        self._group: Any = None
-        if dist.is_available() and dist.is_initialized():
+        self._group: Any = group
+        if group is None and dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=limit)
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
@@ -90,8 +98,8 @@ class BackgroundSaver:
         """
         self.wait()
         self._target = Path(os.path.abspath(path))
-        content = checked_content(path, state=state, metadata=metadata)
-        with same_outcome(f"copying the tensors of the checkpoint {path}"):
+        content = checked_content(path, state=state, metadata=metadata, group=self._group)
+        with same_outcome(f"copying the tensors of the checkpoint {path}", self._group):
             copies = self._copies({name: tensor for name, (tensor, _) in tensors.items()})
             rectangles = rectangles_of(
                 {name: (copies[name], placement) for name, (_, placement) in tensors.items()}

@@ -59,7 +59,7 @@ def write_rectangles(
         folder: The folder, which all ranks share.
         rectangles: Rectangles of this rank.
         doing: Action for messages, such as "saving the checkpoint last.ckpt".
-        group: Ranks that write.
+        group: Ranks that write; ``folder`` is one folder for all of them.
         num_files: Files of this rank, written in as many threads.
 
     Raises:
@@ -71,14 +71,16 @@ def write_rectangles(
     held = gather([Held.of(rectangle) for rectangle in local.values()], group)
     with same_outcome(doing, group):
         tensors = check_held(held, "to save")
-        assigned = share_out(held)[own_rank()]
-        stored = _write(folder, [local[key] for key in local if key in assigned], num_files)
+        rank = own_rank(group)
+        assigned = share_out(held)[rank]
+        stored = _write(folder, rank, [local[key] for key in local if key in assigned], num_files)
     by_name: dict[str, list[StoredRectangle]] = {}
     for name, stored_rectangle in (pair for pairs in gather(stored, group) for pair in pairs):
         by_name.setdefault(name, []).append(stored_rectangle)
     with same_outcome(doing, group):
         names = {rectangle.file for parts in by_name.values() for rectangle in parts}
-        if is_rank_zero() and (unseen := sorted(n for n in names if not (folder / n).is_file())):
+        unseen = sorted(name for name in names if not (folder / name).is_file())
+        if is_rank_zero(group) and unseen:
             raise CheckpointError(
                 f"{folder / unseen[0]} was written but is not visible to this rank. All ranks "
                 "must write to one shared file system"
@@ -113,11 +115,11 @@ def write_data_file(
 
 
 def _write(
-    folder: Path, rectangles: Sequence[LocalRectangle], num_files: int
+    folder: Path, rank: int, rectangles: Sequence[LocalRectangle], num_files: int
 ) -> list[tuple[str, StoredRectangle]]:
     folder.mkdir(parents=True, exist_ok=True)  # rank 0 looks whether it sees the same one
     shares = [share for share in _shares(rectangles, num_files) if share]
-    names = [f"rank{own_rank()}-{number}{DATA_SUFFIX}" for number in range(len(shares))]
+    names = [f"rank{rank}-{number}{DATA_SUFFIX}" for number in range(len(shares))]
     paths = [folder / name for name in names]
     if len(shares) < 2:
         written = list(map(write_data_file, paths, shares))

@@ -30,7 +30,6 @@ __all__ = [
     "latest_leaves",
     "is_dangling",
     "mark_latest",
-    "newest_checkpoint",
     "written_at",
 ]
 
@@ -144,14 +143,6 @@ def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = Fa
         elif not recursive and Path(path) != Path(folder):
             subfolders.clear()
     return [path for _, path in sorted(checkpoints, key=lambda entry: entry[0], reverse=True)]
-
-
-def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint in a folder or its subfolders, or None.
-
-    Example: ``trainer.fit(..., ckpt_path=newest_checkpoint("runs"))``.
-    """
-    return next(iter(complete_checkpoints(folder, recursive=True)), None)
 
 
 def choose_checkpoint(

@@ -132,16 +132,22 @@ def write_checkpoint(
 
 
 def checked_content(
-    path: str | os.PathLike[str], *, state: dict[str, Any], metadata: Mapping[str, Json]
+    path: str | os.PathLike[str],
+    *,
+    state: dict[str, Any],
+    metadata: Mapping[str, Json],
+    group: dist.ProcessGroup | None = None,
 ) -> Encoded:
     """Return the state of ``state.json`` on rank 0, and nothing elsewhere; collective.
+
+    The ranks are those of ``group`` (None: the default group).
 
     Raises:
         CheckpointError: The state or the metadata cannot be stored, or ``path`` cannot be replaced.
             Raised on every rank.
     """
-    with same_outcome(_doing(path)):
-        if not is_rank_zero():
+    with same_outcome(_doing(path), group):
+        if not is_rank_zero(group):
             return Encoded(text=b"", tensors=[], is_plain=True)
         # A file of the same name, such as Lightning's, may be replaced.
         files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
@@ -163,7 +169,8 @@ def save_rectangles(
 ) -> None:
     """Write rectangles and a checked state, whose tensors only rank 0 has.
 
-    The function is collective over ``group``, which must span all ranks (None: the default group).
+    The function is collective over ``group`` (None: the default group), whose ranks together must
+    hold every element and share the file system of ``target``.
 
     Raises:
         CheckpointError: As for :func:`save_checkpoint`.
@@ -177,7 +184,7 @@ def save_rectangles(
     claim = WriteLock(part)
     try:
         with same_outcome(doing, group):
-            if is_rank_zero():
+            if is_rank_zero(group):
                 keeper.take(claim)
         written = data_files.write_rectangles(
             part,
@@ -187,7 +194,7 @@ def save_rectangles(
             num_files=num_files,
         )
         with same_outcome(doing, group):
-            if is_rank_zero():
+            if is_rank_zero(group):
                 for name, data in ((STATE_FILE, content.text), (README_FILE, README.encode())):
                     with files.open_synced(part / name) as stream:
                         stream.write(data)
@@ -199,7 +206,7 @@ def save_rectangles(
                 claim.release()
     except CheckpointError:
         with same_outcome(f"cleaning up after {doing}", group):
-            if is_rank_zero():
+            if is_rank_zero(group):
                 files.remove(part)
                 claim.release()
         raise

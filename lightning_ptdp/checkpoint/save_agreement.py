@@ -22,33 +22,31 @@ T = TypeVar("T")
 _SHOWN = 3
 
 
-def own_rank() -> int:
-    """Return the global rank of this process."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+def own_rank(group: dist.ProcessGroup | None = None) -> int:
+    """Return the rank of this process in a group (None: the default group)."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-def is_rank_zero() -> bool:
-    """Return True if this process writes the files that are written once."""
-    return own_rank() == 0
+def is_rank_zero(group: dist.ProcessGroup | None = None) -> bool:
+    """Return True if this process writes the files that the group writes once."""
+    return own_rank(group) == 0
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the ``value`` of every rank, by rank.
-
-    The function is collective over ``group``, which must span all ranks (None: the default group).
-    """
+    """Return the ``value`` of every rank of a group (None: the default group); collective."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Return rank 0's result of ``make`` on every rank; ``make`` must not raise."""
-    values: list[Any] = [make() if is_rank_zero() else None]
+    """Return the result of ``make`` on the group's rank 0; ``make`` must not raise."""
+    values: list[Any] = [make() if is_rank_zero(group) else None]
     if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(values, src=0, group=group)
+        source = 0 if group is None else dist.get_global_rank(group, 0)
+        dist.broadcast_object_list(values, src=source, group=group)
     return values[0]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class SaveFolders:
     def __init__(self) -> None:
         self._abandoned = Abandoned()
         self._known: set[Path] = set()
+        self._lock = threading.Lock()
         self._newest = 0.0
 
     def go_on_from(self, checkpoint: Path) -> None:
@@ -52,9 +54,10 @@ class SaveFolders:
 
         The time is in seconds since 1970.
         """
-        self._look(folder)
-        self._newest = max(time.time(), math.nextafter(self._newest, math.inf))
-        return self._newest
+        with self._lock:  # a save and a snapshot may end at the same time
+            self._look(folder)
+            self._newest = max(time.time(), math.nextafter(self._newest, math.inf))
+            return self._newest
 
     def take(self, claim: WriteLock) -> None:
         """Tidy the folder, and begin to write there.

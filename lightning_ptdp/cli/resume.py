@@ -16,6 +16,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import CheckpointMetadata, complete_checkpoints, read_metadata
+from lightning_ptdp.checkpoint.memory_folders import newest_first
 from lightning_ptdp.cli.inheritance import leaves, short, value_at
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
@@ -56,26 +57,30 @@ def find_newest(
     saved = [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
     roots = [trainer.default_root_dir, *saved, *checkpoint_dirs(trainer)]
     paths = {
-        path.resolve()
+        path if path.is_symlink() else path.resolve()
         for root in {Path(root).resolve() for root in roots}
-        for path in complete_checkpoints(root, recursive=True)
+        for path in newest_first(root)
     }
-    entries = [(read_metadata(path), path) for path in paths]
+    entries = [(metadata, path) for path in paths if (metadata := _metadata(path)) is not None]
     trained = [
         entry
         for entry in entries
         if any(name.startswith("optimizer/") for name in entry[0].tensors)
     ]
-    newest_first = sorted(trained, key=lambda entry: entry[0].created, reverse=True)
-    reasons = {
-        path: _why_not(metadata, experiment, started_from) for metadata, path in newest_first
-    }
+    trained.sort(key=lambda entry: entry[0].created, reverse=True)
+    reasons = {path: _why_not(metadata, experiment, started_from) for metadata, path in trained}
     for path, reason in reasons.items():
         if not reason:
             return Found(own=path)
     for path, reason in reasons.items():
         return Found(other=path, why=reason)
     return Found()
+
+
+def _metadata(path: Path) -> CheckpointMetadata | None:
+    """Return a checkpoint's metadata, or for lost snapshots that of a checkpoint beside the link."""
+    beside = [path] if path.is_dir() else complete_checkpoints(path.parent)
+    return read_metadata(beside[0]) if beside else None
 
 
 def was_requeued() -> bool:

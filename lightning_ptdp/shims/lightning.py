@@ -321,6 +321,12 @@ def load_only_named_checkpoints(trainer: Trainer) -> None:
     connector._user_managed = True
 
 
+def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """Return the content of a checkpoint, which ``save_checkpoint`` would write."""
+    content: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return content
+
+
 def requeue_handler(trainer: Trainer) -> Callable[[int, FrameType | None], None]:
     """Return Lightning's handler that saves ``hpc_ckpt_*`` and requeues a SLURM job.
 

@@ -19,6 +19,7 @@ import torch
 
 from lightning_ptdp.base.requirements import check_url
 from lightning_ptdp.callbacks.run_summary import StrategySummary, summarize
+from lightning_ptdp.checkpoint.memory_folders import check_memory
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.parameters.materialize import awaits_values
@@ -46,6 +47,7 @@ from lightning_ptdp.strategy.out_of_memory import explain_memory
 from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.strategy.saving import FolderSaves
 from lightning_ptdp.strategy.setup_hooks import SetupHooks
+from lightning_ptdp.strategy.snapshots import check_nodes
 from lightning_ptdp.strategy.strategy_arguments import constructor
 from lightning_ptdp.strategy.verifying import verify_first_step
 
@@ -105,6 +107,7 @@ class _PTDPStrategy(SetupHooks):
             self._choose_layout(trainer, sources)
         check_trainer(self, trainer)
         self.check_machine()
+        self._check_snapshots()
         if not self.model_space.is_cut:
             self.check(self.lightning_module)
         if not fits(trainer):
@@ -130,6 +133,17 @@ class _PTDPStrategy(SetupHooks):
             )
         if self.config.verify is not None:
             verify_first_step(self, trainer, arguments)
+
+    def _check_snapshots(self) -> None:
+        if self.config.snapshot_every_n_steps is None:
+            return
+        check_nodes(
+            self.layout,
+            shard=self.config.shard,
+            num_nodes=self.num_nodes,
+            replica_nodes=self.config.data_parallel_replicas,
+        )
+        check_memory(sum(parameter.nbytes for parameter in self.lightning_module.parameters()))
 
     def _choose_layout(self, trainer: Trainer, sources: Sequence[object]) -> None:
         if self._chooses_layout:  # a further fit continues in the same layout
@@ -190,6 +204,7 @@ class _PTDPStrategy(SetupHooks):
 
     def _release(self) -> None:
         self.finish_saving()
+        self.remove_snapshots()
         if self._engine is not None:
             with self.waiting_in("the last gathered parameters"):
                 self._engine.close()
@@ -204,7 +219,7 @@ class _PTDPStrategy(SetupHooks):
 
         ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("_run", "_parallel", "_engine", "_guard", "_heap")
+        of_a_run = ("_run", "_parallel", "_engine", "_guard", "_heap", "_snapshots", "_continued")
         saves = {"_surroundings": Surroundings(), "_saves": FolderSaves()}
         return {**state, **dict.fromkeys(of_a_run), **saves}
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -69,10 +70,15 @@ class FolderSaves:
         keeper: Folders of the training.
         in_background: Whether saves may run beside the training; without training, no later call
             would wait for them.
+        group: gloo group of the ranks that write a checkpoint together in the background; None: all
+            ranks.
     """
 
-    def __init__(self) -> None:
-        self.keeper = SaveFolders()
+    def __init__(
+        self, *, keeper: SaveFolders | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.keeper = keeper or SaveFolders()
+        self.group = group
         self.in_background = False
         self._saver: BackgroundSaver | None = None
 
@@ -84,8 +90,9 @@ class FolderSaves:
         *,
         facts: Mapping[str, object],
         limit: timedelta,
+        done: Callable[[], object] | None = None,
     ) -> None:
-        """Write a checkpoint folder; collective.
+        """Write a checkpoint folder; collective over all ranks.
 
         Args:
             space: The model.
@@ -93,6 +100,8 @@ class FolderSaves:
             path: The folder; rank 0's counts.
             facts: Facts about the run for the metadata, in JSON types.
             limit: Limit of a background save.
+            done: Called on the group's rank 0 when the checkpoint is complete; default: ``latest``
+                leads to it.
 
         Raises:
             CheckpointError: It could not be written. An earlier checkpoint there is intact.
@@ -102,6 +111,7 @@ class FolderSaves:
             model, unchanged = _weights_to_save(space, checkpoint.get("state_dict", {}))
             optimizers = _optimizer_tensors(space) if "optimizer_states" in state else {}
         target = from_rank_zero(lambda: path)
+        writes_rest = is_rank_zero(self.group)
         if space.ranks_hold_all:
             # The result of rank 0's hooks is saved, as in Lightning. Other ranks help to write
             # unchanged entries.
@@ -111,7 +121,7 @@ class FolderSaves:
             model = {
                 name: model[name]
                 for name in model
-                if is_rank_zero() or name in rank0_unchanged & unchanged & equal
+                if writes_rest or name in rank0_unchanged & unchanged & equal
             }
         tensors = {MODEL + name: entry for name, entry in model.items()} | optimizers
         aliases = space.part.aliases.items()
@@ -125,10 +135,12 @@ class FolderSaves:
                 if isinstance(state.get(key), int)
             },
         }
-        done = partial(mark_latest, Path(os.path.abspath(target))) if is_rank_zero() else _nothing
+        done = done or partial(mark_latest, Path(os.path.abspath(target)))
+        if not writes_rest:
+            done = _nothing
         if self.in_background:
             if self._saver is None:
-                self._saver = BackgroundSaver(limit=limit, keeper=self.keeper)
+                self._saver = BackgroundSaver(limit=limit, keeper=self.keeper, group=self.group)
             self._saver.save(target, tensors=tensors, state=state, metadata=metadata, then=done)
         else:
             save_checkpoint(

@@ -1,0 +1,191 @@
+"""Checkpoints in the memory of a node, and the link from a training's folder to them.
+
+The folders of one training are in ``/dev/shm``, and a link beside its checkpoints leads to them::
+
+    runs/checkpoints/
+      last.ckpt/            a checkpoint on the disk
+      memory -> /dev/shm/lightning-ptdp-0/3f2a9c…/
+                  step-17/  a checkpoint of the same format
+                  link      the path of the link
+
+The link is on the disk that all nodes share. Its time is that of the newest snapshot, so that a
+node without snapshots also knows whether they are newer than the checkpoints on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from lightning_ptdp.base.file_locks import locked
+from lightning_ptdp.checkpoint import files
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.latest import complete_checkpoints, written_at
+
+__all__ = [
+    "LINK",
+    "MemoryFolder",
+    "check_memory",
+    "in_memory",
+    "newest_checkpoint",
+    "newest_first",
+]
+
+LINK = "memory"
+_ROOT = Path("/dev/shm")
+_BACK = "link"
+
+
+class MemoryFolder:
+    """Folder of one training's snapshots on this node.
+
+    Args:
+        link: Path of the link to it, in a folder that all nodes share.
+        path: The folder, the same on every node.
+    """
+
+    def __init__(self, link: Path, path: Path) -> None:
+        self.link, self.path = link, path
+
+    @classmethod
+    def new(cls, folder: Path) -> MemoryFolder:
+        """Return a folder of a new name for a training that saves to ``folder``."""
+        return cls(Path(os.path.abspath(folder)) / LINK, _home() / uuid.uuid4().hex)
+
+    @classmethod
+    def of(cls, path: Path) -> MemoryFolder:
+        """Return the folder that contains a snapshot, or that a link leads to."""
+        target = _followed(path)
+        place = next(one for one in (target, *target.parents) if one.parent == _home())
+        back = place / _BACK
+        if back.is_file():
+            return cls(Path(back.read_text(encoding="utf-8")), place)
+        return cls(Path(os.path.abspath(path)), place)
+
+    def create(self) -> None:
+        """Create the folder, which only this user can read, and lock it until the process ends.
+
+        Folders that no link leads to, and whose process has ended, are removed.
+
+        Raises:
+            CheckpointError: Another user owns the place.
+        """
+        _home().mkdir(mode=0o700, exist_ok=True)
+        state = os.lstat(_home())
+        if state.st_uid != os.getuid() or _home().is_symlink():
+            raise CheckpointError(f"{_home()} belongs to another user. Remove it")
+        for other in _home().iterdir():
+            if _is_abandoned(other):
+                files.remove(other)
+        self.path.mkdir(exist_ok=True)
+        (self.path / _BACK).write_text(str(self.link), encoding="utf-8")
+        self._lock = open(self.path / _BACK, "rb")  # noqa: SIM115 - the lock lasts as long
+        locked(self._lock)
+
+    def publish(self, snapshot: Path, *, linked: bool) -> None:
+        """Make ``snapshot``, which is complete, the only one.
+
+        Args:
+            snapshot: A checkpoint in this folder.
+            linked: Whether this process moves the link; one of all nodes does.
+        """
+        for older in complete_checkpoints(self.path):
+            if older != snapshot:
+                files.discard(older)
+        if not linked:
+            return
+        if self._is_linked():
+            os.utime(self.link, follow_symlinks=False)
+            return
+        self.link.parent.mkdir(parents=True, exist_ok=True)
+        temporary = files.part_name(self.link)
+        os.symlink(self.path, temporary)
+        os.replace(temporary, self.link)
+
+    def remove(self, *, linked: bool) -> None:
+        """Remove the snapshots on this node, and with ``linked`` the link to them."""
+        if linked and self._is_linked():
+            files.remove(self.link)
+        files.remove(self.path)
+        with contextlib.suppress(OSError):  # another training has snapshots
+            _home().rmdir()
+
+    def _is_linked(self) -> bool:
+        return self.link.is_symlink() and os.readlink(self.link) == str(self.path)
+
+    def times(self) -> dict[str, float]:
+        """Return the names of the complete snapshots on this node, and their times."""
+        found = {path.name: written_at(path) for path in complete_checkpoints(self.path)}
+        return {name: time for name, time in found.items() if time is not None}
+
+
+def in_memory(path: str | os.PathLike[str]) -> bool:
+    """Return True for a snapshot, a folder of snapshots, or a link to one, even if it is lost."""
+    return _home() in _followed(path).parents
+
+
+def newest_first(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the complete checkpoints below a folder, in memory and on the disk, newest first.
+
+    The link to snapshots that this node does not have is one of them.
+    """
+    times = {path: written_at(path) or 0.0 for path in complete_checkpoints(folder, recursive=True)}
+    for parent, folders, names in os.walk(folder):
+        link = Path(parent) / LINK
+        if LINK not in (*folders, *names) or not link.is_symlink() or not in_memory(link):
+            continue
+        snapshots = complete_checkpoints(os.readlink(link))
+        times |= {path: written_at(path) or 0.0 for path in snapshots}
+        if not snapshots:
+            times[link] = os.lstat(link).st_mtime
+    return sorted(times, key=lambda path: times[path], reverse=True)
+
+
+def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint in a folder or its subfolders, or None.
+
+    With ``snapshot_every_n_steps`` it may be in the memory of the nodes.
+
+    Example: ``trainer.fit(..., ckpt_path=newest_checkpoint("runs"))``.
+    """
+    return next(iter(newest_first(folder)), None)
+
+
+def check_memory(num_bytes: int) -> None:
+    """Check that two snapshots of at least ``num_bytes`` fit into the memory folder.
+
+    Raises:
+        ValueError: They do not.
+    """
+    free = shutil.disk_usage(_ROOT).free if _ROOT.is_dir() else 0
+    if 2 * num_bytes > free:
+        raise ValueError(
+            f"snapshot_every_n_steps needs room for two snapshots in {_ROOT}, at least "
+            f"{2 * num_bytes / 1e6:.1f} MB, but {free / 1e6:.1f} MB are free. Enlarge it (mount -o "
+            "remount,size=…), remove what is left there, or leave snapshots out"
+        )
+
+
+def _followed(path: str | os.PathLike[str]) -> Path:
+    return Path(os.readlink(path) if os.path.islink(path) else os.path.abspath(path))
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return True if no link leads to a folder and no process writes to it."""
+    back = folder / _BACK
+    try:
+        link = Path(back.read_text(encoding="utf-8"))
+        with open(back, "rb") as stream:
+            if not locked(stream):
+                return False
+    except OSError:
+        return False
+    # Another container may share the memory, but not the disk.
+    return link.parent.is_dir() and not MemoryFolder(link, folder)._is_linked()
+
+
+def _home() -> Path:
+    return _ROOT / f"lightning-ptdp-{os.getuid()}"

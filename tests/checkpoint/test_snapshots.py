@@ -1,0 +1,282 @@
+"""Tests of snapshots in memory: what a restart finds, in any layout, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    memory_folders,
+    newest_checkpoint,
+    read_full,
+    read_metadata,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from lightning_ptdp.checkpoint.memory_folders import LINK, MemoryFolder, check_memory
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.snapshots import check_nodes, fetch_snapshot
+from lightning_ptdp.world.layout import ParallelLayout
+from tests.checkpoint.layouts import replicated
+from tests.models.fits import quiet_trainer
+from tests.pool import Pool
+from tests.tiny_gpt import LitTiny, Run
+
+STEPS, LOST_AFTER = 6, 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "d2": {},
+    "t2": {"tensor_parallel_size": 2},
+    "p2v2": {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 2},
+    "d2 sharded": {"shard": "parameters"},
+}
+
+
+class Lost(RuntimeError):
+    """Stands for the loss of a process."""
+
+
+class Resumable(DataLoader):
+    """Loader that continues after the batches that it has yielded."""
+
+    seen = begin = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.seen, batch in enumerate(super().__iter__(), 1):
+            if self.seen > self.begin:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["seen"]
+
+
+class Failing(LitTiny):
+    """Fails on every rank in the step after ``LOST_AFTER``."""
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        if batch_idx == LOST_AFTER:
+            raise Lost
+
+
+def fit(
+    rank: int, folder: str, layout: dict[str, Any], fails: bool, every: int | None, start: str = ""
+) -> dict[str, Any]:
+    """Train in ``layout``; return the weights, and what was in memory when it failed."""
+    memory_folders._ROOT = Path(folder) / "shm"  # in a forked process of the pool
+    strategy = PTDPStrategy(**layout, snapshot_every_n_steps=every)
+    run = Run(steps=STEPS, clip=None)
+    module = (Failing if fails else LitTiny)(run)
+    seen = {"newest": newest_checkpoint(Path(folder) / "runs")}
+    world = int(os.environ["WORLD_SIZE"])
+    trainer = quiet_trainer(
+        Path(folder) / "runs",
+        devices=world,
+        strategy=strategy,
+        max_steps=STEPS,
+        use_distributed_sampler=False,
+    )
+    plain = run.make_loaders(trainer)[0]
+    loader = Resumable(plain.dataset, batch_size=plain.batch_size, sampler=plain.sampler)
+    L.seed_everything(3, verbose=False)
+    try:
+        trainer.fit(module, loader, ckpt_path=start or seen["newest"])
+    except Lost:
+        assert fails
+    weights = strategy.gather_state_dict() if not fails else {}
+    return {**seen, "step": trainer.global_step, "weights": weights}
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "shm"
+    root.mkdir()
+    monkeypatch.setattr(memory_folders, "_ROOT", root)
+    return root
+
+
+def snapshots(shm: Path) -> list[str]:
+    return sorted(path.name for path in shm.glob("*/*/step-*"))
+
+
+@pytest.mark.parametrize("resumed", LAYOUTS)
+@pytest.mark.parametrize("lost", ["d2", "p2v2"])
+def test_restart_continues_from_newest_step_in_any_layout(
+    pool: Pool, shm: Path, tmp_path: Path, lost: str, resumed: str
+) -> None:
+    folder = str(tmp_path)
+    whole = pool.run(fit, world_size=2, args=(folder, LAYOUTS[resumed], False, None))
+    pool.run(fit, world_size=2, args=(folder, LAYOUTS[lost], True, 1))
+    assert snapshots(shm) == [f"step-{LOST_AFTER}"]
+    newest = newest_checkpoint(tmp_path / "runs")
+    assert newest is not None and read_metadata(newest).run["global_step"] == LOST_AFTER
+    results = pool.run(fit, world_size=2, args=(folder, LAYOUTS[resumed], False, 1))
+    assert all(result["newest"] == newest for result in results)
+    assert results[0]["step"] == STEPS
+    exact = lost == resumed
+    for name, value in whole[0]["weights"].items():
+        other = results[0]["weights"][name]
+        assert torch.equal(value, other) if exact else torch.allclose(value, other, atol=1e-5), name
+    assert not [*shm.glob("*/*")]
+    assert not [*(tmp_path / "runs").rglob(LINK)]
+
+
+MEMORY = Path("/proc/self/cwd/shm")  # the same path on every node, another folder on each
+
+
+def fit_on_two_nodes(rank: int, folder: str, fails: bool, start: str | None) -> dict[str, Any]:
+    """Train two replicas, each on a node with a memory of its own."""
+    memory_folders._ROOT = MEMORY
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # the pool has connected them
+    os.environ.update(address, LOCAL_RANK="0", NODE_RANK=str(rank), GROUP_RANK=str(rank))
+    strategy = PTDPStrategy(snapshot_every_n_steps=1)
+    run = Run(steps=STEPS, clip=None)
+    with contextlib.chdir(Path(folder) / f"node{rank}"):
+        trainer = quiet_trainer(
+            Path(folder) / "runs",
+            num_nodes=2,
+            strategy=strategy,
+            max_steps=STEPS,
+            use_distributed_sampler=False,
+        )
+        try:
+            module = (Failing if fails else LitTiny)(run)
+            trainer.fit(module, run.make_loaders(trainer)[0], ckpt_path=start)
+        except Lost:
+            assert fails
+        kept = sorted(path.name for path in MEMORY.glob("*/*/*"))
+    return {"kept": kept, "step": trainer.global_step}
+
+
+def fetch(rank: int, folder: str, given: str) -> str:
+    """Look for the newest snapshot on two nodes with two ranks each."""
+    memory_folders._ROOT = MEMORY
+    with contextlib.chdir(Path(folder) / f"node{rank // 2}"):
+        try:
+            found, _ = fetch_snapshot(Path(given), ranks_per_node=2, limit=timedelta(seconds=30))
+        except CheckpointError as error:
+            return str(error)
+        verify_checkpoint(found)
+        return f"{found.name} {read_full(found)['w'].tolist()}"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    monkeypatch.setattr(memory_folders, "_ROOT", MEMORY)
+    folders = [tmp_path / f"node{number}" for number in range(2)]
+    for folder in folders:
+        (folder / "shm").mkdir(parents=True)
+    return folders
+
+
+def save(path: Path, step: int) -> None:
+    save_checkpoint(
+        path / f"step-{step}",
+        tensors=replicated({"w": torch.full((2,), float(step))}),
+        state={},
+        metadata={},
+    )
+
+
+def test_every_node_keeps_whole_snapshot(pool: Pool, tmp_path: Path, nodes: list[Path]) -> None:
+    results = pool.run(fit_on_two_nodes, world_size=2, args=(str(tmp_path), True, None))
+    assert [result["kept"] for result in results] == [["link", f"step-{LOST_AFTER}"]] * 2
+    shutil.rmtree(nodes[0] / "shm")  # node 0 is replaced
+    (nodes[0] / "shm").mkdir()
+    link = str(tmp_path / "runs" / LINK)
+    results = pool.run(fit_on_two_nodes, world_size=2, args=(str(tmp_path), False, link))
+    assert results == [{"kept": [], "step": STEPS}] * 2
+    assert not os.path.lexists(link)
+
+
+@pytest.mark.parametrize("given", ["link", "snapshot"])
+def test_nodes_without_newest_snapshot_receive_it(
+    pool: Pool, tmp_path: Path, nodes: list[Path], given: str
+) -> None:
+    place = MemoryFolder.new(tmp_path / "runs")
+    for node, step in zip(nodes, (1, 2), strict=True):  # node 0 was lost in step 2
+        with contextlib.chdir(node):
+            place.create()
+            save(place.path, step)
+            place.publish(place.path / f"step-{step}", linked=node == nodes[0])
+    path = str(place.link if given == "link" else place.path / "step-1")
+    assert pool.run(fetch, world_size=4, args=(str(tmp_path), path)) == ["step-2 [2.0, 2.0]"] * 4
+    shutil.rmtree(nodes[0] / "shm")
+    shutil.rmtree(nodes[1] / "shm")
+    (message,) = {*pool.run(fetch, world_size=4, args=(str(tmp_path), path))}
+    assert "are lost, and there is no checkpoint beside it" in message
+    save(tmp_path / "runs", 0)
+    path = str(place.link)
+    assert pool.run(fetch, world_size=4, args=(str(tmp_path), path)) == ["step-0 [0.0, 0.0]"] * 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "shard", "replica_nodes", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "none", 1, "t1 p2 d2 divides the model among nodes"),
+        ({}, "optimizer", 1, "shard='optimizer' divides it among the replicas of all nodes"),
+        ({}, "optimizer", 2, ""),
+        ({"tensor_parallel_size": 2}, "none", 1, ""),
+    ],
+)
+def test_state_that_no_node_holds_is_refused(
+    layout: dict[str, Any], shard: Any, replica_nodes: int, message: str
+) -> None:
+    made = ParallelLayout(world_size=4, **layout)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_nodes(made, shard=shard, num_nodes=2, replica_nodes=replica_nodes)
+
+
+def test_too_little_memory_is_refused_before_launch(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    check_memory(500)
+    strategy = PTDPStrategy(snapshot_every_n_steps=1)
+    run = Run()
+    trainer = quiet_trainer(tmp_path, strategy=strategy, max_steps=1)
+    with pytest.raises(ValueError, match=r"but 0\.0 MB are free"):
+        trainer.fit(LitTiny(Run(eager=True)), run.make_loaders(trainer)[0])
+    assert not [*tmp_path.rglob("step-*")]
+
+
+def test_snapshot_without_link_is_removed_when_its_process_has_ended(
+    shm: Path, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    killed, running, linked = (MemoryFolder.new(runs / str(number)) for number in range(3))
+    for number, place in enumerate((killed, running, linked)):
+        (runs / str(number)).mkdir()
+        place.create()
+    save(linked.path, 1)
+    linked.publish(linked.path / "step-1", linked=True)
+    del killed, linked._lock
+    gc.collect()
+    MemoryFolder.new(runs).create()
+    assert {path.name for path in shm.glob("*/*")} >= {running.path.name, linked.path.name}
+    assert len([*shm.glob("*/*")]) == 3
+
+
+def test_newer_checkpoint_on_disk_is_preferred(shm: Path, tmp_path: Path) -> None:
+    place = MemoryFolder.new(tmp_path)
+    place.create()
+    save(place.path, 1)
+    place.publish(place.path / "step-1", linked=True)
+    assert newest_checkpoint(tmp_path) == place.path / "step-1"
+    save(tmp_path, 2)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-2"
