@@ -1,4 +1,4 @@
-"""Scripts that start ``ptdp fit`` on many devices, for SLURM, torchrun and Kubernetes.
+"""Scripts that start ``ptdp fit`` on many devices: SLURM, torchrun, Kubernetes and SkyPilot.
 
 Shell scripts run in the current folder with the current interpreter.
 """
@@ -18,7 +18,7 @@ import yaml
 from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.cli.command_line import options_on
 
-__all__ = ["LaunchJob", "kubernetes_job", "slurm_script", "torchrun_script"]
+__all__ = ["LaunchJob", "kubernetes_job", "skypilot_task", "slurm_script", "torchrun_script"]
 
 _SAVE_S = 120
 _PORT = 29500
@@ -42,6 +42,7 @@ class LaunchJob:
         rendezvous: host:port of torchrun's rendezvous; None means ``$MASTER_ADDR:$MASTER_PORT``.
         image: Container image; None means that of the runtime.
         runtime: Kubeflow's cluster-wide training runtime.
+        gpu_type: SkyPilot's name of the GPUs, such as "A100".
     """
 
     arguments: tuple[str, ...]
@@ -55,6 +56,7 @@ class LaunchJob:
     rendezvous: str | None = None
     image: str | None = None
     runtime: str = "torch-distributed"
+    gpu_type: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -156,10 +158,7 @@ def kubernetes_job(job: LaunchJob) -> str:
     Raises:
         ValueError: The name has no letter or digit.
     """
-    # a label of the DNS
-    name = re.sub("[^a-z0-9]+", "-", job.name.lower())[:50].strip("-")
-    if not name:
-        raise ValueError(f"job-name={job.name!r} needs a letter or a digit for a TrainJob")
+    name = _label(job.name)
     words = [word for option in options_on(job.arguments) for word in option.words]
     limits = {"cpu": job.cpus_per_task * job.devices}
     trainer: dict[str, Any] = {
@@ -181,6 +180,51 @@ def kubernetes_job(job: LaunchJob) -> str:
         },
     }
     return yaml.safe_dump(manifest, sort_keys=False)
+
+
+def skypilot_task(job: LaunchJob) -> str:
+    """Return a task of SkyPilot as YAML, whose nodes run torchrun in a copy of this folder.
+
+    Raises:
+        ValueError: The type of the GPUs is missing, or the name has no letter or digit.
+    """
+    resources: dict[str, Any] = {"image_id": f"docker:{job.image}"} if job.image else {}
+    if job.gpus and job.gpu_type is None:
+        raise ValueError("SkyPilot needs the type of the GPUs. Add --gpu-type, such as A100")
+    if job.gpus:
+        resources["accelerators"] = {job.gpu_type: job.devices}
+    else:
+        resources["cpus"] = f"{job.cpus_per_task * job.devices}+"
+    options = [
+        '--nnodes="$SKYPILOT_NUM_NODES"',
+        f"--nproc-per-node={job.devices}",
+        '--node-rank="$SKYPILOT_NODE_RANK"',
+        '--master-addr="$(head -n 1 <<< "$SKYPILOT_NODE_IPS")"',
+        f"--master-port={_PORT}",
+    ]
+    return yaml.safe_dump(
+        {
+            "name": _label(job.name),
+            "num_nodes": job.nodes,
+            "workdir": ".",
+            "resources": resources,
+            "envs": {"OMP_NUM_THREADS": str(job.cpus_per_task)},
+            "run": _command(["torchrun", *options], job, ["-m", "lightning_ptdp"]) + "\n",
+        },
+        sort_keys=False,
+    )
+
+
+def _label(name: str) -> str:
+    """Return a name as a label of the DNS.
+
+    Raises:
+        ValueError: It has no letter or digit.
+    """
+    label = re.sub("[^a-z0-9]+", "-", name.lower())[:50].strip("-")
+    if not label:
+        raise ValueError(f"job-name={name!r} needs a letter or a digit with this launcher")
+    return label
 
 
 def _command(launcher: Sequence[str], job: LaunchJob, program: Sequence[str]) -> str:

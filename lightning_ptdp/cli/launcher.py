@@ -22,6 +22,7 @@ from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.launch_scripts import (
     LaunchJob,
     kubernetes_job,
+    skypilot_task,
     slurm_script,
     torchrun_script,
 )
@@ -35,14 +36,22 @@ Write a script that trains on many devices, and start it. All other options are 
 
 slurm: one task per device; the job saves before it is preempted, is requeued and continues (--resume auto).
 torchrun: on every node; after a failure all processes are restarted and continue.
-kubernetes: a TrainJob of Kubeflow Trainer 2; recipes and files must be in the container image."""
+kubernetes: a TrainJob of Kubeflow Trainer 2; recipes and files must be in the container image.
+skypilot: a task for "sky launch FILE" or "sky jobs launch FILE", which restarts it after a preemption."""
 
-_SCRIPTS = {"slurm": slurm_script, "torchrun": torchrun_script, "kubernetes": kubernetes_job}
+_SCRIPTS = {
+    "slurm": slurm_script,
+    "torchrun": torchrun_script,
+    "kubernetes": kubernetes_job,
+    "skypilot": skypilot_task,
+}
 _SUBMITS = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "create", "--filename=-"]}
-_OPTIONS = {
-    "slurm": ("partition", "account", "time", "sbatch"),
-    "torchrun": ("max_restarts", "rdzv_endpoint"),
-    "kubernetes": ("image", "runtime"),
+_OWNERS = {
+    **dict.fromkeys(("partition", "account", "time", "sbatch"), ("slurm",)),
+    **dict.fromkeys(("max_restarts", "rdzv_endpoint"), ("torchrun",)),
+    "image": ("kubernetes", "skypilot"),
+    "runtime": ("kubernetes",),
+    "gpu_type": ("skypilot",),
 }
 _CORES = 8
 _TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|infinite|UNLIMITED")
@@ -119,10 +128,11 @@ def parser(verb: str) -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="address at which nodes connect (default: $MASTER_ADDR:$MASTER_PORT)",
     )
-    kubernetes = options.add_argument_group("kubernetes")
+    kubernetes = options.add_argument_group("kubernetes, skypilot")
     kubernetes.add_argument(
         "--image", metavar="NAME", help="container image with this package (default: the runtime's)"
     )
+    kubernetes.add_argument("--gpu-type", metavar="NAME", help="SkyPilot's GPUs, such as A100")
     kubernetes.add_argument(
         "--runtime",
         default="torch-distributed",
@@ -166,14 +176,17 @@ def run(verb: str, arguments: list[str]) -> int:
 
 
 def _check_launcher(options: argparse.Namespace, known: argparse.ArgumentParser) -> None:
-    """Check that no option of another launcher is given."""
-    for launcher, names in _OPTIONS.items():
-        for name in names if launcher != options.launcher else ():
-            if getattr(options, name) != known.get_default(name):
-                raise UserError(
-                    f"--{name.replace('_', '-')} is an option of --launcher {launcher}. Leave it "
-                    f"out with --launcher {options.launcher}"
-                )
+    """Check that no option of another launcher is given, and that a task goes to a file."""
+    for name, owners in _OWNERS.items():
+        if options.launcher not in owners and getattr(options, name) != known.get_default(name):
+            raise UserError(
+                f"--{name.replace('_', '-')} is an option of --launcher {' and '.join(owners)}. "
+                f"Leave it out with --launcher {options.launcher}"
+            )
+    if options.launcher == "skypilot" and not (options.dry_run or options.output):
+        raise UserError(
+            "--launcher skypilot writes a task. Add --output FILE, then: sky launch FILE"
+        )
 
 
 def _submit(script: str, command: Sequence[str]) -> int:
@@ -226,6 +239,7 @@ def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:
         rendezvous=options.rdzv_endpoint,
         image=options.image,
         runtime=options.runtime,
+        gpu_type=options.gpu_type,
     )
 
 

@@ -174,6 +174,30 @@ def test_kubernetes_job_on_cpus_has_valid_name(ptdp: Run) -> None:
     assert made["spec"]["trainer"]["resourcesPerNode"] == {"limits": {"cpu": 4}}
 
 
+def test_skypilot_task_runs_torchrun_on_every_node(ptdp: Run, tmp_path: Path) -> None:
+    """The schema of SkyPilot is not checked, because its package needs older versions of others."""
+    options = ["--launcher=skypilot", "--nodes=2", "--gpus-per-node=8", "--gpu-type=A100"]
+    code, out, err = ptdp(
+        "fit", "--config=gpt/124m", "--data.source", "my text", *options, "--dry-run"
+    )
+    assert code == 0, err
+    task = yaml.safe_load(out)
+    assert (task["name"], task["num_nodes"]) == ("gpt-124m", 2)
+    assert task["resources"] == {"accelerators": {"A100": 8}}
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    node = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a\nb"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", "-c", task["run"]], env={"PATH": path, **node}, capture_output=True, text=True
+    )
+    assert ran.stdout.splitlines() == [
+        *("--nnodes=2", "--nproc-per-node=8", "--node-rank=1", "--master-addr=a"),
+        *("--master-port=29500", "-m", "lightning_ptdp", "fit", "--config=gpt/124m"),
+        *("--data.source", "my text", "--resume=auto"),
+    ]
+
+
 def test_script_uses_trainer_sizes_and_keeps_other_strategy(
     ptdp: Run,
 ) -> None:
@@ -218,7 +242,7 @@ def test_script_uses_trainer_sizes_and_keeps_other_strategy(
         (["--config=gpt/nani"], "did you mean 'gpt/nano'?"),
         (
             ["--config=gpt/nano", "--image=our/image:1"],
-            "--image is an option of --launcher kubernetes. Leave it out with --launcher torchrun",
+            "--image is an option of --launcher kubernetes and skypilot. Leave it out with",
         ),
         (["--config=gpt/nano", "--sbatch=--qos=high"], "--sbatch is an option of --launcher slurm"),
         (
@@ -229,6 +253,8 @@ def test_script_uses_trainer_sizes_and_keeps_other_strategy(
             ["--config=gpt/nano", "--launcher=kubernetes", "--job-name=?!"],
             "job-name='?!' needs a letter or a digit",
         ),
+        (["--config=gpt/124m", "--launcher=skypilot", "--dry-run"], "Add --gpu-type, such as A100"),
+        (["--config=gpt/nano", "--launcher=skypilot"], "Add --output FILE, then: sky launch FILE"),
         ([], "Use --config"),
     ],
 )
