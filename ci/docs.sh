@@ -9,6 +9,13 @@ grep -q "PTDPStrategy" build/docs/api/index.html
 python -m build --outdir "$scratch" . > /dev/null
 twine check --strict "$scratch"/*
 
+# The files that the Dockerfile copies are enough to install the package.
+mkdir "$scratch/image"
+sed -n 's/^COPY //p' Dockerfile | while read -r copied; do
+    (set -- $copied; target="${*: -1}"; cp -r "${@:1:$#-1}" "$scratch/image/$target")
+done
+python -m build --wheel --outdir "$scratch/image/dist" "$scratch/image" > /dev/null
+
 # The wheel carries the package, its types and the recipes: installed elsewhere, above the dependencies that are here, and used from there.
 python -m venv "$scratch/elsewhere"
 ptdp="$scratch/elsewhere/bin/ptdp"
