@@ -111,7 +111,7 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
     read = [cli.values.get(name) for name in ("model", "data", "init_from")]
     for callback in cli.trainer.callbacks:
         if isinstance(callback, ExportHuggingFace):
-            callback.check([*read, ckpt_path])
+            callback.check(cli.trainer, [*read, ckpt_path])
 
 
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
