@@ -99,13 +99,14 @@ class HarnessModel(HFLM):
         config = getattr(language_model(module), "config", None)
         if not isinstance(config, PretrainedConfig):
             config = PretrainedConfig()
-        super().__init__(
-            SimpleNamespace(device=torch.device("cpu"), config=config),
-            backend="causal",
-            tokenizer=tokenizer.of_transformers,
-            max_length=longest_sequence(module),
-            batch_size=batch_size,
-        )
+        with quiet("lm_eval"):  # it warns that the model is not loaded by itself
+            super().__init__(
+                SimpleNamespace(device=torch.device("cpu"), config=config),
+                backend="causal",
+                tokenizer=tokenizer.of_transformers,
+                max_length=longest_sequence(module),
+                batch_size=batch_size,
+            )
         self._ask, self._info = ask, info
 
     def get_model_info(self) -> dict[str, object]:
