@@ -16,8 +16,7 @@ class LayoutSummary(Callback):
     """Callback that prints the strategy's layout once, on global rank 0.
 
     The run keeps the layout as tags, as ``layout.txt`` and, below the name of the experiment, as
-    description. Strategies without a ``summary()`` are
-    ignored.
+    description. Strategies without a ``summary()`` are ignored.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -67,7 +67,7 @@ def run(verb: str, arguments: list[str]) -> int:
 
     from lightning_ptdp.base.requirements import check_installed
 
-    check_installed("lm-eval", "transformers")
+    check_installed("lm-eval", "accelerate", "transformers")
 
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
