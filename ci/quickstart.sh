@@ -14,10 +14,10 @@ import sqlite3
 
 rows = sqlite3.connect("runs/mlflow.db").execute("select key, value from metrics order by timestamp").fetchall()
 last = dict(rows)
-for name in ("train_loss", "train_perplexity", "val_perplexity", "grad_norm", "tokens_per_s", "model_tflops_per_s", "learning_rate"):
+for name in ("train/loss", "train/perplexity", "val/perplexity", "train/grad_norm", "system/tokens_per_s", "system/model_tflops_per_s", "train/learning_rate"):
     assert name in last, f"{name} was not logged"
 limit = 8192 / 20
-assert last["val_perplexity"] < limit, f"validation perplexity {last['val_perplexity']:.0f} is not below {limit:.0f}"
+assert last["val/perplexity"] < limit, f"validation perplexity {last['val/perplexity']:.0f} is not below {limit:.0f}"
 assert list(pathlib.Path("runs").glob("gpt-nano/*/checkpoints/last.ckpt/metadata.json")), "no checkpoint"
-print(f"quick start: validation perplexity {last['val_perplexity']:.0f} (limit {limit:.0f})")
+print(f"quick start: validation perplexity {last['val/perplexity']:.0f} (limit {limit:.0f})")
 PY

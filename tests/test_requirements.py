@@ -53,7 +53,7 @@ def declared_ranges() -> dict[str, dict[str, str]]:
 
 def test_extras_declare_same_version_range() -> None:
     ranges = declared_ranges()
-    assert set(ranges["transformers"]) == {"hf", "test"}
+    assert set(ranges["transformers"]) == {"eval", "hf", "test"}
     assert {name: found for name, found in ranges.items() if len(set(found.values())) > 1} == {}
 
 

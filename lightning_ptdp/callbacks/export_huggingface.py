@@ -10,10 +10,12 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.checkpoint import files
+from lightning_ptdp.loggers import MLFlowLogger
+from lightning_ptdp.loggers.model_registry import log_folder
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
 __all__ = ["ExportHuggingFace"]
@@ -44,6 +46,8 @@ class ExportHuggingFace(pl.Callback):
         shard_bytes: Largest number of tensor bytes in one file.
         prefix: Attribute of the model to export, with a trailing dot, if the module holds several
             Hugging Face models.
+        log_model: Also copy each export to the artifacts of the run of every ``MLFlowLogger``, as a
+            model that ``mlflow.transformers.load_model`` loads.
 
     Raises:
         CheckpointError: (when fit begins, or when it is written) The model or the folder cannot be
@@ -60,6 +64,7 @@ class ExportHuggingFace(pl.Callback):
         dtype: Dtype | None = None,
         shard_bytes: Size = 5_000_000_000,
         prefix: str | None = None,
+        log_model: bool = False,
     ) -> None:
         arguments = {"when": when, "dtype": dtype, "shard_bytes": shard_bytes}
         check_arguments(ExportHuggingFace.__init__, arguments)
@@ -71,19 +76,25 @@ class ExportHuggingFace(pl.Callback):
             "shard_bytes": shard_bytes,
             "prefix": prefix,
         }
-        self._last, self._is_due = -1, False
+        self._last, self._is_due, self._log_model = -1, False, log_model
 
-    def check(self, read: Iterable[object]) -> None:
-        """Check the folder against the files that the run reads.
+    def check(self, trainer: pl.Trainer, read: Iterable[object]) -> None:
+        """Check the loggers, and the folder against the files that the run reads.
 
         Args:
+            trainer: The Trainer of the run.
             read: Values of the run's options. Those that are paths, alone or in lists and mappings,
                 are read.
 
         Raises:
-            ValueError: The folder cannot be made, or the export would change a file or folder that
-                the run reads.
+            ValueError: The folder cannot be made, the export would change a file or folder that the
+                run reads, or there is no logger that could log the model.
         """
+        if self._log_model and not _mlflow_loggers(trainer):
+            raise ValueError(
+                "log_model=True needs an MLFlowLogger of lightning_ptdp.loggers. Add it to the "
+                "Trainer, or leave log_model out"
+            )
         folder = Path(os.path.abspath(self._folder))
         check_writable_folder(folder.parent, f"export folder {self._folder}")
         files.check_apart(self._folder, files.existing_paths(list(read)), what="export folder")
@@ -91,7 +102,8 @@ class ExportHuggingFace(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse an export that could not be written at the end."""
         data: Any = getattr(trainer, "datamodule", None)
-        self.check([dict(pl_module.hparams), dict(getattr(data, "hparams", {})), trainer.ckpt_path])
+        read = [dict(pl_module.hparams), dict(getattr(data, "hparams", {})), trainer.ckpt_path]
+        self.check(trainer, read)
         if not hasattr(trainer.strategy, "export_huggingface"):
             raise ValueError(
                 'ExportHuggingFace needs Trainer(strategy="ptdp"), not '
@@ -134,3 +146,19 @@ class ExportHuggingFace(pl.Callback):
         if not check_only:
             self._last, self._is_due = trainer.global_step, False
             rank_zero_info(f"exported:    {os.path.abspath(folder)}")
+            if self._log_model and trainer.is_global_zero:
+                for logger in _mlflow_loggers(trainer):
+                    _log(logger, folder)
+
+
+def _mlflow_loggers(trainer: pl.Trainer) -> list[MLFlowLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
+
+
+def _log(logger: MLFlowLogger, folder: Path) -> None:
+    """Log the export; a failure is a warning, because the folder remains."""
+    try:
+        call = log_folder(folder, tracking_uri=logger.tracking_uri, run_id=logger.run_id)
+        rank_zero_info(f"logged:      {call}")
+    except Exception as error:
+        rank_zero_warn(f"{folder} could not be logged to MLflow: {error}")

@@ -15,8 +15,8 @@ __all__ = ["LayoutSummary", "LogDatasets"]
 class LayoutSummary(Callback):
     """Callback that prints the strategy's layout once, on global rank 0.
 
-    The run keeps the layout as tags and as ``layout.txt``. Strategies without a ``summary()`` are
-    ignored.
+    The run keeps the layout as tags, as ``layout.txt`` and, below the name of the experiment, as
+    description. Strategies without a ``summary()`` are ignored.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -32,6 +32,8 @@ class LayoutSummary(Callback):
         for logger in trainer.loggers:
             store_tags(logger, _tags(summary))
             store_text(logger, f"{text}\n", "layout.txt")
+            if isinstance(logger, MLFlowLogger):
+                logger.log_description(f"{logger.name}\n\n```text\n{text}\n```")
 
 
 class LogDatasets(Callback):

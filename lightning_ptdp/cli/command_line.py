@@ -23,6 +23,7 @@ __all__ = [
     "DTYPES",
     "Option",
     "add_dtype_argument",
+    "check_output",
     "check_picture",
     "dtype_of",
     "held_back",
@@ -91,10 +92,26 @@ def dtype_of(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-# ---- Checks of picture files before the command line draws them ----------------------------------
+# ---- Checks of files before the command line writes them -----------------------------------------
 
 
 _PICTURES = (".png", ".pdf", ".svg")
+
+
+def check_output(path: str | None) -> None:
+    """Check that the file of ``--output`` can be written.
+
+    Raises:
+        UserError: It is a folder.
+        ValueError: Its folder cannot be made or is not writable.
+    """
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise UserError(f"--output {path} is a folder. Give a file in it")
+    from lightning_ptdp.loggers.tracking_store import check_writable_folder
+
+    check_writable_folder(Path(path).absolute().parent, f"--output {path}")
 
 
 def check_picture(option: str, path: str | Path | None) -> None:

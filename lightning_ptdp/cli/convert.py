@@ -42,17 +42,22 @@ def run(verb: str, arguments: list[str]) -> int:
         )
     name, store = args.pop("register"), args.pop("tracking_uri")
     registry = _registry(name, args["source"], store) if name is not None else None
+    repository = args.pop("push_to_hub")
     from lightning_ptdp.exchange import convert, kind_of_result, verify_export
 
-    if verify or registry:
+    if verify or registry or repository:
         result = kind_of_result(
             **{key: args[key] for key in ("source", "destination", "to", "merge")}
         )
         if result != "huggingface":
             raise UserError(
-                "--verify and --register need a Hugging Face folder, but "
+                "--verify, --register and --push_to_hub need a Hugging Face folder, but "
                 f"{args['destination']} would be of the kind {result!r}"
             )
+    if repository is not None:
+        from lightning_ptdp.cli.hub import make_repository, push_folder
+
+        client = make_repository(repository)
     kind = convert(**args | {"dtype": dtype_of(args["dtype"])}, shard_bytes=shard_bytes)
     print(f"written: {args['destination']} ({kind})")
     if verify:
@@ -61,10 +66,10 @@ def run(verb: str, arguments: list[str]) -> int:
         )
         print(f"verified: {report}")
     if registry is not None:
-        from lightning_ptdp.loggers.model_registry import register_model
+        from lightning_ptdp.loggers.model_registry import log_folder
 
         uri, run_id = registry
-        call = register_model(
+        call = log_folder(
             args["destination"],
             name=name,
             tracking_uri=uri,
@@ -72,6 +77,9 @@ def run(verb: str, arguments: list[str]) -> int:
             version_of=args["source"],
         )
         print(f"registered: {call}, store {uri}")
+    if repository is not None:
+        push_folder(client, repository, args["destination"], source=args["source"])
+        print(f"uploaded: {repository}")
     return 0
 
 
@@ -140,6 +148,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--tracking_uri", help="MLflow store of --register (default: that of the checkpoint's run)"
+    )
+    parser.add_argument(
+        "--push_to_hub",
+        "--push-to-hub",
+        metavar="REPOSITORY",
+        help="to Hugging Face: upload it to this repository of the Hugging Face Hub (user/model), "
+        "which is made as a private one if it does not exist",
     )
     parser.add_argument(
         "--shard_size",

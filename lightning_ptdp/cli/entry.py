@@ -49,6 +49,10 @@ VERBS = {
         "continue a text with a checkpoint or a Hugging Face model, in any layout",
     ),
     "chat": (_WRITE, "talk to an instruction model: ptdp chat --checkpoint FOLDER [-t 2 -p 2]"),
+    "evaluate": (
+        "lightning_ptdp.cli.evaluate",
+        "run tasks of lm-evaluation-harness with a checkpoint or a Hugging Face model, in any layout",
+    ),
     "convert": (
         "lightning_ptdp.cli.convert",
         "convert to and from Hugging Face folders, state dicts and Lightning's single file",

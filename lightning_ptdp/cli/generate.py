@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.generation import Sampling
 
-__all__ = ["SampleOptions", "ServingOptions", "run"]
+__all__ = ["SHORT_OPTIONS", "SampleOptions", "ServingOptions", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class SampleOptions(Sampling):
     prompt: str = "def "
 
 
-_SHORT = {"-t": "--tensor_parallel_size", "-p": "--pipeline_parallel_size"}
+SHORT_OPTIONS = {"-t": "--tensor_parallel_size", "-p": "--pipeline_parallel_size"}
 _DESCRIPTIONS = {
     "generate": "Continue a text with a trained checkpoint or a Hugging Face model, on one "
     "process or split over several (-t 2 -p 2).",
@@ -73,7 +73,9 @@ def run(verb: str, arguments: list[str]) -> int:
     if chats:
         parser.add_argument("--system", type=str, help="system prompt")
     parser.add_class_arguments(Sampling if chats else SampleOptions, as_group=False)
-    args = vars(parser.parse_args([_SHORT.get(argument, argument) for argument in arguments]))
+    args = vars(
+        parser.parse_args([SHORT_OPTIONS.get(argument, argument) for argument in arguments])
+    )
     options = ServingOptions(
         **{field.name: args.pop(field.name) for field in fields(ServingOptions)}
     )

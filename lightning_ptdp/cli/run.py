@@ -29,7 +29,7 @@ from lightning_ptdp.callbacks import (
 )
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.cli.child_processes import ending_workers
-from lightning_ptdp.cli.command_line import held_back, options_on
+from lightning_ptdp.cli.command_line import check_output, held_back, options_on
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.resume import Found, experiment_of, find_newest, was_requeued
@@ -41,7 +41,6 @@ from lightning_ptdp.cli.run_checks import (
 )
 from lightning_ptdp.generation import Sampling
 from lightning_ptdp.loggers import MLFlowLogger
-from lightning_ptdp.loggers.tracking_store import check_writable_folder
 from lightning_ptdp.shims.lightning import load_only_named_checkpoints
 from lightning_ptdp.world.launched import launched_processes
 
@@ -112,7 +111,7 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
     read = [cli.values.get(name) for name in ("model", "data", "init_from")]
     for callback in cli.trainer.callbacks:
         if isinstance(callback, ExportHuggingFace):
-            callback.check([*read, ckpt_path])
+            callback.check(cli.trainer, [*read, ckpt_path])
 
 
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
@@ -185,10 +184,8 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
 
 def _predict(cli: PTDPCLI, ckpt_path: str | None) -> None:
     output: str | None = cli.config.output
+    check_output(output)
     if output is not None:
-        if Path(output).is_dir():
-            raise UserError(f"--output {output} is a folder. Give a file in it")
-        check_writable_folder(Path(output).absolute().parent, f"--output {output}")
         read = [dict(getattr(cli.datamodule, "hparams", {})), ckpt_path]
         files.check_apart(output, files.existing_paths(read), what="--output")
     cli.trainer.callbacks.append(PredictionWriter(output))

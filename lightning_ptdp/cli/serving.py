@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TextIO, TypeAlias, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -38,10 +38,11 @@ from lightning_ptdp.generation.tokenizer_text import Message, TextTokenizer
 from lightning_ptdp.models import LitCausalLM, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 
-__all__ = ["Chat", "Continuation", "module_of", "serve"]
+__all__ = ["Chat", "Continuation", "module_of", "next_of_rank_zero", "serve"]
 
 _END = None
 """Marks the end of the questions in the queue."""
+_T = TypeVar("_T")
 _Lines: TypeAlias = "queue.SimpleQueue[str | None]"
 _HEARTBEAT_S = 20.0
 """Longest time between two messages to the other ranks.
@@ -295,20 +296,25 @@ def _stopper(lines: _Lines) -> Callable[[int, object], None]:
 
 
 def _next(trainer: Trainer, lines: _Lines) -> str | None:
-    """Return the next question on all ranks, or None at the end of the input.
-
-    Collective: all ranks call it at the same time. Rank 0 sends messages while it waits for input,
-    so that the other ranks do not treat it as lost.
-    """
+    """Return the next question on all ranks, or None at the end of the input; collective."""
     if trainer.is_global_zero and sys.stdin is not None and sys.stdin.isatty():
         print("> ", end="", flush=True)
+    return next_of_rank_zero(trainer, lines)
+
+
+def next_of_rank_zero(trainer: Trainer, items: queue.SimpleQueue[_T]) -> _T:
+    """Return the next item of rank 0's queue on all ranks; collective.
+
+    Rank 0 sends messages while it waits, so that the other ranks do not treat it as lost.
+    """
     while True:
-        arrived, question = True, None
+        arrived, item = True, None
         if trainer.is_global_zero:
             try:
-                question = lines.get(timeout=_HEARTBEAT_S)
+                item = items.get(timeout=_HEARTBEAT_S)
             except queue.Empty:
                 arrived = False
-        arrived, question = trainer.strategy.broadcast((arrived, question))
+        arrived, item = trainer.strategy.broadcast((arrived, item))
         if arrived:
-            return question
+            result: Any = item
+            return result

@@ -1,6 +1,6 @@
-"""One forward of the whole model for the next tokens, outside of the user's steps.
+"""One forward of the whole model outside of the user's steps, for next tokens or scores.
 
-It runs through all stages, and all ranks receive the tokens.
+It runs through all stages, and all ranks receive the result.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ class Decoding:
     """A forward; the pipeline runtime calls it in the order of the schedule.
 
     Attributes:
-        call: Runs the model as a stage; on the last stage it returns the logits (b, V).
-        choose: Maps whole logits to the tokens (b) int64.
+        call: Runs the model as a stage; on the last stage it returns the logits (b, V), or scores.
+        choose: Maps the whole output of ``call`` to the result, such as tokens (b) int64.
         key: Forwards with the same key have hidden states of the same shape.
         context: Context around the model.
+        dtype: Type of the result.
     """
 
     call: Callable[[int], Tensor]
     choose: Callable[[Tensor], Tensor]
     key: Hashable
     context: Callable[[], Context]
+    dtype: torch.dtype = torch.int64
     _tokens: Tensor | None = field(default=None, init=False)
 
     def run(
@@ -47,7 +49,7 @@ class Decoding:
         mesh: ProcessMesh,
         device: torch.device,
     ) -> Tensor:
-        """Return the tokens, the same on all ranks of a replica.
+        """Return the result, a vector of ``rows`` values, the same on all ranks of a replica.
 
         The call is collective over the replica, or over the world if replicas share experts. The
         forward has no surroundings: it draws no random numbers, and every rank of a context group
@@ -60,7 +62,7 @@ class Decoding:
             mesh.layout.last_stage_rank,
         )
         tokens = (
-            torch.empty(rows, dtype=torch.int64, device=device)
+            torch.empty(rows, dtype=self.dtype, device=device)
             if self._tokens is None
             else self._tokens
         )

@@ -236,13 +236,14 @@ class Engine:
         *,
         rows: int,
         key: Hashable,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """Return the next token of each row, (b) int64, on all ranks of a replica.
+        """Return the result of one forward, a vector of ``rows`` values, on all ranks of a replica.
 
         See ``Decoding``.
         """
         self.gradients.parameters_needed()
-        decoding = Decoding(call=call, choose=choose, key=key, context=context)
+        decoding = Decoding(call=call, choose=choose, key=key, context=context, dtype=dtype)
         # Compiled code would be compiled again for every length.
         eager = (
             contextlib.nullcontext()

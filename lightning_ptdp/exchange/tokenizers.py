@@ -15,7 +15,7 @@ from lightning_ptdp.checkpoint import reading
 if TYPE_CHECKING:  # imported lazily
     from lightning_ptdp.data import Tokenizer
 
-__all__ = ["tokenizer_files", "tokenizer_folder", "tokenizer_of"]
+__all__ = ["converted_tokenizer", "tokenizer_files", "tokenizer_folder", "tokenizer_of"]
 
 _TOKENIZER = (
     "tokenizer*",
@@ -79,7 +79,6 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
         return {}
     from lightning_ptdp.data.data_error import TokenizerError
     from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
-    from lightning_ptdp.data.word_boundaries import CLS, MASK, SEP
 
     try:
         tokenizer = load_tokenizer(folder)
@@ -87,6 +86,13 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
         return {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return {name: content for name, content in tokenizer.files.items() if name != "config.json"}
+    return converted_tokenizer(tokenizer)
+
+
+def converted_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return files by name from which transformers reads a tokenizer of this package."""
+    from lightning_ptdp.data.word_boundaries import CLS, MASK, SEP
+
     document, settings, inputs = (
         _document(tokenizer),
         dict[str, Json](_SETTINGS),

@@ -1,7 +1,7 @@
 """Text generation with a language model in any layout.
 
 ``generate`` takes prompts as token ids and returns the tokens that follow them; ``Sampling`` holds
-its options.
+its options. ``scoring.score`` returns log-likelihoods of given tokens.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -6,7 +6,9 @@ The tokenizer is that of the model's training data, ours or Hugging Face's.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -15,7 +17,7 @@ from lightning_ptdp.base.untrusted import hub_blobs, read_json
 from lightning_ptdp.data import Tokenizer
 from lightning_ptdp.data.chat_format import LIMIT_S, read_template
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
-from lightning_ptdp.exchange.tokenizers import tokenizer_folder
+from lightning_ptdp.exchange.tokenizers import converted_tokenizer, tokenizer_folder
 from lightning_ptdp.models.pretrained_folder import local_folder
 
 __all__ = ["Message", "TextTokenizer", "find_tokenizer"]
@@ -29,9 +31,13 @@ class TextTokenizer(Protocol):
 
     Attributes:
         eos_ids: Ids that end a text.
+        of_transformers: The tokenizer object of transformers, as an export contains it.
     """
 
     eos_ids: frozenset[int]
+
+    @property
+    def of_transformers(self) -> Any: ...
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text to continue; at least one.
@@ -97,6 +103,13 @@ class _Own:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self.eos_ids = tokenizer, frozenset([tokenizer.eos_id])
 
+    @cached_property
+    def of_transformers(self) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in converted_tokenizer(self._tokenizer).items():
+                Path(folder, name).write_bytes(content)
+            return HuggingFaceTokenizer(folder).of_transformers
+
     def encode(self, text: str) -> list[int]:
         # A document begins after the end token of the previous one.
         return self._tokenizer.encode(text) or [self._tokenizer.eos_id]
@@ -116,18 +129,18 @@ class _Own:
 
 class _HuggingFace:
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None) -> None:
-        self._folder, self._tokenizer = tokenizer.folder, tokenizer.of_transformers
+        self._folder, self.of_transformers = tokenizer.folder, tokenizer.of_transformers
         if template is not None:
-            self._tokenizer.chat_template = read_template(template)
-        eos_ids = [*_ends(self._folder), self._tokenizer.eos_token_id]
+            self.of_transformers.chat_template = read_template(template)
+        eos_ids = [*_ends(self._folder), self.of_transformers.eos_token_id]
         self.eos_ids = frozenset(index for index in eos_ids if index is not None)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
+        ids: list[int] = self.of_transformers(text, verbose=False)["input_ids"]
         while len(ids) > 1 and ids[-1] in self.eos_ids:
             ids.pop()  # the tokenizer may end every text
         if not ids:
-            candidates = [self._tokenizer.bos_token_id, *sorted(self.eos_ids)]
+            candidates = [self.of_transformers.bos_token_id, *sorted(self.eos_ids)]
             ids = [index for index in candidates if index is not None][:1]
         if not ids:
             raise ValueError(
@@ -137,24 +150,26 @@ class _HuggingFace:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self.of_transformers.decode(list(ids), skip_special_tokens=True))
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        if not self._tokenizer.chat_template:
+        if not self.of_transformers.chat_template:
             raise ValueError(
                 f"the tokenizer in {self._folder} has no chat template. Use ptdp generate, "
                 "which continues a text"
             )
         try:
             with time_limit(LIMIT_S):
-                text = self._tokenizer.apply_chat_template(
+                text = self.of_transformers.apply_chat_template(
                     list(messages), add_generation_prompt=True, tokenize=False
                 )
         except Exception as error:  # jinja errors of a template that refuses a role or an order
             raise ValueError(
                 f"the chat template in {self._folder} does not support this conversation: {error}"
             ) from error
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids: list[int] = self.of_transformers(text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
         return ids
 
 

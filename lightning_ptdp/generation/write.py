@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,16 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.generation.decoders import Call, decoder_of, language_model
 from lightning_ptdp.generation.generation_options import Sampling
 
-__all__ = ["choose", "draw_numbers", "generate"]
+__all__ = ["RunningModel", "check_ids", "choose", "draw_numbers", "generate", "running"]
 
 
 _DEFAULT = Sampling()
 
 Forward = Callable[..., Tensor]
+
+
+def _never(new: Sequence[int]) -> bool:
+    return False
 
 
 @torch.no_grad()
@@ -29,6 +34,7 @@ def generate(
     sampling: Sampling = _DEFAULT,
     *,
     eos_ids: Collection[int] = (),
+    ends: Callable[[Sequence[int]], bool] = _never,
 ) -> list[list[int]]:
     """Return the tokens that follow each prompt.
 
@@ -50,6 +56,8 @@ def generate(
         sampling: Options of the choice of tokens. ``temperature=0`` gives the result of
             ``transformers`` with ``do_sample=False``.
         eos_ids: Tokens that end a text; the ending token is returned too.
+        ends: Returns True if a text ends after these new tokens. All ranks must give the same
+            function.
 
     Raises:
         ValueError: A prompt is empty, the module cannot generate text, or the module is split and
@@ -60,46 +68,71 @@ def generate(
         raise ValueError("a prompt has no token. Begin it with the tokenizer's start token")
     if not rows or not sampling.max_new_tokens:
         return [[] for _ in rows]
+    with running(module) as run:
+        return _write(module, rows, sampling, run, lambda new: new[-1] in eos_ids or ends(new))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningModel:
+    """The way in which a module's forwards are run.
+
+    Attributes:
+        forward: Runs a forward through all stages and returns its result on all ranks, as
+            ``strategy.decode`` does.
+        device: Device of the inputs.
+        multiple: Divisor that sequence lengths must have.
+    """
+
+    forward: Forward
+    device: torch.device
+    multiple: int = 1
+
+
+@contextlib.contextmanager
+def running(module: nn.Module) -> Iterator[RunningModel]:
+    """Set the module to evaluation mode and return the way to run it; restore its modes afterwards.
+
+    Raises:
+        ValueError: The module is split and therefore needs a run of the Trainer.
+    """
     strategy: Any = _running_strategy(module)
-    with _evaluating(module):
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
         if strategy is None:
             device = next(
                 (parameter.device for parameter in module.parameters()), torch.device("cpu")
             )
-            return _write(module, rows, sampling, eos_ids, _alone, device, multiple=1)
-        layout = strategy.layout
-        multiple = layout.size("tensor") if layout.sequence_parallel else 1
-        return _write(
-            module,
-            rows,
-            sampling,
-            eos_ids,
-            strategy.decode,
-            strategy.root_device,
-            multiple=multiple,
-        )
+            yield RunningModel(forward=_alone, device=device)
+        else:
+            layout = strategy.layout
+            yield RunningModel(
+                forward=strategy.decode,
+                device=strategy.root_device,
+                multiple=layout.size("tensor") if layout.sequence_parallel else 1,
+            )
+    finally:
+        for child, training in modes:
+            child.training = training
 
 
 def _write(
     module: nn.Module,
     prompts: Sequence[list[int]],
     sampling: Sampling,
-    eos_ids: Collection[int],
-    forward: Forward,
-    device: torch.device,
-    *,
-    multiple: int,
+    run: RunningModel,
+    is_end: Callable[[Sequence[int]], bool],
 ) -> list[list[int]]:
-    _check_ids(module, prompts)
+    check_ids(module, prompts)
     decoder, rows = (
-        decoder_of(module, sequence_multiple=multiple),
+        decoder_of(module, sequence_multiple=run.multiple),
         [list(prompt) for prompt in prompts],
     )
-    draws_bn = draw_numbers(sampling, len(rows)).to(device, non_blocking=True)
+    draws_bn = draw_numbers(sampling, len(rows)).to(run.device, non_blocking=True)
     lengths: list[int | None] = [None] * len(rows)
     for step in range(sampling.max_new_tokens):
-        call, key = decoder.step(rows, device)
-        tokens = forward(
+        call, key = decoder.step(rows, run.device)
+        tokens = run.forward(
             call,
             partial(choose, draws_b=draws_bn[:, step], sampling=sampling),
             rows=len(rows),
@@ -107,7 +140,7 @@ def _write(
         )
         for row, (tokens_of_row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             tokens_of_row.append(token)
-            if token in eos_ids and lengths[row] is None:
+            if lengths[row] is None and is_end(tokens_of_row[len(prompts[row]) :]):
                 lengths[row] = step + 1
         if None not in lengths:
             break
@@ -117,7 +150,12 @@ def _write(
     ]
 
 
-def _check_ids(module: nn.Module, prompts: Sequence[list[int]]) -> None:
+def check_ids(module: nn.Module, prompts: Sequence[Sequence[int]]) -> None:
+    """Check that the model in ``module`` has all tokens.
+
+    Raises:
+        ValueError: A token is beyond its vocabulary.
+    """
     config: Any = getattr(language_model(module), "config", None)
     size = getattr(config, "vocabulary_size", None) or getattr(config, "vocab_size", None)
     largest = max(map(max, prompts))
@@ -139,18 +177,6 @@ def _running_strategy(module: nn.Module) -> object:
     except RuntimeError:  # no Trainer is attached to the LightningModule
         return None
     return strategy if hasattr(strategy, "decodes") and strategy.decodes() else None
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set all modules to evaluation mode inside, and restore their modes afterwards."""
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child, training in modes:
-            child.training = training
 
 
 # ---- Choice of the next token --------------------------------------------------------------------

@@ -43,7 +43,12 @@ from lightning_ptdp.loggers.connection import (
     is_unanswered,
     start_monitor,
 )
-from lightning_ptdp.loggers.mlflow_names import allowed_name, as_input, new_parameters
+from lightning_ptdp.loggers.mlflow_names import (
+    allowed_name,
+    as_input,
+    grouped_name,
+    new_parameters,
+)
 from lightning_ptdp.loggers.tracking_store import (
     SilentServerError,
     check_store,
@@ -54,12 +59,16 @@ from lightning_ptdp.loggers.tracking_store import (
 __all__ = ["MLFlowLogger"]
 
 _PARAMS_PER_BATCH = 100
+_DESCRIPTION = "mlflow.note.content"
 # Lightning's exception has two namespaces; Terminated is the command line's.
 _TOLD_TO_END = ("KeyboardInterrupt", "SIGTERMException", "Terminated")
 
 
 class MLFlowLogger(Logger):
     """Logger for MLflow, by default with an SQLite file in ``save_dir``.
+
+    Metrics are grouped by prefix: ``train_loss`` is ``train/loss`` in the store, ``val_loss`` is
+    ``val/loss``, and speed is below ``system/``.
 
     A background thread writes metrics, texts and tags, and training does not wait for the store.
     All of them are written by the end of ``finalize``. A run is FINISHED if training ends well,
@@ -78,7 +87,7 @@ class MLFlowLogger(Logger):
         save_dir: Folder of the database, the artifacts and the checkpoints.
         tracking_uri: Store or server; None: ``sqlite:///<save_dir>/mlflow.db``.
         tags: Tags of the run.
-        prefix: Prefix of every metric name, joined by "-".
+        prefix: Prefix of every metric name, joined by "-", before the group.
         artifact_location: Folder or address of artifacts; None: ``<save_dir>/artifacts`` for the
             default store, else the server's choice.
         run_id: Run to resume: metrics are appended, and only parameters that it does not have yet
@@ -208,7 +217,7 @@ class MLFlowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Queue metrics; returns at once."""
+        """Queue metrics under their grouped names (``train/loss``); returns at once."""
         from mlflow.entities import Metric
 
         writer = self._open().writer
@@ -219,7 +228,8 @@ class MLFlowLogger(Logger):
                 if value == self._epoch:
                     continue
                 self._epoch = value
-            writer.put(Metric(allowed_name(f"{prefix}{name}"), float(value), now_ms, step or 0))
+            key = allowed_name(f"{prefix}{grouped_name(name)}")
+            writer.put(Metric(key, float(value), now_ms, step or 0))
 
     @rank_zero_only
     def log_hyperparams(
@@ -240,6 +250,11 @@ class MLFlowLogger(Logger):
         """Set tags on the run; unlike parameters they may change."""
         values = {key: str(value) for key, value in tags.items()}
         self._later(lambda client, run: [client.set_tag(run, *tag) for tag in values.items()])
+
+    def log_description(self, text: str) -> None:
+        """Set the text that MLflow's page of the run begins with, unless ``tags`` has one."""
+        if _DESCRIPTION not in self._options.tags:
+            self.log_tags({_DESCRIPTION: text})
 
     def log_text(self, text: str, artifact_file: str) -> None:
         """Store ``text`` as an artifact of the run."""

@@ -14,7 +14,7 @@ from lightning_ptdp.base.data_record import DatasetRecord
 if TYPE_CHECKING:  # imported when used
     from mlflow.entities import DatasetInput, Param
 
-__all__ = ["allowed_name", "as_input", "flat_parameters", "new_parameters"]
+__all__ = ["allowed_name", "as_input", "flat_parameters", "grouped_name", "new_parameters"]
 
 _VALUE_LIMIT = 500
 _MAX_LISTED = 5
@@ -24,6 +24,25 @@ _DIGEST = 8  # characters, as in MLflow's own digests: its list of runs shows th
 def allowed_name(name: str) -> str:
     """Return ``name`` in the characters that MLflow accepts."""
     return re.sub(r"[^\w./: -]+", "_", name)
+
+
+_SPLITS = ("train", "val", "test")
+_OF_TRAINING = ("learning_rate", "grad_norm", "expert_load", "dead_experts", "router_entropy")
+_OF_SYSTEM = ("samples_per_s", "tokens_per_s", "model_tflops_per_s", "mfu", "goodput")
+
+
+def grouped_name(name: str) -> str:
+    """Return a metric's name in MLflow, whose pages show metrics in groups by prefix.
+
+    ``train_loss`` becomes ``train/loss``; validation has the prefix ``val/``, speed ``system/``.
+    Other names are unchanged.
+    """
+    split, _, rest = name.partition("_")
+    if split in _SPLITS and rest:
+        return f"{split}/{rest}"
+    if name.startswith(_OF_TRAINING):
+        return f"train/{name}"
+    return f"system/{name}" if name in _OF_SYSTEM else name
 
 
 def flat_parameters(params: object, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Registration of exported models in MLflow's model registry."""
+"""Exported models in MLflow: as the model of a run, and in the model registry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.loggers.connection import quiet, set_defaults
 from lightning_ptdp.loggers.tracking_store import sqlite_uri
 
-__all__ = ["register_model", "store_of"]
+__all__ = ["log_folder", "store_of"]
 
 _DATABASE = "mlflow.db"
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
@@ -32,29 +32,30 @@ def store_of(checkpoint: str | os.PathLike[str]) -> tuple[str, str] | None:
     return sqlite_uri(parents[3] / _DATABASE), parents[1].name
 
 
-def register_model(
+def log_folder(
     folder: str | os.PathLike[str],
     *,
-    name: str,
     tracking_uri: str,
+    name: str | None = None,
     run_id: str | None = None,
     version_of: str = "",
 ) -> str:
-    """Register a Hugging Face folder as the next version of a model.
+    """Log a Hugging Face folder as the model of a run.
 
-    A language model with its tokenizer is stored as safetensors by ``mlflow.transformers``, which
-    loads it as a pipeline. Any other model is stored by ``mlflow.pytorch`` as a pickle of
-    transformers' class. Load such a model only from a registry that you trust.
+    The model is loaded into this process's memory. A language model with its tokenizer is stored as
+    safetensors by ``mlflow.transformers``, which loads it as a pipeline. Any other model is stored
+    by ``mlflow.pytorch`` as a pickle of transformers' class. Load such a model only from a store
+    that you trust.
 
     Args:
         folder: Folder that ``AutoModel`` reads, with the name of the class in its ``config.json``.
-        name: Name of the registered model.
         tracking_uri: Store or server.
+        name: Also register it as the next version of this model.
         run_id: Run that made the folder; None: a new run.
         version_of: Source of the folder.
 
     Returns:
-        The call that loads the registered model.
+        The call that loads the model.
     """
     set_defaults()
     import mlflow
@@ -78,13 +79,14 @@ def register_model(
                     folder, trust_remote_code=False
                 ),
             }
-            model_info, flavor = (
+            info, flavor = (
                 mlflow.transformers.log_model(components, task="text-generation", **options),
                 "transformers",
             )
         else:
-            model_info, flavor = (
+            info, flavor = (
                 mlflow.pytorch.log_model(model, serialization_format="pickle", **options),
                 "pytorch",
             )
-    return f"mlflow.{flavor}.load_model('models:/{name}/{model_info.registered_model_version}')"
+    uri = info.model_uri if name is None else f"models:/{name}/{info.registered_model_version}"
+    return f"mlflow.{flavor}.load_model('{uri}')"

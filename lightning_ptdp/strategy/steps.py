@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -130,21 +131,28 @@ class StepHooks(CheckpointHooks):
         *,
         rows: int,
         key: Hashable,
+        dtype: torch.dtype = torch.int64,
     ) -> Tensor:
-        """Run one forward of the model for the next token of each row, outside the steps.
+        """Run one forward of the model outside the steps, for next tokens or for scores.
 
-        ``generate`` calls it. Returns the tokens, (b) int64.
+        ``generate`` and ``score`` call it. Returns a vector of ``rows`` values on all ranks.
 
         Args:
             call: Runs the model as a pipeline stage; on the last stage it returns the logits (b,
-                V).
-            choose: Returns the tokens for the whole logits.
-            rows: Number of rows, b.
+                V), or scores.
+            choose: Returns the result for the whole output of ``call``.
+            rows: Number of values in the result, for tokens b.
             key: Forwards with the same key have hidden states of the same shape.
+            dtype: Type of the result.
         """
         with self._during("generating text at step"):
             return self.engine.decode(
-                self.precision_plugin.predict_step_context, call, choose, rows=rows, key=key
+                self.precision_plugin.predict_step_context,
+                call,
+                choose,
+                rows=rows,
+                key=key,
+                dtype=dtype,
             )
 
     def decodes(self) -> bool:

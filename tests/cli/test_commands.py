@@ -125,6 +125,11 @@ BAD = [
         f"ptdp verify {NANO} --output nowhere/errors.png",
         "nowhere does not exist. Create it, or use another folder",
     ),
+    (
+        "ptdp evaluate --checkpoint nowhere --tasks arc_easy",
+        "--checkpoint nowhere does not exist",
+    ),
+    ("ptdp evaluate --checkpoint theirs --tasks arc_easy --limit 0", "limit=0 must be greater"),
     ("ptdp ckpt inspect nowhere", "nowhere"),
     ("ptdp ckpt verify text.ckpt", "text.ckpt"),
     ("ptdp convert nowhere hf", "nowhere does not exist"),

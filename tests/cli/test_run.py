@@ -25,15 +25,15 @@ pytestmark = pytest.mark.thorough
 Run = Callable[..., tuple[int, str, str]]
 
 LOGGED = {
-    "train_loss",
-    "train_perplexity",
-    "val_loss",
-    "val_perplexity",
-    "grad_norm",
-    "learning_rate",
-    "tokens_per_s",
-    "samples_per_s",
-    "model_tflops_per_s",
+    "train/loss",
+    "train/perplexity",
+    "train/grad_norm",
+    "train/learning_rate",
+    "val/loss",
+    "val/perplexity",
+    "system/tokens_per_s",
+    "system/samples_per_s",
+    "system/model_tflops_per_s",
 }
 
 
@@ -66,6 +66,8 @@ def test_fit_validate_and_generate(
     tracked = mlflow_run(tmp_path, run.name)
     assert tracked.info.status == "FINISHED"
     assert set(tracked.data.metrics) >= LOGGED
+    if layout:
+        assert tracked.data.tags["mlflow.note.content"].startswith("tiny\n\n```text\n")
     assert tracked.data.params["config.hidden_size"] == "32"
     assert tracked.data.tags["checkpoint"] == str(checkpoint)
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == 4

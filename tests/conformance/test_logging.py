@@ -234,6 +234,6 @@ def test_loggers_write_same_values_once(conformance: Conformance, tmp_path: Path
     events = EventAccumulator(str(folder)).Reload()
     assert [e.value for e in events.Scalars("train_loss")] == pytest.approx(losses)
     history = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_metric_history(
-        run_id, "train_loss"
+        run_id, "train/loss"
     )
     assert [m.value for m in sorted(history, key=lambda m: m.step)] == pytest.approx(losses)

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ptdp import ParallelPlan, PTDPStrategy, Sampling, generate
+from lightning_ptdp.generation.scoring import score
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from tests.huggingface.runs import LENGTH, VOCABULARY, Samples, make_model
 from tests.parity import make_trainer
 
 PROMPTS = [[5, 6, 7], [1, 2, 3, 4, 5, 9, 10], [8]]
+ROWS = [([5, 6, 7], 2), ([1, 2, 3, 4, 5, 9, 10], 1), ([8, 11], 1), ([4, 4, 9, 2, 30], 4)]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=6)
 SAMPLED = Sampling(temperature=1.5, top_k=20, top_p=0.9, max_new_tokens=6)
 
@@ -140,16 +142,18 @@ class LitGPTWriting(LitWriting):
 
 class Writer(L.Callback):
     def __init__(self, samplings: tuple[Sampling, ...]) -> None:
-        self.samplings, self.written = samplings, []
+        self.samplings, self.written, self.scores = samplings, [], []
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         modes = [child.training for child in module.modules()]
         self.written += [generate(module, PROMPTS, sampling) for sampling in self.samplings]
+        if self.samplings:
+            self.scores += score(module, ROWS, batch_size=2)
         assert modes == [child.training for child in module.modules()]
 
 
 def fit(rank: int, writing: Writing) -> dict[str, Any]:
-    """Train; return the generated tokens and the final weights."""
+    """Train; return the generated tokens, the scores and the final weights."""
     L.seed_everything(3, verbose=False)
     strategy, writer = PTDPStrategy(**writing.layout), Writer(writing.samplings or ())
     trainer = make_trainer(
@@ -168,4 +172,8 @@ def fit(rank: int, writing: Writing) -> dict[str, Any]:
     )
     loader = DataLoader(sampler.dataset, batch_size=4 // sampler.num_replicas, sampler=sampler)
     trainer.fit(module, loader, loader)
-    return {"written": writer.written, "final": strategy.gather_state_dict()}
+    return {
+        "written": writer.written,
+        "scores": writer.scores,
+        "final": strategy.gather_state_dict(),
+    }

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generation.sampling_run import Writing, fit
+from lightning_ptdp.generation.scoring import score
+from tests.generation.sampling_run import ROWS, Own, Writing, fit
 from tests.huggingface.runs import LAYOUTS
 from tests.pool import Pool
 
@@ -60,6 +61,32 @@ def test_text_equals_single_process(written: Fit, model: str, layout: str) -> No
     found = written(model, layout)
     assert all(rank["written"] == found[0]["written"] for rank in found)
     assert found[0]["written"] == written(model, None)[0]["written"]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_scores_equal_single_process(written: Fit, model: str, layout: str) -> None:
+    found = [rank["scores"] for rank in written(model, layout)]
+    alone = written(model, None)[0]["scores"]
+    assert len(alone) == 2 * len(ROWS)
+    for ours, theirs in zip(found[0], alone, strict=True):
+        assert ours == (pytest.approx(theirs[0], abs=1e-4), theirs[1])
+    assert all(rank == found[0] for rank in found), "the replicas' ranks differ"
+
+
+def test_scores_equal_log_softmax() -> None:
+    torch.manual_seed(0)
+    model = Own().eval()
+    expected = []
+    for tokens, scored in ROWS:
+        logs = model(torch.tensor([tokens[:-1]]))[0].log_softmax(-1)[-scored:]
+        targets = torch.tensor(tokens[-scored:])
+        hit = bool((logs.argmax(-1) == targets).all())
+        value = float(logs[range(scored), targets].sum())
+        expected.append((pytest.approx(value, abs=1e-5), hit))
+    assert score(model, ROWS, batch_size=3) == expected
+    ids = model(torch.tensor([[5, 6]]))[0, -1].argmax().item()
+    assert score(model, [([5, 6, ids], 1)])[0][1], "the most likely token is not found"
+    assert score(model, []) == []
 
 
 @pytest.mark.parametrize(("model", "layout"), [("gpt", "t2p2"), ("llama", "p2v2"), ("gpt", None)])

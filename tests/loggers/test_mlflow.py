@@ -83,7 +83,7 @@ def test_finalize_flushes_metrics_and_artifacts(save_dir: Path) -> None:
     logger.log_text("hello", "note.txt")
     logger.finalize("success")
     run = client_of(logger).get_run(logger.run_id)
-    assert history(logger, "train_loss") == [(step, float(step)) for step in range(200)]
+    assert history(logger, "train/loss") == [(step, float(step)) for step in range(200)]
     assert run.info.status == "FINISHED"
     assert run.data.tags["purpose"] == "test"
     assert Path(run.info.artifact_uri.removeprefix("file://"), "note.txt").read_text() == "hello"
@@ -136,6 +136,27 @@ def test_epoch_is_logged_when_it_changes(save_dir: Path) -> None:
         logger.log_metrics({"loss": 1.0, "epoch": epoch}, step)
     logger.finalize("success")
     assert history(logger, "epoch") == [(2, 1.0), (4, 2.0)]
+
+
+def test_metrics_are_grouped_by_prefix(save_dir: Path) -> None:
+    names = {
+        "train_loss": "train/loss",
+        "learning_rate/1": "train/learning_rate/1",
+        "expert_load_max": "train/expert_load_max",
+        "val_expert_load_max": "val/expert_load_max",
+        "val_loss/dataloader_idx_1": "val/loss/dataloader_idx_1",
+        "test_loss": "test/loss",
+        "mfu": "system/mfu",
+        "timeline/overhead": "timeline/overhead",
+        "accuracy": "accuracy",
+    }
+    logger = MLFlowLogger(save_dir=str(save_dir), tags={"mlflow.note.content": "mine"})
+    logger.log_metrics(dict.fromkeys(names, 1.0), 1)
+    logger.log_description("another")
+    logger.finalize("success")
+    run = client_of(logger).get_run(logger.run_id)
+    assert run.data.metrics.keys() == {*names.values()}
+    assert run.data.tags["mlflow.note.content"] == "mine"
 
 
 def test_dataset_is_logged_as_run_input(save_dir: Path) -> None:

@@ -1,0 +1,116 @@
+"""Evaluation by lm-evaluation-harness of a model that the Trainer has brought into its layout.
+
+The harness runs on rank 0, in a thread. It prepares all requests of a kind, and the ranks answer
+them together::
+
+    thread of rank 0     build requests, tokenize   ...........   compute metrics
+                                              job  v           ^  answers
+    all ranks            ...................... score or generate ..............
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeAlias
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_ptdp.cli.evaluate import EvaluationOptions
+from lightning_ptdp.cli.serving import next_of_rank_zero
+from lightning_ptdp.generation import Sampling, generate
+from lightning_ptdp.generation.scoring import score
+from lightning_ptdp.generation.tokenizer_text import TextTokenizer
+
+__all__ = ["Ask", "Evaluation", "Job", "continuations", "scores"]
+
+Job: TypeAlias = Callable[[LightningModule, TextTokenizer], Sequence[Any]]
+"""Requests that all ranks answer together; can be pickled."""
+Ask: TypeAlias = Callable[[Job], Sequence[Any]]
+
+
+def scores(
+    module: LightningModule, _: TextTokenizer, *, rows: Any, batch_size: int
+) -> Sequence[tuple[float, bool]]:
+    """Answer log-likelihood requests; see ``score``."""
+    return score(module, rows, batch_size=batch_size)
+
+
+def continuations(
+    module: LightningModule,
+    tokenizer: TextTokenizer,
+    *,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    until: Sequence[str],
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt, up to one of the texts ``until``."""
+
+    def ends(new: Sequence[int]) -> bool:
+        text = tokenizer.decode(new)
+        return any(stop in text for stop in until)
+
+    return generate(module, prompts, sampling, eos_ids=tokenizer.eos_ids, ends=ends)
+
+
+class Evaluation(Callback):
+    """A callback that runs the harness on rank 0 and answers its requests on all ranks.
+
+    Args:
+        tasks: Loaded tasks, on rank 0.
+        tokenizer: Tokenizer of the model.
+        options: Options of the command line.
+        checkpoint: The checkpoint, for the results.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Any],
+        tokenizer: TextTokenizer,
+        options: EvaluationOptions,
+        *,
+        checkpoint: str,
+    ) -> None:
+        self._tasks, self._tokenizer = tasks, tokenizer
+        self._options, self._checkpoint = options, checkpoint
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate, and print and write the results on rank 0."""
+        jobs: SimpleQueue[Job | None] = SimpleQueue()
+        answers: SimpleQueue[Sequence[Any]] = SimpleQueue()
+        result: Future[dict[str, Any]] = Future()
+
+        def ask(job: Job) -> Sequence[Any]:
+            jobs.put(job)
+            return answers.get()
+
+        def evaluate() -> None:
+            try:
+                result.set_result(self._evaluate(trainer, pl_module, ask))
+            except BaseException as error:
+                result.set_exception(error)
+            jobs.put(None)
+
+        if trainer.is_global_zero:
+            Thread(target=evaluate, daemon=True).start()
+        while (job := next_of_rank_zero(trainer, jobs)) is not None:
+            answers.put(job(pl_module, self._tokenizer))
+        if trainer.is_global_zero:
+            from lightning_ptdp.cli.harness import report
+
+            report(result.result(), self._options.output)
+
+    def _evaluate(self, trainer: Trainer, module: LightningModule, ask: Ask) -> dict[str, Any]:
+        from lightning_ptdp.cli.harness import HarnessModel, evaluate
+
+        arguments = {"checkpoint": self._checkpoint, "layout": trainer.strategy.layout.describe()}
+        model = HarnessModel(
+            ask,
+            self._tokenizer,
+            module,
+            batch_size=self._options.batch_size,
+            info={"model": "ptdp", "model_args": arguments},
+        )
+        return evaluate(model, self._tasks, self._options)
