@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_ptdp.forward.frozen_forward import Within, frozen_forward, initial_values
@@ -23,6 +24,7 @@ __all__ = ["LitDPO", "Reference"]
 Reference: TypeAlias = Literal["auto", "adapters_off", "copy", "precomputed"]
 
 _ANSWERS = ("chosen", "rejected")
+_REFERENCES = ("reference_chosen_logps", "reference_rejected_logps")
 
 
 class LitDPO(LitCausalLM):
@@ -120,10 +122,44 @@ class LitDPO(LitCausalLM):
             )
         if self.reference == "copy":
             self._within = initial_values(self)
+        else:
+            self._precompute()
+
+    def _precompute(self) -> None:
+        """Compute the log-probabilities of all pairs, each on one replica; collective."""
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        self._check_numbered(datamodule)
+        strategy = self.trainer.strategy
+        for split, loader in datamodule.numbered_pairs().items():
+            size = len(loader.stream)
+            rank_zero_info(f"computing the reference's log-probabilities of {size:,} {split} pairs")
+            # one row more for the pairs that fill up batches, whose number is -1
+            known = torch.zeros(size + 1, 2, device=self.device)
+            for number, batch in enumerate(loader):
+                batch = strategy.batch_to_device(batch)
+                logps = frozen_forward(self, batch, number)
+                known[batch["pair"]] = torch.stack(list(logps.values()), 1).to(known.dtype)
+            self._known[split] = strategy.reduce(known, reduce_op="sum")
+
+    def check_data(self, datamodule: object) -> None:
+        """Check the data before launch, as ``LitCausalLM`` does.
+
+        Raises:
+            ValueError: The data do not fit the model, or do not number their pairs.
+        """
+        super().check_data(datamodule)
+        self._check_numbered(datamodule)
+
+    def _check_numbered(self, datamodule: object) -> None:
+        if self.reference == "precomputed" and not hasattr(datamodule, "numbered_pairs"):
+            raise ValueError(
+                f"reference='precomputed' needs a PreferenceDataModule, not "
+                f"{type(datamodule).__name__}. Use reference='copy' for other data"
+            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Add the reference's log-probabilities to the batch."""
-        self._add_reference(batch, batch_idx)
+        self._add_reference(batch, batch_idx, "train")
 
     def on_validation_batch_start(
         self, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -135,8 +171,14 @@ class LitDPO(LitCausalLM):
         """Add the reference's log-probabilities to the batch."""
         self._add_reference(batch, batch_idx)
 
-    def _add_reference(self, batch: MutableMapping[str, Tensor], batch_idx: int) -> None:
+    def _add_reference(
+        self, batch: MutableMapping[str, Tensor], batch_idx: int, split: str = "validation"
+    ) -> None:
         within = self._within
+        if split in self._known:
+            logps = self._known[split][batch["pair"]]
+            batch.update(dict(zip(_REFERENCES, logps.unbind(1), strict=True)))
+            return
         if self.reference == "adapters_off":
             within = partial(adapters_off, self.model)
         if within is None:
@@ -145,7 +187,7 @@ class LitDPO(LitCausalLM):
                 "train adapters with reference='adapters_off'"
             )
         logps = frozen_forward(self, batch, batch_idx, within=within)
-        batch.update({f"reference_{name}": value for name, value in logps.items()})
+        batch.update(dict(zip(_REFERENCES, logps.values(), strict=True)))
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -210,8 +252,8 @@ class LitDPO(LitCausalLM):
         self, logps: tuple[Tensor, ...], batch: Batch, stage: str
     ) -> dict[str, Tensor]:
         chosen, rejected = (
-            self.beta * (policy - batch[f"reference_{answer}_logps"])
-            for policy, answer in zip(logps, _ANSWERS, strict=True)
+            self.beta * (policy - batch[name])
+            for policy, name in zip(logps, _REFERENCES, strict=True)
         )
         margins = chosen - rejected
         losses = -F.logsigmoid(margins)
