@@ -133,12 +133,14 @@ class LitDPO(LitCausalLM):
         for split, loader in datamodule.numbered_pairs().items():
             size = len(loader.stream)
             rank_zero_info(f"computing the reference's log-probabilities of {size:,} {split} pairs")
-            # one row more for the pairs that fill up batches, whose number is -1
-            known = torch.zeros(size + 1, 2, device=self.device)
+            known: Tensor | None = None
             for number, batch in enumerate(loader):
                 batch = strategy.batch_to_device(batch)
-                logps = frozen_forward(self, batch, number)
-                known[batch["pair"]] = torch.stack(list(logps.values()), 1).to(known.dtype)
+                logps = torch.stack(list(frozen_forward(self, batch, number).values()), 1)
+                if known is None:
+                    # one row more for the pairs that fill up batches, whose number is -1
+                    known = logps.new_zeros(size + 1, 2)
+                known[batch["pair"]] = logps
             self._known[split] = strategy.reduce(known, reduce_op="sum")
 
     def check_data(self, datamodule: object) -> None:
