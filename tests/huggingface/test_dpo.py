@@ -204,7 +204,7 @@ def prepared(model: str, store: str) -> PreferenceDataModule:
     return PreferenceDataModule(
         data_dir=store,
         tokenizer_dir=model,
-        sequence_length=64,
+        sequence_length=96,
         too_long="drop",
         num_microbatches=2,
         global_batch_size=8,
