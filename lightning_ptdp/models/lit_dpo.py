@@ -6,18 +6,22 @@ Nothing here depends on the parallel layout.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptdp.forward.frozen_forward import Within, frozen_forward, initial_values
 from lightning_ptdp.models.lit_huggingface import LitCausalLM
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch
+from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.shims.peft import adapters_off
+from lightning_ptdp.tensor_parallel import ParallelPlan, Sum
+from lightning_ptdp.world.layout import ParallelLayout
 
 __all__ = ["LitDPO", "Reference"]
 
@@ -25,6 +29,13 @@ Reference: TypeAlias = Literal["auto", "adapters_off", "copy", "precomputed"]
 
 _ANSWERS = ("chosen", "rejected")
 _REFERENCES = ("reference_chosen_logps", "reference_rejected_logps")
+
+
+class SequenceSum(nn.Module):
+    """Sum over the tokens of each sequence, of which a context-parallel rank holds a part."""
+
+    def forward(self, values_bs: Tensor) -> Tensor:
+        return values_bs.sum(1)
 
 
 class LitDPO(LitCausalLM):
@@ -87,6 +98,7 @@ class LitDPO(LitCausalLM):
         )
         # a resumed training still needs the values from before
         self.needs_initial_values = reference != "adapters_off"
+        self.over_tokens = SequenceSum()
         self._within: Within | None = None
         self._known: dict[str, Tensor] = {}
 
@@ -101,6 +113,26 @@ class LitDPO(LitCausalLM):
                 f"reference='adapters_off' with adapter.bias={self.adapter.bias!r} would not be the "
                 "original model, because its biases are trained. Use bias='none' or "
                 "reference='copy'"
+            )
+
+    def configure_parallel(self) -> ParallelPlan:
+        """Return the model's plan, with sums over the tokens of all context-parallel ranks."""
+        plan = find_plan(self)
+        if plan is None:
+            return ParallelPlan()
+        return replace(plan, tensor={**plan.tensor, "over_tokens": Sum()})
+
+    def check_parallel(self, layout: ParallelLayout) -> None:
+        """Refuse to split sequences of a model without a plan, whose sums would be incomplete.
+
+        Raises:
+            ValueError: Gives the reason.
+        """
+        if layout.context_parallel_size > 1 and find_plan(self) is None:
+            raise ValueError(
+                f"context_parallel_size={layout.context_parallel_size} needs a model with a known "
+                "plan, because log-probabilities are summed over the whole sequence. Use "
+                "context_parallel_size=1"
             )
 
     # ---- the reference ---------------------------------------------------------------------------
@@ -248,7 +280,7 @@ class LitDPO(LitCausalLM):
             "labels": torch.cat([batch[f"{name}_labels"] for name in _ANSWERS]),
         }
         losses, balance = self._losses(both)
-        return (-losses.sum(1)).chunk(2), balance
+        return (-self.over_tokens(losses)).chunk(2), balance
 
     def _preference_loss(
         self, logps: tuple[Tensor, ...], batch: Batch, stage: str
@@ -263,7 +295,8 @@ class LitDPO(LitCausalLM):
             # (1 - e) f(x) + e f(-x) = f(x) + e x for f(x) = -log sigmoid(x)
             losses = losses + self.label_smoothing * margins
         # evaluation fills up its batches with pairs without labels
-        counted = (batch["chosen_labels"] != IGNORED_LABEL).any(1)
+        labelled = (batch["chosen_labels"] != IGNORED_LABEL).to(losses.dtype)
+        counted = self.over_tokens(labelled) > 0
         count = counted.sum()
 
         def mean(values: Tensor) -> Tensor:

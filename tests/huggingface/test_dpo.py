@@ -87,7 +87,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("reference", "layout"),
     [
-        *(("copy", name) for name in ("t2p2", "p2v2", "d2 sharded parameters")),
+        *(("copy", name) for name in ("t2p2", "p2v2", "c2", "d2 sharded parameters")),
         *(("adapters_off", name) for name in ("t2p2", "d2 sharded")),
     ],
 )
