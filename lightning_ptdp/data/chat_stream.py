@@ -49,7 +49,7 @@ class ChatStream(SampleStream):
 
     Attributes:
         lengths: Number of tokens of every sample, int64.
-        longer: Number of samples of more than s + 1 tokens.
+        longer: Number of samples (or pairs) of more than s + 1 tokens.
         samples: Number of samples.
 
     Raises:
@@ -88,13 +88,14 @@ class ChatStream(SampleStream):
             )
         longer = lengths > sequence_length + 1
         longer = longer.reshape(-1, self.per_document).any(1).repeat(self.per_document)
-        self.longer, self.samples = int(longer.sum()), len(lengths)
+        self.longer = int(longer.sum()) // self.per_document
+        self.samples = len(lengths) // self.per_document
         self.packing = packing
         self._check(
             longer,
             too_long,
             sequence_length,
-            f"{folder}: {self.longer} of {len(lengths)} {split} samples",
+            f"{folder}: {self.longer} of {self.samples} {split} samples",
         )
         selected = np.flatnonzero(~longer) if too_long == "drop" else np.arange(len(lengths))
         if not len(selected):

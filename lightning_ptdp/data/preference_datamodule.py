@@ -27,7 +27,7 @@ class PreferenceDataModule(ChatDataModule):
             whole conversation as a list of messages, or they hold only the answer (a text, or a
             list of messages) and a column ``prompt`` holds the question. The conversations differ
             in their last answer. Default: questions about the functions of the standard library.
-            The docstring is chosen, and that of another function rejected.
+            The docstring is chosen, and its words in reverse order are rejected.
         columns: Mapping from content to column name, with the keys ``prompt``, ``chosen``,
             ``rejected`` and ``system``. Default: columns with these names.
         kwargs: Further arguments of ``ChatDataModule``.

@@ -110,16 +110,15 @@ class PreferenceConfig(ChatConfig):
         return {**super().settings, "form": self.form}
 
     def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
-        """Yield the rows; without a path, each answer beside that of the question before."""
-        if path is not None:
-            yield from super().rows(path, split)
-            return
-        other = None
-        for row in super().rows(None, split):
-            answer = row.pop("response")
-            if other not in (None, answer):
-                yield {**row, "chosen": answer, "rejected": other}
-            other = answer
+        """Yield the rows; without a path, answers beside their words in reverse order."""
+        for row in super().rows(path, split):
+            if path is not None:
+                yield row
+                continue
+            words = row["response"].split()
+            answers = {"chosen": " ".join(words), "rejected": " ".join(reversed(words))}
+            if len(set(answers.values())) == 2:
+                yield {"prompt": row["prompt"], **answers}
 
     def encode(
         self, form: ChatFormat, columns: Any, row: Mapping[str, Any]
