@@ -154,7 +154,7 @@ def test_long_pairs_are_dropped_or_refused(data: Data) -> None:
     module = data(rows, too_long="drop")
     module.prepare_data()
     assert sum(len(module._stream(split)) for split in ("train", "validation")) == 19
-    with pytest.raises(StoreError, match="1 of [0-9]+ [a-z]+ samples are longer than"):
+    with pytest.raises(StoreError, match=r"1 of [0-9]+ [a-z]+ samples are longer than"):
         data(rows).prepare_data()
     rows[3]["chosen"][0]["content"] = rows[3]["rejected"][0]["content"] = "Odd? " * 60
     with pytest.raises(StoreError, match="2 of them have no answer left to learn"):
