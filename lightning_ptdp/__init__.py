@@ -14,6 +14,7 @@ from lightning_ptdp.version import __version__
 from lightning_ptdp.world.layout import ParallelLayout
 
 if TYPE_CHECKING:
+    from lightning_ptdp.forward import frozen_forward
     from lightning_ptdp.generation import Sampling, generate
     from lightning_ptdp.models import LitCausalLM, LitMaskedLM
     from lightning_ptdp.strategy import PTDPStrategy, plan
@@ -29,6 +30,7 @@ __all__ = [
     "ParallelPlan",
     "Sampling",
     "__version__",
+    "frozen_forward",
     "generate",
     "plan",
     "verify",
@@ -46,6 +48,7 @@ def __getattr__(name: str) -> object:
         "PTDPStrategy": "strategy",
         "ParallelPlan": "tensor_parallel",
         "Sampling": "generation",
+        "frozen_forward": "forward",
         "generate": "generation",
         "plan": "strategy",
         "verify": "verification",

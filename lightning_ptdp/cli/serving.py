@@ -35,7 +35,7 @@ from lightning_ptdp.exchange.adapter_weights import is_adapter_folder, read_adap
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import longest_sequence
 from lightning_ptdp.generation.tokenizer_text import Message, TextTokenizer
-from lightning_ptdp.models import LitCausalLM, LitGPT
+from lightning_ptdp.models import LitCausalLM, LitDPO, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 
 __all__ = ["Chat", "Continuation", "module_of", "next_of_rank_zero", "serve"]
@@ -184,14 +184,12 @@ def module_of(
     }
     if "_class_path" in arguments:
         return state, instantiate_module(LightningModule, arguments), checkpoint
-    kinds: list[Any] = [LitGPT, LitCausalLM]
+    kinds: list[Any] = [LitGPT, LitCausalLM, LitDPO]
     for kind in kinds:
-        parameters = inspect.signature(kind).parameters
-        if (
-            arguments
-            and arguments.keys() <= parameters.keys()
-            and next(iter(parameters)) in arguments
-        ):
+        # a subclass passes its further arguments on
+        known = {name for base in kind.__mro__ for name in inspect.signature(base).parameters}
+        first = next(iter(inspect.signature(kind).parameters))
+        if arguments and arguments.keys() <= known and first in arguments:
             return state, kind(**arguments), checkpoint
     if not arguments:
         raise UserError(

@@ -76,6 +76,10 @@ _SIZES = (
 _MODELS: Mapping[str, Sequence[_Shown]] = {
     "LitGPT": (("config.", "models/model_config.py", "GPTConfig", _SIZES), _OPTIMIZER),
     "LitCausalLM": _HUGGING_FACE,
+    "LitDPO": (
+        ("", "models/lit_dpo.py", "LitDPO", ("beta", "label_smoothing", "reference")),
+        *_HUGGING_FACE,
+    ),
     "LitMaskedLM": _HUGGING_FACE,
 }
 _STREAM: Sequence[_Shown] = (
@@ -92,18 +96,15 @@ _STREAM: Sequence[_Shown] = (
         ("micro_batch_size", "num_microbatches", "global_batch_size"),
     ),
 )
-_CHAT = (
-    "path",
+_PREPARED = (
     "tokenizer_dir",
     "data_dir",
-    "columns",
     "chat_template",
-    "learn",
-    "packing",
     "too_long",
     "faulty",
     "validation_path",
 )
+_CHAT = ("path", "columns", "learn", "packing", *_PREPARED)
 _DATA: Mapping[str, Sequence[_Shown]] = {
     "TextDataModule": (
         (
@@ -115,6 +116,11 @@ _DATA: Mapping[str, Sequence[_Shown]] = {
         *_STREAM,
     ),
     "ChatDataModule": (("", "data/chat_datamodule.py", "ChatDataModule", _CHAT), *_STREAM),
+    "PreferenceDataModule": (
+        ("", "data/preference_datamodule.py", "PreferenceDataModule", ("path", "columns")),
+        ("", "data/chat_datamodule.py", "ChatDataModule", _PREPARED),
+        *_STREAM,
+    ),
     "MixtureDataModule": (("", "data/mixture_datamodule.py", "MixtureDataModule", ()), *_STREAM),
     "IndexedDataModule": (("", "data/indexed_datamodule.py", "IndexedDataModule", ()), *_STREAM),
 }

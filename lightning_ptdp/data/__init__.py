@@ -4,7 +4,8 @@
 - ``TextDataModule`` (for a GPT) and ``BertDataModule`` read such a folder for a Trainer.
 - ``MixtureDataModule`` reads several such folders.
 - ``IndexedDataModule`` reads files that Megatron-LM prepared.
-- ``ChatDataModule`` reads conversations, written with the model's own tokenizer.
+- ``ChatDataModule`` reads conversations, written with the model's own tokenizer, and
+  ``PreferenceDataModule`` reads pairs of them.
 
 Lower layers: ``Corpus`` reads documents. ``Tokenizer`` turns text into ids. ``TokenStream`` returns
 blocks of tokens by number, ``BertStream`` masked pairs. ``TokenLoader`` and ``EvaluationLoader``
@@ -25,6 +26,7 @@ from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
 from lightning_ptdp.data.mixture_datamodule import CorpusOptions, MixtureDataModule
 from lightning_ptdp.data.mixture_stream import MixtureStream
+from lightning_ptdp.data.preference_datamodule import PreferenceDataModule
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
 from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
 from lightning_ptdp.data.remote import fetch
@@ -49,6 +51,7 @@ __all__ = [
     "Manifest",
     "MixtureDataModule",
     "MixtureStream",
+    "PreferenceDataModule",
     "PrepareConfig",
     "PreparedData",
     "PreparedDataModule",

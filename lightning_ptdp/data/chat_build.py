@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -31,9 +31,10 @@ from lightning_ptdp.data.split import score
 from lightning_ptdp.data.token_store import CHUNK_TOKENS, mark_sample, write_chunks
 from lightning_ptdp.data.worker_processes import Reporter, ordered_map
 
-__all__ = ["ChatConfig"]
+__all__ = ["ROWS_AT_ONCE", "ChatConfig"]
 
-_ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 256
+"""Rows that a process tokenizes together, and in which columns are looked for."""
 
 Encoded = tuple[int, int, np.ndarray]
 """Hash and number of characters of a conversation, and its tokens with their marks."""
@@ -56,6 +57,37 @@ class ChatConfig(Preparation):
     learn: Learn = "answers"
     faulty: Literal["error", "drop"] = "error"
     split_seed: Count = 0
+
+    columns_class: ClassVar[type[Columns]] = Columns
+
+    def find_columns(
+        self, first: Sequence[Mapping[str, Any]], path: str | Sequence[str] | None
+    ) -> Any:
+        """Return the columns that the first rows of a path have.
+
+        Raises:
+            CorpusError: A column is missing.
+        """
+        return self.columns_class.of(
+            dict.fromkeys(name for row in first for name in row),
+            self.columns,
+            where="the standard library" if path is None else f"path={path}",
+        )
+
+    def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a path, or without one those about the standard library."""
+        return read_rows(path, split=split)
+
+    def encode(
+        self, form: ChatFormat, columns: Any, row: Mapping[str, Any]
+    ) -> tuple[Any, np.ndarray]:
+        """Return the content of a row, and its tokens with their marks.
+
+        Raises:
+            FaultyRow: The row has no usable conversation.
+        """
+        conversation = columns.conversation(row)
+        return conversation, mark_sample(*form.encode(conversation))
 
     def tokenizer(self) -> HuggingFaceTokenizer:
         """Return the tokenizer of the model.
@@ -182,46 +214,40 @@ def _encoded(
     config: ChatConfig, path: str | Sequence[str] | None, split: str, faulty: Counter[str]
 ) -> Iterator[Encoded]:
     """Yield the conversation of every row, in the order of the rows."""
-    rows = read_rows(path, split=split)
-    first = list(islice(rows, _ROWS_AT_ONCE))
+    rows = config.rows(path, split)
+    first = list(islice(rows, ROWS_AT_ONCE))
     if not first:
         raise CorpusError(f"path={path} has no row")
-    columns = Columns.of(
-        dict.fromkeys(name for row in first for name in row),
-        config.columns,
-        where="the standard library" if path is None else f"path={path}",
-    )
+    columns = config.find_columns(first, path)
     numbered = enumerate(chain(first, rows), start=1)
-    batches = iter(lambda: list(islice(numbered, _ROWS_AT_ONCE)), [])
+    batches = iter(lambda: list(islice(numbered, ROWS_AT_ONCE)), [])
     form = ChatFormat(config.tokenizer(), template=config.chat_template, learn=config.learn)
-    task = partial(_encode, form, columns, config.split_seed, config.faulty == "drop", path)
+    task = partial(_encode, config, form, columns, path)
     for samples, reasons in ordered_map(task, batches, num_workers=config.num_workers):
         faulty.update(reasons)
         yield from samples
 
 
 def _encode(
+    config: ChatConfig,
     form: ChatFormat,
     columns: Columns,
-    seed: int,
-    drop: bool,
     path: str | Sequence[str] | None,
     rows: list[tuple[int, dict[str, Any]]],
 ) -> tuple[list[Encoded], list[str]]:
     samples, reasons = [], []
     for number, row in rows:
         try:
-            conversation = columns.conversation(row)
-            tokens = mark_sample(*form.encode(conversation))
+            content, tokens = config.encode(form, columns, row)
         except FaultyRow as error:
-            if not drop:
+            if config.faulty == "error":
                 raise CorpusError(
                     f"path={path}, row {number}: {error}. To leave such rows out, use faulty: drop"
                 ) from error
             reasons.append(str(error))
             continue
-        text = json.dumps(conversation, sort_keys=True, default=str)
-        samples.append((score(text, seed), len(text), tokens))
+        text = json.dumps(content, sort_keys=True, default=str)
+        samples.append((score(text, config.split_seed), len(text), tokens))
     return samples, reasons
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.pytorch.utilities.parsing import AttributeDict
 
@@ -63,6 +63,8 @@ class ChatDataModule(PreparedDataModule):
     """
 
     prepare_config: ChatConfig
+    config_class: ClassVar[type[ChatConfig]] = ChatConfig
+    stream_class: ClassVar[type[ChatStream]] = ChatStream
 
     def __init__(  # noqa: PLR0913
         self,
@@ -85,7 +87,7 @@ class ChatDataModule(PreparedDataModule):
         **kwargs: Any,
     ) -> None:
         check_arguments(ChatDataModule.__init__, locals())
-        config = ChatConfig(
+        config = self.config_class(
             output=data_dir or "",
             tokenizer_dir=tokenizer_dir,
             path=path,
@@ -148,7 +150,7 @@ class ChatDataModule(PreparedDataModule):
             )
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> ChatStream:
-        return ChatStream(
+        return self.stream_class(
             self.data_dir,
             split=split,
             sequence_length=self.sequence_length,

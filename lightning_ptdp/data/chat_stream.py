@@ -19,14 +19,14 @@ import hashlib
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.data.data_error import StoreError
-from lightning_ptdp.data.manifest import Manifest, SplitName
+from lightning_ptdp.data.manifest import Form, Manifest, SplitName
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
 from lightning_ptdp.data.token_store import sample_starts, unmark
 
@@ -49,13 +49,17 @@ class ChatStream(SampleStream):
 
     Attributes:
         lengths: Number of tokens of every sample, int64.
-        longer: Number of samples of more than s + 1 tokens.
+        longer: Number of samples (or pairs) of more than s + 1 tokens.
         samples: Number of samples.
 
     Raises:
         StoreError: The folder is not prepared data, no sample fits, a sample is too long, or a
             sample has nothing to learn after it is cut.
     """
+
+    form: ClassVar[Form] = "chat"
+    per_document: ClassVar[int] = 1
+    """Samples that belong together."""
 
     def __init__(
         self,
@@ -69,27 +73,29 @@ class ChatStream(SampleStream):
     ) -> None:
         check_arguments(ChatStream.__init__, locals())
         manifest = Manifest.read(folder)
-        self._tokens = manifest.tokens(folder, split, form="chat")
+        self._tokens = manifest.tokens(folder, split, form=self.form)
         starts, offset = [], 0
         for tokens in self._tokens:
             starts.append(sample_starts(tokens) + offset)
             offset += len(tokens)
         self._starts = np.concatenate([*starts, [offset]])
         self.lengths = lengths = np.diff(self._starts)
-        expected = manifest.splits[split].documents
+        expected = manifest.splits[split].documents * self.per_document
         if not expected or len(lengths) != expected or self._starts[0] != 0 or lengths.min() < 2:
             raise StoreError(
                 f"{Path(folder, split)} is damaged: it does not have {expected} conversations. "
                 "Prepare the data again with overwrite"
             )
         longer = lengths > sequence_length + 1
-        self.longer, self.samples = int(longer.sum()), len(lengths)
+        longer = longer.reshape(-1, self.per_document).any(1).repeat(self.per_document)
+        self.longer = int(longer.sum()) // self.per_document
+        self.samples = len(lengths) // self.per_document
         self.packing = packing
         self._check(
             longer,
             too_long,
             sequence_length,
-            f"{folder}: {self.longer} of {len(lengths)} {split} samples",
+            f"{folder}: {self.longer} of {self.samples} {split} samples",
         )
         selected = np.flatnonzero(~longer) if too_long == "drop" else np.arange(len(lengths))
         if not len(selected):
@@ -103,7 +109,7 @@ class ChatStream(SampleStream):
         self._begins: np.ndarray = begins
         self._order = selected[order]
         super().__init__(
-            samples=len(self._begins) - 1,
+            samples=(len(self._begins) - 1) // self.per_document,
             sequence_length=sequence_length,
             max_samples=max_samples,
             fingerprint=hashlib.sha256(
@@ -113,14 +119,19 @@ class ChatStream(SampleStream):
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Return inputs, labels and positions, int32 of shape (b, 3, s)."""
+        numbers = [visit if visit == PADDING else visit % self._size for visit in visits]
+        return self._rows(numbers)
+
+    def _rows(self, numbers: Sequence[int]) -> np.ndarray:
+        """Return the rows of sequences by number, or of ``PADDING``."""
         length = self.sequence_length
-        rows = np.zeros((len(visits), 3, length), np.int32)
+        rows = np.zeros((len(numbers), 3, length), np.int32)
         rows[:, 1] = IGNORE_INDEX
-        for row, visit in zip(rows, visits, strict=True):
-            offset, number = 0, visit % self._size
+        for row, number in zip(rows, numbers, strict=True):
+            offset = 0
             for sample in (
                 self._order[self._begins[number] : self._begins[number + 1]]
-                if visit != PADDING
+                if number != PADDING
                 else ()
             ):
                 ids, learned = self.read(int(sample), most=length + 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.option_types import nearest
@@ -22,12 +22,11 @@ from lightning_ptdp.data.corpus import Corpus, list_files
 from lightning_ptdp.data.data_error import CorpusError
 from lightning_ptdp.data.file_pieces import parse_row
 
-__all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows"]
+__all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows", "said"]
 
 Conversation = list[dict[str, Any]]
 """Messages, each a mapping with ``role`` and ``content``."""
 
-_FORMS = (("messages",), ("prompt", "response"), ("instruction", "input", "output"))
 _OPTIONAL = ("input", "system")
 _ALSO = {
     "messages": ("conversations", "conversation"),
@@ -63,6 +62,15 @@ class Columns:
 
     names: Mapping[str, str]
 
+    forms: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("messages",),
+        ("prompt", "response"),
+        ("instruction", "input", "output"),
+    )
+    """Contents that hold a conversation, the first to be preferred."""
+    needed: ClassVar[str] = "messages, nor prompt and response, nor instruction and output"
+    example: ClassVar[str] = "{prompt: question, response: answer}"
+
     @classmethod
     def of(cls, present: Iterable[str], given: Mapping[str, str], *, where: str) -> Columns:
         """Complete the given mapping with columns of the usual names.
@@ -71,7 +79,7 @@ class Columns:
             CorpusError: A key is unknown or a column does not exist. The message names the nearest.
         """
         present = list(present)
-        keys = list(dict.fromkeys([*(key for form in _FORMS for key in form), "system"]))
+        keys = list(dict.fromkeys([*(key for form in cls.forms for key in form), "system"]))
         for key, column in given.items():
             if key not in keys:
                 raise CorpusError(
@@ -82,7 +90,7 @@ class Columns:
                     f"{where} has no column {column!r} (columns.{key}){nearest(column, present)}; "
                     f"{_has(present)}"
                 )
-        for form in _FORMS:
+        for form in cls.forms:
             names = {
                 key: name
                 for key in (*form, "system")
@@ -90,15 +98,10 @@ class Columns:
             }
             if all(key in names for key in (*form, *given)):
                 return cls(names)
-        hint = (
-            nearest("messages", present)
-            or nearest("prompt", present)
-            or nearest("instruction", present)
-        )
+        hints = (nearest(form[0], present) for form in cls.forms)
         raise CorpusError(
-            f"{where} has no column messages, nor prompt and response, nor instruction and "
-            f"output{hint}; {_has(present)}. Name the columns, such as columns={{prompt: "
-            "question, response: answer}"
+            f"{where} has no column {cls.needed}{next(filter(None, hints), '')}; "
+            f"{_has(present)}. Name the columns, such as columns={cls.example}"
         )
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
@@ -112,16 +115,25 @@ class Columns:
             messages = _messages(row.get(names["messages"]), names["messages"])
         elif "prompt" in names:
             messages = [
-                *_said(row.get(names["prompt"]), "user", names["prompt"]),
-                *_said(row.get(names["response"]), "assistant", names["response"]),
+                *said(row.get(names["prompt"]), "user", names["prompt"]),
+                *said(row.get(names["response"]), "assistant", names["response"]),
             ]
         else:
-            question = _said(row.get(names["instruction"]), "user", names["instruction"])
+            question = said(row.get(names["instruction"]), "user", names["instruction"])
             if "input" in names and row.get(names["input"]):
                 question[0]["content"] += f"\n\n{row[names['input']]}"
-            messages = [*question, *_said(row.get(names["output"]), "assistant", names["output"])]
-        if "system" in names and row.get(names["system"]) and messages[0]["role"] != "system":
-            messages = [*_said(row[names["system"]], "system", names["system"]), *messages]
+            messages = [*question, *said(row.get(names["output"]), "assistant", names["output"])]
+        return self._checked(row, messages)
+
+    def _checked(self, row: Mapping[str, Any], messages: Conversation) -> Conversation:
+        """Return the messages after the row's system message, if it has one.
+
+        Raises:
+            FaultyRow: An answer is empty.
+        """
+        column = self.names.get("system", "")
+        if row.get(column) and messages[0]["role"] != "system":
+            messages = [*said(row[column], "system", column), *messages]
         for number, message in enumerate(messages, start=1):
             content = message.get("content")
             if (
@@ -249,7 +261,7 @@ def _has(present: Sequence[str]) -> str:
     return f"it has {', '.join(map(repr, present)) or 'none'}"
 
 
-def _said(value: object, role: str, column: str) -> Conversation:
+def said(value: object, role: str, column: str) -> Conversation:
     """Return a text as one message, and a list of messages unchanged."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]

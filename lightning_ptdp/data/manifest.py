@@ -40,9 +40,15 @@ FORMAT = 3
 _REMEDY = "Prepare the data again with overwrite, or copy the folder again"
 _SHA256 = re.compile("[0-9a-f]{64}")
 
-Form = Literal["text", "chat"]
-"""Text: documents, each followed by its end token. Chat: conversations, with marks of tokens."""
-_READ_BY = {"text": "TextDataModule", "chat": "ChatDataModule"}
+Form = Literal["text", "chat", "preference"]
+"""Text: documents, each followed by its end token. Chat: conversations, with marks of tokens.
+
+Preference: pairs of conversations, each like those of chat."""
+_READ_BY = {
+    "text": "TextDataModule",
+    "chat": "ChatDataModule",
+    "preference": "PreferenceDataModule",
+}
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
 
@@ -151,7 +157,7 @@ class Manifest:
             chunks,
             vocabulary_size=self.vocabulary_size,
             block_size=block_size,
-            marks=MARKS if form == "chat" else 0,
+            marks=0 if form == "text" else MARKS,
         )
 
     def write(self, folder: str | Path) -> None:

@@ -27,6 +27,7 @@ from lightning_ptdp.models.tiny import make_tiny
 
 if TYPE_CHECKING:
     from lightning_ptdp.models.lit_bert import LitBert
+    from lightning_ptdp.models.lit_dpo import LitDPO
     from lightning_ptdp.models.lit_gpt import LitGPT
     from lightning_ptdp.models.lit_huggingface import LitCausalLM, LitMaskedLM
 
@@ -42,6 +43,7 @@ __all__ = [
     "KeyValueCache",
     "LitBert",
     "LitCausalLM",
+    "LitDPO",
     "LitGPT",
     "LitMaskedLM",
     "LoraOptions",
@@ -58,6 +60,7 @@ __all__ = [
 _LIT = {
     "LitBert": "lit_bert",
     "LitCausalLM": "lit_huggingface",
+    "LitDPO": "lit_dpo",
     "LitGPT": "lit_gpt",
     "LitMaskedLM": "lit_huggingface",
 }

@@ -305,7 +305,10 @@ class _LitHuggingFace(LitTokens):
         ``output_router_logits``. It is logged as ``train_balance_loss``.
         """
         losses_bs, balance = self._losses(batch)
-        step = self.mean_loss(losses_bs, batch, "train_loss")
+        return self.with_balance(self.mean_loss(losses_bs, batch, "train_loss"), balance)
+
+    def with_balance(self, step: dict[str, Tensor], balance: Tensor | None) -> dict[str, Tensor]:
+        """Return the output of a training step with the balancing loss added, and log that."""
         if balance is None:
             return step
         self.log("train_balance_loss", balance)

@@ -4,6 +4,7 @@ tests/huggingface/test_lora.py checks them."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 __all__ = [
     "adapter_initializer",
+    "adapters_off",
     "adapters_of",
     "copies_of",
     "original_name",
@@ -50,6 +52,22 @@ def adapters_of(module: nn.Module) -> list[str] | None:
     ):
         return None
     return list(getattr(module, "scaling"))  # noqa: B009 - its type is peft's
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let the model compute with its original weights inside the context.
+
+    peft's own switch would also change which parameters are trained."""
+    modules: list[Any] = [module for module in model.modules() if replaced_by(module) is not None]
+    before = [module._disable_adapters for module in modules]
+    try:
+        for module in modules:
+            module._disable_adapters = True
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module._disable_adapters = value
 
 
 def seen_through(

@@ -36,6 +36,7 @@ from lightning_ptdp.strategy.restoring import (
     fill_part,
     fill_whole,
     load_optimizers,
+    needs_initial_values,
     read_checkpoint,
 )
 from lightning_ptdp.strategy.saving import FolderSaves, optimizer_state
@@ -267,8 +268,8 @@ class CheckpointHooks(World):
         """Return True if Lightning restores the checkpoint after ``setup``.
 
         The model and the callbacks are then restored after this rank's part of the model has been
-        cut out."""
-        return not self.model_space.ranks_hold_all
+        cut out, and after ``on_fit_start``."""
+        return not self.model_space.ranks_hold_all or needs_initial_values(self.lightning_module)
 
     def load_checkpoint(
         self, checkpoint_path: PathLike, weights_only: bool | None = None

@@ -49,6 +49,7 @@ __all__ = [
     "fill_whole",
     "load_initial_weights",
     "load_optimizers",
+    "needs_initial_values",
     "read_checkpoint",
 ]
 
@@ -177,6 +178,14 @@ def load_initial_weights(space: ModelSpace, weights: HuggingFaceWeights) -> None
     tensors = {MODEL + name: entry for name, entry in space.tensors().items()}
     with space.waiting_in("loading the initial weights"):
         load_tensors("the initial weights", tensors, strict=False, open_stored=lambda _: weights)
+
+
+def needs_initial_values(module: object) -> bool:
+    """Return True if ``on_fit_start`` reads the initial values, even if the fit is resumed.
+
+    A module says so with the attribute ``needs_initial_values``.
+    """
+    return bool(getattr(module, "needs_initial_values", False))
 
 
 def _set_extra_states(space: ModelSpace, loaded: Mapping[str, Tensor]) -> None:

@@ -38,7 +38,7 @@ from lightning_ptdp.strategy.forward_contexts import make_surroundings
 from lightning_ptdp.strategy.optimizers import settle_groups
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling
-from lightning_ptdp.strategy.restoring import load_initial_weights
+from lightning_ptdp.strategy.restoring import load_initial_weights, needs_initial_values
 from lightning_ptdp.strategy.steps import StepHooks
 
 __all__ = ["SetupHooks"]
@@ -142,7 +142,11 @@ class SetupHooks(StepHooks):
             )
         )
         # a checkpoint has all of the values
-        resumes = module.trainer.ckpt_path is not None and module.strict_loading
+        resumes = (
+            module.trainer.ckpt_path is not None
+            and module.strict_loading
+            and not needs_initial_values(module)
+        )
         if weights is not None and not resumes:
             load_initial_weights(self.model_space, weights)
         if built_without_values:

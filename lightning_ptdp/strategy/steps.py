@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.base.nested import Nested
 from lightning_ptdp.engine.optimization import Closure
+from lightning_ptdp.forward.frozen_forward import Within
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.shims.lightning import Precision, fits, replace_after_closure
@@ -123,6 +124,24 @@ class StepHooks(CheckpointHooks):
         return self._evaluate(
             "predict_step", self.precision_plugin.predict_step_context, (*args, *kwargs.values())
         )
+
+    def frozen_step(self, hook: str, batch: Nested, batch_idx: int, within: Within) -> Nested:
+        """Run a step of the module without gradients between training steps.
+
+        ``frozen_forward`` calls it. Every rank of a replica returns the output for the whole batch.
+
+        Args:
+            hook: Name of the step.
+            batch: The batch.
+            batch_idx: Its number.
+            within: Returns the context of the forward.
+        """
+        # an overlapped gather still writes the parameters that the context may exchange
+        self.engine.gradients.parameters_needed()
+        with within():
+            return self._evaluate(
+                hook, self.precision_plugin.predict_step_context, (batch, batch_idx)
+            )
 
     def decode(
         self,

@@ -6,7 +6,7 @@ from lightning_ptdp.tensor_parallel.kinds.embedding import Position, Vocabulary
 from lightning_ptdp.tensor_parallel.kinds.expert_kinds import Experts
 from lightning_ptdp.tensor_parallel.kinds.kind import SPLIT_AXES, Kind, ModulePlace, check_divides
 from lightning_ptdp.tensor_parallel.kinds.linear_kinds import AttentionHeads, Column, Row
-from lightning_ptdp.tensor_parallel.kinds.replicated import Alias, Mean, Partial, Region, Whole
+from lightning_ptdp.tensor_parallel.kinds.replicated import Alias, Mean, Partial, Region, Sum, Whole
 
 __all__ = [
     "KINDS",
@@ -22,6 +22,7 @@ __all__ = [
     "Position",
     "Region",
     "Row",
+    "Sum",
     "Vocabulary",
     "Whole",
     "check_divides",
@@ -41,6 +42,7 @@ KINDS: tuple[type[Kind], ...] = (
     Whole,
     Experts,
     Mean,
+    Sum,
 )
 """The kinds that a plan may refer to by name."""
 

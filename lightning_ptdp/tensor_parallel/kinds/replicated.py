@@ -16,7 +16,7 @@ from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_d
 from lightning_ptdp.tensor_parallel.region import enter_region, join_around
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Alias", "Mean", "Partial", "Region", "Whole"]
+__all__ = ["Alias", "Mean", "Partial", "Region", "Sum", "Whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class Region(Kind):
         return super().build(module, local, place)
 
 
-# ---- Kind of modules that average over a sequence, for context parallelism -----------------------
+# ---- Kinds of modules that reduce over a sequence, for context parallelism -----------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class Mean(Kind):
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
-        replace_forward(module, _MeanForward, group=place.group)
+        replace_forward(module, _ReducedForward, group=place.group, divides=True)
         return module
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
@@ -179,9 +179,28 @@ class Mean(Kind):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _MeanForward(OwnForward):
+class _ReducedForward(OwnForward):
     group: Group
+    divides: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = self.original(*args, **kwargs)
-        return total(output, self.group) / self.group.size
+        output: Tensor = total(self.original(*args, **kwargs), self.group)
+        return output / self.group.size if self.divides else output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum(Mean):
+    """A module without parameters that returns a sum over the tokens of each sequence.
+
+    Under context parallelism the result is the sum of the ranks' results, otherwise as for
+    ``Mean``.
+    """
+
+    name = "sum"
+    takes = "a module without parameters that returns a sum over the sequence"
+
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
+    ) -> nn.Module:
+        replace_forward(module, _ReducedForward, group=place.group, divides=False)
+        return module

@@ -1,0 +1,319 @@
+"""Direct preference optimization (DPO, arXiv 2305.18290) of Hugging Face language models.
+
+Nothing here depends on the parallel layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_ptdp.forward.frozen_forward import Within, frozen_forward, initial_values
+from lightning_ptdp.models.lit_huggingface import LitCausalLM
+from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch
+from lightning_ptdp.models.plans import find_plan
+from lightning_ptdp.shims.peft import adapters_off
+from lightning_ptdp.tensor_parallel import ParallelPlan, Sum
+from lightning_ptdp.world.layout import ParallelLayout
+
+__all__ = ["LitDPO", "Reference"]
+
+Reference: TypeAlias = Literal["auto", "adapters_off", "copy", "precomputed"]
+
+_ANSWERS = ("chosen", "rejected")
+_REFERENCES = ("reference_chosen_logps", "reference_rejected_logps")
+
+
+class SequenceSum(nn.Module):
+    """Sum over the tokens of each sequence, of which a context-parallel rank holds a part."""
+
+    def forward(self, values_bs: Tensor) -> Tensor:
+        return values_bs.sum(1)
+
+
+class LitDPO(LitCausalLM):
+    """Preference tuning of any ``AutoModelForCausalLM`` on pairs of answers.
+
+    A batch is a mapping with ``chosen_ids``, ``chosen_labels``, ``rejected_ids`` and
+    ``rejected_labels``, each (b, s) int64. A row of all four is a pair. Labels are as in
+    ``LitCausalLM``, and -100 outside of the answer.
+
+    Let r be the log-probability of an answer minus that of the reference. The loss of a pair is
+    -log sigmoid(beta (r_chosen - r_rejected)), and that of a step is the mean over pairs. The
+    reference is the model as it was before this training. Its log-probabilities are computed before
+    a step, by a forward without gradients and without dropout.
+
+    Logs ``train_loss``, ``rewards/chosen`` and ``rewards/rejected`` (beta r), ``rewards/margins``
+    (their difference) and ``rewards/accuracies`` (share of pairs with a positive one). Validation
+    logs ``val_loss`` and ``val_rewards/…``.
+
+    Args:
+        path: As for ``LitCausalLM``.
+        beta: Strength with which the model is held near the reference.
+        label_smoothing: Assumed share of pairs whose labels are wrong (conservative DPO), at least
+            0 and less than 0.5.
+        reference: ``adapters_off`` computes the reference with the adapters switched off, which
+            takes no memory. ``copy`` keeps a second, frozen set of the values that are trained.
+            ``precomputed`` computes the log-probabilities of all pairs once, when training starts;
+            it needs a ``PreferenceDataModule``. "auto": ``adapters_off`` with an adapter, otherwise
+            ``copy``.
+        kwargs: Further arguments of ``LitCausalLM``.
+
+    Raises:
+        ValueError: A value is out of range, or ``adapters_off`` would not give the original model.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        reference: Reference = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(path, **kwargs)
+        if beta <= 0:
+            raise ValueError(f"beta={beta} must be positive")
+        if not 0 <= label_smoothing < 0.5:
+            raise ValueError(
+                f"label_smoothing={label_smoothing} must be at least 0 and less than 0.5"
+            )
+        if reference not in get_args(Reference):
+            raise ValueError(f"reference={reference!r} must be one of {list(get_args(Reference))}")
+        if reference == "auto":
+            reference = "copy" if self.adapter is None else "adapters_off"
+        if reference == "adapters_off":
+            self._check_adapters_off()
+        self.beta, self.label_smoothing, self.reference = beta, label_smoothing, reference
+        self.save_hyperparameters(
+            {"beta": beta, "label_smoothing": label_smoothing, "reference": reference}
+        )
+        # a resumed training still needs the values from before
+        self.needs_initial_values = reference != "adapters_off"
+        self.over_tokens = SequenceSum()
+        self._within: Within | None = None
+        self._known: dict[str, Tensor] = {}
+
+    def _check_adapters_off(self) -> None:
+        if self.adapter is None:
+            raise ValueError(
+                "reference='adapters_off' needs adapters. Set model.adapter, or use "
+                "reference='copy' or 'precomputed'"
+            )
+        if self.adapter.bias != "none":
+            raise ValueError(
+                f"reference='adapters_off' with adapter.bias={self.adapter.bias!r} would not be the "
+                "original model, because its biases are trained. Use bias='none' or "
+                "reference='copy'"
+            )
+
+    def configure_parallel(self) -> ParallelPlan:
+        """Return the model's plan, with sums over the tokens of all context-parallel ranks."""
+        plan = find_plan(self)
+        if plan is None:
+            return ParallelPlan()
+        return replace(plan, tensor={**plan.tensor, "over_tokens": Sum()})
+
+    def check_parallel(self, layout: ParallelLayout) -> None:
+        """Refuse to split sequences of a model without a plan, whose sums would be incomplete.
+
+        Raises:
+            ValueError: Gives the reason.
+        """
+        if layout.context_parallel_size > 1 and find_plan(self) is None:
+            raise ValueError(
+                f"context_parallel_size={layout.context_parallel_size} needs a model with a known "
+                "plan, because log-probabilities are summed over the whole sequence. Use "
+                "context_parallel_size=1"
+            )
+
+    # ---- the reference ---------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """Keep the reference, before a checkpoint is restored.
+
+        Raises:
+            ValueError: The strategy restores checkpoints before this hook.
+        """
+        trainer = self.trainer
+        if not self.needs_initial_values:
+            return
+        if trainer.ckpt_path is not None and not trainer.strategy.restore_checkpoint_after_setup:
+            raise ValueError(
+                f"reference={self.reference!r} needs the weights from before the checkpoint, which "
+                f"{type(trainer.strategy).__name__} has already replaced. Resume with "
+                "Trainer(strategy='ptdp')"
+            )
+        if self.reference == "copy":
+            self._within = initial_values(self)
+        else:
+            self._precompute()
+
+    def _precompute(self) -> None:
+        """Compute the log-probabilities of all pairs, each on one replica; collective."""
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        self._check_numbered(datamodule)
+        strategy = self.trainer.strategy
+        for split, loader in datamodule.numbered_pairs().items():
+            size = len(loader.stream)
+            rank_zero_info(f"computing the reference's log-probabilities of {size:,} {split} pairs")
+            known: Tensor | None = None
+            for number, batch in enumerate(loader):
+                batch = strategy.batch_to_device(batch)
+                logps = torch.stack(list(frozen_forward(self, batch, number).values()), 1)
+                if known is None:
+                    # one row more for the pairs that fill up batches, whose number is -1
+                    known = logps.new_zeros(size + 1, 2)
+                known[batch["pair"]] = logps
+            self._known[split] = strategy.reduce(known, reduce_op="sum")
+
+    def check_data(self, datamodule: object) -> None:
+        """Check the data before launch, as ``LitCausalLM`` does.
+
+        Raises:
+            ValueError: The data do not fit the model, or do not number their pairs.
+        """
+        super().check_data(datamodule)
+        self._check_numbered(datamodule)
+
+    def _check_numbered(self, datamodule: object) -> None:
+        if self.reference == "precomputed" and not hasattr(datamodule, "numbered_pairs"):
+            raise ValueError(
+                f"reference='precomputed' needs a PreferenceDataModule, not "
+                f"{type(datamodule).__name__}. Use reference='copy' for other data"
+            )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Add the reference's log-probabilities to the batch."""
+        self._add_reference(batch, batch_idx, "train")
+
+    def on_validation_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Add the reference's log-probabilities to the batch."""
+        self._add_reference(batch, batch_idx)
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add the reference's log-probabilities to the batch."""
+        self._add_reference(batch, batch_idx)
+
+    def _add_reference(
+        self, batch: MutableMapping[str, Tensor], batch_idx: int, split: str = "validation"
+    ) -> None:
+        within = self._within
+        if split in self._known:
+            logps = self._known[split][batch["pair"]]
+            batch.update(dict(zip(_REFERENCES, logps.unbind(1), strict=True)))
+            return
+        if self.reference == "adapters_off":
+            within = partial(adapters_off, self.model)
+        if within is None:
+            raise ValueError(
+                f"reference={self.reference!r} is known only while training. Validate in fit, or "
+                "train adapters with reference='adapters_off'"
+            )
+        logps = frozen_forward(self, batch, batch_idx, within=within)
+        batch.update(dict(zip(_REFERENCES, logps.values(), strict=True)))
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def predict_step(
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:
+        """Return the log-probabilities of the answers.
+
+        ``chosen_logps`` and ``rejected_logps`` are (b) float32.
+        """
+        logps, _ = self._answer_logps(batch)
+        return {f"{name}_logps": part for name, part in zip(_ANSWERS, logps, strict=True)}
+
+    def summarize_predictions(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the result of ``predict_step``."""
+        return dict(outputs)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Return the mean loss and the number of pairs.
+
+        The number has the name ``num_tokens``, which weights microbatches and replicas.
+        """
+        logps, balance = self._answer_logps(batch)
+        return self.with_balance(self._preference_loss(logps, batch, "train"), balance)
+
+    def validation_step(
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:
+        """Return the mean loss and the number of pairs, as ``training_step``."""
+        return self._preference_loss(self._answer_logps(batch)[0], batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Return the mean loss and the number of pairs, as ``training_step``."""
+        return self._preference_loss(self._answer_logps(batch)[0], batch, "test")
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Do nothing: pairs have no perplexity."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Do nothing: pairs have no perplexity."""
+
+    def flops_per_sample(self, sequence_length: int) -> int:
+        """Return the model operations of a pair, including the reference's forward."""
+        sequences = 2 * super().flops_per_sample(sequence_length)
+        return sequences if self.reference == "precomputed" else sequences * 4 // 3
+
+    def _answer_logps(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the log-probabilities of chosen and rejected answers, and a balancing loss.
+
+        One forward computes both: under a pipeline, a step calls the model once.
+        """
+        both = {
+            "input_ids": torch.cat([batch[f"{name}_ids"] for name in _ANSWERS]),
+            "labels": torch.cat([batch[f"{name}_labels"] for name in _ANSWERS]),
+        }
+        losses, balance = self._losses(both)
+        return (-self.over_tokens(losses)).chunk(2), balance
+
+    def _preference_loss(
+        self, logps: tuple[Tensor, ...], batch: Batch, stage: str
+    ) -> dict[str, Tensor]:
+        chosen, rejected = (
+            self.beta * (policy - batch[name])
+            for policy, name in zip(logps, _REFERENCES, strict=True)
+        )
+        margins = chosen - rejected
+        losses = -F.logsigmoid(margins)
+        if self.label_smoothing:
+            # (1 - e) f(x) + e f(-x) = f(x) + e x for f(x) = -log sigmoid(x)
+            losses = losses + self.label_smoothing * margins
+        # evaluation fills up its batches with pairs without labels
+        labelled = (batch["chosen_labels"] != IGNORED_LABEL).to(losses.dtype)
+        counted = self.over_tokens(labelled) > 0
+        count = counted.sum()
+
+        def mean(values: Tensor) -> Tensor:
+            return torch.where(counted, values, 0.0).sum() / count.clamp(min=1)
+
+        loss = mean(losses)
+        training = stage == "train"
+        log = partial(
+            self.log, sync_dist=not training, batch_size=None if training else counted.numel()
+        )
+        log(f"{stage}_loss", loss, prog_bar=True)
+        prefix = "" if training else f"{stage}_"
+        for name, values in (
+            ("chosen", chosen),
+            ("rejected", rejected),
+            ("margins", margins),
+            ("accuracies", (margins > 0).to(margins.dtype)),
+        ):
+            log(f"{prefix}rewards/{name}", mean(values.detach()))
+        return {"loss": loss, "num_tokens": count}

@@ -1,0 +1,169 @@
+"""Pairs of answers: forms of rows, learned tokens, batches and refused rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ptdp.data import ChatDataModule, EvaluationLoader, PreferenceDataModule
+from lightning_ptdp.data.data_error import CorpusError, StoreError
+from lightning_ptdp.models import make_tiny
+from tests.data.folders import write_rows
+
+pytestmark = pytest.mark.thorough
+
+pytest.importorskip("transformers")
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def pair(number: int, **changes: Any) -> dict[str, Any]:
+    question = message("user", f"Is {number} odd?")
+    answers = {"chosen": f"Yes, {number} is.", "rejected": "No."}
+    row = {key: [question, message("assistant", text)] for key, text in answers.items()}
+    return {**row, **changes}
+
+
+Data = Callable[..., PreferenceDataModule]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences") / "model"
+    make_tiny(folder, vocabulary_size=300, hidden_size=16, intermediate_size=16)
+    return folder
+
+
+@pytest.fixture
+def data(model: Path, tmp_path: Path) -> Data:
+    """Return a factory of data modules for rows, in a new folder each."""
+
+    def make(rows: list[dict[str, Any]], **changes: Any) -> PreferenceDataModule:
+        number = len(list(tmp_path.iterdir()))
+        file = tmp_path / f"{number}.jsonl"
+        write_rows(file, rows)
+        settings: dict[str, Any] = {
+            "path": str(file),
+            "data_dir": str(tmp_path / f"store{number}"),
+            "tokenizer_dir": str(model),
+            "sequence_length": 100,
+            "micro_batch_size": 2,
+            "validation_fraction": 0.2,
+        }
+        return PreferenceDataModule(**settings | changes)
+
+    return make
+
+
+def texts(module: PreferenceDataModule) -> list[tuple[str, str, str]]:
+    """Return the prompts and the two answers of all training pairs."""
+    decode = module.prepare_config.tokenizer().of_transformers.decode
+    stream = module._stream("train")
+    batch = stream.as_batch(stream.__getitems__(range(len(stream))))
+    found = []
+    for row in range(len(stream)):
+        labels = {key: batch[f"{key}_labels"][row] for key in ("chosen", "rejected")}
+        begin = int((labels["chosen"] >= 0).nonzero()[0]) + 1
+        assert batch["chosen_ids"][row, :begin].equal(batch["rejected_ids"][row, :begin])
+        prompt = decode(batch["chosen_ids"][row, :begin])
+        found.append((prompt, *(decode(label[label >= 0]) for label in labels.values())))
+    return found
+
+
+def test_forms_of_rows_give_same_pairs(data: Data) -> None:
+    rows = [pair(number) for number in range(20)]
+    answers = [{key: row[key][1:] for key in row} for row in rows]
+    prompts = [row["chosen"][:1] for row in rows]
+    plain = [{key: row[key][1]["content"] for key in row} for row in rows]
+    found = []
+    for form in (
+        rows,
+        [{"prompt": p, **a} for p, a in zip(prompts, answers, strict=True)],
+        [{"prompt": p[0]["content"], **a} for p, a in zip(prompts, plain, strict=True)],
+        # some data sets have the question twice
+        [{"prompt": p[0]["content"], **row} for p, row in zip(prompts, rows, strict=True)],
+    ):
+        module = data(form)
+        module.check()
+        module.prepare_data()
+        found.append(sorted(texts(module)))
+    assert len(found[0]) == 16
+    for prompt, chosen, rejected in found[0]:
+        number = chosen.split()[1]
+        assert prompt.endswith("<|im_start|>assistant\n") and f"Is {number} odd?" in prompt
+        assert (chosen, rejected) == (f"Yes, {number} is.<|im_end|>", "No.<|im_end|>")
+    assert all(other == found[0] for other in found)
+
+
+def test_batches_are_numbered_and_as_long_as_needed(data: Data) -> None:
+    module = data([pair(number) for number in range(23)])
+    module.prepare_data()
+    for split, size in (("train", 18), ("validation", 5)):
+        loader = module.numbered_pairs()[split]
+        assert isinstance(loader, EvaluationLoader)
+        batches = list(loader)
+        numbers = [int(number) for batch in batches for number in batch["pair"]]
+        assert sorted(number for number in numbers if number >= 0) == list(range(size))
+        for batch in batches:
+            assert batch["rejected_ids"].shape == (2, 64)
+            filled = batch["pair"] < 0
+            assert (batch["chosen_labels"][filled] == -100).all()
+
+
+def test_default_pairs_need_no_file(model: Path, tmp_path: Path) -> None:
+    config = PreferenceDataModule(tokenizer_dir=str(model)).prepare_config
+    row = next(config.rows(None, "train"))
+    assert row["chosen"].split() == row["rejected"].split()[::-1]
+    assert config.folder != ChatDataModule(tokenizer_dir=str(model)).prepare_config.folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rejected": None}, "column 'rejected' has no answer, but a pair needs"),
+        ({"chosen": []}, "column 'chosen' has no answer, but a pair needs"),
+        ({"rejected": "No."}, "column 'rejected' begins with an answer, and there is no column"),
+        ({"rejected": pair(3)["chosen"]}, "the chosen and the rejected answer are equal"),
+        ({"rejected": pair(4)["rejected"]}, "differ before their last answer"),
+        ({"chosen": [message("user", "Is 3 odd?")]}, "ends with a message of the role 'user'"),
+        (
+            {"chosen": [message("user", "Is 3 odd?"), message("assistant", " ")]},
+            "message 2, an answer, is empty",
+        ),
+    ],
+)
+def test_faulty_pair_is_refused_before_launch(
+    changes: dict[str, Any], reason: str, data: Data
+) -> None:
+    # beyond the rows that are tokenized before launch
+    rows = [pair(number) for number in range(300)] + [pair(3, **changes)]
+    module = data(rows)
+    with pytest.raises(CorpusError, match=rf"{module.prepare_config.path}, row 301: .*{reason}"):
+        module.check()
+    data(rows, faulty="drop").check()
+
+
+def test_long_pairs_are_dropped_or_refused(data: Data) -> None:
+    rows = [pair(number) for number in range(20)]
+    rows[3]["rejected"][1]["content"] = "No. " * 60
+    module = data(rows, too_long="drop")
+    module.prepare_data()
+    assert sum(len(module._stream(split)) for split in ("train", "validation")) == 19
+    with pytest.raises(StoreError, match=r"1 of [0-9]+ [a-z]+ samples are longer than"):
+        data(rows).prepare_data()
+    rows[3]["chosen"][0]["content"] = rows[3]["rejected"][0]["content"] = "Odd? " * 60
+    with pytest.raises(StoreError, match="2 of them have no answer left to learn"):
+        data(rows, too_long="cut").prepare_data()
+
+
+def test_store_of_pairs_is_refused_as_chats(data: Data, model: Path) -> None:
+    module = data([pair(number) for number in range(20)])
+    module.prepare_data()
+    chat = ChatDataModule(data_dir=str(module.data_dir), tokenizer_dir=str(model))
+    with pytest.raises(StoreError, match="Read it with PreferenceDataModule"):
+        chat._stream("train")
