@@ -15,7 +15,7 @@ from lightning_ptdp import ParallelLayout, PTDPStrategy
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.recipe_files import find_config, recipe_names
-from lightning_ptdp.models import LitCausalLM
+from lightning_ptdp.models import LitCausalLM, LitDPO
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_model
@@ -86,7 +86,8 @@ def test_recipe_layout_fits_model(
         arguments["path"] = str(tmp_path)
     strategy = PTDPStrategy(**trainer["strategy"]["init_args"])
     layout = strategy.config.layout(trainer["devices"] * trainer["num_nodes"])
-    module = LitCausalLM(**arguments)
+    kind = LitDPO if values["model"]["class_path"].endswith(".LitDPO") else LitCausalLM
+    module = kind(**arguments)
     with torch.device("meta"):
         module.configure_model()
     check_model(module, strategy.config, layout)
