@@ -80,6 +80,13 @@ def collects_by_itself(module: nn.Module) -> bool:
     )
 
 
+def image_token_of(module: nn.Module) -> int | None:
+    """Return the id of the tokens that stand for images in the model inside; None if unknown."""
+    configs = (getattr(child, "config", None) for child in module.modules())
+    tokens = (getattr(config, "image_token_id", None) for config in configs)
+    return next((token for token in tokens if isinstance(token, int)), None)
+
+
 def is_causal_model(module: nn.Module) -> bool:
     """Return True for a model that predicts the token after each token, and has no encoder."""
     model: Any = module

@@ -1,0 +1,65 @@
+"""Unmodified vision-language models equal one process, with any number of images per sample."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.engine.microbatches import split_batch
+from lightning_ptdp.strategy.checks import check_model
+from tests.huggingface.runs import LAYOUTS
+from tests.huggingface.vision import FAMILIES, IMAGE, LitVision, VisionRun
+from tests.parity import Parity
+
+pytestmark = pytest.mark.thorough
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_trains_like_single_process(family: str, layout: str, parity: Parity) -> None:
+    """The first microbatch has no image, nor has one replica in the second step."""
+    parity.check(VisionRun(model=family), LAYOUTS[layout])
+
+
+def test_hidden_states_of_tower_are_whole_under_sequence_parallelism(parity: Parity) -> None:
+    """LLaVA selects a hidden state of its tower, which is not divided."""
+    parity.check(VisionRun(model="llava"), LAYOUTS["t2sp"])
+
+
+def test_context_parallelism_is_refused_before_launch() -> None:
+    config = PTDPConfig(context_parallel_size=2)
+    module = LitVision(VisionRun(model="qwen2_5_vl"))
+    with pytest.raises(ValueError, match=r"merges images into its sequence.*_parallel_size=1"):
+        check_model(module, config, config.layout(2))
+
+
+def _batch(images: list[int], rows: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a batch with two tokens per image."""
+    tokens = torch.zeros(len(images), 6, dtype=torch.long)
+    for row, count in zip(tokens, images, strict=True):
+        row[: 2 * count] = IMAGE
+    return {"input_ids": tokens, "pixel_values": torch.arange(rows)[:, None], **more}
+
+
+def test_images_follow_their_samples_into_microbatches() -> None:
+    """As many images as samples are not necessarily one per sample."""
+    parts = split_batch(_batch([0, 2, 1, 1], 4), (2, 2), image_token=IMAGE)
+    assert [part["pixel_values"].flatten().tolist() for part in parts] == [[0, 1], [2, 3]]
+    first, second = split_batch(_batch([0, 0, 2, 0], 2), (2, 2), image_token=IMAGE)
+    assert first["pixel_values"] is None
+    assert second["pixel_values"].flatten().tolist() == [0, 1]
+
+
+def test_patches_follow_their_images_into_microbatches() -> None:
+    grid = torch.tensor([[1, 2, 2], [1, 4, 1], [1, 1, 4]])
+    parts = split_batch(_batch([1, 2], 12, image_grid_thw=grid), (1, 1), image_token=IMAGE)
+    assert [len(part["pixel_values"]) for part in parts] == [4, 8]
+    assert torch.equal(parts[1]["image_grid_thw"], grid[1:])
+
+
+def test_images_of_unknown_sample_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 rows for 8 image tokens.*Use num_microbatches=1"):
+        split_batch(_batch([2, 2], 3), (1, 1), image_token=IMAGE)
