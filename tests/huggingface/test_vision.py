@@ -63,3 +63,26 @@ def test_patches_follow_their_images_into_microbatches() -> None:
 def test_images_of_unknown_sample_are_refused() -> None:
     with pytest.raises(ValueError, match=r"3 rows for 8 image tokens.*Use num_microbatches=1"):
         split_batch(_batch([2, 2], 3), (1, 1), image_token=IMAGE)
+
+
+TEXT_STEP = (1, 2, 0, 1, 0, 0, 0, 0, 1, 0, 0, 2)
+"""Numbers of images of which the second global batch has none."""
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "layout", ["d2", "d2 sharded", "d2 sharded parameters", "p2", "t2p2", "zb"]
+)
+def test_step_without_images_leaves_tower_unchanged(
+    family: str, layout: str, parity: Parity
+) -> None:
+    """A zero gradient would move the tower by its momentum."""
+    run = VisionRun(model=family, images=TEXT_STEP)
+    zero_bubble = (2, {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "zb_h1"})
+    parity.check(run, {**LAYOUTS, "zb": zero_bubble}[layout])
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2p2"])
+def test_frozen_tower_trains_language_model_alone(layout: str, parity: Parity) -> None:
+    run = VisionRun(model="qwen2_5_vl", images=TEXT_STEP, frozen=("model.visual.",))
+    parity.check(run, LAYOUTS[layout])

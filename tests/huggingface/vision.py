@@ -173,13 +173,17 @@ class LitVision(LitHuggingFace):
     def configure_model(self) -> None:
         if self.model is None:
             self.model = build_vision(self.run.model, **dict(self.run.options))
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(not name.startswith(self.run.frozen))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         loss = self.model(**batch).loss
         return {"loss": loss, "num_tokens": (batch["labels"][:, 1:] != -100).sum()}
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=5e-3, eps=1e-3, weight_decay=0.0)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        # Parameters of a tower that no loss depends on have zero gradients in a layout.
+        return torch.optim.AdamW(trained, lr=5e-3, eps=1e-3, weight_decay=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +191,7 @@ class VisionRun(Run):
     """A training of a family. ``images`` are the numbers of images of the samples, in turn."""
 
     images: tuple[int, ...] = (0, 0, 2, 1, 0)
+    frozen: tuple[str, ...] = ()
     steps: int = 3
     precision: Any = "64-true"
     validate_every: int | None = None
