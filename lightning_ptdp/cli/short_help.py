@@ -76,6 +76,7 @@ _SIZES = (
 _MODELS: Mapping[str, Sequence[_Shown]] = {
     "LitGPT": (("config.", "models/model_config.py", "GPTConfig", _SIZES), _OPTIMIZER),
     "LitCausalLM": _HUGGING_FACE,
+    "LitImageTextToText": _HUGGING_FACE,
     "LitMaskedLM": _HUGGING_FACE,
 }
 _STREAM: Sequence[_Shown] = (

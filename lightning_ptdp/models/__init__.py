@@ -28,7 +28,7 @@ from lightning_ptdp.models.tiny import make_tiny
 if TYPE_CHECKING:
     from lightning_ptdp.models.lit_bert import LitBert
     from lightning_ptdp.models.lit_gpt import LitGPT
-    from lightning_ptdp.models.lit_huggingface import LitCausalLM, LitMaskedLM
+    from lightning_ptdp.models.lit_huggingface import LitCausalLM, LitImageTextToText, LitMaskedLM
 
 __all__ = [
     "GPT",
@@ -43,6 +43,7 @@ __all__ = [
     "LitBert",
     "LitCausalLM",
     "LitGPT",
+    "LitImageTextToText",
     "LitMaskedLM",
     "LoraOptions",
     "active_parameters",
@@ -59,6 +60,7 @@ _LIT = {
     "LitBert": "lit_bert",
     "LitCausalLM": "lit_huggingface",
     "LitGPT": "lit_gpt",
+    "LitImageTextToText": "lit_huggingface",
     "LitMaskedLM": "lit_huggingface",
 }
 

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import split_batch
+from lightning_ptdp.models import LitImageTextToText, LoraOptions
 from lightning_ptdp.strategy.checks import check_model
+from tests.huggingface.round_trip import OPTIMIZER
 from tests.huggingface.runs import LAYOUTS
-from tests.huggingface.vision import FAMILIES, IMAGE, LitVision, VisionRun
+from tests.huggingface.vision import (
+    FAMILIES,
+    IMAGE,
+    ImageSamples,
+    LitVision,
+    VisionRun,
+    build_vision,
+    collate,
+)
 from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
@@ -86,3 +99,59 @@ def test_step_without_images_leaves_tower_unchanged(
 def test_frozen_tower_trains_language_model_alone(layout: str, parity: Parity) -> None:
     run = VisionRun(model="qwen2_5_vl", images=TEXT_STEP, frozen=("model.visual.",))
     parity.check(run, LAYOUTS[layout])
+
+
+def image_text(run: VisionRun) -> LitImageTextToText:
+    assert run.pretrained is not None
+    return LitImageTextToText(run.pretrained, optimizer=OPTIMIZER, **dict(run.options))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a folder of each family."""
+    folder = tmp_path_factory.mktemp("vision")
+    torch.manual_seed(5)
+    for family in ("qwen2_5_vl", "idefics3"):
+        build_vision(family).save_pretrained(folder / family)
+    return folder
+
+
+def logits(folder: Path, family: str) -> torch.Tensor:
+    """Return the logits of a folder for two samples with three images."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    data = ImageSamples((1, 2))
+    batch = collate(family, [data[0], data[1]])
+    with torch.no_grad():
+        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_exported_folder_reloads_with_equal_logits(
+    family: str, folders: Path, parity: Parity, tmp_path: Path
+) -> None:
+    run = VisionRun(
+        model=family, module=image_text, pretrained=str(folders / family), precision="32-true"
+    )
+    exported = [tmp_path / layout for layout in ("one", "t2p2")]
+    for target in exported:
+        parity.ranks(replace(run, export=str(target)).on(LAYOUTS[target.name]))
+    one, divided = (logits(target, family) for target in exported)
+    torch.testing.assert_close(divided, one, rtol=1e-4, atol=1e-5)
+    assert (one - logits(folders / family, family)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2p2"])
+def test_adapters_are_in_language_model_only(
+    layout: str, folders: Path, parity: Parity, tmp_path: Path
+) -> None:
+    run = VisionRun(
+        model="qwen2_5_vl",
+        images=TEXT_STEP,
+        module=image_text,
+        pretrained=str(folders / "qwen2_5_vl"),
+        options=(("adapter", LoraOptions(r=3)),),
+    )
+    parity.check(run, LAYOUTS[layout])
+    names = [name for name in parity.result(run)["final"] if ".lora_" in name]
+    assert len(names) == 2 * 7 * 4  # A and B of seven products in four layers
+    assert all(".language_model.layers." in name for name in names)
