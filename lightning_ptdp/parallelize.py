@@ -211,7 +211,7 @@ def parallelize(  # noqa: PLR0913
 
     placements = _build_local(module, planned, kinds, materialize, full_parameters, mesh)
     if tensor.size > 1:
-        refuse_captured_parts(module, sequence_parallel=layout.sequence_parallel)
+        refuse_captured_parts(module, kinds, sequence_parallel=layout.sequence_parallel)
     padded = {parameter for parameter, placement in placements.items() if placement.num_padding}
     if not late:
         make_room(module, device=device, padded=padded)

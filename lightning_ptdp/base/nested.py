@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 __all__ = [
+    "IMAGE_FIELDS",
     "Nested",
     "batch_size",
     "children",
@@ -23,6 +24,9 @@ __all__ = [
 
 Nested = Any
 """A batch or an output: tensors and other values in mappings, sequences and dataclasses."""
+
+IMAGE_FIELDS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
+"""Fields whose dimension 0 may count images or patches if the batch has ``input_ids``."""
 
 _LEAVES = (type(None), bool, int, float, str)
 
@@ -152,7 +156,10 @@ def batch_size(batch: Nested) -> int:
         ValueError: There is no tensor with a first dimension, or the tensors disagree (a dimension
             of 1 is taken as broadcast).
     """
-    sizes = {t.size(0) for t in iterate_tensors(batch) if t.dim()}
+    tensors = [(name, tensor) for name, tensor in named_tensors(batch) if tensor.dim()]
+    if any(name == "input_ids" for name, _ in tensors):
+        tensors = [(name, tensor) for name, tensor in tensors if name not in IMAGE_FIELDS]
+    sizes = {tensor.size(0) for _, tensor in tensors}
     sizes = sizes - {1} or sizes
     if len(sizes) != 1:
         description = (

@@ -42,7 +42,14 @@ from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 from lightning_ptdp.cli.yaml_files import checked
-from lightning_ptdp.models import LitBert, LitCausalLM, LitDPO, LitGPT, LitMaskedLM  # noqa: F401
+from lightning_ptdp.models import (  # noqa: F401
+    LitBert,
+    LitCausalLM,
+    LitDPO,
+    LitGPT,
+    LitImageTextToText,
+    LitMaskedLM,
+)
 from lightning_ptdp.models.pretrained_folder import local_folder
 
 __all__ = ["PTDPCLI", "parsed_values"]

@@ -80,6 +80,7 @@ _MODELS: Mapping[str, Sequence[_Shown]] = {
         ("", "models/lit_dpo.py", "LitDPO", ("beta", "label_smoothing", "reference")),
         *_HUGGING_FACE,
     ),
+    "LitImageTextToText": _HUGGING_FACE,
     "LitMaskedLM": _HUGGING_FACE,
 }
 _STREAM: Sequence[_Shown] = (

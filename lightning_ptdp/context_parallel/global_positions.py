@@ -274,6 +274,8 @@ def _why_not_cut(module: Any) -> str | None:
             f"creates its sequence from {module.main_input_name}, but only sequences of the "
             "batch can be split"
         )
+    if hasattr(getattr(module, "config", None), "vision_config"):
+        return "merges images into its sequence, but a rank has only a slice of the sequence"
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return "has cross-attention between two sequences, but only self-attention can be split"
     return None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters
 from lightning_ptdp.data_parallel.gradient_store import GradientStore, make_store, needs_masters
+from lightning_ptdp.data_parallel.image_gradients import ImageGradients
 from lightning_ptdp.data_parallel.optimizer_parameters import (
     OptimizerParameters,
     ParameterGather,
@@ -73,6 +74,7 @@ class Gradients:
         self.accumulates = self.reduces = False
         self._clears, self._open = True, False
         self._left: dict[Tensor, Tensor] = {}
+        self._images = ImageGradients(module, device)
 
     def prepare(self, optimizer: Any, *, apart: bool, overlaps: bool = False) -> bool:
         """Lay out the gradients and the optimizer's tensors.
@@ -122,6 +124,10 @@ class Gradients:
 
     def close(self) -> None:
         """Detach from the module."""
+        self._images.close()
+        self._release()
+
+    def _release(self) -> None:
         if self._gather is not None:
             self._gather.close()
         if self.stepped is not None:
@@ -172,7 +178,7 @@ class Gradients:
             uncleared = {} if self._clears else _gradients(self._stepped_on())
             self._left = {value: gradient.clone() for value, gradient in uncleared.items()}
             if changed:
-                self.close()
+                self._release()
                 self._lay_out()
         self._store.begin(keep=keep)
         self._open = self.accumulates
@@ -260,6 +266,7 @@ class Gradients:
             pass
         if self.stepped is not None:
             self.stepped.show()
+        self._images.remove_unused(self._parameters.values())
         for value, gradient in self._left.items():
             value.grad = gradient if value.grad is None else value.grad.add_(gradient)
         self._left = {}

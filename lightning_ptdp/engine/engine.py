@@ -37,6 +37,7 @@ from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.lightning import LightningModule
+from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -99,6 +100,7 @@ class Engine:
             surroundings=surroundings,
             observer=self.observers,
         )
+        self._image_token = image_token_of(module)
         self._memory = ReportMemory()
         self._owners, self._metrics = (
             find_owners(module),
@@ -362,14 +364,16 @@ class Engine:
     ) -> LightningJob:
         try:
             sizes = self._sizes(args[0])
+            microbatches = split_batch(args[0], sizes, image_token=self._image_token)
         except ValueError:
             if hook == "training_step":
                 raise
-            sizes = (1,)  # an evaluation batch that cannot be split runs whole
+            # An evaluation batch that cannot be split runs whole.
+            sizes, microbatches = (1,), [args[0]]
         return LightningJob(
             module=self._module,
             hook=hook,
-            microbatches=split_batch(args[0], sizes),
+            microbatches=microbatches,
             sizes=sizes,
             arguments=args[1:],
             context=context,

@@ -19,6 +19,7 @@ from lightning_ptdp.base.nested import (
     named_tensors,
     rebuilt,
 )
+from lightning_ptdp.engine.image_batch import holds_images, split_images
 
 __all__ = [
     "describe_uneven",
@@ -46,11 +47,28 @@ def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
     return tuple(share + (i < remainder) for i in range(count))
 
 
-def split_batch(batch: Nested, sizes: Sequence[int]) -> list[Nested]:
+def split_batch(
+    batch: Nested, sizes: Sequence[int], *, image_token: int | None = None
+) -> list[Nested]:
     """Return one batch per microbatch; tensors are views.
 
     Scalars and tensors of first dimension 1 are passed whole.
+
+    Args:
+        batch: The batch.
+        sizes: Numbers of samples in the microbatches.
+        image_token: Id of the tokens that stand for images in ``input_ids``; None: there are none.
+
+    Raises:
+        ValueError: The images cannot be assigned to the microbatches.
     """
+    if len(sizes) == 1:
+        return [batch]
+    if image_token is not None and holds_images(batch):
+        images = split_images(batch, sizes, image_token)
+        rest = {name: value for name, value in batch.items() if name not in images[0]}
+        parts = split_batch(rest, sizes)
+        return [rebuilt(batch, {**part, **own}) for part, own in zip(parts, images, strict=True)]
     total, ends = sum(sizes), [0, *accumulate(sizes)]
 
     def cut(window: slice, tensor: Tensor) -> Tensor:
@@ -60,11 +78,7 @@ def split_batch(batch: Nested, sizes: Sequence[int]) -> list[Nested]:
         return items[window] if len(items) == total else items
 
     windows = [slice(*ends) for ends in pairwise(ends)]
-    return (
-        [map_tensors(batch, partial(cut, w), partial(cut_list, w)) for w in windows]
-        if len(sizes) > 1
-        else [batch]
-    )
+    return [map_tensors(batch, partial(cut, w), partial(cut_list, w)) for w in windows]
 
 
 def signature(batch: Nested) -> Hashable:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_ptdp.models.lit_bert import LitBert
     from lightning_ptdp.models.lit_dpo import LitDPO
     from lightning_ptdp.models.lit_gpt import LitGPT
-    from lightning_ptdp.models.lit_huggingface import LitCausalLM, LitMaskedLM
+    from lightning_ptdp.models.lit_huggingface import LitCausalLM, LitImageTextToText, LitMaskedLM
 
 __all__ = [
     "GPT",
@@ -45,6 +45,7 @@ __all__ = [
     "LitCausalLM",
     "LitDPO",
     "LitGPT",
+    "LitImageTextToText",
     "LitMaskedLM",
     "LoraOptions",
     "active_parameters",
@@ -62,6 +63,7 @@ _LIT = {
     "LitCausalLM": "lit_huggingface",
     "LitDPO": "lit_dpo",
     "LitGPT": "lit_gpt",
+    "LitImageTextToText": "lit_huggingface",
     "LitMaskedLM": "lit_huggingface",
 }
 

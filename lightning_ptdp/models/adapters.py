@@ -16,9 +16,9 @@ from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.tensor_parallel.patterns import nearest_names
 
-__all__ = ["LoraOptions", "as_lora"]
+__all__ = ["ALL_LINEAR", "LoraOptions", "as_lora"]
 
-_ALL = "all-linear"
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class LoraOptions:
     r: Size = 8
     alpha: float = 16.0
     dropout: float = 0.0
-    target_modules: tuple[str, ...] | str = _ALL
+    target_modules: tuple[str, ...] | str = ALL_LINEAR
     modules_to_save: tuple[str, ...] = ()
     bias: Literal["none", "all", "lora_only"] = "none"
     use_rslora: bool = False
@@ -88,7 +88,7 @@ class LoraOptions:
         """
         names = [name for name, _ in model.named_modules() if name]
         if isinstance(self.target_modules, str):
-            is_match = self.target_modules == _ALL or any(
+            is_match = self.target_modules == ALL_LINEAR or any(
                 re.fullmatch(self.target_modules, name) for name in names
             )
             unmatched = [] if is_match else [("target_modules", self.target_modules)]

@@ -18,7 +18,7 @@ _MOST_INDEX = 1 << 26  # bytes; the library that writes headers has a similar li
 _SIZE = re.compile(
     r"(hidden|intermediate|vocab|embedding)_size|_(heads|experts|embd|inner)|head_dim|d_model|d_ff|ffn_dim|n_head"
 )
-_BLOCKS = re.compile(r"_(layers?|experts)")
+_BLOCKS = re.compile(r"(?<!feature)_(layers?|experts)")
 _EPSILON = re.compile(r"(^|_)eps(ilon)?")
 _MOST_SIZE = 2**31 - 1
 _MOST_BLOCKS = 4096

@@ -6,17 +6,19 @@ Nothing here depends on the parallel layout.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_ptdp.base.nested import IMAGE_FIELDS
 from lightning_ptdp.base.requirements import import_optional
-from lightning_ptdp.models.adapters import LoraOptions, as_lora
+from lightning_ptdp.models.adapters import ALL_LINEAR, LoraOptions, as_lora
 from lightning_ptdp.models.building import check_causal, with_values, without_values
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
@@ -32,9 +34,9 @@ from lightning_ptdp.models.pretrained_folder import (
     read_model_config,
 )
 from lightning_ptdp.models.size import Operations, count_operations
-from lightning_ptdp.shims.transformers import has_sdpa
+from lightning_ptdp.shims.transformers import has_sdpa, image_parts
 
-__all__ = ["Dtype", "LitCausalLM", "LitMaskedLM"]
+__all__ = ["Dtype", "LitCausalLM", "LitImageTextToText", "LitMaskedLM"]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DEFAULT_OPTIMIZER = AdamWConfig()
@@ -115,7 +117,7 @@ class _LitHuggingFace(LitTokens):
         if self.path is not None:
             check_tokenizer(self.path, self.model.get_input_embeddings().num_embeddings)
         if self.adapter is not None:
-            self.adapter.inject(self.model, task_type=self._task)
+            self._inject(self.model, self.adapter)
 
     def check_data(self, datamodule: object) -> None:
         """Check before launch that the model can represent all ids and positions of the data.
@@ -219,8 +221,11 @@ class _LitHuggingFace(LitTokens):
             config, attn_implementation="eager", trust_remote_code=False
         )
         if self.adapter is not None:
-            self.adapter.inject(model, task_type=self._task)
+            self._inject(model, self.adapter)
         return model
+
+    def _inject(self, model: Any, adapter: LoraOptions) -> None:
+        adapter.inject(model, task_type=self._task)
 
     @staticmethod
     def _logits_of_zeros(model: Any, length: int) -> Tensor:
@@ -376,6 +381,34 @@ class LitCausalLM(_LitHuggingFace):
     _classes = "MODEL_FOR_CAUSAL_LM_MAPPING"
     _task = "CAUSAL_LM"
     _inputs = ("input_ids", "position_ids")
+
+
+class LitImageTextToText(_LitHuggingFace):
+    """Language modelling with images, with any ``AutoModelForImageTextToText``.
+
+    A batch has ``input_ids`` and ``labels`` as for ``LitCausalLM``, and the other tensors of the
+    model's processor. A batch without images has no ``pixel_values``. Everything else, including
+    the arguments, is as in ``LitCausalLM``, except that ``target_modules="all-linear"`` of an
+    adapter means the linear layers of the language model.
+    """
+
+    _auto_class = "AutoModelForImageTextToText"
+    _classes = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"
+    _task = "CAUSAL_LM"
+    _inputs = ("input_ids", "token_type_ids", "mm_token_type_ids", *IMAGE_FIELDS)
+
+    def _inject(self, model: Any, adapter: LoraOptions) -> None:
+        if adapter.target_modules == ALL_LINEAR:
+            towers = "|".join(map(re.escape, image_parts(model)))
+            names = [
+                re.escape(name)
+                for name, child in model.named_modules()
+                if isinstance(child, nn.Linear)
+                and child is not model.get_output_embeddings()
+                and not re.match(towers, name)
+            ]
+            adapter = replace(adapter, target_modules="|".join(names))
+        super()._inject(model, adapter)
 
 
 class LitMaskedLM(_LitHuggingFace):

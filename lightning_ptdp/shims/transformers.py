@@ -5,7 +5,7 @@ tests/huggingface/test_collected.py checks them."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ __all__ = [
     "collects_by_itself",
     "has_sdpa",
     "ignored_names",
+    "image_parts",
+    "image_token_of",
     "install_capture",
     "is_capture",
     "is_causal_model",
@@ -78,6 +80,34 @@ def collects_by_itself(module: nn.Module) -> bool:
         getattr(model.config, f"output_{name}", False)
         for name in ("hidden_states", "attentions", "router_logits")
     )
+
+
+def image_token_of(module: nn.Module) -> int | None:
+    """Return the id of the tokens that stand for images in the model inside; None if unknown."""
+    return next((model.config.image_token_id for _, model in _image_models(module)), None)
+
+
+def image_parts(module: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of the modules that compute image features in the model inside.
+
+    These are all parts of a vision-language model but its language model and head."""
+    for name, model in _image_models(module):
+        base, embedding = model.base_model, model.get_input_embeddings()
+        path = [name, "" if base is model else model.base_model_prefix]
+        prefix = "".join(f"{part}." for part in path if part)
+        return tuple(
+            f"{prefix}{key}."
+            for key, child in base.named_children()
+            if all(part is not embedding for part in child.modules())
+        )
+    return ()
+
+
+def _image_models(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, child in module.named_modules():
+        token = getattr(getattr(child, "config", None), "image_token_id", None)
+        if isinstance(token, int) and is_huggingface_model(child):
+            yield name, child
 
 
 def is_causal_model(module: nn.Module) -> bool:

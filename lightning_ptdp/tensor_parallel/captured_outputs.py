@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from functools import partial
 
 from torch import nn
@@ -12,27 +13,36 @@ _BY_HEAD = ("attentions", "cross_attentions")
 _BY_SEQUENCE = ("hidden_states", "router_logits", *_BY_HEAD)
 
 
-def refuse_captured_parts(model: nn.Module, *, sequence_parallel: bool) -> None:
+def refuse_captured_parts(
+    model: nn.Module, divided: Collection[str], *, sequence_parallel: bool
+) -> None:
     """Make Hugging Face models raise a ValueError if a recorded output is only a part.
 
     A rank has the attention weights of its own heads only. Under sequence parallelism it has only
     its slice of every output with a sequence dimension. Applies to every Hugging Face model inside
-    ``model``.
+    ``model`` that contains one of the ``divided`` modules. A vision tower usually has none.
     """
-    for module in model.modules():
-        if hasattr(module, "_can_record_outputs"):
-            module.register_forward_hook(partial(_check, sequence_parallel))
+    for module in _recording(model, divided):
+        module.register_forward_hook(partial(_check, sequence_parallel))
 
 
-def check_captured(model: nn.Module, *, sequence_parallel: bool) -> None:
-    """Check the outputs requested in the configurations of the Hugging Face models inside.
+def check_captured(model: nn.Module, divided: Collection[str], *, sequence_parallel: bool) -> None:
+    """Check the outputs requested in the configurations of the same Hugging Face models.
 
     Raises:
         ValueError: A rank would have only a part of a requested output.
     """
-    for module in model.modules():
-        if hasattr(module, "_can_record_outputs"):
-            _refuse_parts(getattr(module, "config", None), "output_", sequence_parallel)
+    for module in _recording(model, divided):
+        _refuse_parts(getattr(module, "config", None), "output_", sequence_parallel)
+
+
+def _recording(model: nn.Module, divided: Collection[str]) -> Iterator[nn.Module]:
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if hasattr(module, "_can_record_outputs") and any(
+            inner.startswith(prefix) for inner in divided
+        ):
+            yield module
 
 
 def _check(sequence_parallel: bool, _module: nn.Module, _args: object, output: object) -> None:

@@ -112,7 +112,7 @@ def check_model(
     check_gradient_hooks(hooked, kinds)
     if layout.tensor_parallel_size > 1:
         check_hooks(whole, kinds)
-        check_captured(whole, sequence_parallel=layout.sequence_parallel)
+        check_captured(whole, kinds, sequence_parallel=layout.sequence_parallel)
     check_surroundings(whole, config)
     blocks: Blocks | None = plan.blocks
     ranges: tuple[tuple[int, int], ...] = ()

@@ -20,6 +20,7 @@ from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.rehearsal import Rehearsal
 from lightning_ptdp.shims.lightning import LightningModule, Trainer
+from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.strategy.checks.whole_model import plan_of
 from lightning_ptdp.strategy.fork_safety import try_in_child
 from lightning_ptdp.world.layout import ParallelLayout
@@ -71,9 +72,10 @@ def check_first_batch(
         batch = module.on_before_batch_transfer(batch, 0)
         try:
             samples = batch_size(batch)
+            sizes = microbatch_sizes(samples, config.microbatches(samples))
+            microbatch = split_batch(batch, sizes, image_token=image_token_of(module))[0]
         except ValueError as error:
             return error
-        microbatch = split_batch(batch, microbatch_sizes(samples, config.microbatches(samples)))[0]
         microbatch = module.on_after_batch_transfer(microbatch, 0)
         rehearsal = Rehearsal(
             model=module,

@@ -1,0 +1,157 @@
+"""Unmodified vision-language models equal one process, with any number of images per sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.engine.microbatches import split_batch
+from lightning_ptdp.models import LitImageTextToText, LoraOptions
+from lightning_ptdp.strategy.checks import check_model
+from tests.huggingface.round_trip import OPTIMIZER
+from tests.huggingface.runs import LAYOUTS
+from tests.huggingface.vision import (
+    FAMILIES,
+    IMAGE,
+    ImageSamples,
+    LitVision,
+    VisionRun,
+    build_vision,
+    collate,
+)
+from tests.parity import Parity
+
+pytestmark = pytest.mark.thorough
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_trains_like_single_process(family: str, layout: str, parity: Parity) -> None:
+    """The first microbatch has no image, nor has one replica in the second step."""
+    parity.check(VisionRun(model=family), LAYOUTS[layout])
+
+
+def test_hidden_states_of_tower_are_whole_under_sequence_parallelism(parity: Parity) -> None:
+    """LLaVA selects a hidden state of its tower, which is not divided."""
+    parity.check(VisionRun(model="llava"), LAYOUTS["t2sp"])
+
+
+def test_context_parallelism_is_refused_before_launch() -> None:
+    config = PTDPConfig(context_parallel_size=2)
+    module = LitVision(VisionRun(model="qwen2_5_vl"))
+    with pytest.raises(ValueError, match=r"merges images into its sequence.*_parallel_size=1"):
+        check_model(module, config, config.layout(2))
+
+
+def _batch(images: list[int], rows: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a batch with two tokens per image."""
+    tokens = torch.zeros(len(images), 6, dtype=torch.long)
+    for row, count in zip(tokens, images, strict=True):
+        row[: 2 * count] = IMAGE
+    return {"input_ids": tokens, "pixel_values": torch.arange(rows)[:, None], **more}
+
+
+def test_images_follow_their_samples_into_microbatches() -> None:
+    """As many images as samples are not necessarily one per sample."""
+    parts = split_batch(_batch([0, 2, 1, 1], 4), (2, 2), image_token=IMAGE)
+    assert [part["pixel_values"].flatten().tolist() for part in parts] == [[0, 1], [2, 3]]
+    first, second = split_batch(_batch([0, 0, 2, 0], 2), (2, 2), image_token=IMAGE)
+    assert first["pixel_values"] is None
+    assert second["pixel_values"].flatten().tolist() == [0, 1]
+
+
+def test_patches_follow_their_images_into_microbatches() -> None:
+    grid = torch.tensor([[1, 2, 2], [1, 4, 1], [1, 1, 4]])
+    parts = split_batch(_batch([1, 2], 12, image_grid_thw=grid), (1, 1), image_token=IMAGE)
+    assert [len(part["pixel_values"]) for part in parts] == [4, 8]
+    assert torch.equal(parts[1]["image_grid_thw"], grid[1:])
+
+
+def test_images_of_unknown_sample_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 rows for 8 image tokens.*Use num_microbatches=1"):
+        split_batch(_batch([2, 2], 3), (1, 1), image_token=IMAGE)
+
+
+TEXT_STEP = (1, 2, 0, 1, 0, 0, 0, 0, 1, 0, 0, 2)
+"""Numbers of images of which the second global batch has none."""
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "layout", ["d2", "d2 sharded", "d2 sharded parameters", "p2", "t2p2", "zb"]
+)
+def test_step_without_images_leaves_tower_unchanged(
+    family: str, layout: str, parity: Parity
+) -> None:
+    """A zero gradient would move the tower by its momentum."""
+    run = VisionRun(model=family, images=TEXT_STEP)
+    zero_bubble = (2, {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "zb_h1"})
+    parity.check(run, {**LAYOUTS, "zb": zero_bubble}[layout])
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2p2"])
+def test_frozen_tower_trains_language_model_alone(layout: str, parity: Parity) -> None:
+    run = VisionRun(model="qwen2_5_vl", images=TEXT_STEP, frozen=("model.visual.",))
+    parity.check(run, LAYOUTS[layout])
+
+
+def image_text(run: VisionRun) -> LitImageTextToText:
+    assert run.pretrained is not None
+    return LitImageTextToText(run.pretrained, optimizer=OPTIMIZER, **dict(run.options))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a folder of each family."""
+    folder = tmp_path_factory.mktemp("vision")
+    torch.manual_seed(5)
+    for family in ("qwen2_5_vl", "idefics3"):
+        build_vision(family).save_pretrained(folder / family)
+    return folder
+
+
+def logits(folder: Path, family: str) -> torch.Tensor:
+    """Return the logits of a folder for two samples with three images."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    data = ImageSamples((1, 2))
+    batch = collate(family, [data[0], data[1]])
+    with torch.no_grad():
+        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_exported_folder_reloads_with_equal_logits(
+    family: str, folders: Path, parity: Parity, tmp_path: Path
+) -> None:
+    run = VisionRun(
+        model=family, module=image_text, pretrained=str(folders / family), precision="32-true"
+    )
+    exported = [tmp_path / layout for layout in ("one", "t2p2")]
+    for target in exported:
+        parity.ranks(replace(run, export=str(target)).on(LAYOUTS[target.name]))
+    one, divided = (logits(target, family) for target in exported)
+    torch.testing.assert_close(divided, one, rtol=1e-4, atol=1e-5)
+    assert (one - logits(folders / family, family)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("layout", ["d2", "t2p2"])
+def test_adapters_are_in_language_model_only(
+    layout: str, folders: Path, parity: Parity, tmp_path: Path
+) -> None:
+    run = VisionRun(
+        model="qwen2_5_vl",
+        images=TEXT_STEP,
+        module=image_text,
+        pretrained=str(folders / "qwen2_5_vl"),
+        options=(("adapter", LoraOptions(r=3)),),
+    )
+    parity.check(run, LAYOUTS[layout])
+    names = [name for name in parity.result(run)["final"] if ".lora_" in name]
+    assert len(names) == 2 * 7 * 4  # A and B of seven products in four layers
+    assert all(".language_model.layers." in name for name in names)
