@@ -10,6 +10,7 @@ from lightning_ptdp.strategy.checks.model import (
 )
 from lightning_ptdp.strategy.checks.module_content import (
     check_quantized,
+    check_same_model,
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "check_optimizer_state",
     "check_packing",
     "check_quantized",
+    "check_same_model",
     "check_save_hook",
     "check_trainer",
     "on_meta",

@@ -6,9 +6,12 @@ import warnings
 from collections.abc import Collection, Mapping
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_ptdp.base.requirements import check_installed
+from lightning_ptdp.checkpoint.files import sha256
+from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, same_outcome
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parameters.initializers import Initializers, why_without_values
 from lightning_ptdp.shims.quantized import is_four_bit, quantized_parameters
@@ -24,6 +27,7 @@ __all__ = [
     "check_late",
     "check_libraries",
     "check_quantized",
+    "check_same_model",
     "check_skipped_layers",
     "warn_of_balance_losses",
     "warn_of_batch_norm",
@@ -53,6 +57,30 @@ def check_late(model: nn.Module, *, built: Collection[str]) -> None:
             initialize = initialize or Initializers(model)
             if not initialize.knows(name):
                 raise ValueError(why_without_values(name, module))
+
+
+def check_same_model(model: nn.Module) -> None:
+    """Check that all ranks have built the same model, from names, shapes and types; collective.
+
+    Raises:
+        CheckpointError: A rank's model differs from rank 0's. Raised on all ranks.
+    """
+    parameters = {
+        name: f"{parameter.dtype} {tuple(parameter.shape)}"
+        for name, parameter in model.named_parameters()
+        if not is_lazy(parameter)
+    }
+    if len({*gather(sha256(repr(parameters).encode()))}) == 1:
+        return
+    expected = from_rank_zero(lambda: parameters)
+    with same_outcome("comparing the models of all ranks"):
+        for name in {**expected, **parameters}:
+            there, here = expected.get(name, "missing"), parameters.get(name, "missing")
+            if there != here:
+                raise ValueError(
+                    f"'{name}' is {here} here, but {there} on rank 0. All ranks need the same code "
+                    "and the same options"
+                )
 
 
 def check_quantized(model: nn.Module, layout: ParallelLayout) -> None:
