@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import logging
 import multiprocessing
@@ -46,9 +47,12 @@ class WorkerFailure(AssertionError):
 
 def _serve(connection: Connection, started_in: str, stacks: str) -> None:
     import torch
+    from lightning.fabric.utilities import registry
 
     torch.set_num_threads(1)
     gc.freeze()  # exclude preloaded objects from garbage collection
+    # Every Trainer looks for callbacks in the metadata of all installed packages.
+    registry.entry_points = functools.cache(registry.entry_points)
     os.chdir(started_in)
     stacks_file = open(stacks, "a")  # noqa: SIM115 - as long as the process lives
     while True:
@@ -127,6 +131,7 @@ def _call(
         # Trainers are reference cycles that keep process groups alive. Their threads would
         # accumulate, and would spin once the peers have closed their sockets.
         gc.collect()
+        gc.freeze()  # what is left, such as modules, stays
 
 
 class Pool:
