@@ -45,6 +45,10 @@ class SaveFolders:
         self._lock = threading.Lock()
         self._newest = 0.0
 
+    def __reduce__(self) -> tuple[type[SaveFolders], tuple[()]]:
+        """Return a copy that knows nothing yet, because locks cannot be copied."""
+        return type(self), ()
+
     def go_on_from(self, checkpoint: Path) -> None:
         """Make all later checkpoints newer than those in the folder of ``checkpoint``."""
         self._look(checkpoint.parent)

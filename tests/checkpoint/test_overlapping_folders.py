@@ -10,6 +10,7 @@ import pytest
 from lightning_ptdp.callbacks import ExportHuggingFace
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.checkpoint.files import EXPORT_MARK, check_apart, existing_paths
+from tests.models.fits import quiet_trainer
 
 
 @pytest.fixture
@@ -61,8 +62,9 @@ def test_existing_paths_are_found_in_options(base: Path) -> None:
 
 def test_export_over_base_model_is_refused(base: Path, tmp_path: Path) -> None:
     (base / EXPORT_MARK).touch()
+    callback = ExportHuggingFace(tmp_path / "link")
     with pytest.raises(CheckpointError, match=r"export folder .* would change"):
-        ExportHuggingFace(tmp_path / "link").check([{"init_args": {"path": os.fspath(base)}}])
+        callback.check(quiet_trainer(), [{"init_args": {"path": os.fspath(base)}}])
 
 
 def test_export_over_another_model_is_refused(base: Path) -> None:
@@ -76,4 +78,4 @@ def test_export_below_file_is_refused(base: Path) -> None:
     with pytest.raises(
         ValueError, match=r"config\.json is a file, so no folder can be created there"
     ):
-        ExportHuggingFace(base / "config.json" / "x").check([])
+        ExportHuggingFace(base / "config.json" / "x").check(quiet_trainer(), [])

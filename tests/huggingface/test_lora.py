@@ -143,7 +143,7 @@ def test_adapter_and_merged_folder_have_equal_logits(
     expected = lit.model.eval()(input_ids=tokens).logits
     assert main(["convert", saved, str(tmp_path / "adapter"), "--verify"]) == 2
     assert re.search(
-        r"--verify .* need a Hugging Face folder, .* would be of the kind .adapter",
+        r"--verify.* need a Hugging Face folder, .* would be of the kind .adapter",
         capsys.readouterr().err,
     )
     with pytest.raises(ValueError, match="merge creates a Hugging Face folder"):
