@@ -24,7 +24,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, get_args
 
 import lightning.pytorch as L
@@ -33,13 +32,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from harness import QUIET, Comparison, compare, parse_options, report, usual_heap
+from harness import QUIET, Comparison, compare, parse_options, report
 from hosts import NoHosts, run_on_hosts
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop
+from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop, alternate
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data_parallel import GradientBuckets, GradientState
@@ -194,14 +193,7 @@ def worker(
     )
     waits = Waits()
     engines = contestants(config, batch, shard=shard)
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(rounds + 1):
-        names = list(engines) if turn % 2 else list(reversed(engines))
-        for name in names:
-            with nullcontext() if name == "ours" else usual_heap():
-                seconds = engines[name].steps(steps)
-            if turn:  # the first turn warms up
-                times[name].append(seconds)
+    times = alternate(engines, rounds=rounds, steps=steps)
     waits.watching = True
     engines["ours"].steps(max(steps, 3))
     if rank == 0:

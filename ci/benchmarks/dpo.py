@@ -11,7 +11,6 @@ import argparse
 import os
 import tempfile
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as L
@@ -19,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from finetune import SIZES
-from harness import QUIET, Comparison, compare, parse_options, report, usual_heap
+from harness import QUIET, Comparison, compare, parse_options, report
 from torch import Tensor
-from turns import ENOUGH, Contestant, Same, TrainerLoop
+from turns import ENOUGH, Contestant, Same, TrainerLoop, alternate
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import AdamWConfig, LitDPO, LoraOptions, make_tiny
@@ -149,13 +148,7 @@ def worker(
     store = f"file://{os.path.join(folder, 'store')}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     engines = {"ours": ours(size, adapters, rank), "peer": peer(size, adapters, rank, folder)}
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(rounds + 1):
-        for name in list(engines) if turn % 2 else list(reversed(engines)):
-            with nullcontext() if name == "ours" else usual_heap():
-                seconds = engines[name].steps(steps)
-            if turn:  # the first turn warms up
-                times[name].append(seconds)
+    times = alternate(engines, rounds=rounds, steps=steps)
     if rank == 0:
         results.put(times)
     dist.barrier()

@@ -13,17 +13,16 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import QUIET, Comparison, compare, parse_options, report, usual_heap
+from harness import QUIET, Comparison, compare, parse_options, report
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from turns import ENOUGH, Contestant, Same, TrainerLoop
+from turns import ENOUGH, Contestant, Same, TrainerLoop, alternate
 
 from lightning_ptdp import PTDPStrategy
 
@@ -103,13 +102,7 @@ def worker(
         "ours": contestant(size, adapters, batch, PTDPStrategy),
         "peer": contestant(size, adapters, batch, DDPStrategy),
     }
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(rounds + 1):
-        for name in list(engines) if turn % 2 else list(reversed(engines)):
-            with nullcontext() if name == "ours" else usual_heap():
-                seconds = engines[name].steps(steps)
-            if turn:  # the first turn warms up
-                times[name].append(seconds)
+    times = alternate(engines, rounds=rounds, steps=steps)
     if rank == 0:
         results.put(times)
     dist.barrier()

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import lightning.pytorch as L
 import torch.distributed as dist
+from harness import usual_heap
 from torch.utils.data import Dataset
 
-__all__ = ["ENOUGH", "BareLoop", "Contestant", "Same", "TrainerLoop"]
+__all__ = ["ENOUGH", "BareLoop", "Contestant", "Same", "TrainerLoop", "alternate"]
 
 ENOUGH = 10**6
 """Batches; the contestants stop when nobody asks for more."""
@@ -36,6 +38,23 @@ class Contestant(Protocol):
 
     def steps(self, count: int) -> float:
         """Seconds that one of ``count`` steps took, from a barrier to a barrier."""
+
+
+def alternate(
+    engines: Mapping[str, Contestant], *, rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Return the seconds of a step of each engine in each round; the order alternates.
+
+    The engine "ours" keeps freed memory in the process, the others do not. One more round warms up.
+    """
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(rounds + 1):
+        for name in list(engines) if turn % 2 else list(reversed(engines)):
+            with nullcontext() if name == "ours" else usual_heap():
+                seconds = engines[name].steps(steps)
+            if turn:
+                times[name].append(seconds)
+    return times
 
 
 class BareLoop:
