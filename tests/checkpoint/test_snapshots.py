@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.checkpoint import (
@@ -239,6 +240,14 @@ def test_state_that_no_node_holds_is_refused(
     made = ParallelLayout(world_size=4, **layout)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_nodes(made, shard=shard, num_nodes=2, replica_nodes=replica_nodes)
+
+
+def test_single_files_are_refused_before_launch(shm: Path, tmp_path: Path) -> None:
+    strategy = PTDPStrategy(snapshot_every_n_steps=1, checkpoint_format="file")
+    run = Run()
+    trainer = quiet_trainer(tmp_path, strategy=strategy, max_steps=1)
+    with pytest.raises(MisconfigurationException, match="=1 writes folders"):
+        trainer.fit(LitTiny(Run(eager=True)), run.make_loaders(trainer)[0])
 
 
 def test_too_little_memory_is_refused_before_launch(

@@ -296,7 +296,9 @@ def _check_checkpoint_plugin(strategy: CheckpointHooks, trainer: Trainer) -> Non
 
 
 def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> None:
-    savers = trainer.checkpoint_callbacks if fits(trainer) else []
+    savers: list[object] = [*trainer.checkpoint_callbacks] if fits(trainer) else []
+    if fits(trainer) and strategy.config.snapshot_every_n_steps is not None:
+        savers.append(None)
     if savers and strategy.config.checkpoint_format == "file":
         copies = (
             "master_weights=True keeps float32 copies of the parameters"
