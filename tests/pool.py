@@ -70,6 +70,11 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
         except BaseException:
             payload = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(payload)
+        # Trainers are reference cycles that keep process groups alive. Their threads would
+        # accumulate, and would spin once the peers have closed their sockets.
+        task = reply = payload = None
+        gc.collect()
+        gc.freeze()  # what is left, such as modules, stays
 
 
 @contextlib.contextmanager
@@ -128,10 +133,6 @@ def _call(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Trainers are reference cycles that keep process groups alive. Their threads would
-        # accumulate, and would spin once the peers have closed their sockets.
-        gc.collect()
-        gc.freeze()  # what is left, such as modules, stays
 
 
 class Pool:
