@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp.base.signals import StoppedNow
-from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import (
     PARAMETER_NAMES,
     CheckpointError,
@@ -23,11 +22,10 @@ from lightning_ptdp.checkpoint import (
     same_outcome,
     write_file,
 )
-from lightning_ptdp.checkpoint.memory_folders import LINK, MemoryFolder, in_memory
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.exchange import SHARD_BYTES, reads_as_huggingface
 from lightning_ptdp.parameters.materialize import awaits_values
-from lightning_ptdp.shims.lightning import Trainer, dump_checkpoint, fits
+from lightning_ptdp.shims.lightning import fits
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.exporting import export_model
 from lightning_ptdp.strategy.model_space import Checkpoint, ModelSpace, PathLike
@@ -40,7 +38,6 @@ from lightning_ptdp.strategy.restoring import (
     read_checkpoint,
 )
 from lightning_ptdp.strategy.saving import FolderSaves, optimizer_state
-from lightning_ptdp.strategy.snapshots import Snapshots, fetch_snapshot
 from lightning_ptdp.strategy.world import World
 
 __all__ = ["CheckpointHooks"]
@@ -67,10 +64,6 @@ class CheckpointHooks(World):
     folder_callback = ""
     run_facts: Mapping[str, object] = MappingProxyType({})
     _saves: FolderSaves
-    _snapshots: Snapshots | None = None
-    _snapshot_taker: object = None
-    _last_snapshot = -1
-    _continued: MemoryFolder | None = None
     _named_groups: list[list[list[str]]]
     _awaiting_values: tuple[Checkpoint, bool] | None = None
 
@@ -208,38 +201,6 @@ class CheckpointHooks(World):
         """
         self._saves.finish(self.waiting_in)
 
-    def start_snapshots(self, trainer: Trainer) -> None:
-        """Let ``trainer`` take a snapshot after the optimizer steps that the option names."""
-        trainer.callbacks[:] = [one for one in trainer.callbacks if one is not self._snapshot_taker]
-        self._snapshots, self._last_snapshot = None, trainer.global_step
-        if self.config.snapshot_every_n_steps is not None:
-            self._snapshot_taker = self._names.LambdaCallback(on_train_batch_end=self._snapshot)
-            trainer.callbacks.append(self._snapshot_taker)
-
-    def _snapshot(self, trainer: Trainer, *_: object) -> None:
-        every, step = self.config.snapshot_every_n_steps, trainer.global_step
-        if every is None or step % every or step == self._last_snapshot:
-            return  # the batch did not end with an optimizer step
-        self._last_snapshot = step
-        with self.waiting_in(f"taking a snapshot of step {step}"):
-            if self._snapshots is None:
-                self._snapshots = Snapshots(
-                    [*checkpoint_dirs(trainer), Path(trainer.default_root_dir)][0],
-                    ranks_per_node=self.num_processes,
-                    limit=self.config.timeout,
-                    keeper=self._saves.keeper,
-                    continued=self._continued,
-                )
-            self._snapshots.take(self.model_space, dump_checkpoint(trainer), facts=self.run_facts)
-
-    def remove_snapshots(self) -> None:
-        """Remove the snapshots of a training that has ended normally."""
-        if self._snapshots is not None:
-            self._snapshots.remove()
-        elif self._continued is not None and self.local_rank == 0:
-            self._continued.remove(linked=self.is_global_zero)
-        self._snapshots = self._continued = None
-
     def on_exception(self, exception: BaseException) -> None:
         """Wait for a background save, if it can end.
 
@@ -253,9 +214,6 @@ class CheckpointHooks(World):
                 # ask now, because the answer is known at the end of the run
                 self._run.interruption.is_of_this_rank_alone()
         self._saves.end(exception, self.config.timeout)
-        if self._snapshots is not None:
-            self._snapshots.keep(exception)
-        self._snapshots = self._continued = None
 
     def remove_checkpoint(self, filepath: PathLike) -> None:
         """Remove a checkpoint that is no longer among the best."""
@@ -289,19 +247,11 @@ class CheckpointHooks(World):
             checkpoint_path
         ):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        path, place = Path(self.broadcast(local_path(checkpoint_path))), None
-        if in_memory(path):
-            with self.waiting_in(f"looking for the snapshots of {path}"):
-                path, place = fetch_snapshot(
-                    path, ranks_per_node=self.num_processes, limit=self.config.timeout
-                )
         trainer = getattr(self.lightning_module, "_trainer", None)
         resuming = (
             trainer is not None and fits(trainer) and str(trainer.ckpt_path) == str(checkpoint_path)
         )
-        if resuming and place is None and in_memory(link := path.parent / LINK):
-            place = MemoryFolder.of(link)  # older than the checkpoint on the disk
-        self._continued = place if resuming else None
+        path = self._located(Path(self.broadcast(local_path(checkpoint_path))), resuming=resuming)
         if not path.is_file():
             return read_checkpoint(
                 path,
@@ -314,6 +264,10 @@ class CheckpointHooks(World):
         if resuming:
             check_trained(checkpoint, path)
         return checkpoint
+
+    def _located(self, path: Path, *, resuming: bool) -> Path:
+        """Return the path from which a checkpoint is read; ``resuming``: to continue a training."""
+        return path
 
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
         """Fill this rank's part from the whole model's state.

@@ -58,8 +58,8 @@ class _PTDPStrategy(SetupHooks):
     """Lightning's hooks of the strategy before launch, around training, and at the end.
 
     The layers below it are, in order: ``RunningStrategy`` (collectives), ``World`` (ranks and
-    groups), ``CheckpointHooks``, ``StepHooks`` and ``SetupHooks``. The constructor takes the fields of
-    ``PTDPConfig`` and the arguments of Lightning's own strategies."""
+    groups), ``CheckpointHooks``, ``SnapshotHooks``, ``StepHooks`` and ``SetupHooks``. The constructor
+    takes the fields of ``PTDPConfig`` and the arguments of Lightning's own strategies."""
 
     strategy_name = "ptdp"
 

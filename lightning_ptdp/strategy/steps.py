@@ -16,14 +16,14 @@ from lightning_ptdp.forward.frozen_forward import Within
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.shims.lightning import Precision, fits, replace_after_closure
-from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
+from lightning_ptdp.strategy.snapshot_hooks import SnapshotHooks
 
 __all__ = ["StepHooks"]
 
 
-class StepHooks(CheckpointHooks):
+class StepHooks(SnapshotHooks):
     """Layer of the strategy: training and evaluation steps, gradients and their norm."""
 
     def training_step(self, *args: Nested, **kwargs: Nested) -> Nested:
