@@ -23,6 +23,7 @@ from lightning_ptdp.checkpoint.reader import verify_checkpoint
 __all__ = [
     "LATEST",
     "OnDamage",
+    "checkpoint_times",
     "choose_checkpoint",
     "complete_checkpoints",
     "is_folder_of_checkpoints",
@@ -132,17 +133,25 @@ def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = Fa
         folder: Folder to search; need not exist.
         recursive: Search subfolders too, for example if every run has its own folder.
     """
-    checkpoints: list[tuple[float, Path]] = []
+    times = checkpoint_times(folder, recursive=recursive)
+    return sorted(times, key=lambda path: times[path], reverse=True)
+
+
+def checkpoint_times(
+    folder: str | os.PathLike[str], *, recursive: bool = False
+) -> dict[Path, float]:
+    """Return when each complete checkpoint was written; see :func:`complete_checkpoints`."""
+    times: dict[Path, float] = {}
     for path, subfolders, file_names in os.walk(folder):
         if files.kind_of(Path(path)) == "gone":
             subfolders.clear()
         elif METADATA_FILE in file_names:
             subfolders.clear()
             if (time := written_at(Path(path))) is not None:
-                checkpoints.append((time, Path(path)))
+                times[Path(path)] = time
         elif not recursive and Path(path) != Path(folder):
             subfolders.clear()
-    return [path for _, path in sorted(checkpoints, key=lambda entry: entry[0], reverse=True)]
+    return times
 
 
 def choose_checkpoint(

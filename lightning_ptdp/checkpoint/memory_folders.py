@@ -23,7 +23,7 @@ from pathlib import Path
 from lightning_ptdp.base.file_locks import locked
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.latest import complete_checkpoints, written_at
+from lightning_ptdp.checkpoint.latest import checkpoint_times
 
 __all__ = [
     "LINK",
@@ -92,7 +92,7 @@ class MemoryFolder:
             snapshot: A checkpoint in this folder.
             linked: Whether this process moves the link; one of all nodes does.
         """
-        for older in complete_checkpoints(self.path):
+        for older in checkpoint_times(self.path):
             if older != snapshot:
                 files.discard(older)
         if not linked:
@@ -118,8 +118,7 @@ class MemoryFolder:
 
     def times(self) -> dict[str, float]:
         """Return the names of the complete snapshots on this node, and their times."""
-        found = {path.name: written_at(path) for path in complete_checkpoints(self.path)}
-        return {name: time for name, time in found.items() if time is not None}
+        return {path.name: time for path, time in checkpoint_times(self.path).items()}
 
 
 def in_memory(path: str | os.PathLike[str]) -> bool:
@@ -132,15 +131,12 @@ def newest_first(folder: str | os.PathLike[str]) -> list[Path]:
 
     The link to snapshots that this node does not have is one of them.
     """
-    times = {path: written_at(path) or 0.0 for path in complete_checkpoints(folder, recursive=True)}
+    times = checkpoint_times(folder, recursive=True)
     for parent, folders, names in os.walk(folder):
         link = Path(parent) / LINK
         if LINK not in (*folders, *names) or not link.is_symlink() or not in_memory(link):
             continue
-        snapshots = complete_checkpoints(os.readlink(link))
-        times |= {path: written_at(path) or 0.0 for path in snapshots}
-        if not snapshots:
-            times[link] = os.lstat(link).st_mtime
+        times |= checkpoint_times(os.readlink(link)) or {link: os.lstat(link).st_mtime}
     return sorted(times, key=lambda path: times[path], reverse=True)
 
 

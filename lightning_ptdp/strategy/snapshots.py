@@ -92,7 +92,8 @@ class Snapshots:
         """Complete the current snapshot after an exception, if the other ranks can."""
         self._saves.end(exception, self._limit)
         if is_rank_zero() and (kept := self._place.times()):
-            print(f"the snapshot {self._place.path / max(kept)} is kept in memory", flush=True)
+            newest = max(kept, key=lambda name: kept[name])
+            print(f"the snapshot {self._place.path / newest} is kept in memory", flush=True)
 
     def remove(self) -> None:
         """Remove all snapshots at the end of the training."""
