@@ -18,11 +18,8 @@ over a slow link: ``slow_link.py``, run where hosts can be made."""
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -30,7 +27,6 @@ import lightning.pytorch as L
 import slow_link
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from harness import QUIET, Comparison, compare, parse_options, report
 from hosts import NoHosts, run_on_hosts
@@ -38,7 +34,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop, alternate
+from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop, alternate, on_ranks
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data_parallel import GradientBuckets, GradientState
@@ -179,13 +175,10 @@ def contestants(config: GPTConfig, batch: Tensor, *, shard: Sharding) -> dict[st
     return found
 
 
-def worker(
-    rank: int, store: str, size: str, shard: Sharding, rounds: int, steps: int, results: Any
-) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def measure(
+    rank: int, _folder: str, size: str, shard: Sharding, rounds: int, steps: int
+) -> tuple[dict[str, list[float]], float]:
+    """Return the times of a step, and the hidden part of our reductions."""
     generator = torch.Generator().manual_seed(rank)
     config = SIZES[size]
     batch = torch.randint(
@@ -196,20 +189,13 @@ def worker(
     times = alternate(engines, rounds=rounds, steps=steps)
     waits.watching = True
     engines["ours"].steps(max(steps, 3))
-    if rank == 0:
-        results.put((times, 1 - statistics.median(waits.left) / statistics.median(waits.alone)))
-    dist.barrier()
-    os._exit(0)  # the Trainers' threads wait for a turn that does not come
+    return times, 1 - statistics.median(waits.left) / statistics.median(waits.alone)
 
 
 def rows(size: str, *, shard: Sharding, rounds: int, steps: int) -> list[Comparison]:
     """Step time beside every peer of the same memory class; prints how much of the reduction was
     hidden."""
-    results = mp.get_context("fork").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (os.path.join(folder, "store"), size, shard, rounds, steps, results)
-        mp.start_processes(worker, arguments, nprocs=2, start_method="fork")
-    times, hidden = results.get()
+    times, hidden = on_ranks(measure, size, shard, rounds, steps)
     kind = "whole optimizer" if shard == "none" else f"sharded {shard}"
     print(
         f"{size}, {kind}: {hidden:.0%} of the reduction hidden behind the backward",

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
-import warnings
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from finetune import SIZES
 from harness import QUIET, Comparison, compare, parse_options, report
 from torch import Tensor
-from turns import ENOUGH, Contestant, Same, TrainerLoop, alternate
+from turns import ENOUGH, Contestant, Same, TrainerLoop, alternate, on_ranks
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import AdamWConfig, LitDPO, LoraOptions, make_tiny
@@ -138,30 +134,17 @@ def peer(size: str, adapters: bool, rank: int, folder: str) -> Contestant:
     return TrainerLoop(fit)
 
 
-def worker(
-    rank: int, folder: str, size: str, adapters: bool, rounds: int, steps: int, results: Any
-) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
+def measure(
+    rank: int, folder: str, size: str, adapters: bool, rounds: int, steps: int
+) -> dict[str, list[float]]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    store = f"file://{os.path.join(folder, 'store')}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     engines = {"ours": ours(size, adapters, rank), "peer": peer(size, adapters, rank, folder)}
-    times = alternate(engines, rounds=rounds, steps=steps)
-    if rank == 0:
-        results.put(times)
-    dist.barrier()
-    os._exit(0)  # the Trainers' threads wait for a turn that does not come
+    return alternate(engines, rounds=rounds, steps=steps)
 
 
 def row(size: str, *, adapters: bool, rounds: int, steps: int) -> Comparison:
     """Step time beside TRL's."""
-    results = mp.get_context("fork").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, size, adapters, rounds, steps, results)
-        mp.start_processes(worker, arguments, nprocs=2, start_method="fork")
-    times = results.get()
+    times = on_ranks(measure, size, adapters, rounds, steps)
     return compare(
         name=f"step, {size} M, {'LoRA' if adapters else 'copy'}",
         ours=times["ours"],

@@ -9,20 +9,15 @@ has 10 M and takes a minute."""
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from harness import QUIET, Comparison, compare, parse_options, report
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from turns import ENOUGH, Contestant, Same, TrainerLoop, alternate
+from turns import ENOUGH, Contestant, Same, TrainerLoop, alternate, on_ranks
 
 from lightning_ptdp import PTDPStrategy
 
@@ -88,13 +83,9 @@ def contestant(size: str, adapters: bool, batch: Tensor, strategy: Callable[[], 
     return TrainerLoop(fit)
 
 
-def worker(
-    rank: int, store: str, size: str, adapters: bool, rounds: int, steps: int, results: Any
-) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def measure(
+    rank: int, _folder: str, size: str, adapters: bool, rounds: int, steps: int
+) -> dict[str, list[float]]:
     batch = torch.randint(
         0, SIZES[size]["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(rank)
     )
@@ -102,20 +93,12 @@ def worker(
         "ours": contestant(size, adapters, batch, PTDPStrategy),
         "peer": contestant(size, adapters, batch, DDPStrategy),
     }
-    times = alternate(engines, rounds=rounds, steps=steps)
-    if rank == 0:
-        results.put(times)
-    dist.barrier()
-    os._exit(0)  # the Trainers' threads wait for a turn that does not come
+    return alternate(engines, rounds=rounds, steps=steps)
 
 
 def row(size: str, *, adapters: bool, rounds: int, steps: int) -> Comparison:
     """Step time beside Lightning's."""
-    results = mp.get_context("fork").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (os.path.join(folder, "store"), size, adapters, rounds, steps, results)
-        mp.start_processes(worker, arguments, nprocs=2, start_method="fork")
-    times = results.get()
+    times = on_ranks(measure, size, adapters, rounds, steps)
     what, tokens = "LoRA" if adapters else "all weights", 2 * BATCH * LENGTH
     found = compare(
         name=f"step, {size} M, {what}",

@@ -10,19 +10,14 @@ a chunk on a rank in a step."""
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from data_parallel import BATCH, SIZES, Lit, rows
 from harness import QUIET, Comparison, compare, parse_options, report
 from lightning.pytorch import Callback, Trainer
-from turns import ENOUGH, Same, TrainerLoop
+from turns import ENOUGH, Same, TrainerLoop, alternate, on_ranks
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.schedule.gathering import num_gathers
@@ -57,36 +52,20 @@ def trained(size: str, batch: torch.Tensor, options: dict[str, Any]) -> TrainerL
     return TrainerLoop(fit)
 
 
-def worker(rank: int, store: str, size: str, rounds: int, steps: int, results: Any) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="4")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+def measure(rank: int, _folder: str, size: str, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Return the times of a step at each level."""
     config = SIZES[size]
     generator = torch.Generator().manual_seed(rank % 2)
     batch = torch.randint(
         0, config.vocabulary_size, (BATCH, config.sequence_length + 1), generator=generator
     )
     engines = {name: trained(size, batch, options) for name, options in LEVELS.items()}
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for turn in range(rounds + 1):
-        for name in list(engines) if turn % 2 else reversed(list(engines)):
-            seconds = engines[name].steps(steps)
-            if turn:  # the first turn warms up
-                times[name].append(seconds)
-    if rank == 0:
-        results.put(times)
-    dist.barrier()
-    os._exit(0)  # the Trainers' threads wait for a turn that does not come
+    return alternate(engines, rounds=rounds, steps=steps, ours=LEVELS)
 
 
 def pipeline_rows(size: str, *, rounds: int, steps: int) -> list[Comparison]:
     """Return the step times under a pipeline beside those of a sharded optimizer."""
-    results = mp.get_context("fork").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (os.path.join(folder, "store"), size, rounds, steps, results)
-        mp.start_processes(worker, arguments, nprocs=4, start_method="fork")
-    times = results.get()
+    times = on_ranks(measure, size, rounds, steps, ranks=4)
     peer = times.pop("optimizer")
     return [
         compare(

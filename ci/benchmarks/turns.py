@@ -3,18 +3,23 @@ and bare loops."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import lightning.pytorch as L
+import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from harness import usual_heap
 from torch.utils.data import Dataset
 
-__all__ = ["ENOUGH", "BareLoop", "Contestant", "Same", "TrainerLoop", "alternate"]
+__all__ = ["ENOUGH", "BareLoop", "Contestant", "Same", "TrainerLoop", "alternate", "on_ranks"]
 
 ENOUGH = 10**6
 """Batches; the contestants stop when nobody asks for more."""
@@ -41,20 +46,58 @@ class Contestant(Protocol):
 
 
 def alternate(
-    engines: Mapping[str, Contestant], *, rounds: int, steps: int
+    engines: Mapping[str, Contestant],
+    *,
+    rounds: int,
+    steps: int,
+    ours: Collection[str] = ("ours",),
 ) -> dict[str, list[float]]:
     """Return the seconds of a step of each engine in each round; the order alternates.
 
-    The engine "ours" keeps freed memory in the process, the others do not. One more round warms up.
+    The engines ``ours`` keep freed memory in the process, the others do not. One more round warms
+    up.
     """
     times: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
         for name in list(engines) if turn % 2 else list(reversed(engines)):
-            with nullcontext() if name == "ours" else usual_heap():
+            with nullcontext() if name in ours else usual_heap():
                 seconds = engines[name].steps(steps)
             if turn:
                 times[name].append(seconds)
     return times
+
+
+def on_ranks(measure: Callable[..., Any], *arguments: Any, ranks: int = 2) -> Any:
+    """Return rank 0's result of ``measure(rank, folder, *arguments)`` on forked ranks.
+
+    They are connected by gloo and have one thread each. The folder is a temporary one.
+    """
+    results = mp.get_context("fork").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        rest = (folder, ranks, measure, arguments, results)
+        mp.start_processes(_run_rank, rest, nprocs=ranks, start_method="fork")
+    return results.get()
+
+
+def _run_rank(
+    rank: int,
+    folder: str,
+    ranks: int,
+    measure: Callable[..., Any],
+    arguments: Sequence[Any],
+    results: Any,
+) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    result = measure(rank, folder, *arguments)
+    if rank == 0:
+        results.put(result)
+    dist.barrier()
+    os._exit(0)  # the Trainers' threads wait for a turn that does not come
 
 
 class BareLoop:
