@@ -138,8 +138,8 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
     if newest.own is not None:
         for logger in cli.trainer.loggers:
             if isinstance(logger, MLFlowLogger):
-                logger.continue_run_of(newest.own)
-        return str(newest.own)
+                logger.continue_run_of(str(newest.own))
+        return os.fspath(newest.own)
     if ckpt_path is None:
         load_only_named_checkpoints(cli.trainer)
     return ckpt_path

@@ -27,6 +27,7 @@ __all__ = [
     "CLIS",
     "LOADERS",
     "NAMESPACES",
+    "SAVERS",
     "TRAINERS",
     "LightningNames",
     "StrategyBase",
@@ -41,6 +42,7 @@ __all__ = [
     "load_only_named_checkpoints",
     "logs_graph",
     "register_signal_handlers",
+    "place_of_saves",
     "replace_after_closure",
     "replace_once",
     "replace_signal_handlers",
@@ -72,6 +74,14 @@ UPLOADERS = {
 """Modules of loggers that copy checkpoints, the logger, and its copying method.
 
 They find checkpoints by ``_scan_checkpoints``."""
+
+SAVERS = {
+    f"{namespace}.callbacks.model_checkpoint": ("ModelCheckpoint", "_find_last_checkpoints")
+    for namespace in NAMESPACES
+}
+"""Modules with ModelCheckpoint, and its method for ``ckpt_path="last"``.
+
+In object storage, the method loses the protocol of addresses."""
 
 TRAINERS = {
     f"{namespace}.trainer.trainer": "_verify_strategy_supports_compile" for namespace in NAMESPACES
@@ -183,6 +193,11 @@ def replace_once(owner: object, name: str, instead: Callable[..., object]) -> No
 
     setattr(replaced, REPLACED, True)
     setattr(owner, name, replaced)
+
+
+def place_of_saves(saver: Any, trainer: Trainer) -> str:
+    """Return the folder of a ``ModelCheckpoint``, which is decided when a run starts."""
+    return str(saver._ModelCheckpoint__resolve_ckpt_dir(trainer))
 
 
 def replace_after_closure(plugin: Precision, instead: Callable[..., None]) -> None:

@@ -465,12 +465,21 @@ def test_object_hyperparameters_are_omitted_with_warning(tmp_path: Any) -> None:
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
-    "place", [PIPELINE, Place(layout={"checkpoint_format": "folder"})], ids=["p2", "one"]
+    ("place", "url", "words"),
+    [
+        (PIPELINE, "memory://bucket", "is in the memory of one process, but 2 ranks save there"),
+        (PIPELINE, "s3://key:hidden@bucket/x", r"s3://\*\*\*@bucket/x contains credentials"),
+        (
+            Place(layout={"snapshot_every_n_steps": 1}),
+            "memory://bucket",
+            "snapshot_every_n_steps needs a mounted folder",
+        ),
+    ],
 )
-def test_checkpoint_folder_outside_file_system_is_refused(place: Place) -> None:
-    with pytest.raises(MisconfigurationException, match="memory://bucket is not on a file system"):
+def test_unusable_address_for_checkpoints_is_refused(place: Place, url: str, words: str) -> None:
+    with pytest.raises(MisconfigurationException, match=words):
         make_trainer(
-            place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath="memory://bucket")]
+            place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath=url)]
         ).fit(LitNet(), loader())
 
 
