@@ -80,7 +80,7 @@ class _ObjectSave:
 
     def __init__(self, target: RemotePath, name: str) -> None:
         self._target, self.part = target, target / f"save-{name}"
-        self._earlier = ""
+        self._earlier, self._is_sent = "", False
 
     def begin(self, keeper: SaveFolders) -> None:
         """Note the earlier checkpoint."""
@@ -97,6 +97,7 @@ class _ObjectSave:
                 f"{self._target} was saved by another process at the same time. Give each "
                 "training its own folder (ModelCheckpoint's dirpath), or end that process"
             )
+        self._is_sent = True
         write_metadata(self._target, self.part.name)
         try:
             for entry in self._target.iterdir():
@@ -108,8 +109,14 @@ class _ObjectSave:
             warnings.warn(f"the earlier checkpoint was not removed: {error}", stacklevel=2)
 
     def discard(self) -> None:
-        """Remove the incomplete content."""
-        self.part.remove()
+        """Remove the incomplete content.
+
+        If sending ``metadata.json`` has failed, it may have arrived, or arrive later. Then both
+        saves are kept.
+        """
+        if not self._is_sent:
+            with contextlib.suppress(StorageError):  # the error of the save says more
+                self.part.remove()
 
     def release(self) -> None:
         """Do nothing: there is no lock."""

@@ -28,6 +28,7 @@ from lightning_ptdp.callbacks import (
     WriteSamples,
 )
 from lightning_ptdp.checkpoint import files
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.cli.child_processes import ending_workers
 from lightning_ptdp.cli.command_line import check_output, held_back, options_on
 from lightning_ptdp.cli.error_messages import UserError
@@ -117,6 +118,7 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
     """Return the checkpoint to load: the result of ``--resume auto``, else ``--ckpt_path``."""
     ckpt_path: str | None = cli.config.ckpt_path
+    located(ckpt_path or "")  # refuses credentials before anything shows them
     strategy: Any = cli.trainer.strategy
     if verb != "fit":
         return ckpt_path

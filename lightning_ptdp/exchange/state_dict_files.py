@@ -96,7 +96,7 @@ def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
         CheckpointError: The file cannot be read.
     """
     file = Path(path)
-    state, metadata = open_state_dict(file)
+    state, metadata = open_state_dict(path)
     aliases = _tied(state)
     values = {f"model/{name}": value for name, value in state.items() if name not in aliases}
     for number, optimizer in enumerate(load_saved(file).get("optimizer_states", ())):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from packaging.specifiers import SpecifierSet
 
+from lightning_ptdp.base import requirements
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     MissingCheckpointError,
@@ -29,8 +34,11 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.checkpoint_error import StorageError
 from lightning_ptdp.checkpoint.files import discard
 from lightning_ptdp.checkpoint.remote_path import RemotePath, located
+from lightning_ptdp.strategy import PTDPStrategy
 from tests.checkpoint import layouts
 from tests.checkpoint.interruption import UNLIMITED, Killed, save, step_of
+from tests.parity import make_trainer
+from tests.tiny_gpt import LitTiny, Run
 
 ROOT = "memory://runs"
 LAST = RemotePath(f"{ROOT}/last.ckpt")
@@ -231,6 +239,27 @@ def test_failing_store_is_named_and_loses_no_checkpoint(
     assert len(_saves(LAST)) == 1
 
 
+@pytest.mark.parametrize("arrives", [False, True])
+def test_metadata_whose_answer_is_lost_leaves_one_whole_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, arrives: bool
+) -> None:
+    _save(LAST, 1)
+    call = remote_path._call
+
+    def lose(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+        if not url.endswith("metadata.json") or method != "pipe_file":
+            return call(url, method, *arguments, **options)
+        if arrives:
+            call(url, method, *arguments, **options)
+        raise ConnectionResetError("peer")
+
+    monkeypatch.setattr(remote_path, "_call", lose)
+    monkeypatch.setattr(remote_path, "_RETRY_S", 0.0)
+    with pytest.raises(StorageError, match=r"metadata\.json failed"):
+        _save(LAST, 2)
+    assert step_of(LAST) == (2 if arrives else 1)  # type: ignore[arg-type]
+
+
 def test_unreachable_store_is_no_reason_for_an_older_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,3 +287,44 @@ def test_credentials_in_an_address_are_refused_unseen(url: str) -> None:
     with pytest.raises(CheckpointError, match="contains credentials"):
         save_checkpoint(url, tensors={}, state={}, metadata={})
     assert located("memory://me@host/x") == RemotePath("memory://me@host/x")
+
+
+@pytest.mark.parametrize(("format", "is_file"), [("auto", True), ("folder", False)])
+def test_one_process_trains_and_resumes_under_an_address(
+    store: Any, format: str, is_file: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(steps: int, **options: Any) -> L.Trainer:
+        run = Run(layers=2, steps=steps)
+        trainer = make_trainer(
+            PTDPStrategy(checkpoint_format=format),  # type: ignore[arg-type]
+            default_root_dir=ROOT,
+            max_steps=steps,
+            callbacks=[ModelCheckpoint(save_last=True), *options.pop("callbacks", ())],
+        )
+        trainer.fit(run.make_module(), run.make_loaders(trainer)[0], **options)
+        return trainer
+
+    last = f"{ROOT}/checkpoints/last.ckpt"
+    first = fit(2)
+    assert RemotePath(last).is_file() == is_file
+    weights = first.strategy.gather_state_dict()  # type: ignore[attr-defined]
+    loaded = LitTiny.load_from_checkpoint(last, run=Run(layers=2, steps=1))
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, weights[name])
+    assert fit(3, ckpt_path="last").global_step == 3
+    assert fit(4, ckpt_path=last).global_step == 4
+    hidden = f"memory://me:hidden@{last.partition('://')[2]}"
+    with pytest.raises(CheckpointError, match="contains credentials"):
+        fit(5, ckpt_path=hidden)
+    assert "hidden" not in caplog.text
+
+
+def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    s3fs = requirements.Declared(name="s3fs", versions=SpecifierSet(">=2024.6"), extra="s3")
+    monkeypatch.setattr(requirements, "_declared", lambda: (s3fs,))
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    with pytest.raises(
+        requirements.RequirementError, match=r"Run: pip install 'lightning-ptdp\[s3\]'"
+    ):
+        located("s3://bucket/x")

@@ -498,8 +498,9 @@ def test_unusable_address_for_checkpoints_is_refused(place: Place, url: str, wor
 def test_checkpoint_url_without_library_is_refused(
     url: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for library in ("s3fs", "gcsfs"):
+    for library, protocol in (("s3fs", "s3"), ("gcsfs", "gs")):
         monkeypatch.setitem(sys.modules, library, None)
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
     for run in ("fit", "validate"):
         with pytest.raises(RequirementError, match=re.escape(words)):
             getattr(make_trainer(TWO_BY_TWO), run)(LitNet(), loader(), ckpt_path=url)
