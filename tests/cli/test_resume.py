@@ -243,6 +243,13 @@ def test_auto_resume_and_ckpt_path_accept_addresses(
     code, _, err = ptdp(*arguments, f"--ckpt_path={last}", "--trainer.max_steps=4")
     assert code == 0, err
     assert read_metadata(last).run["global_step"] == 4
+    code, _, err = ptdp(*arguments, f"--init_from={last}", "--trainer.max_steps=1")
+    assert code == 0, err
+    assert read_metadata(newest_checkpoint(root)).run["global_step"] == 1  # type: ignore[arg-type]
+    code, out, err = ptdp(*arguments, "--resume=auto", "--ckpt_path=s3://key:hidden@bucket/x")
+    assert code == 2
+    assert "contains credentials" in err
+    assert "hidden" not in f"{out}{err}{said}"
     code, _, err = ptdp(*arguments, f"--ckpt_path={root}/checkpoints/newer.ckpt")
     assert code == 2
     assert "newer.ckpt is a folder, but not a checkpoint: it has no metadata.json" in err
