@@ -132,7 +132,7 @@ class FolderSaves:
                 if isinstance(state.get(key), int)
             },
         }
-        done = done or partial(mark_latest, files.absolute(target))
+        done = done or (lambda: mark_latest(files.absolute(target)))
         if not writes_rest:
             done = _nothing
         if self.in_background:
