@@ -199,7 +199,7 @@ class RemotePath(os.PathLike[str]):
                     ) from error
                 permanent, reason = _explained(error)
                 if permanent or time.monotonic() + pause > began + _RETRY_S:
-                    again = "" if permanent else f" ({tries} tries)"
+                    again = "" if permanent else f" (tries: {tries})"
                     raise StorageError(f"{doing} {self} failed{again}: {reason}") from error
             time.sleep(pause)
             pause *= 2

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,7 +211,7 @@ def test_discarded_checkpoint_leaves_nothing(store: Any) -> None:
 @pytest.mark.parametrize(
     ("error", "words", "tries"),
     [
-        (ConnectionResetError("peer"), r"failed \(\d tries\): peer", 3),
+        (ConnectionResetError("peer"), r"failed \(tries: \d\): peer", 3),
         (OSError(28, "no space left"), "no space left. Free space there", 1),
         (OSError(5, "XMinioStorageFull"), "XMinioStorageFull. Free space there", 1),
         (PermissionError("denied"), "denied. Check that the credentials", 1),
@@ -328,3 +329,19 @@ def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
         requirements.RequirementError, match=r"Run: pip install 'lightning-ptdp\[s3\]'"
     ):
         located("s3://bucket/x")
+
+
+def test_request_without_an_answer_is_abandoned_at_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(remote_path, "_call", lambda *_, **__: answers.wait(60))
+    monkeypatch.setattr(remote_path, "_CALL_S", 0.05)
+    monkeypatch.setattr(remote_path, "_RETRY_S", 0.0)
+    try:
+        with pytest.raises(
+            StorageError, match=r"reading \S+ failed \(tries: 1\): TimeoutError, no"
+        ):
+            LAST.exists()
+    finally:
+        answers.set()

@@ -150,9 +150,9 @@ def test_failed_requests_are_repeated(server: Server, method: str, kind: str) ->
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("503 SlowDown", r" \(\d+ tries\): \S.*"),
-        ("reset", r" \(\d+ tries\): \S.*"),
-        ("hang", r" \(\d+ tries\): TimeoutError, no answer"),
+        ("503 SlowDown", r" \(tries: \d+\): \S.*"),
+        ("reset", r" \(tries: \d+\): \S.*"),
+        ("hang", r" \(tries: \d+\): TimeoutError, no answer"),
         ("403 AccessDenied", ": .*Check that the credentials of fsspec's configuration"),
         ("507 XMinioStorageFull", ": .*Free space there, or give another address"),
     ],
