@@ -221,15 +221,11 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
     with reading(checkpoint / METADATA_FILE):
         metadata = _parsed(_content(checkpoint))
     folder = metadata.folder_in(checkpoint)
-    if isinstance(folder, RemotePath):
-        present = {entry.name: entry for entry in folder.iterdir()}
-        for name, entry in metadata.files.items():
-            if name not in present:
-                raise CheckpointError(f"{checkpoint} is damaged: {name} is missing")
-            _check_file(present[name], entry.size)
-        return metadata
+    # In object storage, one listing shows all sizes.
+    is_remote = isinstance(folder, RemotePath)
+    present = {entry.name: entry for entry in folder.iterdir()} if is_remote else {}
     for name, entry in metadata.files.items():
-        _check_file(folder / name, entry.size)
+        _check_file(present.get(name, folder / name), entry.size)
     return metadata
 
 
@@ -386,7 +382,7 @@ def _size_of(file: Place) -> int:
 
 
 def _check_file(file: Place, size: int) -> None:
-    if isinstance(file, Path) and not os.path.lexists(file):
+    if not (os.path.lexists(file) if isinstance(file, Path) else file.exists()):
         raise CheckpointError(f"{file.parent} is damaged: {file.name} is missing")
     with reading(file):
         actual = _size_of(file)

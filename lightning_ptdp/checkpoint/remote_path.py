@@ -24,9 +24,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from lightning_ptdp.base.requirements import check_url
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, StorageError
+from lightning_ptdp.checkpoint.checkpoint_error import (
+    CheckpointError,
+    MissingCheckpointError,
+    StorageError,
+)
 
-__all__ = ["Place", "RemotePath", "each", "is_url", "located"]
+__all__ = ["Place", "RemotePath", "check_address", "each", "is_url", "located"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -35,7 +39,7 @@ _CALL_S = 60.0  # limit of one request, plus a second for each of its megabytes
 _RETRY_S = 120.0  # a request that failed is repeated for this time
 _PAUSE_S = 0.5  # first pause before a repetition; it doubles
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-_PERMANENT = (PermissionError, *_ABSENT, FileExistsError, ValueError, TypeError, ImportError)
+_PERMANENT = (PermissionError, *_ABSENT, ValueError, TypeError, ImportError)
 _FULL = re.compile(r"quota|storage ?full|insufficient ?(storage|space)|no space", re.IGNORECASE)
 _SECRET = re.compile(r"://[^/@]*:[^/@]*@")
 
@@ -80,10 +84,6 @@ class RemotePath(os.PathLike[str]):
     def with_suffix(self, suffix: str) -> RemotePath:
         """Return the address with another suffix."""
         return self.parent / PurePosixPath(self.name).with_suffix(suffix).name
-
-    def with_name(self, name: str) -> RemotePath:
-        """Return the address with another last part."""
-        return self.parent / name
 
     def resolve(self) -> RemotePath:
         """Return the address; object storage has no links."""
@@ -239,6 +239,20 @@ def located(path: str | os.PathLike[str]) -> Place:
     return RemotePath(text.rstrip("/").removesuffix("/metadata.json"))
 
 
+def check_address(argument: object) -> None:
+    """Check an argument of the Trainer's functions, if it is an address.
+
+    Raises:
+        CheckpointError: Nothing is there, or as for :func:`located`.
+        RequirementError: As for :func:`located`.
+    """
+    if isinstance(argument, str | os.PathLike) and is_url(argument):
+        place = located(argument)
+        # Lightning reads from the web by itself.
+        if not str(place).startswith("http") and not place.exists():
+            raise MissingCheckpointError(f"{place} does not exist")
+
+
 def each(place: Place, function: Callable[[S], T], items: Iterable[S]) -> list[T]:
     """Return the results of a function; in object storage, several calls run at a time."""
     if isinstance(place, Path):
@@ -291,7 +305,7 @@ def _explained(error: Exception) -> tuple[bool, str]:
             f"{said}. Check that the credentials of fsspec's configuration (for S3, of the AWS "
             "environment) may list, read, write and delete there"
         )
-    if _FULL.search(said) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+    if _FULL.search(said):
         return True, f"{said}. Free space there, or give another address"
     if isinstance(error, FileNotFoundError):
         return True, f"{said}. Create the bucket, or give another address"

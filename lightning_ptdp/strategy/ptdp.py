@@ -19,7 +19,7 @@ import torch
 
 from lightning_ptdp.callbacks.run_summary import StrategySummary, summarize
 from lightning_ptdp.checkpoint.memory_folders import check_memory
-from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.checkpoint.remote_path import check_address
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.parameters.materialize import awaits_values
@@ -98,8 +98,7 @@ class _PTDPStrategy(SetupHooks):
         if trainer is None or self.lightning_module is None:
             return
         for argument in arguments:  # includes ckpt_path
-            if isinstance(argument, str | os.PathLike):
-                located(argument)
+            check_address(argument)
         self.note_callbacks(trainer.callbacks)
         # the train dataloader and the data module
         sources = [data for data in (*arguments[1:2], *arguments[3:4]) if data is not None]

@@ -164,7 +164,9 @@ def test_damage_and_missing_objects_are_named(store: Any, suffix: str) -> None:
         with pytest.raises(CheckpointError, match=rf"{suffix} is damaged"):
             read_full(f"{ROOT}/newer.ckpt")
     store.rm_file(path)
-    with pytest.raises(CheckpointError, match=rf"newer\.ckpt is damaged: \S*{suffix} is missing"):
+    with pytest.raises(
+        CheckpointError, match=rf"newer\.ckpt\S* is damaged: \S*{suffix} is missing"
+    ):
         verify_checkpoint(f"{ROOT}/newer.ckpt")
     assert newest_checkpoint(ROOT) == LAST
 
@@ -317,6 +319,8 @@ def test_one_process_trains_and_resumes_under_an_address(
     hidden = f"memory://me:hidden@{last.partition('://')[2]}"
     with pytest.raises(CheckpointError, match="contains credentials"):
         fit(5, ckpt_path=hidden)
+    with pytest.raises(MissingCheckpointError, match=r"memory://runs/absent\.ckpt does not exist"):
+        fit(5, ckpt_path=f"{ROOT}/absent.ckpt")
     assert "hidden" not in caplog.text
 
 
