@@ -44,8 +44,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mb", type=int, default=256)
     options = parse_options(parser, rounds=1, mb=4)
-    rows = options.mb * 1024 // 16 // 4
-    values = {f"model/{number}": torch.randn(rows, 4096) for number in range(4)}
+    rows = min(options.mb * 64, 2048)  # of 16 KiB
+    count = options.mb * 64 // rows
+    values = {f"model/{number}": torch.randn(rows, 4096) for number in range(count)}
     tensors = {
         name: (value, Placement.replicated(tuple(value.shape))) for name, value in values.items()
     }
