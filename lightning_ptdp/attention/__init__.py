@@ -7,16 +7,12 @@ the attention that a model calls.
 
 from lightning_ptdp.attention.attention_kinds import ATTENTIONS, AttentionKind
 from lightning_ptdp.attention.attention_protocol import (
-    Attention,
-    AttentionCall,
     AttentionTraffic,
     ContextParallelError,
-    DistributedAttention,
     KeyedAttention,
     additive,
     document_mask,
     find_documents,
-    plain_attention,
 )
 from lightning_ptdp.attention.interception import intercepted
 from lightning_ptdp.attention.sequence_chunks import (
@@ -24,18 +20,14 @@ from lightning_ptdp.attention.sequence_chunks import (
     gather_sequence,
     positions,
     shard_sequence,
-    unshard_sequence,
 )
 from lightning_ptdp.attention.sliced_attention import SlicedAttention
 
 __all__ = [
     "ATTENTIONS",
-    "Attention",
-    "AttentionCall",
     "AttentionKind",
     "AttentionTraffic",
     "ContextParallelError",
-    "DistributedAttention",
     "KeyedAttention",
     "SlicedAttention",
     "additive",
@@ -44,8 +36,6 @@ __all__ = [
     "find_documents",
     "gather_sequence",
     "intercepted",
-    "plain_attention",
     "positions",
     "shard_sequence",
-    "unshard_sequence",
 ]

@@ -12,8 +12,7 @@ from lightning_ptdp.models.adapters import LoraOptions
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.half_states import HalfStateAdamW
-from lightning_ptdp.models.layers import KeyValueCache
-from lightning_ptdp.models.model_config import BertConfig, GPTConfig, check_tensor_parallel
+from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.models.muon import MuonWithAdamW
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
@@ -40,7 +39,6 @@ __all__ = [
     "BertConfig",
     "BertOutput",
     "GPTConfig",
-    "KeyValueCache",
     "LitBert",
     "LitCausalLM",
     "LitDPO",
@@ -51,7 +49,6 @@ __all__ = [
     "active_parameters",
     "bert_flops_per_sample",
     "bert_plan",
-    "check_tensor_parallel",
     "flops_per_sample",
     "gpt_plan",
     "make_tiny",
