@@ -41,7 +41,7 @@ from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.stage import PipelineCut, Placeholder
-from lightning_ptdp.shims.quantized import quantized_parameters, scales_of
+from lightning_ptdp.shims.quantization import quantized_parameters, scales_of
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (
     SPLIT_AXES,

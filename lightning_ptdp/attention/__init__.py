@@ -1,20 +1,26 @@
 """Attention: one protocol, its implementations, and the interception of a model's calls.
 
-``attention_protocol.py`` lists the implementations. ``attention_kinds.py`` registers those that run
-over a sequence split by ``sequence_chunks.py``. ``interception.py`` puts one of them in the place of
+``attention_protocol.py`` lists the implementations. ``ATTENTIONS`` has those that run over a
+sequence split by ``sequence_chunks.py``. ``interception.py`` puts one of them in the place of
 the attention that a model calls.
 """
 
-from lightning_ptdp.attention.attention_kinds import ATTENTIONS, AttentionKind
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from lightning_ptdp.attention.all_to_all import AllToAllAttention
 from lightning_ptdp.attention.attention_protocol import (
     AttentionTraffic,
     ContextParallelError,
+    DistributedAttention,
     KeyedAttention,
     additive,
     document_mask,
     find_documents,
 )
 from lightning_ptdp.attention.interception import intercepted
+from lightning_ptdp.attention.ring import RingAttention
 from lightning_ptdp.attention.sequence_chunks import (
     check_sequence,
     gather_sequence,
@@ -39,3 +45,10 @@ __all__ = [
     "positions",
     "shard_sequence",
 ]
+
+AttentionKind = Literal["ring", "all_to_all"]
+"""Values of the option ``context_parallel_attention``."""
+
+ATTENTIONS: Mapping[str, type[DistributedAttention]] = MappingProxyType(
+    {kind.name: kind for kind in (RingAttention, AllToAllAttention)}
+)

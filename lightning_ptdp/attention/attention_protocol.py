@@ -113,7 +113,7 @@ class DistributedAttention(ABC):
     one row for all) and all keys, these in the order of the full sequence; it gets no gradient.
     ``causal`` refers to positions in the full sequence.
 
-    To add a kind, derive a class from this one and add it to ``attention_kinds.py``.
+    To add a kind, derive a class from this one and add it to ``ATTENTIONS``.
 
     Attributes:
         name: Value of the option ``context_parallel_attention``.

@@ -29,7 +29,7 @@ from lightning_ptdp.forward.deferred_weight_gradients import Products, multiply
 from lightning_ptdp.forward.matrix_product import MatrixProduct, add_to_gradient
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.shims.torchao import Recipe, Role, make_recipe, scaled
+from lightning_ptdp.shims.quantization import Recipe, Role, make_recipe, scaled
 from lightning_ptdp.tensor_parallel import Column, Kind, Row
 from lightning_ptdp.tensor_parallel.linear import (
     ColumnParallelLinear,

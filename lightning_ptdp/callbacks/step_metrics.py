@@ -1,4 +1,4 @@
-"""Callbacks that log numbers of a training step, its throughput included."""
+"""Callbacks that log numbers of a training step, its throughput, and the share of counted steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -18,6 +19,7 @@ from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.planner import known_peak_flops
 
 __all__ = [
+    "Goodput",
     "GradientNorm",
     "LearningRate",
     "Throughput",
@@ -214,3 +216,44 @@ def batch_shape(batch: object) -> tuple[int, int]:
         return 1, 0
     is_tokens = tensor.dim() == 2 and tensor.dtype in (torch.int16, torch.int32, torch.int64)
     return tensor.size(0), tensor.size(1) if is_tokens else 0
+
+
+class Goodput(Callback):
+    """Callback that logs the share of wall time in steps that counted, as ``goodput``.
+
+    Time runs from the start of the first process of the training, through all restarts, to the end.
+    The rest are imports, set-up, loading of data, validation, checkpoints, waiting between runs,
+    and steps that were repeated because they were not in the checkpoint from which a run resumed.
+    """
+
+    def __init__(self) -> None:
+        self._began: float = psutil.Process().create_time()
+        self._in_steps = self._batch_began = 0.0
+
+    @property
+    def share(self) -> float:
+        """Return the share until now."""
+        return self._in_steps / max(time.time() - self._began, 1e-9)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Start the clock."""
+        self._batch_began = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Count the batch."""
+        self._in_steps += time.perf_counter() - self._batch_began
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the share, on global rank 0."""
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics({"goodput": self.share}, step=trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run that resumes here continues."""
+        return {"began": self._began, "in_steps": self._in_steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue the training that was saved."""
+        self._began = float(state_dict["began"])
+        self._in_steps = float(state_dict["in_steps"])

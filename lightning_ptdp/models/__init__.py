@@ -8,12 +8,11 @@ GPT and BERT are in ``gpt.py`` and ``bert.py``, their LightningModules in ``lit_
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_ptdp.models.adamw_variants import HalfStateAdamW, MuonWithAdamW
 from lightning_ptdp.models.adapters import LoraOptions
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.gpt import GPT
-from lightning_ptdp.models.half_states import HalfStateAdamW
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig
-from lightning_ptdp.models.muon import MuonWithAdamW
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
 from lightning_ptdp.models.size import (

@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_ptdp.base.option_types import Count, check_types
-from lightning_ptdp.models.half_states import HalfStateAdamW
-from lightning_ptdp.models.muon import MuonWithAdamW
+from lightning_ptdp.models.adamw_variants import HalfStateAdamW, MuonWithAdamW
 from lightning_ptdp.shims.torch import unscale_before_step
 
 __all__ = [
@@ -59,10 +58,10 @@ class AdamWConfig:
         warmup_samples: Length of the warm-up in training samples instead of steps, for a global
             batch that ramps up. The warm-up has as many steps as these samples fill.
         decay_samples: ``decay_steps`` in training samples.
-        matrices: Optimizer of the matrices of the blocks: "adamw", or "muon" (muon.py), which takes
+        matrices: Optimizer of the matrices of the blocks: "adamw", or "muon" (adamw_variants.py), which takes
             the same learning rate.
         states: Type of AdamW's running means: "float32", or "bfloat16" with stochastic rounding
-            (half_states.py), which takes half of the memory and is slower on a CPU.
+            (adamw_variants.py), which takes half of the memory and is slower on a CPU.
 
     Raises:
         ValueError: A value is out of range; the message names the field.

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.collected import UserHooks, user_hooks
 from lightning_ptdp.pipeline.containers import Layer
 from lightning_ptdp.pipeline.crossing import StageError, StageExit
-from lightning_ptdp.pipeline.remote_attributes import check_kept, plain_attributes
+from lightning_ptdp.pipeline.remote_modules import (
+    UserHooks,
+    check_kept,
+    plain_attributes,
+    user_hooks,
+)
 from lightning_ptdp.pipeline.stage_run import StageRun
 
 __all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "Stub", "stub_shape"]

@@ -23,7 +23,6 @@ from typing import Any
 from torch import nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.collected import eager, user_hooks
 from lightning_ptdp.pipeline.containers import layers_of, places_of
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, StageExit
 from lightning_ptdp.pipeline.first_stage_values import known
@@ -35,7 +34,7 @@ from lightning_ptdp.pipeline.placeholders import (
     Stub,
     stub_shape,
 )
-from lightning_ptdp.pipeline.remote_attributes import watch_left
+from lightning_ptdp.pipeline.remote_modules import eager, user_hooks, watch_left
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.shims.transformers import install_capture
 

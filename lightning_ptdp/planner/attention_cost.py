@@ -15,7 +15,7 @@ from __future__ import annotations
 from lightning_ptdp.attention import ATTENTIONS, AttentionTraffic
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.product_duration import product_time
+from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.planner.shapes import MASK, AttentionShape
 
 __all__ = [

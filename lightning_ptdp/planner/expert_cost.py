@@ -22,7 +22,7 @@ from typing import Literal
 from lightning_ptdp.planner.communication import GroupLink, strided_link
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.product_duration import product_time
+from lightning_ptdp.planner.pass_time import product_time
 
 __all__ = [
     "ExpertTime",

@@ -1,6 +1,6 @@
 """Seconds that one rank spends on a layer or an end of the model, per microbatch.
 
-The device computes products by their shapes (``product_duration.py``), and reads and writes the
+The device computes products by their shapes (``pass_time.py``), and reads and writes the
 bytes of the operations between them (``shapes.py``). Collectives of tensor parallelism add the time
 that no concurrent product hides. If the host needs longer to launch all of it, the host's time
 counts.
@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from lightning_ptdp.planner.activations import kept_on
 from lightning_ptdp.planner.attention_cost import attention_time, exchange_operations
-from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.communication import (
+    expert_collectives,
+    group_link,
+    late_biases,
+    tensor_collectives,
+    transposes,
+)
 from lightning_ptdp.planner.expert_cost import expert_time, expert_traffic, local_experts
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.job import Choice, Job
@@ -21,12 +27,6 @@ from lightning_ptdp.planner.pass_time import (
     product_passes,
 )
 from lightning_ptdp.planner.shapes import LayerShape
-from lightning_ptdp.planner.tensor_cost import (
-    expert_collectives,
-    late_biases,
-    tensor_collectives,
-    transposes,
-)
 
 __all__ = ["head_time", "input_time", "layer_time"]
 

@@ -17,7 +17,7 @@ from lightning_ptdp.exchange import (
     models_in,
 )
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.shims.quantized import quantized_parameters
+from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.strategy.model_space import MODEL, ModelSpace
 
 __all__ = ["export_model"]

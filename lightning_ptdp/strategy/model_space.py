@@ -18,7 +18,7 @@ from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.shims.quantized import quantized_parameters
+from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 

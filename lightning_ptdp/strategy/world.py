@@ -25,9 +25,8 @@ from lightning_ptdp.strategy.checks.machine_limits import (
 )
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
 from lightning_ptdp.strategy.rendezvous import join
-from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy
+from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy, ValidationClock
 from lightning_ptdp.strategy.stopping import Interruption, StopRequest
-from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.world.launched import launched_processes
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh, default_group_options

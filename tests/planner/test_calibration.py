@@ -32,7 +32,7 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.planner.calibrated_device import MACHINE_FILE
 from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.product_duration import product_time
+from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import choice, small_job
 from tests.pool import Pool

@@ -25,7 +25,7 @@ from lightning_ptdp.planner.expert_cost import expert_kept, expert_time
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.memory import rank_memory, static_bytes
 from lightning_ptdp.planner.parameters import expert_parameters, stage_parameters
-from lightning_ptdp.planner.product_duration import product_time
+from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.planner.remedies import why_nothing_fits
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.memory import kept_bytes

@@ -14,7 +14,7 @@ from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, same_outcome
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parameters.initializers import Initializers, why_without_values
-from lightning_ptdp.shims.quantized import is_four_bit, quantized_parameters
+from lightning_ptdp.shims.quantization import is_four_bit, quantized_parameters
 from lightning_ptdp.shims.torch import forward_hooks
 from lightning_ptdp.shims.transformers import is_capture
 from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
