@@ -174,7 +174,8 @@ def parallelize(  # noqa: PLR0913
             differ between the ranks.
     """
     layout = mesh.layout
-    tensor, pipeline = mesh.group("tensor"), mesh.group("pipeline")
+    tensor = mesh.group("tensor")
+    pipeline = mesh.group("pipeline")
     convert()
     planned = plan(module)
     degrees = {axis: layout.size(axis) for axis in SPLIT_AXES}
@@ -270,13 +271,12 @@ def _build_local(
     """Give values to the local modules and shard them, one module at a time.
 
     Keeps ``full_parameters.names`` up to date."""
-    tensor, sequence_parallel = (
-        mesh.group("tensor"),
-        mesh.layout.sequence_parallel and mesh.group("tensor").size > 1,
-    )
+    tensor = mesh.group("tensor")
+    sequence_parallel = mesh.layout.sequence_parallel and mesh.group("tensor").size > 1
     shared: dict[int, nn.Parameter] = {}
     placements: dict[nn.Parameter, Placement] = {}
-    places, names = _places(module), full_parameters.names
+    places = _places(module)
+    names = full_parameters.names
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
         # A kind may apply to a module with children, which then need their values first.

@@ -217,9 +217,13 @@ def document_mask(documents: Tensor, queries: Tensor) -> Tensor:
 
 def plain_attention(call: AttentionCall) -> Tensor:
     """Compute attention by ``scaled_dot_product_attention``."""
-    q, k, mask, causal = call.q, call.k, call.mask, call.causal
+    q = call.q
+    k = call.k
+    mask = call.mask
+    causal = call.causal
     if causal and mask is not None:  # torch accepts only one of the two
-        mask, causal = with_causal(mask, q, k), False
+        mask = with_causal(mask, q, k)
+        causal = False
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -47,7 +47,8 @@ class Misfit(PTDPError, ValueError):
 
     def __init__(self, what: str, place: str = "") -> None:
         super().__init__(f"{place.removeprefix('.') or 'it'} {what}")
-        self.what, self.place = what, place
+        self.what = what
+        self.place = place
 
 
 def integer(least: int = 0, most: int = 2**62) -> Check[int]:

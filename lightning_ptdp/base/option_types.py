@@ -59,7 +59,8 @@ def check_types(options: Any) -> None:
     """
     hints = _hints(options.__class__)
     for field in fields(options):
-        value, hint = getattr(options, field.name), hints[field.name]
+        value = getattr(options, field.name)
+        hint = hints[field.name]
         if isinstance(value, list) and _takes_tuple(hint):
             value = tuple(value)
             object.__setattr__(options, field.name, value)
@@ -125,7 +126,8 @@ def _meant(value: object, hint: Hint) -> str:
 
 
 def _fits(value: Any, hint: Hint) -> bool:
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if hint is Any:
         return True
     if hint is types.NoneType:
@@ -188,7 +190,8 @@ def _takes_tuple(hint: Hint) -> bool:
 
 def _words(hint: Hint) -> str:
     """Return a description of an annotation for messages."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if len(choices := _members(hint)) > 1:
         return ", or ".join(map(_words, choices))
     if origin is Annotated:

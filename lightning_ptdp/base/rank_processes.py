@@ -113,7 +113,8 @@ def _listen(outcome: Outcome, pipes: dict[Connection, int], deadline: float) -> 
             try:
                 kind, value = pipe.recv()
             except (EOFError, ConnectionError):
-                kind, value = "error", "the process died"
+                kind = "error"
+                value = "the process died"
             if kind == "report":
                 outcome.reports[rank].append(value)
                 continue

@@ -44,7 +44,8 @@ class SignalNotes:
         self.received: set[int] = set()
         self._announcement = announcement
         self._before: dict[int, Any] = {}
-        self._first, self._pid = 0.0, 0
+        self._first = 0.0
+        self._pid = 0
 
     def take(self, *numbers: int) -> None:
         """Record these signals from now on.

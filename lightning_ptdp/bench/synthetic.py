@@ -36,7 +36,8 @@ class SyntheticData(LightningDataModule):
     def __init__(self, like: StreamDataModule) -> None:
         super().__init__()
         self.like = like
-        self.sequence_length, self.vocabulary_size = like.sequence_length, like.vocabulary_size
+        self.sequence_length = like.sequence_length
+        self.vocabulary_size = like.vocabulary_size
 
     def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
         """Return the batch sizes after a ramp-up."""

@@ -86,7 +86,8 @@ class Float8Product(MatrixProduct):
             grad: Gradient of the output, (..., o).
             x: Input, (..., i).
         """
-        left, right = _rows(grad), _rows(x)
+        left = _rows(grad)
+        right = _rows(x)
         pads = left.size(0) % _UNIT != 0
         product = (
             self._scaled(left, "grad_output", 0, pads=pads)
@@ -122,7 +123,8 @@ class Float8Linear(OwnForward):
     def __call__(self, x: Tensor) -> Tensor:
         """Run the layer's forward."""
         layer: Any = self.module
-        store, transposed = layer.weight_gradients, is_conv1d(layer)
+        store = layer.weight_gradients
+        transposed = is_conv1d(layer)
         return multiply(
             x, layer.weight, layer.bias, products=self.products, transposed=transposed, store=store
         )

@@ -212,7 +212,8 @@ class Recomputed(OwnForward):
         group = self.shard_input
         if group is not None and inputs and _is_divisible(inputs[0], group):
             part = inputs[0].detach().view(group.size, -1)[group.rank].clone()
-            run, inputs = partial(_InParts(inputs[0], group), run), (part, *inputs[1:])
+            run = partial(_InParts(inputs[0], group), run)
+            inputs = (part, *inputs[1:])
         if self.surroundings is None:
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True)
         return _checkpoint_in(self.surroundings, run, inputs)
@@ -243,10 +244,13 @@ class _InParts:
 
     def __init__(self, tensor: Tensor, group: Group) -> None:
         self._whole: Tensor | None = tensor
-        self._group, self._shape, self._requires_grad = group, tensor.shape, tensor.requires_grad
+        self._group = group
+        self._shape = tensor.shape
+        self._requires_grad = tensor.requires_grad
 
     def __call__(self, run: Callable[..., Any], part: Tensor, *inputs: Any) -> Any:
-        tensor, self._whole = self._whole, None
+        tensor = self._whole
+        self._whole = None
         if tensor is None:
             tensor = start_all_gather(part, dim=0, group=self._group).wait().view(self._shape)
             tensor.requires_grad_(self._requires_grad)

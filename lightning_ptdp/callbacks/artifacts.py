@@ -195,7 +195,8 @@ def _parameters(text: str) -> dict[str, object]:
 
 def _unused(folder: Path, text: str) -> Path:
     """Return the first of config.yaml, config-1.yaml, … that is free or holds ``text``."""
-    path, number = folder / "config.yaml", 0
+    path = folder / "config.yaml"
+    number = 0
     while path.exists() and path.read_text(encoding="utf-8") != text:
         number += 1
         path = folder / f"config-{number}.yaml"

@@ -126,7 +126,8 @@ class _Layer:
                 and tensor.shape[-1:] == self.counts.shape
                 and tensor.shape[:-1].numel() == rows
             ):
-                self.scores, self.scored_by = tensor.detach(), sibling
+                self.scores = tensor.detach()
+                self.scored_by = sibling
                 return
 
     @torch.no_grad()
@@ -137,7 +138,9 @@ class _Layer:
         chosen = index.reshape(-1).long()
         exists = (chosen >= 0) & (chosen < self.counts.numel())
         self.counts.scatter_add_(0, torch.where(exists, chosen, 0), exists.to(self.counts.dtype))
-        scores, self.scores, self.scored_by = self.scores, None, None
+        scores = self.scores
+        self.scores = None
+        self.scored_by = None
         if scores is not None:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             are_probabilities = (scores >= 0).all() & ((scores.sum(-1) - 1).abs() < _ROUNDING).all()

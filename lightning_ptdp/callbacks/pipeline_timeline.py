@@ -57,7 +57,9 @@ class PipelineTimeline(Callback):
             raise ValueError(
                 f"steps={steps!r} must be one or more step numbers from 0, such as [10, 100]"
             )
-        self.every_n_steps, self.steps, self.dirpath = every_n_steps, steps, dirpath
+        self.every_n_steps = every_n_steps
+        self.steps = steps
+        self.dirpath = dirpath
         self._recorder: ActionRecorder | None = None
         self._step = 0
 
@@ -74,10 +76,8 @@ class PipelineTimeline(Callback):
             and has_pipeline(trainer)
             and _in_first_replica(trainer)
         ):
-            self._recorder, self._step = (
-                ActionRecorder(trainer.strategy.root_device),
-                trainer.global_step,
-            )
+            self._recorder = ActionRecorder(trainer.strategy.root_device)
+            self._step = trainer.global_step
             trainer.strategy.observers.add(self._recorder)
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:

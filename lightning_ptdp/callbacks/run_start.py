@@ -102,7 +102,9 @@ class InitFrom(Callback):
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
     ) -> None:
-        self._path, self._strict, self._rename = os.fspath(path), strict, dict(rename or {})
+        self._path = os.fspath(path)
+        self._strict = strict
+        self._rename = dict(rename or {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the weights, unless those of a resumed checkpoint have been restored already.

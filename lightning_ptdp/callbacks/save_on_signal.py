@@ -127,7 +127,8 @@ class SaveOnSignal(pl.Callback):
         return type(self), (self._name,)
 
     def _agreed(self) -> torch.Tensor | None:
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return None
         work, flags = pending

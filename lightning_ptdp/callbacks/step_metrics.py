@@ -161,7 +161,8 @@ class Throughput(Callback):
         batch_idx: int,
     ) -> None:
         """Measure the step and log the rates."""
-        now, is_first = time.perf_counter(), self._last is None
+        now = time.perf_counter()
+        is_first = self._last is None
         samples, length = batch_shape(batch)
         samples *= replicas(trainer)
         flops = samples * flops_per_sample(pl_module, length)
@@ -169,7 +170,8 @@ class Throughput(Callback):
             self._steps.append((now - self._last - self._paused, samples, samples * length, flops))
             self._log_rates(trainer)
         # A module that counts its operations does so once, in the first step.
-        self._last, self._paused = time.perf_counter() if is_first else now, 0.0
+        self._last = time.perf_counter() if is_first else now
+        self._paused = 0.0
 
     def _log_rates(self, trainer: Trainer) -> None:
         seconds, samples, tokens, flops = map(sum, zip(*self._steps, strict=True))

@@ -91,7 +91,8 @@ def run(verb: str, arguments: list[str]) -> int:
     if result is None:  # another rank prints the result
         return 0
     options: dict[str, list[str]] = {result.layout: []}
-    results, failed = [result], []
+    results = [result]
+    failed = []
     for layout in layouts:
         overrides = {f"trainer.strategy.{name}": value for name, value in layout.items()}
         overrides |= _same_batch(cli, result.samples, layout, world)
@@ -126,7 +127,8 @@ def layout_options(text: str, world_size: int) -> dict[str, int | bool]:
     Raises:
         UserError: ``text`` is not a layout of ``world_size`` processes.
     """
-    degrees, replicas = dict.fromkeys(_DEGREES, 1), None
+    degrees = dict.fromkeys(_DEGREES, 1)
+    replicas = None
     for word in text.split():
         match = re.fullmatch(rf"([d{''.join(_DEGREES)}])([1-9]\d*)", word)
         if match is None and word != "sp":

@@ -89,7 +89,8 @@ def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
 
     if not before:
         return [*VERBS, "--help", "--version"]
-    verb, previous = before[0], before[-1]
+    verb = before[0]
+    previous = before[-1]
     if verb not in VERBS:
         return []
     if previous in _CONFIG_OPTIONS or (verb, previous) == ("recipes", "show"):

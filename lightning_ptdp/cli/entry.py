@@ -133,7 +133,8 @@ def _run(arguments: list[str]) -> int:
         )
     if verb != "doctor":  # doctor reports on all libraries itself
         check_core()
-    name, words = VERBS[verb][0], arguments[1:]
+    name = VERBS[verb][0]
+    words = arguments[1:]
     if verb == "fit" and wants_launcher(words):
         name = "lightning_ptdp.cli.launcher"
     if name in _CONFIGURED:

@@ -75,7 +75,8 @@ def worker_failure(error: BaseException) -> WorkerFailure | None:
     If the user can fix the failure, the message is the last line of the worker's traceback.
     Otherwise it is the launcher's whole text, or the signal that ended the process.
     """
-    text, kind = getattr(error, "msg", None), type(error).__name__
+    text = getattr(error, "msg", None)
+    kind = type(error).__name__
     if isinstance(text, str) and kind == "ProcessExitedException":
         return WorkerFailure(
             message=_ended(text, getattr(error, "signal_name", None)), fixable=False

@@ -73,8 +73,10 @@ class Evaluation(Callback):
         *,
         checkpoint: str,
     ) -> None:
-        self._tasks, self._tokenizer = tasks, tokenizer
-        self._options, self._checkpoint = options, checkpoint
+        self._tasks = tasks
+        self._tokenizer = tokenizer
+        self._options = options
+        self._checkpoint = checkpoint
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, and print and write the results on rank 0."""

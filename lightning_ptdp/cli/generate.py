@@ -86,7 +86,8 @@ def run(verb: str, arguments: list[str]) -> int:
     prompt = args.pop("system" if chats else "prompt")
     with tempfile.TemporaryDirectory() as scratch:
         state, module, ckpt_path = module_of(options.checkpoint, Path(scratch))
-        tokenizer, sampling = find_tokenizer(state, options.tokenizer), Sampling(**args)
+        tokenizer = find_tokenizer(state, options.tokenizer)
+        sampling = Sampling(**args)
         writer = (
             Chat(tokenizer, sampling, system=prompt)
             if chats

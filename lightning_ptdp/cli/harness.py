@@ -107,7 +107,8 @@ class HarnessModel(HFLM):
                 max_length=longest_sequence(module),
                 batch_size=batch_size,
             )
-        self._ask, self._info = ask, info
+        self._ask = ask
+        self._info = info
 
     def get_model_info(self) -> dict[str, object]:
         """Return entries of the results' configuration."""

@@ -124,7 +124,8 @@ def resolve_config(file: Path) -> ResolvedConfig:
     Raises:
         UserError: A file is not a YAML mapping, a base does not exist, or the bases form a cycle.
     """
-    files, layers = [file], [_read(file)]
+    files = [file]
+    layers = [_read(file)]
     while BASE_KEY in layers[-1]:
         files.append(_find_base(files, layers[-1].pop(BASE_KEY)))
         layers.append(_read(files[-1]))

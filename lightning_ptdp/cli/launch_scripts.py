@@ -108,7 +108,8 @@ def torchrun_script(job: LaunchJob) -> str:
 
     After a failure, torchrun restarts all processes, and training continues.
     """
-    rendezvous, comments = ["--standalone"], []
+    rendezvous = ["--standalone"]
+    comments = []
     if job.nodes > 1:
         endpoint = (
             shlex.quote(job.rendezvous)

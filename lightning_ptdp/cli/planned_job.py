@@ -237,8 +237,10 @@ def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
         raise UserError(
             "the size of a step is unknown. Set --batch, the number of sequences over all replicas"
         )
-    trainer, layout = config.get("trainer") or {}, _inner(config.get("trainer") or {}, "strategy")
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
+    trainer = config.get("trainer") or {}
+    layout = _inner(config.get("trainer") or {}, "strategy")
+    devices = trainer.get("devices")
+    nodes = trainer.get("num_nodes", 1)
     replica = math.prod(
         layout.get(f"{axis.name}_parallel_size", 1)
         for axis in AXES

@@ -204,7 +204,8 @@ def _prepare(cli: PTDPCLI) -> None:
 @contextmanager
 def _showing(name: str) -> Iterator[None]:
     """Print the messages of the loggers below ``name``."""
-    logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stdout)
+    logger = logging.getLogger(name)
+    handler = logging.StreamHandler(sys.stdout)
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

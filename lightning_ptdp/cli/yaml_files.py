@@ -92,7 +92,8 @@ def _check_keys(root: yaml.Node | None) -> None:
         lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
             pending += (key, value)
-            line, name = key.start_mark.line + 1, (key.tag, str(key.value))
+            line = key.start_mark.line + 1
+            name = (key.tag, str(key.value))
             if name in lines and not key.tag.endswith(":merge"):
                 raise ValueError(
                     f"the key {key.value!r} is given twice, in line {lines[name]} and in line "

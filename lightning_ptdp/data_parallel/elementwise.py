@@ -217,7 +217,8 @@ def _try(
 
 
 def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerError:
-    name, field = type(optimizer).__name__, cut.option.partition("=")[0]
+    name = type(optimizer).__name__
+    field = cut.option.partition("=")[0]
     if cut.along == "apart":
         return MixingOptimizerError(
             f"{cut.option} leaves each rank with some of the parameters, but {name} combines "

@@ -136,7 +136,8 @@ def make_reductions(config: PTDPConfig, mesh: ProcessMesh) -> dict[tuple[str, ..
 
 
 def _reduction(config: PTDPConfig, mesh: ProcessMesh, axes: tuple[str, ...]) -> Reduction:
-    nodes, size = config.data_parallel_replicas, math.prod(map(mesh.layout.size, axes))
+    nodes = config.data_parallel_replicas
+    size = math.prod(map(mesh.layout.size, axes))
     inner, outer = mesh.levels(axes, nodes if size % nodes == 0 else 1)
     return Reduction(
         inner=inner,

@@ -97,7 +97,8 @@ def joined(
     inside: dict[int, list[tuple[int, int]]] = {}
     tensors = []
     for gradient in gradients:
-        address, first = gradient.untyped_storage().data_ptr(), int(gradient.storage_offset())
+        address = gradient.untyped_storage().data_ptr()
+        first = int(gradient.storage_offset())
         if address in storages and gradient.is_contiguous():
             stop = first + gradient.numel()
             inside.setdefault(address, []).append((first, storages[address][1].get(stop, stop)))

@@ -42,9 +42,12 @@ class ManualGradients:
     """
 
     def __init__(self, module: nn.Module, group: Group, device: torch.device) -> None:
-        self._module, self._group, self._device = module, group, device
+        self._module = module
+        self._group = group
+        self._device = device
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
-        self._follows, self._unseen = False, False
+        self._follows = False
+        self._unseen = False
 
     @contextlib.contextmanager
     def backward(self, *, accumulates: bool) -> Iterator[None]:
@@ -131,7 +134,8 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
             parameter.dtype != bucket[0].dtype or size + parameter.nbytes > _BUCKET_BYTES
         ):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(parameter)
         size += parameter.nbytes
     if bucket:

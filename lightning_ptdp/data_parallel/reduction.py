@@ -253,10 +253,12 @@ class _Direct:
         received: Sequence[Tensor],
         settle: Callable[[], None] | None = None,
     ) -> None:
-        self._kept, self._settle = sent, settle
+        self._kept = sent
+        self._settle = settle
         self._pending: list[Work | None] = []
         for step in range(1, group.size):
-            target, source = (group.rank + step) % group.size, (group.rank - step) % group.size
+            target = (group.rank + step) % group.size
+            source = (group.rank - step) % group.size
             self._pending.append(
                 dist.irecv(received[source], group.ranks[source], group=group.handle)
             )

@@ -71,7 +71,8 @@ def check_links(measurements: Sequence[Measurement]) -> Check:
         if measurement.size == largest and measurement.operation.startswith("send")
     ]
     links.sort(key=lambda measurement: measurement.bytes_per_s)
-    slowest, quickest = links[0], links[-1]
+    slowest = links[0]
+    quickest = links[-1]
     rates = dict.fromkeys(
         f"{measurement.bytes_per_s / 1e9:.2f}" for measurement in (slowest, quickest)
     )

@@ -49,8 +49,12 @@ _POSITIONS = {"cpu": (128, 256, 512, 2048), "cuda": (512, 2048, 8192)}
 _CHANNELS = (32, 64, 128)
 _ROUNDS = 3
 _BUDGET_S = 0.04
-_MOST, _LEAST = 20, 3
-_TOKENS, _WIDTH, _WORDS, _PARAMETERS = 256, 512, 8192, 2**20
+_MOST = 20
+_LEAST = 3
+_TOKENS = 256
+_WIDTH = 512
+_WORDS = 8192
+_PARAMETERS = 2**20
 _GIB = 2**30
 
 _Run = Callable[[], object]
@@ -107,7 +111,8 @@ def calibrated(
         (m, n, k, 2 * m * n * k / slowest["product", m, n, k])
         for m, n, k in itertools.product(_SIDES[kind], repeat=3)
     ]
-    best, side = max(rate for *_, rate in products), _SIDES[kind][1]
+    best = max(rate for *_, rate in products)
+    side = _SIDES[kind][1]
     other_rate = best * slowest["product", side, side, side] / slowest["other",]
     single, half = (best, other_rate) if kind == "cpu" else (other_rate, best)
     width = 4 if kind == "cpu" else 2

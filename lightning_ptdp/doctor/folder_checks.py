@@ -34,7 +34,8 @@ def check_root_dir(folder: Path) -> Check:
 
     The file is written, flushed, read and removed.
     """
-    subject, remedy = f"--root-dir {folder}", "use a folder with write permission: --root-dir"
+    subject = f"--root-dir {folder}"
+    remedy = "use a folder with write permission: --root-dir"
     existing = _existing(folder)
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".ptdp-doctor-") as file:

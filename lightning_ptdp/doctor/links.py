@@ -39,7 +39,9 @@ class Links:
 
 
 _ROUNDS = 3
-_MOST, _LEAST, _MOST_BYTES = 12, 4, 64 * 2**20
+_MOST = 12
+_LEAST = 4
+_MOST_BYTES = 64 * 2**20
 _PRODUCT = ((1024, 256), (256, 512), (1024, 512))
 
 
@@ -68,7 +70,8 @@ def measure_links(place: GroupMember, tell: Tell, *, cores: int) -> Links:
                     seconds, busy = _beyond_product(place, run, size)
                     times[name, 0 if name == "send" else members, size] = max(1e-9, share * seconds)
                     if members <= cores:
-                        used, waited = used + busy, waited + seconds
+                        used = used + busy
+                        waited = waited + seconds
         dist.barrier()
     return Links(seconds=times, waiting=min(1.0, used / waited) if waited else 0.0)
 

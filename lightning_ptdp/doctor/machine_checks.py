@@ -134,7 +134,8 @@ def check_packages(
 
 def check_entry_points(environment: Mapping[str, str]) -> Check:
     """Check that ``Trainer(strategy="ptdp")`` works without an import of this package."""
-    subject, remedy = 'strategy="ptdp"', "import lightning_ptdp before creating the Trainer"
+    subject = 'strategy="ptdp"'
+    remedy = "import lightning_ptdp before creating the Trainer"
     names = [entry.name for entry in metadata.entry_points(group="torch.backends")]
     if "lightning_ptdp" not in names:
         return warning(

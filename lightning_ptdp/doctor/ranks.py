@@ -146,7 +146,8 @@ def _group(
 
 
 def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Iterator[Check]:
-    problem, steps = outcome.explain(), {step for log in outcome.reports.values() for step in log}
+    problem = outcome.explain()
+    steps = {step for log in outcome.reports.values() for step in log}
     started = [name for name in COLLECTIVES if name in steps]
     if problem:
         passed = f"; correct until then: {', '.join(started[:-1])}" if len(started) > 1 else ""

@@ -57,10 +57,8 @@ class Decoding:
         """
         replace(runtime, surroundings=Surroundings()).run(schedule, self)
         # Replicas that share experts must continue together as well.
-        group, last = (
-            mesh.world if mesh.layout.blocked else mesh.group("model"),
-            mesh.layout.last_stage_rank,
-        )
+        group = mesh.world if mesh.layout.blocked else mesh.group("model")
+        last = mesh.layout.last_stage_rank
         tokens = (
             torch.empty(rows, dtype=self.dtype, device=device)
             if self._tokens is None

@@ -44,7 +44,9 @@ class GradientChecks(StepObserver):
     def __init__(
         self, *, action: FiniteAction | None, mesh: ProcessMesh, gradients: Gradients
     ) -> None:
-        self._action, self._mesh, self._gradients = action, mesh, gradients
+        self._action = action
+        self._mesh = mesh
+        self._gradients = gradients
         self._notes: list[tuple[int, Tensor]] = []
         self._mixed = self._warned = False
 
@@ -52,7 +54,8 @@ class GradientChecks(StepObserver):
 
     def began(self, schedule: Schedule) -> None:
         """Discard the notes of the previous step."""
-        self._notes, self._mixed = [], False
+        self._notes = []
+        self._mixed = False
 
     def finished(self, action: Action) -> None:
         """Note the sum of the gradients, until a reduction adds those of other replicas."""
@@ -143,7 +146,8 @@ class GradientChecks(StepObserver):
         )
 
     def _warn_of_unused(self) -> None:
-        replicas, tensor = self._mesh.group("replica_sum"), self._mesh.group("tensor")
+        replicas = self._mesh.group("replica_sum")
+        tensor = self._mesh.group("tensor")
         names = self._gradients.unused()
         if names and replicas.rank == 0 and tensor.rank == 0:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -58,13 +58,11 @@ class Optimization:
         observers: Observers,
         device: torch.device,
     ) -> None:
-        self._config, self._mesh, self._parallel, self._observers, self._device = (
-            config,
-            mesh,
-            parallel,
-            observers,
-            device,
-        )
+        self._config = config
+        self._mesh = mesh
+        self._parallel = parallel
+        self._observers = observers
+        self._device = device
         self.gradients = Gradients(
             module=parallel.module,
             config=config,

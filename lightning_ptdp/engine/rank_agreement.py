@@ -154,7 +154,9 @@ class BatchAgreement:
     def __init__(
         self, mesh: ProcessMesh, *, sizes: Callable[[Nested], Sequence[int]], device: torch.device
     ) -> None:
-        self._mesh, self._sizes, self._device = mesh, sizes, device
+        self._mesh = mesh
+        self._sizes = sizes
+        self._device = device
         self._is_uneven = self._warned = False
         self.expected_tokens = 0
 
@@ -164,7 +166,8 @@ class BatchAgreement:
         In training the maximum is over the world, in evaluation over a replica. None means that no
         rank needs the numbers of another.
         """
-        layout, parts = self._mesh.layout, list[Tensor]()
+        layout = self._mesh.layout
+        parts = list[Tensor]()
         if layout.model_parallel_size > 1:
             replica, replicas = (
                 (layout.replica(self._mesh.rank), layout.num_replicas) if training else (0, 1)

@@ -172,7 +172,8 @@ class _Unpacker(pickle.Unpickler):
         self, file: io.BytesIO, tensors: Sequence[Tensor], numbers: Sequence[float]
     ) -> None:
         super().__init__(file)
-        self._tensors, self._numbers = tensors, numbers
+        self._tensors = tensors
+        self._numbers = numbers
 
     def persistent_load(self, place: str) -> Tensor | float:
         kind, index = place.split()

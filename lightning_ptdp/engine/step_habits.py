@@ -71,7 +71,8 @@ class StepHabits:
     def __init__(
         self, module: nn.Module, owners: Sequence[Owner], *, recomputes: bool, tells_own: bool
     ) -> None:
-        self._module, self._recomputes = module, recomputes
+        self._module = module
+        self._recomputes = recomputes
         tensors = [
             (name, value)
             for name, value in _tensors(module)
@@ -181,7 +182,8 @@ class _Reductions(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
         if (
             self.place is None
             and name in _DIM_AT
@@ -193,7 +195,8 @@ class _Reductions(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        value, index = args[0], _DIM_AT[name]
+        value = args[0]
+        index = _DIM_AT[name]
         axes = kwargs.get("dim", kwargs.get("axis", args[index] if len(args) > index else None))
         dims = axes if isinstance(axes, tuple | list) else (axes,)
         over_samples = any(isinstance(dim, int) and dim in (0, -value.dim()) for dim in dims)
@@ -202,7 +205,8 @@ class _Reductions(TorchFunctionMode):
 
 def _users_line() -> str:
     """Return the file and line of the innermost code outside of torch and this file."""
-    frame, torch_folder = inspect.currentframe(), os.path.dirname(torch.__file__) + os.sep
+    frame = inspect.currentframe()
+    torch_folder = os.path.dirname(torch.__file__) + os.sep
     while frame is not None and frame.f_code.co_filename.startswith((torch_folder, __file__)):
         frame = frame.f_back
     return (

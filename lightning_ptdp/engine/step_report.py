@@ -192,7 +192,9 @@ def average_calls(
         )
     merged = []
     for index, calls in enumerate(zip(*recorded, strict=True)):
-        first, options, shares = calls[0], calls[0].options, weights
+        first = calls[0]
+        options = calls[0].options
+        shares = weights
         batch_sizes = [call.options.get("batch_size") for call in calls]
         if all(size is not None for size in batch_sizes):
             options = {**options, "batch_size": sum(batch_sizes)}

@@ -316,7 +316,8 @@ def _rebound(before: _Seen, now: object) -> bool:
 
 
 def _restore(before: _Seen) -> None:
-    value, items = before.value, before.items
+    value = before.value
+    items = before.items
     if isinstance(value, np.ndarray) and before.mark is not None:
         value[...] = before.mark
     elif isinstance(value, set):

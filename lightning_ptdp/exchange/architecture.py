@@ -139,7 +139,8 @@ def verify_huggingface(
         message = "; ".join(f"{key} {_listed(names)}" for key, names in problems.items() if names)
         raise CheckpointError(f"{folder}: {name}.from_pretrained finds {message}")
     if model is None:
-        state, reader = hf_model.state_dict(), TensorReader(source)
+        state = hf_model.state_dict()
+        reader = TensorReader(source)
         for stored in sorted(reader.metadata.names("model/")):
             key = stored.removeprefix(f"model/{prefix}")
             if key in state and not torch.equal(
@@ -160,7 +161,8 @@ def verify_huggingface(
         % model.config.vocabulary_size
     )
     with torch.no_grad():
-        logits, output = native.to(hf_model.dtype).float().eval()(ids), hf_model.float().eval()(ids)
+        logits = native.to(hf_model.dtype).float().eval()(ids)
+        output = hf_model.float().eval()(ids)
     # BERT returns the logits of two heads.
     hf_logits = output["logits"] if "logits" in output else output["prediction_logits"]
     logits = logits[0] if isinstance(logits, tuple) else logits
@@ -249,7 +251,9 @@ def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     """
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     model_names = {name if tied.get(name, name) in shapes else tied[name]: name for name in shapes}
-    names, begins, end = [*model_names.values()], list[int](), 0
+    names = [*model_names.values()]
+    begins = list[int]()
+    end = 0
     for name in names:
         begins.append(end)
         end += max(math.prod(shapes[name]), 1)

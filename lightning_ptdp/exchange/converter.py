@@ -168,7 +168,8 @@ def convert(  # noqa: PLR0913
     Raises:
         CheckpointError: The conversion failed. Nothing is left at ``destination``.
     """
-    kind, target_kind = kind_of(source), kind_of_result(source, destination, to=to, merge=merge)
+    kind = kind_of(source)
+    target_kind = kind_of_result(source, destination, to=to, merge=merge)
     files.check_apart(destination, [] if config is None else [config])
     if kind == "lightning" and target_kind != "checkpoint":
         options: Any = {

@@ -66,7 +66,8 @@ def to_huggingface(
         CheckpointError: The checkpoint is damaged, or Hugging Face does not have its model. Nothing
             is left at ``destination``.
     """
-    reader, target = TensorReader(source), Path(os.path.abspath(destination))
+    reader = TensorReader(source)
+    target = Path(os.path.abspath(destination))
     entries = {name: entry for name, entry in reader.tensors.items() if name.startswith(MODEL)}
     described = _described(source, config)
     items = described.items(entries, prefix=prefix, dtype=dtype, source=str(source))

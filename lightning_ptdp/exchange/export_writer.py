@@ -167,7 +167,8 @@ class FolderPlan:
         ):
             while first < last:
                 count = os.pwrite(handle, content[done : done + last - first], begin + first)
-                first, done = first + count, done + count
+                first = first + count
+                done = done + count
         assert done == len(content), name
         return done
 

@@ -161,7 +161,8 @@ class HuggingFaceWeights:
             common = view.place.common(target.place)
             if common.numel:
                 overlap = target.within(common)
-                offset, values = view.in_file(common).begin, view.turned(overlap.values)
+                offset = view.in_file(common).begin
+                values = view.turned(overlap.values)
                 yield (
                     stored,
                     replace(overlap, full_shape=stored.entry.shape, offset=offset, values=values),

@@ -109,7 +109,9 @@ class Part:
         The order gives, for each dimension of the Hugging Face tensor, the native dimension.
         """
         first = 0 if self.experts is None else 1
-        begin, extents, dims = [0] * len(shape), list(shape), range(first, len(shape))
+        begin = [0] * len(shape)
+        extents = list(shape)
+        dims = range(first, len(shape))
         if self.rows is not None:
             begin[first], extents[first] = self.start, self.rows
         if first:

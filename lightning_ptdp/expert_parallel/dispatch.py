@@ -233,7 +233,8 @@ class _Combine(torch.autograd.Function):
 class _TokenExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-        ctx.sizes, ctx.group = (received, sent), group
+        ctx.sizes = (received, sent)
+        ctx.group = group
         return _all_to_all(x, sent, received, group)
 
     @staticmethod

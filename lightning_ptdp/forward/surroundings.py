@@ -194,7 +194,8 @@ class Surroundings:
 
     @contextlib.contextmanager
     def _running_in(self, forward: Forward, contexts: Iterable[Context]) -> Iterator[None]:
-        outer, self._running = self._running, forward
+        outer = self._running
+        self._running = forward
         try:
             with contextlib.ExitStack() as stack:
                 for context in contexts:

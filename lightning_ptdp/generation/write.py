@@ -124,10 +124,8 @@ def _write(
     is_end: Callable[[Sequence[int]], bool],
 ) -> list[list[int]]:
     check_ids(module, prompts)
-    decoder, rows = (
-        decoder_of(module, sequence_multiple=run.multiple),
-        [list(prompt) for prompt in prompts],
-    )
+    decoder = decoder_of(module, sequence_multiple=run.multiple)
+    rows = [list(prompt) for prompt in prompts]
     draws_bn = draw_numbers(sampling, len(rows)).to(run.device, non_blocking=True)
     lengths: list[int | None] = [None] * len(rows)
     for step in range(sampling.max_new_tokens):

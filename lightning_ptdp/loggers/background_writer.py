@@ -65,7 +65,8 @@ class BackgroundWriter(Generic[Item]):
         self._warned = False
         self._writing = threading.RLock()
         self._held = False
-        hold, go_on = weakref.WeakMethod(self._hold), weakref.WeakMethod(self._go_on)
+        hold = weakref.WeakMethod(self._hold)
+        go_on = weakref.WeakMethod(self._go_on)
         os.register_at_fork(before=partial(_call, hold), after_in_parent=partial(_call, go_on))
         self._thread = threading.Thread(
             target=self._loop, name="lightning-ptdp-log-writer", daemon=True

@@ -139,7 +139,8 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
                 f"{error.__cause__ or error}. A new run is started instead of {run_id}",
                 stacklevel=2,
             )
-            run_id, inner = None, _find(options, None)
+            run_id = None
+            inner = _find(options, None)
     if run_id is not None:
         inner.experiment.update_run(run_id, status="RUNNING")
         for key, value in options.tags.items():

@@ -79,14 +79,10 @@ def log_folder(
                     folder, trust_remote_code=False
                 ),
             }
-            info, flavor = (
-                mlflow.transformers.log_model(components, task="text-generation", **options),
-                "transformers",
-            )
+            info = mlflow.transformers.log_model(components, task="text-generation", **options)
+            flavor = "transformers"
         else:
-            info, flavor = (
-                mlflow.pytorch.log_model(model, serialization_format="pickle", **options),
-                "pytorch",
-            )
+            info = mlflow.pytorch.log_model(model, serialization_format="pickle", **options)
+            flavor = "pytorch"
     uri = info.model_uri if name is None else f"models:/{name}/{info.registered_model_version}"
     return f"mlflow.{flavor}.load_model('{uri}')"

@@ -139,7 +139,8 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
     parts = urlsplit(tracking_uri)
     secure = parts.scheme == "https"
     try:
-        host, port = parts.hostname or "", parts.port or (443 if secure else 80)
+        host = parts.hostname or ""
+        port = parts.port or (443 if secure else 80)
         socket.create_connection((host, port), timeout=timeout_s).close()
     except (OSError, ValueError) as error:
         raise ValueError(

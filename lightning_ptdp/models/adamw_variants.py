@@ -39,7 +39,8 @@ class MuonWithAdamW(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
     ) -> None:
-        matrix, vector = nn.Parameter(torch.empty(1, 1)), nn.Parameter(torch.empty(1))
+        matrix = nn.Parameter(torch.empty(1, 1))
+        vector = nn.Parameter(torch.empty(1))
         self._muon = torch.optim.Muon(
             [matrix],
             lr=lr,
@@ -54,7 +55,8 @@ class MuonWithAdamW(Optimizer):
             {"muon": False} | (self._muon if group.get("muon") else self._adamw).defaults | group
             for group in groups
         ]
-        self._muon.param_groups, self._adamw.param_groups = [], []
+        self._muon.param_groups = []
+        self._adamw.param_groups = []
         super().__init__(complete, {})
 
     @torch.no_grad()

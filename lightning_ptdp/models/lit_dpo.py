@@ -92,7 +92,9 @@ class LitDPO(LitCausalLM):
             reference = "copy" if self.adapter is None else "adapters_off"
         if reference == "adapters_off":
             self._check_adapters_off()
-        self.beta, self.label_smoothing, self.reference = beta, label_smoothing, reference
+        self.beta = beta
+        self.label_smoothing = label_smoothing
+        self.reference = reference
         self.save_hyperparameters(
             {"beta": beta, "label_smoothing": label_smoothing, "reference": reference}
         )

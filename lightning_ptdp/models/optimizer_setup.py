@@ -198,7 +198,8 @@ def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dic
         ValueError: As for ``samples_as_steps`` and ``resolve_decay_steps``.
     """
     build = build_muon if config.matrices == "muon" else build_adamw
-    optimizer, config = build(module, config), samples_as_steps(config, trainer)
+    optimizer = build(module, config)
+    config = samples_as_steps(config, trainer)
     schedule = build_schedule(optimizer, config, decay_steps=resolve_decay_steps(config, trainer))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

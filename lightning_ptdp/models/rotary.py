@@ -26,7 +26,8 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, base: float) -> None:
         super().__init__()
-        self.head_dim, self.base = head_dim, base
+        self.head_dim = head_dim
+        self.base = base
 
     def forward(
         self, heads_bsnd: Tensor, position_ids: Tensor | None = None, *, turned: int

@@ -166,7 +166,8 @@ def count_once(
     """
     with torch.device("meta"):
         model = build()
-    kind, expert_flops = Experts(), list[int]()
+    kind = Experts()
+    expert_flops = list[int]()
     modules = [module for module in model.modules() if kind.fits(module)]
 
     def visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:

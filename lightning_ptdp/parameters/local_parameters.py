@@ -72,7 +72,8 @@ def manage_parameters(
         mesh: This rank's coordinates and groups.
         copy_groups: Groups of ranks that hold the same heads, by their size.
     """
-    layout, pipeline_rank = mesh.layout, mesh.group("pipeline").rank
+    layout = mesh.layout
+    pipeline_rank = mesh.group("pipeline").rank
     stages_of: dict[str, set[int]] = {}
     for name, holders in whole.users.items():
         holder_stages = (
@@ -184,7 +185,8 @@ def layout_notes(
             "ranks. The values of rank 0 were broadcast"
         )
     for name, placement in placements.items():
-        rows, full = placement.local_shape[0] * size if name in padded else 0, placement.full_shape
+        rows = placement.local_shape[0] * size if name in padded else 0
+        full = placement.full_shape
         if rows and rows > full[0]:
             yield (
                 f"'{name}': the vocabulary of {full[0]} is not divisible by "

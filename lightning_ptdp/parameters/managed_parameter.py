@@ -76,7 +76,8 @@ class ManagedParameter:
     ) -> None:
         """Set the tensor on which the optimizer steps; see the attributes."""
         self.stepped, self.stepped_placement = stepped, placement or self.placement
-        self.rounded, self.gradient = rounded, gradient
+        self.rounded = rounded
+        self.gradient = gradient
 
 
 ManagedParameters = Mapping[nn.Parameter, ManagedParameter]

@@ -58,7 +58,8 @@ class Rectangle(NamedTuple):
 
         For each dimension, the rest has a part before and a part after the inner rectangle.
         """
-        begin, end = list(self.begin), list(self.end)
+        begin = list(self.begin)
+        end = list(self.end)
         for dim, (first, last) in enumerate(zip(*hole, strict=True)):
             for low, high in ((begin[dim], first), (last, end[dim])):
                 if low < high:

@@ -157,10 +157,8 @@ def examples(
         if isinstance(inputs, Mapping):
             yield name, module, (), inputs
             # The forward may read the values of masks. The same modules are called without masks.
-            unmasked, pixels = (
-                {key: value for key, value in inputs.items() if "mask" not in key},
-                _pixels(module),
-            )
+            unmasked = {key: value for key, value in inputs.items() if "mask" not in key}
+            pixels = _pixels(module)
             if len(unmasked) < len(inputs):
                 yield name, module, (), unmasked
             if pixels:

@@ -91,7 +91,8 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
         any(True for _ in child.children()) for child in container
     ):
         return False
-    parent, other_size = model, 0
+    parent = model
+    other_size = 0
     for step in name.split("."):
         composite = [
             child

@@ -87,7 +87,8 @@ class FirstStageValue(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
         sources = _foreign((args, kwargs))
         source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
         origin = source.origin

@@ -42,7 +42,8 @@ class Placeholder(nn.Module):
             if key not in vars(self):
                 self.__dict__[key] = value
         self.training = original.training
-        self._ptdp_name, self._ptdp_boundary = name, boundary
+        self._ptdp_name = name
+        self._ptdp_boundary = boundary
         self._ptdp_hooks: dict[str, UserHooks] = {}
 
     def _keep_hooks(self, original: nn.Module, *, inside: bool = True) -> None:
@@ -91,7 +92,8 @@ class EarlierBlock(Placeholder):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return the output of the last block of this container on the earlier stages."""
-        passes, layer = self._running().passes, self._ptdp_layer
+        passes = self._running().passes
+        layer = self._ptdp_layer
         if layer.is_first:
             passes[layer.container] += 1
             if passes[layer.container] > 1:
@@ -166,7 +168,8 @@ def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         if type(module).forward is not nn.Embedding.forward and not module.weight.requires_grad:
             # A fixed table that may be called with positions as numbers: every stage keeps it.
             return None
-        width, dtype = module.embedding_dim, module.weight.dtype
+        width = module.embedding_dim
+        dtype = module.weight.dtype
         return partial(_zeros_after_lookup, width=width, dtype=dtype)
     if isinstance(module, nn.Linear):
         out = module.out_features

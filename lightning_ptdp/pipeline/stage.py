@@ -152,9 +152,12 @@ class PipelineCut:
         stages: Sequence[int],
         collects: bool = False,
     ) -> None:
-        self.stages, self.num_stages, self.parts = tuple(stages), len(ranges), parts
+        self.stages = tuple(stages)
+        self.num_stages = len(ranges)
+        self.parts = parts
         keep_padded(model)
-        self._layers, self.ranges = layers_of(model, parts.blocks), tuple(ranges)
+        self._layers = layers_of(model, parts.blocks)
+        self.ranges = tuple(ranges)
         self._boundary = Boundary(places_of(self._layers, ranges), collects=collects)
         container_starts = [
             index for index, layer in enumerate(self._layers) if layer.is_first and layer.container
@@ -312,10 +315,8 @@ class PipelineCut:
         for stage, (start, stop) in enumerate(self.ranges):
             for layer in self._layers[start:stop]:
                 original = model.get_submodule(layer.name)
-                earlier, later = (
-                    EarlierBlock(layer, original, self._boundary),
-                    LaterBlock(layer, original, self._boundary),
-                )
+                earlier = EarlierBlock(layer, original, self._boundary)
+                later = LaterBlock(layer, original, self._boundary)
                 yield _Slot.of(model, layer.name, [stage], earlier, later)
 
     def _early_slots(self, model: nn.Module) -> Iterator[_Slot]:

@@ -88,7 +88,10 @@ class StageRun:
 
     def begin_container(self, container: int) -> None:
         """Start another container, whose blocks are called from now on."""
-        self.container, self.begun, self.reached, self.output = container, True, False, None
+        self.container = container
+        self.begun = True
+        self.reached = False
+        self.output = None
         self._given.clear()
 
     def end(self) -> None:

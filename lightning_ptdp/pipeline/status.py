@@ -53,7 +53,8 @@ class LiveStatus:
             name: getattr(self, name)
             for name in ("during", "latest", "failure", "raised_at", "ended")
         }
-        age_s, beat = time.monotonic() - since, next(self._beats)
+        age_s = time.monotonic() - since
+        beat = next(self._beats)
         return RankStatus(
             **fields, phase=phase, action=str(action), peer=peer, age_s=age_s, beat=beat
         )

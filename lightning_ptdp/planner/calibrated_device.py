@@ -146,7 +146,8 @@ def figures_source(device: Device, processes: int) -> str:
         device: The device of an estimate.
         processes: Number of processes per node in that estimate.
     """
-    measured, remedy = device.measured, f"ptdp doctor --calibrate --devices {processes}"
+    measured = device.measured
+    remedy = f"ptdp doctor --calibrate --devices {processes}"
     if measured is None:
         return f"data sheet of {device.name}, not calibrated; to calibrate, run {remedy}"
     if measured.processes != processes:

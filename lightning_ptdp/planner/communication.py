@@ -108,7 +108,8 @@ class GroupLink:
         """
         if self.size == 1:
             return 0.0
-        part, remote = nbytes / self.size, self.size - self.members
+        part = nbytes / self.size
+        remote = self.size - self.members
         sent = max(part * (self.members - 1) / self.inside.bandwidth, part * remote / self.card)
         return self.start_s + self.hop.latency_s + sent
 
@@ -136,7 +137,8 @@ def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink
 
 def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
     """Return the groups of ``size`` ranks that are ``stride`` apart."""
-    inside, between = cluster.node, cluster.between
+    inside = cluster.node
+    between = cluster.between
     if size * stride <= cluster.node_size:
         measured = tuple(
             (name, nbytes, seconds)
@@ -233,7 +235,8 @@ def tensor_collectives(
         elif sequence:
             backward += seconds
         if sequence or not enters:
-            forward, count = forward + seconds, count + 1
+            forward = forward + seconds
+            count = count + 1
     return forward, backward, count
 
 

@@ -77,7 +77,8 @@ def configured_shape(
 def _built(config: GPTConfig | BertConfig) -> tuple[nn.Module, ParallelPlan]:
     if isinstance(config, BertConfig):
         return Bert(config), bert_plan(config, prefix="")
-    model, plan = GPT(config), gpt_plan(config, prefix="")
+    model = GPT(config)
+    plan = gpt_plan(config, prefix="")
     if isinstance(config, PlannedGPT) and config.latent is not None:
         for block in model.blocks:
             block.attention = _LatentAttention(config, config.latent)
@@ -92,8 +93,10 @@ class _LatentAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, latent: Latent) -> None:
         super().__init__()
-        self.latent, self.heads = latent, config.num_heads
-        h, n = config.hidden_size, config.num_heads
+        self.latent = latent
+        self.heads = config.num_heads
+        h = config.hidden_size
+        n = config.num_heads
         self.query_down: nn.Module = nn.Identity()
         if latent.queries:
             self.query_down = nn.Sequential(
@@ -233,7 +236,8 @@ def gpt_sizes(config: object) -> GPTConfig | BertConfig:
     sizes |= _mixture(values)
     tied = bool(values.get("tie_word_embeddings", True))
     if fields["num_kv_heads"] is not None or "num_experts" in sizes:
-        head, latent = values.get("head_dim"), _latent(values)
+        head = values.get("head_dim")
+        latent = _latent(values)
         return PlannedGPT.llama(**sizes, tie_embeddings=tied, head_size=head, latent=latent)
     return GPTConfig.gpt2(
         **sizes, tie_embeddings=tied, mlp="swiglu" if values.get("hidden_act") in _GATED else "gelu"

@@ -21,11 +21,14 @@ _GIB = 2**30
 # Start of a collective and one step of its ring. All-reduces of 1 to 64 MiB on 2, 4 and 8 A100s
 # connected by NVSwitch take 30 us + 5 us per step longer than their bytes (published with arXiv
 # 2312.12391). The same measurements reach 229 of 300 GB/s at 1 GiB.
-_START_S, _STEP_S, _NODE_SHARE = 30e-6, 5e-6, 0.77
+_START_S = 30e-6
+_STEP_S = 5e-6
+_NODE_SHARE = 0.77
 # Between nodes: NCCL's own model takes 14 us per step of a ring over the network
 # (src/graph/tuning.cc, hwLat). Collectives reach about 90 % of InfiniBand's rate because of the
 # encoding (64 of 66 bits), headers and the time to fill the ring.
-_HOP_S, _CARD_SHARE = 14e-6, 0.9
+_HOP_S = 14e-6
+_CARD_SHARE = 0.9
 # Share of the memory bandwidth that reads and writes reach: arXiv 2402.13499, table 5 (A100 and
 # H100, PCIe).
 _MEMORY_SHARE = 0.9

@@ -213,7 +213,8 @@ class Choice:
 
         ``num_microbatches`` is always included.
         """
-        arguments, defaults = self.all_options(), self.layout.options() | _DEFAULTS
+        arguments = self.all_options()
+        defaults = self.layout.options() | _DEFAULTS
         return {name: value for name, value in arguments.items() if value != defaults.get(name)}
 
     def all_options(self) -> dict[str, object]:

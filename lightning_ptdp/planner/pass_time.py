@@ -68,11 +68,9 @@ def product_passes(
     job: Job, choice: Choice, product: Product, *, float8: bool = False
 ) -> ProductTime:
     """Return the time of (rows, inputs) times (inputs, outputs), and of its gradients."""
-    device, width, rows = (
-        job.device,
-        job.precision.compute,
-        max(1, round(choice.samples * product.rows)),
-    )
+    device = job.device
+    width = job.precision.compute
+    rows = max(1, round(choice.samples * product.rows))
     if product.cut == "rows":
         rows = max(1, rows // choice.layout.tensor_parallel_size)
     outputs, inputs = product.local(choice.layout.tensor_parallel_size)
@@ -80,7 +78,8 @@ def product_passes(
     if float8 and product.weighted:
         # Each operand is read for its maximum and read again for the cast. Float8 products need the
         # summed dimension last, so the operands of the weight gradient are transposed.
-        read, width = 2 * width + 1, 1
+        read = 2 * width + 1
+        width = 1
         cast = rows * inputs * read / device.stream
         cast_back = (rows * outputs * (read + 2) + rows * inputs * 2) / device.stream
     trained = job.trained if product.weighted else 1

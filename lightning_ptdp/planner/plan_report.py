@@ -171,7 +171,9 @@ def as_data(plan: Plan) -> dict[str, object]:
 
 
 def _candidate(candidate: Candidate) -> dict[str, object]:
-    layout, memory, time = candidate.choice.layout, candidate.memory, candidate.time
+    layout = candidate.choice.layout
+    memory = candidate.memory
+    time = candidate.time
     return {
         "layout": layout.describe(),
         "data_parallel_size": layout.data_parallel_size,
@@ -188,7 +190,8 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
 
 
 def _job(job: Job) -> str:
-    total, active = job.shape.parameters, job.shape.active_parameters
+    total = job.shape.parameters
+    active = job.shape.active_parameters
     size = f"{_count(total)} parameters" + (
         f", {_count(active)} of them active" if active < total else ""
     )
@@ -208,7 +211,8 @@ def _count(number: float) -> str:
 
 
 def _row(index: int, candidate: Candidate, *, sharded: bool) -> tuple[str, ...]:
-    choice, time = candidate.choice, candidate.time
+    choice = candidate.choice
+    time = candidate.time
     recompute = choice.recompute + (" 1/t" if choice.distribute_saved_activations else "")
     return (
         str(index),

@@ -178,7 +178,8 @@ def _slower(best: Sequence[Candidate], candidates: Sequence[Candidate]) -> Itera
         item.degrees: item for item in sorted(candidates, key=_order, reverse=True)
     }.items():
         if degrees not in shown:
-            first, time = best[0].time, candidate.time
+            first = best[0].time
+            time = candidate.time
             excess = {name: seconds - first.parts[name] for name, seconds in time.parts.items()}
             part = max(excess, key=lambda name: excess[name])
             reason = (
@@ -202,7 +203,8 @@ def _order(candidate: Candidate) -> tuple[float, int, int, int, float]:
     Among equally fast ones, the order is: fewer ways of splitting the model, fewer parts, the
     simpler schedule, less memory.
     """
-    layout, schedules = candidate.choice.layout, list(FAMILIES)
+    layout = candidate.choice.layout
+    schedules = list(FAMILIES)
     degrees = [layout.size(axis.name) for axis in AXES if axis.name != "data"]
     return (
         float(f"{candidate.time.total:.{_DIGITS}g}"),

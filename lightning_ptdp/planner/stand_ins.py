@@ -24,7 +24,8 @@ class replacing_functions(TorchFunctionMode):  # noqa: N801, it is used as a con
 
     def __init__(self, recorder: OperationRecorder, *, on_cpu: bool) -> None:
         super().__init__()
-        self._recorder, self._on_cpu = recorder, on_cpu
+        self._recorder = recorder
+        self._on_cpu = on_cpu
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

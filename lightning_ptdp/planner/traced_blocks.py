@@ -70,15 +70,15 @@ class Following:
         self.names = [layer.name for layer in layers_of(module, parts.blocks)]
         self.order: list[int] = []
         self.layers: list[Followed] = []
-        self.input, self.head = Trace(), Trace()
+        self.input = Trace()
+        self.head = Trace()
         self._kinds: dict[object, int] = {}
-        self._samples, self._precision, self._software, self._on_cpu = (
-            samples,
-            precision,
-            software,
-            on_cpu,
-        )
-        self._module, self._plan = module, plan
+        self._samples = samples
+        self._precision = precision
+        self._software = software
+        self._on_cpu = on_cpu
+        self._module = module
+        self._plan = plan
         self._running = ""
 
     def follow(self, run: Run) -> None:
@@ -212,11 +212,13 @@ class Following:
             recorder.write(outputs)
         recorder.trace = None
         grad_outputs = [torch.empty_like(leaf) for leaf in outputs]
-        recorder.trace, recorder.is_backward = layer.trace, True
+        recorder.trace = layer.trace
+        recorder.is_backward = True
         sources = [*inputs, *(p for p in layer.module.parameters() if p.requires_grad)]
         gradients = torch.autograd.grad(outputs, sources, grad_outputs, allow_unused=True)
         recorder.write(gradient for gradient in gradients[: len(inputs)] if gradient is not None)
-        recorder.trace, recorder.is_backward = None, False
+        recorder.trace = None
+        recorder.is_backward = False
 
 
 def _like(tensor: Tensor) -> Tensor:

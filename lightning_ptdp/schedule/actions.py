@@ -195,7 +195,8 @@ class Schedule(Stages):
             for message in MESSAGES.values()
             if action.kind in (message.send, message.receive)
         )
-        stage, step = action.stage, message.step
+        stage = action.stage
+        step = message.step
         source, target = (
             (stage, stage + step) if action.kind is message.send else (stage - step, stage)
         )

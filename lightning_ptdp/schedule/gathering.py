@@ -56,7 +56,8 @@ def check_gathers(schedule: Schedule) -> None:
     for rank, program in enumerate(schedule.programs):
         whole: set[int] = set()
         for place, action in enumerate(program):
-            stage, reason = action.stage, ""
+            stage = action.stage
+            reason = ""
             if action.kind is ActionKind.GATHER and stage in whole:
                 reason = f"{action} gathers a stage that is whole"
             elif action.kind is ActionKind.FREE and stage not in whole:

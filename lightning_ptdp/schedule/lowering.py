@@ -92,7 +92,8 @@ def _receives(order: Schedule, rank: int, times: UnitTimes, ends: list[int]) -> 
                     times.block(_F, stage),
                     queue,
                 )
-    end_times, done_by = times.ends, _done_by(ends)
+    end_times = times.ends
+    done_by = _done_by(ends)
     for index, action in enumerate(order.programs[rank]):
         step = steps.get((action.kind, action.stage))
         if step is None:

@@ -38,7 +38,8 @@ def schedule_error(
         if len(schedule.programs) > 16 and rank not in marks:
             continue
         center = marks.get(rank, 0)
-        start, stop = max(center - around, 0), max(center, around) + around
+        start = max(center - around, 0)
+        stop = max(center, around) + around
         words = [
             ("--> " if marks.get(rank) == i else "") + str(program[i])
             for i in range(start, min(stop, len(program)))

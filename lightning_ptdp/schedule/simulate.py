@@ -88,7 +88,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     stage_costs = costs.by_stage(schedule.num_stages)
-    traffic, waiting, ready = _Traffic(), dict[Action, int](), list(range(len(schedule.programs)))
+    traffic = _Traffic()
+    waiting = dict[Action, int]()
+    ready = list(range(len(schedule.programs)))
     spans: list[list[Span]] = [[] for _ in ready]
     reductions: list[list[Span]] = [[] for _ in ready]
     runs = [

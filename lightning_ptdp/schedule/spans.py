@@ -124,10 +124,8 @@ class Timeline:
         for rank, spans in enumerate(self.spans):
             cells = [""] * round(self.step_time / unit)
             for span in spans:
-                start, end = (
-                    round((span.start - self.origin) / unit),
-                    round((span.end - self.origin) / unit),
-                )
+                start = round((span.start - self.origin) / unit)
+                end = round((span.end - self.origin) / unit)
                 cells[start:end] = [str(span.action), *["=" * width] * (end - start - 1)][
                     : end - start
                 ]

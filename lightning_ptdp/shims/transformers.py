@@ -92,7 +92,8 @@ def image_parts(module: nn.Module) -> tuple[str, ...]:
 
     These are all parts of a vision-language model but its language model and head."""
     for name, model in _image_models(module):
-        base, embedding = model.base_model, model.get_input_embeddings()
+        base = model.base_model
+        embedding = model.get_input_embeddings()
         path = [name, "" if base is model else model.base_model_prefix]
         prefix = "".join(f"{part}." for part in path if part)
         return tuple(

@@ -75,7 +75,8 @@ def _overlap(to: BlockSetting) -> None:
 
 
 def _float8(to: BlockSetting) -> str:
-    scaling, blocks = to.config.fp8, to.parallel.blocks
+    scaling = to.config.fp8
+    blocks = to.parallel.blocks
     assert scaling is not None
     return apply_fp8(to.parallel.module, scaling=scaling, blocks=blocks, device=to.device)
 
@@ -96,7 +97,8 @@ def _shard(to: BlockSetting) -> None:
 
 
 def _recompute(to: BlockSetting) -> None:
-    config, parallel = to.config, to.parallel
+    config = to.config
+    parallel = to.parallel
     apply_recomputation(
         parallel.module,
         policy=config.recompute,

@@ -49,7 +49,8 @@ def make_surroundings(
       splits that attention over slices of the sequence.
     - Deferred weight gradients are before both of these modes, because any product with which they
       replace a call must be deferrable."""
-    context, tensor = mesh.group("context"), mesh.group("tensor")
+    context = mesh.group("context")
+    tensor = mesh.group("tensor")
     shards = [] if parallel.shards is None else [parallel.shards]
     entries: list[Surrounding] = [*shards, _step_randomness(config, mesh, parallel, device)]
     if may_split_backward(config.schedule):
@@ -93,7 +94,8 @@ def make_surroundings(
 def _step_randomness(
     config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, device: torch.device
 ) -> StepRandomness:
-    module, names = parallel.module, parallel.blocks
+    module = parallel.module
+    names = parallel.blocks
     draws = mesh.layout.world_size > 1 or config.runs_backward
     try:
         layers = [

@@ -160,7 +160,8 @@ def choose(
         ValueError: The model's sizes are unknown, no layout fits, or the model accepts none of
             those that fit.
     """
-    candidates, device = fastest_layouts(training), training.device
+    candidates = fastest_layouts(training)
+    device = training.device
     if not candidates:
         raise ValueError(
             f"layout='auto' found no layout that fits on {training.world_size} x {device.name} "

@@ -163,7 +163,8 @@ class ModelSpace:
         the last stage's value is saved, because that stage sees the whole step."""
         if not self.is_cut:
             return False
-        mesh, cut = self.mesh, self.part.cut
+        mesh = self.mesh
+        cut = self.part.cut
         assert mesh is not None
         if mesh.group("replica_sum").rank or mesh.group("tensor").rank:
             return True

@@ -126,7 +126,8 @@ def _drop_foreign(
     for parameter in foreign:
         optimizer.state.pop(parameter, None)
     for parameter, managed in parameters.items():
-        full_shape, local_shape = managed.placement.full_shape, managed.placement.local_shape
+        full_shape = managed.placement.full_shape
+        local_shape = managed.placement.local_shape
         for key, value in (
             optimizer.state[parameter].items() if parameter in optimizer.state else ()
         ):

@@ -38,7 +38,8 @@ class ValidationClock:
     Lightning is shown a time that enforces the decision."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._since = trainer, -math.inf
+        self._trainer = trainer
+        self._since = -math.inf
 
     def agree(self, all_say: Callable[[bool], bool]) -> None:
         """Agree before a batch, on all ranks, whether a validation follows.
@@ -161,7 +162,8 @@ class RunningStrategy(StrategyBase):
             with context():
                 yield
         finally:
-            self._running_step, self._answers_for_rank_zero = None, False
+            self._running_step = None
+            self._answers_for_rank_zero = False
             self._guard_parameters(None)
 
     def _guard_parameters(self, hook: str | None) -> None:

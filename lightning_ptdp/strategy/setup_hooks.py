@@ -168,7 +168,8 @@ class SetupHooks(StepHooks):
         """Make the optimizer with the groups that the uncut model would have.
 
         There is one optimizer, except under manual optimization."""
-        parallel, parameters = self.parallel, self.parallel.parameters
+        parallel = self.parallel
+        parameters = self.parallel.parameters
         for managed in parameters.values():
             managed.stays_whole = False
         view = (
@@ -203,7 +204,8 @@ class SetupHooks(StepHooks):
         self, view: UncutView
     ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
         """Return a context in which the module looks uncut."""
-        parameters, pipeline = self.parallel.parameters, self.mesh.group("pipeline")
+        parameters = self.parallel.parameters
+        pipeline = self.mesh.group("pipeline")
         trained = {managed.name: p.requires_grad for p, managed in parameters.items()}
         if pipeline.size > 1:  # stages may have frozen parameters since the cut
             with self.waiting_in("exchanging the names of frozen parameters"):

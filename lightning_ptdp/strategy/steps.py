@@ -51,7 +51,8 @@ class StepHooks(SnapshotHooks):
 
         It does so for the first batch of an accumulation, unless the user overrides
         ``optimizer_zero_grad``."""
-        trainer, names = self.lightning_module.trainer, self._names
+        trainer = self.lightning_module.trainer
+        names = self._names
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         return first and not names.is_overridden("optimizer_zero_grad", self.lightning_module)
 
@@ -59,7 +60,8 @@ class StepHooks(SnapshotHooks):
         self, closure_loss: Tensor, optimizer: Optimizer, *args: object, **kwargs: object
     ) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
-        plugin, module = self.precision_plugin, self.lightning_module
+        plugin = self.precision_plugin
+        module = self.lightning_module
         if not module.automatic_optimization:
             closure_loss = plugin.pre_backward(closure_loss, module)
             with self._during("step"), self.engine.optimization.manual_backward():

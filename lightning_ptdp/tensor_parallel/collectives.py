@@ -236,7 +236,9 @@ class _ShardExchange(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, function: Exchange, gradient: Exchange, group: Group, dim: int
     ) -> Tensor:
-        ctx.gradient, ctx.group, ctx.dim = gradient, group, dim
+        ctx.gradient = gradient
+        ctx.group = group
+        ctx.dim = dim
         return function(x, group, dim)
 
     @staticmethod
@@ -274,7 +276,8 @@ def check_divisible(x: Tensor, dim: int, group: Group) -> None:
             are.
     """
     if x.size(dim) % group.size:
-        length, below = x.size(dim), x.size(dim) // group.size * group.size
+        length = x.size(dim)
+        below = x.size(dim) // group.size * group.size
         multiples = " or ".join(str(n) for n in (below, below + group.size) if n)
         raise ValueError(
             f"a sequence of length {length} cannot be split over tensor_parallel_size={group.size} "

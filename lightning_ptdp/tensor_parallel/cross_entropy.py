@@ -75,7 +75,8 @@ def vocabulary_parallel_cross_entropy(
     """
     assert logits.size(-1) == vocabulary.rows, (tuple(logits.shape), vocabulary)
     assert logits.shape[:-1] == target.shape, (tuple(logits.shape), tuple(target.shape))
-    logits_nw, target_n = logits.reshape(-1, vocabulary.rows), target.reshape(-1)
+    logits_nw = logits.reshape(-1, vocabulary.rows)
+    target_n = target.reshape(-1)
     counted_n, target_n = checked_targets(target_n, ignore_index, vocabulary)
     formula = TokenLoss(vocabulary, label_smoothing, z_loss)
     return reduced(

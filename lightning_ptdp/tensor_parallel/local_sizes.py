@@ -72,7 +72,8 @@ def local_numbers(
                         f"attribute of '{name}' ({type(module).__name__}); it has: "
                         f"{', '.join(_plain(module)) or 'none'}"
                     )
-                value, parts = vars(module)[key], number.parts(tensor_parallel_size)
+                value = vars(module)[key]
+                parts = number.parts(tensor_parallel_size)
                 if value % parts:
                     raise ValueError(
                         f"'{name}': {key}={value} is not divisible by "

@@ -70,7 +70,8 @@ def multiply_gathered(
         gathered = [_by_member(pending.wait(), group) for pending in gathering]
         y = torch.cat([_multiply(piece, matrix, bias) for piece in gathered], dim=_SEQUENCE)
     else:
-        gathered, y = [], x.new_empty((x.size(0) * group.size, x.size(_SEQUENCE), matrix.size(1)))
+        gathered = []
+        y = x.new_empty((x.size(0) * group.size, x.size(_SEQUENCE), matrix.size(1)))
         for pending, place in zip(gathering, y.tensor_split(count, dim=_SEQUENCE), strict=True):
             piece = _by_member(pending.wait(), group)
             _multiply(piece, matrix, bias, out=place)

@@ -11,7 +11,8 @@ __all__ = ["matches", "nearest_names"]
 
 def matches(name: str, pattern: str) -> bool:
     """Return True if the glob ``pattern`` names the module ``name``, component by component."""
-    parts, globs = name.split("."), pattern.split(".")
+    parts = name.split(".")
+    globs = pattern.split(".")
     return len(parts) == len(globs) and all(
         fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True)
     )

@@ -132,7 +132,8 @@ class Subject:
         return needed <= available
 
     def _train_rank(self, rank: int, case: Case) -> None:
-        names, module = self.strategy._names, self.module
+        names = self.strategy._names
+        module = self.module
         warnings.filterwarnings("ignore")
         os.environ.setdefault("PL_GLOBAL_SEED", str(torch.initial_seed() % 2**32))
         if case.blocks is not None:

@@ -209,7 +209,8 @@ class RampUp:
         while steps:
             size, count = self.stretch(end)
             count = steps if count is None else min(count, steps)
-            end, steps = end + count * size, steps - count
+            end = end + count * size
+            steps = steps - count
         return end - start
 
     def steps(self, samples: int, *, start: int = 0) -> int:
@@ -223,7 +224,9 @@ class RampUp:
             available = samples // size
             if count is None or available < count:
                 return steps + available
-            steps, start, samples = steps + count, start + count * size, samples - count * size
+            steps = steps + count
+            start = start + count * size
+            samples = samples - count * size
 
     def epoch_steps(self, consumed: int, *, samples: int) -> int:
         """Return the steps of the epoch that contains the step after ``consumed`` samples.

@@ -55,7 +55,8 @@ _REDUCES_TOO = frozenset({"context", "expert"})
 
 def group_names(layout: ParallelLayout) -> tuple[str, ...]:
     """Return the names of a rank's groups, in the order of their creation."""
-    axes, replica_axes = (row.name for row in layout.axes), (row.others for row in layout.blocked)
+    axes = (row.name for row in layout.axes)
+    replica_axes = (row.others for row in layout.blocked)
     return *axes, *SETS, *replica_axes
 
 

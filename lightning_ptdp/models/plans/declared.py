@@ -57,7 +57,8 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     """
     ends = ends_of(module)
     tensor: dict[str, Kind] = {}
-    numbers, unusual = {}, set()
+    numbers = {}
+    unusual = set()
     for pattern, style in module.tp_plan.items():
         modules = {name: child for name, child in module.named_modules() if matches(name, pattern)}
         if not modules or modules.keys() & ends.keys():

@@ -74,11 +74,9 @@ def _attentions(self_attn: str, memory: str, split: str, out: str, *, heads: str
 
 
 def _t5(name: str) -> EncoderDecoder:
-    self_attn, memory, dense = (
-        "layer.*.SelfAttention",
-        "layer.*.EncDecAttention",
-        "layer.*.DenseReluDense",
-    )
+    self_attn = "layer.*.SelfAttention"
+    memory = "layer.*.EncDecAttention"
+    dense = "layer.*.DenseReluDense"
     # The first block of a stack looks up the position bias, and passes the bias of its heads to the
     # next blocks.
     attentions = _attentions(
@@ -162,8 +160,10 @@ ENCODER_DECODERS: Mapping[str, EncoderDecoder] = MappingProxyType(
 def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = "") -> ParallelPlan:
     """Return the plan of an encoder-decoder with the name ``prefix``, bare or with a head."""
     inner = pair.base if pair.base and hasattr(module, pair.base) else ""
-    base, bare = joined(prefix, inner), module.get_submodule(inner)
-    fronts, tails = {}, {}
+    base = joined(prefix, inner)
+    bare = module.get_submodule(inner)
+    fronts = {}
+    tails = {}
     tensor: dict[str, Kind] = {}
     numbers: dict[str, Mapping[str, Number]] = {}
     for side, block in zip(_SIDES, pair.block, strict=True):

@@ -174,7 +174,8 @@ def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
 
     Encoder and decoder are torch's own.
     """
-    encoder, decoder = joined(prefix, "encoder"), joined(prefix, "decoder")
+    encoder = joined(prefix, "encoder")
+    decoder = joined(prefix, "decoder")
     return ParallelPlan(
         blocks=(f"{encoder}.layers", f"{decoder}.layers"),
         tensor={
@@ -251,7 +252,8 @@ def _feed_forward(module: nn.Module) -> dict[str, str]:
     if len(linear) not in (2, 3) or "" in linear:
         return {}
     *ups, down = linear.values()
-    wide, narrow = down.in_features, down.out_features
+    wide = down.in_features
+    narrow = down.out_features
     fits = wide > narrow and all((up.in_features, up.out_features) == (narrow, wide) for up in ups)
     shapes = [
         tuple(p.shape)

@@ -39,7 +39,8 @@ def in_turns(
                 stage, microbatch = deferred.popleft()
             else:
                 chunk = int(word[1:])
-                stage, microbatch = stages[chunk], next_microbatch[word[0], chunk]
+                stage = stages[chunk]
+                microbatch = next_microbatch[word[0], chunk]
                 next_microbatch[word[0], chunk] += 1
             if word[0] == "B":
                 deferred.append((stage, microbatch))
@@ -109,7 +110,8 @@ class _Rank:
     """One rank of ``weights_in_gaps``."""
 
     def __init__(self, todo: deque[Action], limit: int) -> None:
-        self.todo, self._room = todo, limit
+        self.todo = todo
+        self._room = limit
         self.put_off: deque[Action] = deque()
         self.done: list[Action] = []
 

@@ -84,7 +84,9 @@ def build_schedule(
             order or deadlocks (then a ``ScheduleError`` that marks the place).
     """
     check_arguments(build_schedule, locals())
-    p, v, m = pipeline_parallel_size, virtual_pipeline_size, num_microbatches
+    p = pipeline_parallel_size
+    v = virtual_pipeline_size
+    m = num_microbatches
     # Evaluation accepts any number of microbatches, even if the training schedule does not.
     check_schedule(
         name,
@@ -123,7 +125,8 @@ def check_schedule(
             schedule cannot use. The message names the field, the value and the fix.
     """
     check_arguments(check_schedule, locals())
-    p, v = pipeline_parallel_size, virtual_pipeline_size
+    p = pipeline_parallel_size
+    v = virtual_pipeline_size
     spec = _found(name, v)
     check_interleaving(p, v)
     if group_size is not None:

@@ -131,7 +131,8 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
     source = _written(kind)
     if source and not re.search(rf"{_POSITIONS}|\*\*[a-z]|super\(\)\.training_step", source):
         yield f"{kind.__name__} does not pass the batch's {_POSITIONS} to its model"
-    name, settings = type(models[0]).__name__, getattr(models[0], "config", None)
+    name = type(models[0]).__name__
+    settings = getattr(models[0], "config", None)
     stateful = sorted(
         {str(layer) for layer in getattr(settings, "layer_types", None) or ()} - _ATTENTION
     )

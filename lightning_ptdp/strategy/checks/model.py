@@ -122,10 +122,8 @@ def check_model(
         check_skipped_layers(whole)
         known_parts = KnownParts.of(whole, plan)
         parts = known_parts.parts
-        blocks, ranges = (
-            parts.blocks,
-            layer_ranges(whole, parts=parts, layout=layout, partition=config.partition),
-        )
+        blocks = parts.blocks
+        ranges = layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
         Rehearsal(
             model=whole,
             parts=parts,

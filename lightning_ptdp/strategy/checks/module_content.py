@@ -75,7 +75,8 @@ def check_same_model(model: nn.Module) -> None:
     expected = from_rank_zero(lambda: parameters)
     with same_outcome("comparing the models of all ranks"):
         for name in {**expected, **parameters}:
-            there, here = expected.get(name, "missing"), parameters.get(name, "missing")
+            there = expected.get(name, "missing")
+            here = parameters.get(name, "missing")
             if there != here:
                 raise ValueError(
                     f"'{name}' is {here} here, but {there} on rank 0. All ranks need the same code "
@@ -180,9 +181,11 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
     if not names:
         return
     if config.has_microbatches:
-        part, remedy = "one microbatch", "num_microbatches=1 without a pipeline"
+        part = "one microbatch"
+        remedy = "num_microbatches=1 without a pipeline"
     elif layout.size("replica_sum") > 1:
-        part, remedy = "one replica's part", "Trainer(sync_batchnorm=True) on GPUs"
+        part = "one replica's part"
+        remedy = "Trainer(sync_batchnorm=True) on GPUs"
     else:
         return
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -108,7 +108,8 @@ def check_optimizer_state(
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in group.items()
         }
-        probe.state, probe.param_groups = defaultdict(dict), [{**options, "params": [weight]}]
+        probe.state = defaultdict(dict)
+        probe.param_groups = [{**options, "params": [weight]}]
         try:
             probe.step()
         except Exception:

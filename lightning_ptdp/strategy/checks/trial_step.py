@@ -101,7 +101,8 @@ def _first_batch(trainer: Trainer, module: LightningModule, source: Any) -> Nest
     module.setup("fit")
     if isinstance(source, DataLoader):
         source = copy.copy(source)
-        source.num_workers, source.pin_memory = 0, False
+        source.num_workers = 0
+        source.pin_memory = False
     return next(islice(source, 1))
 
 

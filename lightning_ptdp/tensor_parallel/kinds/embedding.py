@@ -46,7 +46,9 @@ class Vocabulary(Kind):
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
-        weight, words, group = local["weight"], _words(module, place), place.group
+        weight = local["weight"]
+        words = _words(module, place)
+        group = place.group
         if isinstance(module, nn.Embedding):
             return VocabularyParallelEmbedding(
                 weight,
