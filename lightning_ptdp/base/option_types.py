@@ -200,11 +200,9 @@ def _words(hint: Hint) -> str:
             least, f"an integer of at least {least}"
         )
     if origin is Literal:
-        return (
-            f"one of {', '.join(map(repr, arguments))}"
-            if len(arguments) > 1
-            else repr(arguments[0])
-        )
+        if len(arguments) > 1:
+            return f"one of {', '.join(map(repr, arguments))}"
+        return repr(arguments[0])
     if origin is Callable:
         return "a function"
     if isinstance(origin, type) and issubclass(origin, Mapping):

@@ -39,11 +39,9 @@ class CompiledForward(OwnForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
-        return (
-            self._compiled(self.module, *args, **kwargs)
-            if self.replaced is None
-            else self._compiled(*args, **kwargs)
-        )
+        if self.replaced is None:
+            return self._compiled(self.module, *args, **kwargs)
+        return self._compiled(*args, **kwargs)
 
     @cached_property
     def _compiled(self) -> Any:

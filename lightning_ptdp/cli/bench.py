@@ -192,11 +192,9 @@ def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | 
         )
         cli.trainer.callbacks.append(times)
         cli.trainer.fit(cli.model, datamodule=data)
-        return (
-            BenchResult.read(json.loads(file.read_text(encoding="utf-8")))
-            if file.exists()
-            else None
-        )
+        if file.exists():
+            return BenchResult.read(json.loads(file.read_text(encoding="utf-8")))
+        return None
 
 
 def _measure_elsewhere(arguments: Sequence[str], options: Sequence[str]) -> BenchResult:

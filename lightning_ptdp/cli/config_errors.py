@@ -96,11 +96,9 @@ def readable(message: str, known: Iterable[str]) -> str:
     if union:
         return f"{name}: {_of_union(union['errors'])}. Got value: {union['value'][:80]}"
     line = reason.partition("\n")[0]
-    return (
-        f"{name}: {_expected(line)}{line[match.end() :]}"
-        if (match := _TYPE.match(line))
-        else message
-    )
+    if match := _TYPE.match(line):
+        return f"{name}: {_expected(line)}{line[match.end() :]}"
+    return message
 
 
 def check_values(config: Namespace, defaults: Namespace) -> None:

@@ -200,11 +200,9 @@ def _read(file: Path) -> dict[str, Any]:
 def _label(file: Path) -> str:
     """Return the name of a recipe, or the path of any other file."""
     folder = recipe_folder()
-    return (
-        file.relative_to(folder).as_posix().removesuffix(".yaml")
-        if file.is_relative_to(folder)
-        else str(file)
-    )
+    if file.is_relative_to(folder):
+        return file.relative_to(folder).as_posix().removesuffix(".yaml")
+    return str(file)
 
 
 def _merge(base: Any, override: Any) -> Any:

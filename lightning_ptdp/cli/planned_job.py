@@ -152,11 +152,9 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig 
     if options.model or path:
         return dataclasses.replace(_of_path(str(options.model or path)), **size_options)
     if sizes is None and not missing:
-        return (
-            GPTConfig.llama(**size_options)
-            if options.llama or "num_experts" in size_options
-            else GPTConfig.gpt2(**size_options)
-        )
+        if options.llama or "num_experts" in size_options:
+            return GPTConfig.llama(**size_options)
+        return GPTConfig.gpt2(**size_options)
     if not config:
         raise UserError(
             "there is no model. Use --recipe, --config or --model, or also set "
@@ -276,11 +274,11 @@ def _device(options: argparse.Namespace) -> Device:
         for name in ("node_size", "cards")
         if getattr(options, name) is not None
     }
-    return (
-        dataclasses.replace(device, cluster=dataclasses.replace(device.cluster, **cluster_options))
-        if cluster_options
-        else device
-    )
+    if cluster_options:
+        return dataclasses.replace(
+            device, cluster=dataclasses.replace(device.cluster, **cluster_options)
+        )
+    return device
 
 
 def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -105,11 +105,9 @@ class _Origins:
         origin = self._file(path)
         if replaced and origin is None and path[-1] == "class_path":
             return "command line"  # an entry added to a list
-        return (
-            self._default(path)
-            if origin is None or (replaced and not self._is_as_given(path))
-            else origin
-        )
+        if origin is None or (replaced and not self._is_as_given(path)):
+            return self._default(path)
+        return origin
 
     def _file(self, path: KeyPath) -> str | None:
         """Return the file that sets the value, or None."""

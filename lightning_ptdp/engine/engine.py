@@ -396,11 +396,9 @@ class Engine:
         )
 
     def _step(self, hook: str) -> int:
-        return (
-            self._module.trainer.fit_loop.epoch_loop.total_batch_idx
-            if hook == "training_step"
-            else 0
-        )
+        if hook == "training_step":
+            return self._module.trainer.fit_loop.epoch_loop.total_batch_idx
+        return 0
 
     def _step_seed(self, hook: str, args: Sequence[Nested]) -> tuple[object, ...]:
         # The batch index of an evaluation, and the index of its loader.

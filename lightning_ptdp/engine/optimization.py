@@ -129,11 +129,9 @@ class Optimization:
         """Return the loss of a step, scaled by this replica's weight in the mean over replicas."""
         if self._mesh.group("replica_sum").size == 1:
             return loss
-        return (
-            loss * self.factor
-            if isinstance(self.factor, float)
-            else counted_loss(loss, self.factor) * self.factor
-        )
+        if isinstance(self.factor, float):
+            return loss * self.factor
+        return counted_loss(loss, self.factor) * self.factor
 
     def check(self, optimizer: Optimizer, *, scaled: bool) -> None:
         """Check the gradients of a batch if they complete a step.

@@ -209,11 +209,9 @@ def _users_line() -> str:
     torch_folder = os.path.dirname(torch.__file__) + os.sep
     while frame is not None and frame.f_code.co_filename.startswith((torch_folder, __file__)):
         frame = frame.f_back
-    return (
-        f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
-        if frame is not None
-        else "training_step"
-    )
+    if frame is not None:
+        return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
+    return "training_step"
 
 
 def divisor_of(loss: Tensor) -> Tensor | None:

@@ -104,11 +104,9 @@ class StepRandomness(Surrounding):
 
     def around(self, forward: Forward) -> Context:
         """Draw from the microbatch's stream."""
-        return (
-            contextlib.nullcontext()
-            if forward.seed is None
-            else self._drawing(forward, forward.seed)
-        )
+        if forward.seed is None:
+            return contextlib.nullcontext()
+        return self._drawing(forward, forward.seed)
 
     @contextlib.contextmanager
     def _drawing(self, forward: Forward, seed: int) -> Iterator[None]:

@@ -265,8 +265,6 @@ def _module_name(name: str, adapter: LoraOptions) -> str:
         if separator:
             return f"{head}{part.rstrip('.')}.default" + (f".{tail}" if tail else "")
     owner, _, leaf = short.rpartition(".")
-    return (
-        f"{owner}.modules_to_save.default.{leaf}"
-        if any(owner.endswith(module) for module in adapter.modules_to_save)
-        else short
-    )
+    if any(owner.endswith(module) for module in adapter.modules_to_save):
+        return f"{owner}.modules_to_save.default.{leaf}"
+    return short

@@ -203,8 +203,6 @@ class FolderExport:
 
 
 def _described(source: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Described:
-    return (
-        described_by_state(read_state(source))
-        if config is None
-        else described_by_folder(Path(config))
-    )
+    if config is None:
+        return described_by_state(read_state(source))
+    return described_by_folder(Path(config))

@@ -44,11 +44,9 @@ class OwnForward:
         It is not named ``__wrapped__``, which ``inspect.signature`` follows on classes before
         CPython 3.11.7 and 3.12.1 (gh-112006).
         """
-        return (
-            self.replaced
-            if self.replaced is not None
-            else partial(type(self.module).forward, self.module)
-        )
+        if self.replaced is not None:
+            return self.replaced
+        return partial(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original forward; subclasses replace this method."""

@@ -90,11 +90,9 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
 
 def _load(folder: str | Path, template: str | None = None) -> TextTokenizer:
     tokenizer = load_tokenizer(folder)
-    return (
-        _HuggingFace(tokenizer, template)
-        if isinstance(tokenizer, HuggingFaceTokenizer)
-        else _Own(tokenizer)
-    )
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return _HuggingFace(tokenizer, template)
+    return _Own(tokenizer)
 
 
 class _Own:

@@ -160,9 +160,9 @@ def _in_dtype_of(value: Tensor | None, declared: Tensor | None) -> Tensor | None
     ):
         return value
     rounded = value.detach().to(declared.dtype)
-    return (
-        nn.Parameter(rounded, value.requires_grad) if isinstance(value, nn.Parameter) else rounded
-    )
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(rounded, value.requires_grad)
+    return rounded
 
 
 def _mark(dtype: torch.dtype) -> float:

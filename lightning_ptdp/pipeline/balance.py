@@ -138,8 +138,6 @@ class KnownParts:
             for name, child in module.named_modules(remove_duplicate=False)
         )
         found_for = (*options.values(), *modules)
-        return (
-            known
-            if known is not None and known.found_for == found_for
-            else cls(find_parts(module, **options), found_for)
-        )
+        if known is not None and known.found_for == found_for:
+            return known
+        return cls(find_parts(module, **options), found_for)

@@ -72,11 +72,9 @@ class Boundary:
         self, stages: frozenset[int], _module: nn.Module, _args: object, output: Tensor
     ) -> Tensor:
         """Mark the output of a module before the blocks, if one of its ``stages`` runs."""
-        return (
-            FirstStageValue.mark(output, self.run.true)
-            if self.run is not None and self.run.stage in stages
-            else output
-        )
+        if self.run is not None and self.run.stage in stages:
+            return FirstStageValue.mark(output, self.run.true)
+        return output
 
     # ---- blocks ----------------------------------------------------------------------------------
 

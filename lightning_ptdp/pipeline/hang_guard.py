@@ -104,11 +104,9 @@ class HangJudge:
         silences = self._silences(seen)
         calls = self._in_one_call(seen)
         if seen.failed:
-            return (
-                "it failed, but does not end"
-                if stuck > self._limit_s and not self._waits_raise
-                else ""
-            )
+            if stuck > self._limit_s and not self._waits_raise:
+                return "it failed, but does not end"
+            return ""
         if self._waits_raise and not seen.watched:
             return ""
         patience = _GRACE * self._limit_s if self._waits_raise else self._limit_s

@@ -121,11 +121,9 @@ class RankReport:
 
         def suspicion(rank: int) -> tuple[bool, bool, float]:
             heard = self.heard.get(rank)
-            return (
-                (True, True, 0.0)
-                if heard is None
-                else (False, bool(heard.status.failure), heard.status.age_s - heard.at)
-            )
+            if heard is None:
+                return (True, True, 0.0)
+            return (False, bool(heard.status.failure), heard.status.age_s - heard.at)
 
         return sorted(ranks, key=suspicion, reverse=True)[: _MOST_LINES - 1]
 

@@ -391,12 +391,12 @@ class Watchdog(StepObserver):
 
     def _recorded(self) -> str:
         path = "" if self.waits_raise else keep_flight_record(self.rank)
-        return (
-            "\nThe last NCCL operations, recorded by torch's flight recorder (torchfrtrace "
-            f"reads the file): {path}"
-            if path
-            else ""
-        )
+        if path:
+            return (
+                "\nThe last NCCL operations, recorded by torch's flight recorder (torchfrtrace "
+                f"reads the file): {path}"
+            )
+        return ""
 
 
 def _say(text: str) -> None:

@@ -64,11 +64,9 @@ class Calibration:
                 "machine, run ptdp doctor --calibrate"
             )
         age = datetime.now(UTC) - datetime.fromisoformat(self.made)
-        return (
-            f"is {age.days} days old. To measure again, run ptdp doctor --calibrate"
-            if age > _STALE
-            else ""
-        )
+        if age > _STALE:
+            return f"is {age.days} days old. To measure again, run ptdp doctor --calibrate"
+        return ""
 
 
 def machine() -> dict[str, str]:

@@ -93,11 +93,9 @@ class GroupLink:
             sorted((size, seconds) for name, size, seconds in self.measured if name == operation)
             for operation in operations
         ]
-        return (
-            sum(_between(points, nbytes) for points in curves) / len(curves)
-            if all(curves)
-            else None
-        )
+        if all(curves):
+            return sum(_between(points, nbytes) for points in curves) / len(curves)
+        return None
 
     def all_to_all(self, nbytes: float) -> float:
         """Return the seconds in which each member sends ``nbytes`` in equal parts to all members.

@@ -230,8 +230,6 @@ def known_peak_flops(device: str, precision: str) -> float | None:
         precision: Lightning's name of the precision.
     """
     preset = known_device(device)
-    return (
-        None
-        if preset is None or preset.name == "cpu"
-        else preset.peak(2 if "16" in precision else 4)
-    )
+    if preset is None or preset.name == "cpu":
+        return None
+    return preset.peak(2 if "16" in precision else 4)

@@ -85,11 +85,9 @@ def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
 def room(job: Job) -> str:
     """Return the memory that a layout may take, as ``60 GiB (75 less a reserve of 20%)``."""
     limit = f"{_gib(job.limit_bytes)} GiB"
-    return (
-        f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})"
-        if job.reserve
-        else limit
-    )
+    if job.reserve:
+        return f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})"
+    return limit
 
 
 def strategy_arguments(candidate: Candidate) -> str:

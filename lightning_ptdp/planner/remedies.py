@@ -92,11 +92,9 @@ def _other_sizes(job: Job, space: Space) -> str:
 
 def _smaller_reserve(job: Job, needed: float) -> str:
     share = math.floor(100 * (1 - needed / job.device.usable_bytes)) / 100
-    return (
-        f"with --reserve {share:g} it fits, if the estimate is exact"
-        if 0 <= share < job.reserve
-        else ""
-    )
+    if 0 <= share < job.reserve:
+        return f"with --reserve {share:g} it fits, if the estimate is exact"
+    return ""
 
 
 def _unrestricted(job: Job) -> str:

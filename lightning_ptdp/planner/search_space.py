@@ -163,11 +163,9 @@ def _tensor_misfit(job: Job, t: int) -> UnfitSize | None:
             return UnfitSize(
                 what=f"t{t}", reason=f"{divided.name}={divided.size} is not divisible by it"
             )
-    return (
-        None
-        if job.world_size % t == 0
-        else UnfitSize(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
-    )
+    if job.world_size % t == 0:
+        return None
+    return UnfitSize(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
 
 
 def _context_sizes(job: Job, space: Space) -> Sequence[int]:

@@ -113,11 +113,9 @@ class Action:
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind}{self.stage}"
-            if self.microbatch is None
-            else f"{self.kind}{self.stage}.{self.microbatch}"
-        )
+        if self.microbatch is None:
+            return f"{self.kind}{self.stage}"
+        return f"{self.kind}{self.stage}.{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:

@@ -87,11 +87,9 @@ class Timeline:
         idle = self.step_time * len(self.spans) - busy
         if not busy:
             return 0
-        return (
-            idle / busy
-            if isinstance(idle, float) or isinstance(busy, float)
-            else Fraction(idle) / Fraction(busy)
-        )
+        if isinstance(idle, float) or isinstance(busy, float):
+            return idle / busy
+        return Fraction(idle) / Fraction(busy)
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:

@@ -127,11 +127,9 @@ def new_cache(config: Any) -> Any:
 
     cache = DynamicCache(config=config)
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-    return (
-        cache
-        if plain and len(cache.layers) == config.get_text_config(decoder=True).num_hidden_layers
-        else None
-    )
+    if plain and len(cache.layers) == config.get_text_config(decoder=True).num_hidden_layers:
+        return cache
+    return None
 
 
 def advance_cache(cache: Any, length: int, device: torch.device) -> None:

@@ -229,11 +229,9 @@ def _difference(group: Description, peer_group: Description, peer: int) -> str:
     for left, right, rank, other_rank in ((*names, 0, peer), (*reversed(names), peer, 0)):
         if missing := [name for name in left if name not in right]:
             return f"'{missing[0]}' on rank {rank}, but not on rank {other_rank}"
-    return (
-        f"its parameters in another order on rank {peer} than on rank 0"
-        if names[0] != names[1]
-        else ""
-    )
+    if names[0] != names[1]:
+        return f"its parameters in another order on rank {peer} than on rank 0"
+    return ""
 
 
 def _refusal(reason: str) -> OptimizerGroupsError:

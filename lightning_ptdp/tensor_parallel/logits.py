@@ -124,11 +124,9 @@ def _like(logits: VocabularyParallelLogits, local: Tensor) -> VocabularyParallel
 def _name_of(func: Callable) -> str:
     """Return ``"shape"`` for the getter of ``Tensor.shape``, else the function's own name."""
     name = getattr(func, "__name__", "")
-    return (
-        str(getattr(getattr(func, "__self__", None), "__name__", name))
-        if name == "__get__"
-        else name
-    )
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name
 
 
 @dataclass(frozen=True)

@@ -116,11 +116,9 @@ def _multiply(
     sequence.
     """
     matrices = matrix.expand(x.size(0), -1, -1)
-    return (
-        torch.bmm(x, matrices, out=out)
-        if bias is None
-        else torch.baddbmm(bias, x, matrices, out=out)
-    )
+    if bias is None:
+        return torch.bmm(x, matrices, out=out)
+    return torch.baddbmm(bias, x, matrices, out=out)
 
 
 def _by_member(x: Tensor, group: Group) -> Tensor:

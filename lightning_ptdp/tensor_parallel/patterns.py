@@ -24,8 +24,6 @@ def nearest_names(wanted: str, modules: Iterable[str]) -> str:
     if not names:
         return "it has no submodules"
     close = get_close_matches(wanted, names, n=3, cutoff=0.4)
-    return (
-        f"nearest names: {', '.join(close)}"
-        if close
-        else f"it has: {', '.join(names[:5])}" + (", ..." if len(names) > 5 else "")
-    )
+    if close:
+        return f"nearest names: {', '.join(close)}"
+    return f"it has: {', '.join(names[:5])}" + (", ..." if len(names) > 5 else "")

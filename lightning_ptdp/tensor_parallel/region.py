@@ -107,11 +107,9 @@ def _change_input(
 def _change_output(
     change: Callable[[Tensor], Tensor], _module: nn.Module, _args: object, output: Any
 ) -> object:
-    return (
-        change(output)
-        if isinstance(output, Tensor)
-        else type(output)((change(output[0]), *output[1:]))
-    )
+    if isinstance(output, Tensor):
+        return change(output)
+    return type(output)((change(output[0]), *output[1:]))
 
 
 def enter(group: Group, sequence_parallel: bool, x: Tensor) -> Tensor:

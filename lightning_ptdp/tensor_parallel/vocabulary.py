@@ -115,11 +115,9 @@ class VocabularyParallelHead(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits that report the full vocabulary as their shape."""
         local = self.column(x, self.weight, self.bias)
-        return (
-            local
-            if self.group.size == 1
-            else VocabularyParallelLogits.wrap(local, vocabulary=self.vocabulary, group=self.group)
-        )
+        if self.group.size == 1:
+            return local
+        return VocabularyParallelLogits.wrap(local, vocabulary=self.vocabulary, group=self.group)
 
 
 class SequenceShardedEmbedding(ParallelLayer):

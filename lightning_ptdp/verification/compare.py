@@ -65,9 +65,9 @@ class Difference:
         """Return the error as a multiple of the tolerance."""
         if not self.error:
             return 0.0
-        return (
-            self.error / self.tolerance if self.tolerance and self.error == self.error else math.inf
-        )
+        if self.tolerance and self.error == self.error:
+            return self.error / self.tolerance
+        return math.inf
 
     @property
     def differs(self) -> bool:

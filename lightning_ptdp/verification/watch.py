@@ -99,11 +99,9 @@ class StepWatch(TorchFunctionMode):
                 self._record.random.add(place)
             elif not inside:
                 self._record.parameters.add(place)
-        return (
-            _constant(function, name, args, kwargs)
-            if draws and self._frozen
-            else function(*args, **kwargs)
-        )
+        if draws and self._frozen:
+            return _constant(function, name, args, kwargs)
+        return function(*args, **kwargs)
 
 
 def _switch_dropout_off(module: nn.Module) -> None:

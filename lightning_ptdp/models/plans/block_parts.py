@@ -99,11 +99,9 @@ def falcon_fused(config: Config) -> Kind:
             heads=(config.num_attention_heads, 1, 1),
             copy_heads=True,
         )
-    return (
-        Column(heads=config.num_kv_heads)
-        if getattr(config, "new_decoder_architecture", False)
-        else by_heads(config)
-    )
+    if getattr(config, "new_decoder_architecture", False):
+        return Column(heads=config.num_kv_heads)
+    return by_heads(config)
 
 
 def has_one_kv_head(config: Config) -> bool:

@@ -207,8 +207,6 @@ def _words(module: nn.Module, prefix: str) -> dict[str, Kind]:
         for name, child in module.named_modules()
         if name.rpartition(".")[2] in ("shared", "embed_tokens", "lm_head", "proj_out")
     }
-    return (
-        {name: Vocabulary() for name in ends}
-        if all(fits(end, Vocabulary()) for end in ends.values())
-        else {}
-    )
+    if all(fits(end, Vocabulary()) for end in ends.values()):
+        return {name: Vocabulary() for name in ends}
+    return {}

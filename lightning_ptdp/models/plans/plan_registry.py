@@ -64,11 +64,9 @@ def _plan_for(module: nn.Module, prefix: str) -> ParallelPlan | None:
         pair = ENCODER_DECODERS.get(folder)
         if pair is not None and kind.__name__ in pair.classes:
             return encoder_decoder_plan(pair, module, prefix)
-    return (
-        declared_plan(module, prefix)
-        if _is_hugging_face(module) and declares_plan(module)
-        else None
-    )
+    if _is_hugging_face(module) and declares_plan(module):
+        return declared_plan(module, prefix)
+    return None
 
 
 def find_plan(model: nn.Module) -> ParallelPlan | None:

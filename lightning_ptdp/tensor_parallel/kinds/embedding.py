@@ -89,11 +89,9 @@ class Position(Kind):
     def shard(
         self, module: nn.Module, place: ModulePlace
     ) -> tuple[nn.Module, dict[str, Placement]]:
-        return (
-            super().shard(module, place)
-            if place.sequence_parallel
-            else (module, self.placements(module, place))
-        )
+        if place.sequence_parallel:
+            return super().shard(module, place)
+        return (module, self.placements(module, place))
 
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace

@@ -50,9 +50,9 @@ class Experts(Kind):
 
     def at(self, degrees: Mapping[str, int]) -> Kind | None:
         split_over = degrees["expert_tensor"]
-        return (
-            replace(self, split_over=split_over) if max(degrees["expert"], split_over) > 1 else None
-        )
+        if max(degrees["expert"], split_over) > 1:
+            return replace(self, split_over=split_over)
+        return None
 
     def fits(self, module: nn.Module) -> bool:
         number = getattr(module, _COUNT, None)
