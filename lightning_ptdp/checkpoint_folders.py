@@ -15,8 +15,6 @@ from typing import Any
 
 from lightning_ptdp.shims.lightning import CLIS, LOADERS, UPLOADERS, LightningCLI, replace_once
 
-__all__ = ["parse_folders", "read_folders", "upload_folders"]
-
 # key checkpoint.single_file.TYPES, repeated here because that module imports torch
 _TYPES = "lightning_ptdp_types"
 

@@ -27,17 +27,6 @@ from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.world.layout import Degrees, ParallelLayout, Sharding
 
-__all__ = [
-    "CheckpointFormat",
-    "FiniteAction",
-    "GradientDtype",
-    "PTDPConfig",
-    "ReduceDtype",
-    "Resharding",
-    "StartMethod",
-    "Verification",
-]
-
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientDtype = Literal["float32", "parameter"]
 Resharding = Literal["block", "chunk", "step"]

@@ -28,7 +28,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.data_parallel.sharded_parameters import Direction, LateValue, ShardedParameters
+from lightning_ptdp.data_parallel.flat_parameters import LateValue
+from lightning_ptdp.data_parallel.sharded_parameters import Direction, ShardedParameters
 from lightning_ptdp.parameters.local_parameters import (
     WholeParameters,
     layout_notes,
@@ -40,7 +41,8 @@ from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.pipeline.stage import PipelineCut, Placeholder
+from lightning_ptdp.pipeline.placeholders import Placeholder
+from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.shims.quantization import quantized_parameters, scales_of
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (
@@ -55,8 +57,6 @@ from lightning_ptdp.tensor_parallel import (
     split_sequence,
 )
 from lightning_ptdp.world.mesh import Group, ProcessMesh
-
-__all__ = ["ParallelModel", "parallelize"]
 
 
 @dataclass(frozen=True, kw_only=True)

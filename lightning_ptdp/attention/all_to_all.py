@@ -33,8 +33,6 @@ from lightning_ptdp.attention.sequence_chunks import chunk_order
 from lightning_ptdp.shims.torch_distributed import start_traced, wait_traced
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["AllToAllAttention"]
-
 _EXCHANGE_OPERATIONS = 15
 
 

@@ -25,20 +25,6 @@ from torch import Tensor
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "Attention",
-    "AttentionCall",
-    "AttentionTraffic",
-    "ContextParallelError",
-    "DistributedAttention",
-    "KeyedAttention",
-    "additive",
-    "document_mask",
-    "find_documents",
-    "plain_attention",
-    "with_causal",
-]
-
 
 @dataclass(frozen=True)
 class AttentionCall:

@@ -26,8 +26,6 @@ from lightning_ptdp.attention.attention_protocol import (
     with_causal,
 )
 
-__all__ = ["intercepted"]
-
 
 def intercepted(attention: Attention) -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return torch's attention functions and their replacements, which call ``attention``."""

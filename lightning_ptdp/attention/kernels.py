@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionBlock", "attend", "attend_backward", "fused_kernel"]
-
 _TILE_ELEMENTS = 2**24
 """Scores that ``_plain`` holds at a time: 64 MiB in float32, plus a few copies."""
 

@@ -40,8 +40,6 @@ from lightning_ptdp.attention.kernels import AttentionBlock, attend, attend_back
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["RingAttention"]
-
 _SINGLE = 4
 _STEP_OPERATIONS = 20
 _HALVES = 0.75

@@ -19,8 +19,6 @@ from lightning_ptdp.forward.matrix_product import autocast_dtype
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["SlicedAttention", "WholeMask", "read_mask"]
-
 
 @dataclass(kw_only=True)
 class SlicedAttention:

@@ -12,22 +12,6 @@ from typing import Any, TypeVar
 
 from lightning_ptdp.base.errors import PTDPError
 
-__all__ = [
-    "FILE_NAME",
-    "Check",
-    "Json",
-    "Misfit",
-    "flag",
-    "integer",
-    "list_of",
-    "map_of",
-    "number",
-    "one_of",
-    "optional",
-    "record",
-    "text",
-]
-
 Json = Any  # input of json.dumps: a recursive type that type checkers follow poorly
 T = TypeVar("T")
 Check = Callable[[Json], T]

@@ -1,7 +1,5 @@
 """Base class of this package's errors."""
 
-__all__ = ["PTDPError"]
-
 
 class PTDPError(Exception):
     """Base class of every error of this package.

@@ -25,8 +25,6 @@ from typing import (
     is_typeddict,
 )
 
-__all__ = ["Count", "Least", "Size", "check_arguments", "check_types", "nearest", "shown"]
-
 Hint = Any
 """An annotation in any form."""
 

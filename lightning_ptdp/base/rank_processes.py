@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["Outcome", "Tell", "run_ranks"]
-
 Tell = Callable[[str], None]
 """Called by a rank with the name of its next action."""
 

@@ -11,16 +11,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = [
-    "HeldSignal",
-    "SignalNotes",
-    "StoppedNow",
-    "breakable",
-    "handled",
-    "hold_requeue_signal",
-    "in_main_thread",
-]
-
 _COPIES_S = 1.0  # launchers forward a signal that a terminal has already sent to all processes
 
 

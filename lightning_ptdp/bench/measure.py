@@ -47,8 +47,6 @@ from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.strategy.checks.whole_model import whole_model
 from lightning_ptdp.strategy.planning import described, type_of_states
 
-__all__ = ["CountedMemory", "Prediction", "StepTimes", "predicted"]
-
 
 class StepTimes(Callback):
     """Callback that measures optimizer steps and ends the fit.

@@ -16,8 +16,6 @@ from lightning_ptdp.data.stream import IGNORE_INDEX
 from lightning_ptdp.data.stream_datamodule import replica_of
 from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 
-__all__ = ["SyntheticData"]
-
 Batch = dict[str, Tensor]
 
 _STEPS = 2**31

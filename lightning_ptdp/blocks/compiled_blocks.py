@@ -22,8 +22,6 @@ from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, r
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.torch import is_compiled, with_late_waits
 
-__all__ = ["CompilePolicy", "CompiledForward", "check_compiler", "compile_blocks"]
-
 CompilePolicy = Literal["none", "blocks", "auto"]
 
 

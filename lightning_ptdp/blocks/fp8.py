@@ -44,8 +44,6 @@ from lightning_ptdp.tensor_parallel.linear_like import (
 )
 from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention
 
-__all__ = ["Float8Linear", "Float8Scaling", "apply_fp8", "check_fp8"]
-
 Float8Scaling = Literal["tensorwise", "rowwise"]
 
 _UNIT = 16

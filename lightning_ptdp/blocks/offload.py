@@ -46,8 +46,6 @@ from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.pipeline.crossing import tensors_in
 from lightning_ptdp.shims.torch import untraced
 
-__all__ = ["Offload", "Offloaded"]
-
 _SMALL = 1 / 8
 _VIEW = 1 / 4
 

@@ -37,16 +37,8 @@ from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.shims.torch import untraced
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather
-from lightning_ptdp.tensor_parallel.parallel_plan import matches, nearest_names
+from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
 from lightning_ptdp.world.mesh import Group
-
-__all__ = [
-    "RecomputePolicy",
-    "apply_recomputation",
-    "check_recomputation",
-    "check_recompute_options",
-    "remove_recomputation",
-]
 
 RecomputePolicy = Literal["none", "full", "selective", "offload"]
 

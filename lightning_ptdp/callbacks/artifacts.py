@@ -14,16 +14,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_ptdp.loggers import MLFlowLogger
 
-__all__ = [
-    "SaveResolvedConfig",
-    "checkpoint_dirs",
-    "keep_files",
-    "run_folder",
-    "store_table",
-    "store_tags",
-    "store_text",
-]
-
 
 def run_folder(trainer: Trainer) -> Path:
     """Return the folder of this run, above Lightning's ``checkpoints``.

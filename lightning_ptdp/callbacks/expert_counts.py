@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.tensor_parallel import Experts
 
-__all__ = ["ExpertCounts", "ExpertLoads", "LayerLoad"]
-
 _ROUNDING = 0.05
 """Largest deviation from 1 of the sum of probabilities in half precision."""
 

@@ -14,8 +14,6 @@ from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.callbacks.artifacts import keep_files
 from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads, LayerLoad
 
-__all__ = ["ExpertLoad", "draw_loads"]
-
 
 class ExpertLoad(Callback):
     """Callback that logs and draws how evenly a mixture's routers use their experts.

@@ -18,8 +18,6 @@ from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.model_registry import log_folder
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
-__all__ = ["ExportHuggingFace"]
-
 When = Literal["end", "checkpoint"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 

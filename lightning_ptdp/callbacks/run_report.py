@@ -15,8 +15,6 @@ from lightning_ptdp.base.output import say
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs, run_folder, store_tags
 from lightning_ptdp.callbacks.step_metrics import Goodput
 
-__all__ = ["RunRecord", "RunReport", "ValidateAtEnd"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:

@@ -13,8 +13,6 @@ from lightning_ptdp.callbacks.artifacts import store_tags, store_text
 from lightning_ptdp.callbacks.run_summary import StrategySummary, render
 from lightning_ptdp.loggers import MLFlowLogger
 
-__all__ = ["InitFrom", "LayoutSummary", "LogDatasets"]
-
 
 class LayoutSummary(Callback):
     """Callback that prints the strategy's layout once, on global rank 0.

@@ -18,8 +18,6 @@ from lightning_ptdp.tensor_parallel import Experts
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["StageSummary", "StrategySummary", "render", "summarize"]
-
 _CHOSEN = ("top_k", "experts_per_token", "num_experts_per_tok", "num_experts_per_token")
 
 

@@ -18,18 +18,6 @@ from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.planner import known_peak_flops
 
-__all__ = [
-    "Goodput",
-    "GradientNorm",
-    "LearningRate",
-    "Throughput",
-    "TrainPerplexity",
-    "batch_shape",
-    "device_name",
-    "flops_per_sample",
-    "replicas",
-]
-
 
 class GradientNorm(Callback):
     """Callback that logs ``grad_norm``: the global 2-norm of the gradient before clipping.

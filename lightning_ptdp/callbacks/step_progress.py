@@ -15,8 +15,6 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.base.output import say
 
-__all__ = ["StepProgress"]
-
 Style = Literal["rich", "tqdm", "lines"]
 _Display: TypeAlias = "_Rich | _Tqdm | _StepLines"
 

@@ -17,8 +17,6 @@ from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import language_model
 from lightning_ptdp.generation.tokenizer_text import TextTokenizer, find_tokenizer
 
-__all__ = ["WriteSamples"]
-
 _T = TypeVar("_T")
 _DEFAULT = Sampling()
 

@@ -28,8 +28,6 @@ from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.world.axes import AXES
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["layout_options", "run"]
-
 # Long enough for any learning-rate schedule. The ``StepTimes`` callback ends the fit.
 _MANY_STEPS = 10**6
 _DEGREES = {axis.letter: f"{axis.name}_parallel_size" for axis in AXES if axis.name != "data"} | {

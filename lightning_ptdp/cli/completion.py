@@ -21,8 +21,6 @@ from lightning_ptdp.cli.inheritance import leaves, resolve_config, short
 from lightning_ptdp.cli.recipe_files import find_config, recipe_names
 from lightning_ptdp.cli.verb_options import CONFIGURED, options_of_verb
 
-__all__ = ["complete", "run"]
-
 _SCRIPTS = {
     "bash": """\
 _ptdp() {

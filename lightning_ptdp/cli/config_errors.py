@@ -15,9 +15,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_ptdp.cli.error_messages import UserError, explain, nearest
-
-__all__ = ["check_values", "dotted", "readable"]
+from lightning_ptdp.base.option_types import nearest
+from lightning_ptdp.cli.error_messages import UserError, explain
 
 _BASES: Mapping[str, type] = {
     "model": LightningModule,

@@ -13,20 +13,8 @@ from importlib import import_module
 from types import FrameType
 
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import read_declared
 from lightning_ptdp.base.signals import handled
-
-__all__ = [
-    "Terminated",
-    "UserError",
-    "WorkerFailure",
-    "explain",
-    "nearest",
-    "terminate_on_sigterm",
-    "worker_failure",
-]
-
 
 # Classes are listed by name, because an import of Lightning's class would import torch.
 _FIXABLE = (

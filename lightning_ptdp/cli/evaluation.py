@@ -24,8 +24,6 @@ from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.scoring import score
 from lightning_ptdp.generation.tokenizer_text import TextTokenizer
 
-__all__ = ["Ask", "Evaluation", "Job", "continuations", "scores"]
-
 Job: TypeAlias = Callable[[LightningModule, TextTokenizer], Sequence[Any]]
 """Requests that all ranks answer together; can be pickled."""
 Ask: TypeAlias = Callable[[Job], Sequence[Any]]

@@ -16,8 +16,6 @@ from jsonargparse import ArgumentParser
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.generation import Sampling
 
-__all__ = ["SHORT_OPTIONS", "SampleOptions", "ServingOptions", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:

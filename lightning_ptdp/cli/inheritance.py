@@ -29,18 +29,6 @@ from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder
 from lightning_ptdp.cli.yaml_files import load_yaml_file
 
-__all__ = [
-    "BASE_KEY",
-    "KeyPath",
-    "ResolvedConfig",
-    "has",
-    "leaves",
-    "resolve_config",
-    "resolve_configs",
-    "short",
-    "value_at",
-]
-
 BASE_KEY = "base"
 
 KeyPath = tuple[str | int, ...]

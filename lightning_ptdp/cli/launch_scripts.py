@@ -18,8 +18,6 @@ import yaml
 from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.cli.command_line import options_on
 
-__all__ = ["LaunchJob", "kubernetes_job", "skypilot_task", "slurm_script", "torchrun_script"]
-
 _SAVE_S = 120
 _PORT = 29500
 # SLURM job ids are unique on a cluster, so two jobs on one node use different ports.

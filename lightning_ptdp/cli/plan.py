@@ -25,7 +25,6 @@ from lightning_ptdp.world.layout import Sharding
 if TYPE_CHECKING:
     from lightning_ptdp.planner import Candidate, Job, Space
 
-__all__ = ["run"]
 
 _DESCRIPTION = """\
 Estimate memory and time of every layout that fits, and print the best ones with the options of the strategy.

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_ptdp.cli.error_messages import UserError, nearest
+from lightning_ptdp.base.option_types import nearest
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.world.axes import AXES
 
 if TYPE_CHECKING:
     from lightning_ptdp.models.model_config import BertConfig, GPTConfig
     from lightning_ptdp.planner import Device, Job, ModelShape
 
-__all__ = ["SIZES", "planned_job"]
 
 # option -> (field of GPTConfig, help text)
 SIZES = {

@@ -27,8 +27,6 @@ from lightning_ptdp.cli.inheritance import (
 )
 from lightning_ptdp.cli.lightning_cli import parsed_values
 
-__all__ = ["show_resolved"]
-
 _OWNERS: Mapping[str, type] = {
     "trainer": Trainer,
     "throughput": Throughput,

@@ -44,8 +44,6 @@ from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.shims.lightning import load_only_named_checkpoints
 from lightning_ptdp.world.launched import launched_processes
 
-__all__ = ["run"]
-
 
 def run(verb: str, arguments: list[str]) -> int:
     """Run one verb and return the exit code.

@@ -38,14 +38,6 @@ from lightning_ptdp.models import (
 )
 from lightning_ptdp.strategy.checks.trainer import check_numbers
 
-__all__ = [
-    "check_checkpoint",
-    "check_data",
-    "check_run",
-    "check_validation_interval",
-    "check_weights",
-]
-
 _KEYWORDS = ("best", "last", "hpc", "registry")
 _PARTS = ("metadata.json", "index.json")
 _PICKLE = b"\x80"

@@ -38,8 +38,6 @@ from lightning_ptdp.generation.tokenizer_text import Message, TextTokenizer
 from lightning_ptdp.models import LitCausalLM, LitDPO, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 
-__all__ = ["Chat", "Continuation", "module_of", "next_of_rank_zero", "serve"]
-
 _END = None
 """Marks the end of the questions in the queue."""
 _T = TypeVar("_T")

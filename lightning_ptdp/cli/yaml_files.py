@@ -9,8 +9,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["checked", "load_yaml", "load_yaml_file"]
-
 _MOST_DEPTH = 100
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

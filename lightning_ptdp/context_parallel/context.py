@@ -33,8 +33,6 @@ from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ContextForward", "ContextParallel"]
-
 PADDING_KEYS = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
 
 

@@ -37,8 +37,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.torch import set_gradient_dtype
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["GradientBuckets"]
-
 _MOST_WAITING = 64 * 2**20  # bytes of sharded gradients whose sums run at a time
 
 

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.base.errors import PTDPError
 
-__all__ = ["Cut", "GroupTrial", "MixingOptimizerError", "check_elementwise", "constructed_state"]
-
 _RANKS = 2
 _SIZES = (4, 6, 2, 2, 2)
 _LEARNING_RATE = 0.1  # the group's own may be warming up from zero, or hide a difference

@@ -22,8 +22,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.parameters.materialize import put_values
 from lightning_ptdp.parameters.placement import Placement
 
-__all__ = ["FlatParameters", "LateValue", "ParameterState", "aligned", "lay_out", "parts_of"]
-
 _ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
 
 

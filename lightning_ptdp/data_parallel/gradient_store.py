@@ -18,8 +18,6 @@ from lightning_ptdp.data_parallel.unbucketed_gradients import UnbucketedGradient
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["GradientStore", "make_reductions", "make_store", "needs_masters"]
-
 
 class GradientStore(Protocol):
     """All gradients of one rank.

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["add_up", "global_norm", "joined"]
-
 _LONG = 2**16
 
 

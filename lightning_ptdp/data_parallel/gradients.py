@@ -25,8 +25,6 @@ from lightning_ptdp.data_parallel.step_gradients import StepGradients
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Gradients"]
-
 
 class Gradients:
     """Gradients of one rank and the tensors on which the optimizer steps.

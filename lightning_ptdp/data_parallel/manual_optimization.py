@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ManualGradients", "ManualOptimizationError"]
-
 _BUCKET_BYTES = 25 << 20
 
 

@@ -36,8 +36,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.lightning import LightningNames
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["OptimizerParameters", "ParameterGather", "is_cut_for_step", "overlaps_gather"]
-
 
 class OptimizerParameters:
     """Replacement of an optimizer's tensors; keeps the model's parameters up to date.

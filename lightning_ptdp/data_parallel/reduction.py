@@ -30,8 +30,6 @@ from torch import Tensor
 from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["PendingReduction", "Reduction"]
-
 _BUCKET = 25 * 2**20
 """Enough for the bandwidth of a few ranks, and small enough to start early.
 

@@ -40,8 +40,6 @@ from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.pipeline.containers import Blocks
 
-__all__ = ["Direction", "GatheredForward", "LateValue", "ShardedParameters"]
-
 Direction = Literal[-1, 0, 1]
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a saved tensor in the flat tensor."""

@@ -17,8 +17,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter, Manage
 from lightning_ptdp.shims.torch import replaced_total_norm
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["GradientView", "StepGradients"]
-
 
 class StepGradients:
     """Norm, clipping and view of the gradients that ``stepped`` tensors show.

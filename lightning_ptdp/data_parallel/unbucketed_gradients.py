@@ -19,8 +19,6 @@ from lightning_ptdp.data_parallel.gradient_sums import add_up
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.torch import gradient_dtype, set_gradient_dtype
 
-__all__ = ["UnbucketedGradients"]
-
 
 @dataclass(eq=False)
 class UnbucketedGradients:

@@ -20,8 +20,6 @@ from lightning_ptdp.parameters.placement import Piece, Placement, slice_full
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["WholeMatrices"]
-
 
 class WholeMatrices:
     """Whole parameters of one rank; replaces the tensors on which the optimizer steps.

@@ -20,8 +20,6 @@ from lightning_ptdp.doctor.check import Check, ok, warning
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 
-__all__ = ["SIZES", "Measurement", "check_links", "collectives", "measure"]
-
 SIZES = (8 * 2**10, 2**20, 32 * 2**20)
 """Sizes in bytes."""
 

@@ -42,8 +42,6 @@ from lightning_ptdp.tensor_parallel import vocabulary_parallel_cross_entropy
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Figures", "calibrated", "cores_of", "describe", "measure_device", "memory_of"]
-
 _SIDES = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192)}
 _POSITIONS = {"cpu": (128, 256, 512, 2048), "cuda": (512, 2048, 8192)}
 _CHANNELS = (32, 64, 128)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 
-__all__ = ["COLLECTIVES", "GroupMember"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMember:

@@ -11,8 +11,6 @@ from lightning_ptdp.doctor.bandwidth import Measurement
 from lightning_ptdp.doctor.check import Status
 from lightning_ptdp.doctor.inspection import Inspection
 
-__all__ = ["as_json", "render"]
-
 
 def render(inspection: Inspection) -> str:
     """Return one line per check with its remedy below, and a table of the measurements."""

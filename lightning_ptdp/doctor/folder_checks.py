@@ -16,14 +16,6 @@ from pathlib import Path
 
 from lightning_ptdp.doctor.check import Check, enough, failed, ok, warning
 
-__all__ = [
-    "check_clock",
-    "check_data_folder",
-    "check_database_locks",
-    "check_root_dir",
-    "check_tracking_store",
-]
-
 _GIB = 2**30
 _DISK_BYTES = 5 * _GIB
 _CLOCK_S = 2.0

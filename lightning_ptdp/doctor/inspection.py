@@ -30,8 +30,6 @@ from lightning_ptdp.doctor.machine_checks import (
 )
 from lightning_ptdp.doctor.ranks import check_ranks
 
-__all__ = ["Inspection", "Question", "Section", "inspect_all"]
-
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _SHARED_MEMORY = Path("/dev/shm")
 

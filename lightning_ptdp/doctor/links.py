@@ -19,8 +19,6 @@ from lightning_ptdp.doctor.bandwidth import collectives
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.world.axes import divisors
 
-__all__ = ["LINK_SIZES", "Links", "measure_links"]
-
 LINK_SIZES = (16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 32 * 2**20)
 """Sizes in bytes."""
 

@@ -17,21 +17,6 @@ from lightning_ptdp.base.requirements import (
 )
 from lightning_ptdp.doctor.check import Check, enough, failed, ok, warning
 
-__all__ = [
-    "check_arithmetic",
-    "check_cores",
-    "check_devices",
-    "check_entry_points",
-    "check_memory",
-    "check_open_files",
-    "check_packages",
-    "check_python",
-    "check_recipes",
-    "check_shared_memory",
-    "count_gpus",
-]
-
-
 _GIB = 2**30
 # A process with torch and Lightning imported, and the activations of a nano model.
 _PROCESS_BYTES = 1 * _GIB

@@ -27,8 +27,6 @@ from lightning_ptdp.world.rendezvous_address import (
     reserved_port,
 )
 
-__all__ = ["RankCheck", "calibrate_ranks", "check_ranks"]
-
 _GROUP = "creating the group"
 
 

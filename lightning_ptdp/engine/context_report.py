@@ -18,9 +18,6 @@ from lightning_ptdp.engine.step_report import StepReport, numbers_on, reduce_val
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["PartReports", "whole_outputs"]
-
-
 _CAPACITY = 64  # numbers gathered at once, before the ranks know how many values each logs
 
 

@@ -18,8 +18,6 @@ from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Decoding"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Decoding:

@@ -41,8 +41,6 @@ from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Engine"]
-
 MakesContext = Callable[[], Context]
 
 

@@ -17,8 +17,6 @@ from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["FirstBatchInspection"]
-
 
 class FirstBatchInspection:
     """Choice of the batch and the ranks that are inspected.

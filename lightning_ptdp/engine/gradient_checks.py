@@ -23,8 +23,6 @@ from lightning_ptdp.pipeline.program_observers import StepObserver
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["GradientChecks", "NonFiniteError"]
-
 _SHOWN = 5
 
 

@@ -17,8 +17,6 @@ from lightning_ptdp.world.mesh import Group, ProcessMesh
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["BatchMetrics", "scope_metrics"]
-
 
 def _never() -> bool:
     """Return False: a metric with a single replica has no other rank to sum with."""

@@ -22,14 +22,6 @@ from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
-__all__ = [
-    "Closure",
-    "Optimization",
-    "check_evaluates_again",
-    "counted_evaluations",
-    "may_evaluate_again",
-]
-
 
 class Optimization:
     """Gradients of one rank: kept, summed and checked.

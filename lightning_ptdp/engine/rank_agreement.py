@@ -19,17 +19,6 @@ from lightning_ptdp.engine.microbatches import (
 )
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
-__all__ = [
-    "BatchAgreement",
-    "BatchMismatchError",
-    "KeptModuleError",
-    "batch_sums",
-    "check_kept_alike",
-    "check_same_batch",
-    "is_same_length",
-]
-
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ = 65536
 """Elements of a tensor that are read; a larger tensor is read in equal steps."""

@@ -38,8 +38,6 @@ from lightning_ptdp.forward.surroundings import BatchPart, Context, Forward
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.tensor_parallel import gather_full
 
-__all__ = ["LightningJob", "counted_loss", "loss_and_weight", "num_tokens"]
-
 
 def loss_and_weight(output: Nested) -> tuple[Tensor, Tensor | None]:
     """Return the loss of a training step's output, and the number of tokens in its mean.

@@ -22,8 +22,6 @@ from lightning_ptdp.engine.step_state import Change
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ReportMemory", "pack", "share_report", "unpack"]
-
 _T = TypeVar("_T")
 
 _CAPACITY = 62  # values that fit into the fixed-size message; longer reports need a second one

@@ -23,8 +23,6 @@ from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
 from lightning_ptdp.shims.torch import is_compiled
 
-__all__ = ["StepHabits", "divisor_of", "warn_of_divisors", "warn_of_loss", "watch_samples"]
-
 _NORMS = (nn.modules.batchnorm._NormBase,)
 _SUM = 2
 """Number by which torch's losses store ``reduction="sum"``."""

@@ -32,8 +32,6 @@ from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surr
 from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
 from lightning_ptdp.shims.torch import is_compiled, untraced
 
-__all__ = ["StepRandomness"]
-
 _LIBRARIES = ("torch", "builtins")
 _NUMPY: Any = np.random  # its stubs lack two functions
 

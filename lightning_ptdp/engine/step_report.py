@@ -23,18 +23,6 @@ from lightning_ptdp.engine.step_state import Change
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "LogCall",
-    "LogRecorder",
-    "StepReport",
-    "average_calls",
-    "numbers_on",
-    "read_numbers",
-    "reduce_values",
-    "replay",
-    "weigh_over_replicas",
-]
-
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
     "sum": torch.sum,

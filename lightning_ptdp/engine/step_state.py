@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-__all__ = ["Change", "Owner", "StepState", "apply_changes", "find_owners"]
-
 _WATCHED = 256
 _DEPTH = 3
 _ARRAY_ITEMS = 65536

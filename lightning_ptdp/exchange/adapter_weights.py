@@ -21,17 +21,6 @@ from lightning_ptdp.exchange.tokenizers import tokenizer_files
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
 from lightning_ptdp.models.pretrained_folder import BASE_WEIGHTS, fingerprint, local_folder
 
-__all__ = [
-    "ADAPTER_FILE",
-    "ADAPTER_WEIGHTS",
-    "base_of_adapters",
-    "is_adapter_folder",
-    "merge_adapters",
-    "read_adapter_folder",
-    "to_adapters",
-]
-
-
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _OURS = "model/model."

@@ -25,9 +25,6 @@ from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.transformers import as_in_files
 
-__all__ = ["View", "check_architecture", "verify_huggingface", "views_in_files"]
-
-
 _SHOWN = 3
 _LENGTH = 16
 _CLOSE = 1e-4

@@ -27,8 +27,6 @@ from lightning_ptdp.exchange.state_dict_files import (
     to_state_dict,
 )
 
-__all__ = ["Kind", "convert", "kind_of", "kind_of_result"]
-
 Kind = Literal["checkpoint", "huggingface", "adapter", "state_dict", "lightning"]
 _MARKERS: Mapping[Kind, str] = {
     "checkpoint": METADATA_FILE,

@@ -33,8 +33,6 @@ from lightning_ptdp.exchange.export_content import (
 from lightning_ptdp.exchange.export_writer import FolderPlan
 from lightning_ptdp.exchange.state_dict_files import as_folder, common_prefix
 
-__all__ = ["SHARD_BYTES", "FolderExport", "to_huggingface", "verify_export"]
-
 SHARD_BYTES = 5_000_000_000
 
 

@@ -20,8 +20,6 @@ from lightning_ptdp.exchange.architecture import View
 from lightning_ptdp.exchange.model_folder import INDEX_FILE, ONE_FILE
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["FolderPlan", "Item"]
-
 _BLOCK = 1 << 24
 """Number of bytes of a rectangle that are copied to convert and gather them.
 

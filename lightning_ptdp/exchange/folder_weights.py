@@ -31,8 +31,6 @@ from lightning_ptdp.exchange.model_folder import list_huggingface
 from lightning_ptdp.shims.peft import plain_name
 from lightning_ptdp.shims.transformers import ignored_names
 
-__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "models_in", "names_in", "weights_opener"]
-
 _SHOWN = 8
 Parts = Sequence[tuple[StoredTensor, View]]
 """The stored tensors that make up a tensor, each with its part of the whole."""

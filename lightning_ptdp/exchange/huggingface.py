@@ -24,8 +24,6 @@ from lightning_ptdp.exchange.model_folder import CONFIG_FILE, open_huggingface, 
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.exchange.state_dict_files import weights_only_state
 
-__all__ = ["Names", "from_huggingface", "open_native"]
-
 _SHOWN = 3
 
 Names = Literal["ptdp", "hf"]

@@ -24,8 +24,6 @@ from lightning_ptdp.exchange.name_tables import (
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.model_config import GPTConfig
 
-__all__ = ["LLAMA", "MIXTRAL"]
-
 
 def _qkv(config: GPTConfig) -> tuple[int, int, int]:
     kv_width = config.kv_heads * config.head_dim

@@ -22,16 +22,6 @@ from lightning_ptdp.checkpoint.safetensors_file import (
 )
 from lightning_ptdp.models.checked_config import check_quantization, check_sizes
 
-__all__ = [
-    "CONFIG_FILE",
-    "INDEX_FILE",
-    "ONE_FILE",
-    "list_huggingface",
-    "open_huggingface",
-    "read_config",
-    "reads_as_huggingface",
-]
-
 CONFIG_FILE = "config.json"
 ONE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -32,19 +32,6 @@ from lightning_ptdp.base.checked_json import Check, Json, integer, number, optio
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = [
-    "NUMBER",
-    "SHARE",
-    "SIZE",
-    "SIZES",
-    "Field",
-    "Model",
-    "ModelTable",
-    "NameRow",
-    "Part",
-    "check_choices",
-]
-
 _MOST_EXTENT = 1 << 28
 """Largest dimension of a model.
 

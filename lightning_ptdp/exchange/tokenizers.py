@@ -15,7 +15,6 @@ from lightning_ptdp.checkpoint import reading
 if TYPE_CHECKING:  # imported lazily
     from lightning_ptdp.data import Tokenizer
 
-__all__ = ["converted_tokenizer", "tokenizer_files", "tokenizer_folder", "tokenizer_of"]
 
 _TOKENIZER = (
     "tokenizer*",

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Dispatched", "Faults", "dispatch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:

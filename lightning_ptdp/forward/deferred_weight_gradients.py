@@ -36,8 +36,6 @@ from lightning_ptdp.forward.matrix_product import (
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.shims.torch import has_gradient_hooks, saved_tensor_hooks
 
-__all__ = ["Operand", "Products", "WeightGradients", "multiply"]
-
 Operand = Tensor | Callable[[], Callable[[], Tensor]]
 """A tensor, or a function that starts to fetch it and returns a function that waits."""
 Products = Callable[[Tensor, torch.dtype | None, bool], MatrixProduct]

@@ -16,8 +16,6 @@ from torch import nn
 
 from lightning_ptdp.forward.surroundings import Surroundings
 
-__all__ = ["OwnForward", "give_back_forwards", "replace_forward"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OwnForward:

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["BatchPart", "Context", "Contexts", "Deferred", "Forward", "Surrounding", "Surroundings"]
-
 Context = AbstractContextManager[object]
 Contexts = tuple[Context, Context]
 

@@ -33,8 +33,6 @@ from lightning_ptdp.shims.transformers import (
     new_cache,
 )
 
-__all__ = ["Call", "Decoder", "decoder_of", "language_model", "longest_sequence"]
-
 Rows = Sequence[Sequence[int]]
 Call = Callable[[int], Tensor]
 """Function that runs the model as a pipeline stage.

@@ -20,8 +20,6 @@ from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load
 from lightning_ptdp.exchange.tokenizers import converted_tokenizer, tokenizer_folder
 from lightning_ptdp.models.pretrained_folder import local_folder
 
-__all__ = ["Message", "TextTokenizer", "find_tokenizer"]
-
 Message: TypeAlias = Mapping[str, str]
 """``{"role": "user", "content": "…"}``."""
 

@@ -15,9 +15,6 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.generation.decoders import Call, decoder_of, language_model
 from lightning_ptdp.generation.generation_options import Sampling
 
-__all__ = ["RunningModel", "check_ids", "choose", "draw_numbers", "generate", "running"]
-
-
 _DEFAULT = Sampling()
 
 Forward = Callable[..., Tensor]

@@ -35,8 +35,6 @@ from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
 from lightning_ptdp.tensor_parallel import give_randomness
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["KeyedDropout", "KeyedDropoutError"]
-
 _OTHERS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, F.rrelu)
 
 

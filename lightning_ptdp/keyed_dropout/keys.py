@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["mix", "sample_keys", "uniform"]
-
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
 # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _FIRST = -4658895280553007687

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:  # imported when used
     from mlflow.entities import Metric
 
-__all__ = ["BackgroundWriter", "append_metrics", "keep_metrics", "unwritten_file"]
-
 
 Item = TypeVar("Item")
 _PAUSE_S = 0.5

@@ -25,20 +25,6 @@ if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
-__all__ = [
-    "LIMIT_S",
-    "AbsentRun",
-    "Client",
-    "OpenRun",
-    "RunOptions",
-    "causes",
-    "connect",
-    "finish_monitor",
-    "is_unanswered",
-    "quiet",
-    "set_defaults",
-    "start_monitor",
-]
 
 Client: TypeAlias = "MlflowClient"
 

@@ -56,8 +56,6 @@ from lightning_ptdp.loggers.tracking_store import (
     sqlite_uri,
 )
 
-__all__ = ["MLFlowLogger"]
-
 _PARAMS_PER_BATCH = 100
 _DESCRIPTION = "mlflow.note.content"
 # Lightning's exception has two namespaces; Terminated is the command line's.

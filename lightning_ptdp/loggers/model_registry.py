@@ -10,8 +10,6 @@ from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.loggers.connection import quiet, set_defaults
 from lightning_ptdp.loggers.tracking_store import sqlite_uri
 
-__all__ = ["log_folder", "store_of"]
-
 _DATABASE = "mlflow.db"
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 _CHATTY = (

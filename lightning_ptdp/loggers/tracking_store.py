@@ -16,8 +16,6 @@ from urllib.parse import quote, unquote, urlsplit
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.option_types import nearest
 
-__all__ = ["SilentServerError", "check_store", "check_writable_folder", "sqlite_path", "sqlite_uri"]
-
 _SCHEMES = (
     "http",
     "https",

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["HalfStateAdamW", "MuonWithAdamW", "closure_loss", "round_stochastically"]
-
 
 class MuonWithAdamW(Optimizer):
     """torch's Muon on the groups with ``"muon": True``, and torch's AdamW on the others.

@@ -28,16 +28,6 @@ from lightning_ptdp.models.layers import (
 )
 from lightning_ptdp.models.model_config import BertConfig
 
-__all__ = [
-    "Bert",
-    "BertAttention",
-    "BertBlock",
-    "BertEmbeddings",
-    "BertOutput",
-    "MaskedHead",
-    "OrderHead",
-]
-
 
 class BertOutput(NamedTuple):
     """Logits of both heads.

@@ -11,8 +11,6 @@ from typing import Any
 from lightning_ptdp.base.checked_json import FILE_NAME, map_of, record, text
 from lightning_ptdp.base.untrusted import hub_blobs, parse_json, read_json, regular_size
 
-__all__ = ["check_quantization", "check_sizes", "stored_tensors"]
-
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MOST_INDEX = 1 << 26  # bytes; the library that writes headers has a similar limit

@@ -32,8 +32,6 @@ from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.tensor_parallel.sharded_experts import ExpertError
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["AUXILIARY", "ExpertWeights", "Mixture", "Router", "SequenceMean"]
-
 AUXILIARY = 3
 """Number of auxiliary values per sequence."""
 

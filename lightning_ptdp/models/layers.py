@@ -16,18 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.models.model_config import TransformerConfig
 
-__all__ = [
-    "AttentionCore",
-    "GeluMLP",
-    "KeyValueCache",
-    "NormalEmbedding",
-    "NormalLinear",
-    "RMSNorm",
-    "TiedLinear",
-    "Transformer",
-    "swiglu",
-]
-
 
 class Transformer(nn.Module):
     """A model with a maximum sequence length.

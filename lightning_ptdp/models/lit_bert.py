@@ -28,8 +28,6 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["LitBert"]
-
 _IGNORED_LABEL = -100
 
 _DEFAULT_OPTIMIZER = AdamWConfig()

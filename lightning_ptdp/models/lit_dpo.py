@@ -23,8 +23,6 @@ from lightning_ptdp.shims.peft import adapters_off
 from lightning_ptdp.tensor_parallel import ParallelPlan, Sum
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["LitDPO", "Reference"]
-
 Reference: TypeAlias = Literal["auto", "adapters_off", "copy", "precomputed"]
 
 _ANSWERS = ("chosen", "rejected")

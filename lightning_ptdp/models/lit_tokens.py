@@ -16,8 +16,6 @@ from torch import Tensor
 from lightning_ptdp.metrics import Perplexity
 from lightning_ptdp.models.optimizer_setup import AdamWConfig, configure_adamw
 
-__all__ = ["IGNORED_LABEL", "Batch", "LitTokens"]
-
 IGNORED_LABEL = -100
 
 Batch = Mapping[str, Tensor]

@@ -17,21 +17,6 @@ from lightning_ptdp.base.option_types import Count, check_types
 from lightning_ptdp.models.adamw_variants import HalfStateAdamW, MuonWithAdamW
 from lightning_ptdp.shims.torch import unscale_before_step
 
-__all__ = [
-    "AdamWConfig",
-    "Decay",
-    "Matrices",
-    "States",
-    "build_adamw",
-    "build_muon",
-    "build_schedule",
-    "configure_adamw",
-    "decay_groups",
-    "learning_rate_factor",
-    "resolve_decay_steps",
-    "samples_as_steps",
-]
-
 Decay = Literal["cosine", "linear"]
 """Shape of the learning rate's decay."""
 Matrices = Literal["adamw", "muon"]

@@ -22,8 +22,6 @@ from lightning_ptdp.tensor_parallel import (
     Whole,
 )
 
-__all__ = ["bert_plan", "gpt_plan"]
-
 
 def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
     """Return the plan of a ``GPT(config)`` with the name ``prefix`` ("" if it is the root)."""

@@ -25,19 +25,6 @@ from lightning_ptdp.base.untrusted import MOST_SETTINGS, parse_json, small_files
 from lightning_ptdp.models.checked_config import check_sizes, stored_tensors
 from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
 
-__all__ = [
-    "ADAPTER_NAMES",
-    "BASE_WEIGHTS",
-    "TOO_MANY_IDS",
-    "InitialWeights",
-    "check_tokenizer",
-    "config_of_sizes",
-    "config_values",
-    "fingerprint",
-    "local_folder",
-    "read_model_config",
-]
-
 ADAPTER_NAMES = ("*.lora_*",)
 """Patterns of the names that peft's adapters add to a model."""
 BASE_WEIGHTS = "base_weights"

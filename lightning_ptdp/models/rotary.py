@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Rotary", "rotary_tables"]
-
 
 class Rotary(nn.Module):
     """Rotation of channel pairs by their position (arXiv 2104.09864, section 3.4).

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from lightning_ptdp.parameters.shadow import shallow_copy, without_tensors
 from lightning_ptdp.shims.peft import adapter_initializer
 
-__all__ = ["Initializers", "why_without_values"]
-
 _HALF = (torch.bfloat16, torch.float16)
 
 

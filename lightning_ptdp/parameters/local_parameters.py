@@ -13,8 +13,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter, Manage
 from lightning_ptdp.parameters.placement import Placement, Sum
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
-__all__ = ["WholeParameters", "layout_notes", "manage_parameters"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WholeParameters:

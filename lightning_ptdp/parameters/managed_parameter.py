@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from lightning_ptdp.parameters.placement import Placement
 
-__all__ = ["ManagedParameter", "ManagedParameters"]
-
 
 @dataclass(eq=False, kw_only=True)
 class ManagedParameter:

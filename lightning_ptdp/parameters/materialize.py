@@ -20,15 +20,6 @@ from lightning_ptdp.parameters.initializers import Initializers, why_without_val
 from lightning_ptdp.shims.peft import original_name
 from lightning_ptdp.shims.torch import copy_gradient_hooks
 
-__all__ = [
-    "Materializer",
-    "agree_on_values",
-    "awaits_values",
-    "is_meta",
-    "make_room",
-    "put_values",
-]
-
 
 def is_meta(module: nn.Module) -> bool:
     """Return True if any of the module's own parameters or buffers is on the meta device."""

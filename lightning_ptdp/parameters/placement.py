@@ -23,9 +23,6 @@ from torch import Tensor
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Piece", "Placement", "Shape", "Sum", "overlap", "range_rectangles", "slice_full"]
-
-
 Shape = tuple[int, ...]
 
 Sum = tuple[Rectangle | None, Group]

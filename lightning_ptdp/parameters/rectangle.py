@@ -7,8 +7,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Rectangle"]
-
 
 class Rectangle(NamedTuple):
     """A part of a tensor.

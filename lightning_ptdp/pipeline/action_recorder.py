@@ -33,8 +33,6 @@ from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.schedule.spans import Number, Span, Timeline
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ActionRecorder", "ideal_timeline"]
-
 _ROUND_TRIPS = 10
 
 Moment = Any

@@ -14,8 +14,6 @@ from lightning_ptdp.schedule.partition import check_num_layers, explicit_partiti
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["KnownParts", "layer_ranges", "multiply_adds"]
-
 
 def layer_ranges(
     module: nn.Module,

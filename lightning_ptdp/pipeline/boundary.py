@@ -26,8 +26,6 @@ from lightning_ptdp.pipeline.first_stage_values import FirstStageValue, Origin, 
 from lightning_ptdp.pipeline.stage_run import StageRun, computed_between
 from lightning_ptdp.shims.transformers import captured_outputs
 
-__all__ = ["Boundary"]
-
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 

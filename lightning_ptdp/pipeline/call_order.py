@@ -18,8 +18,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptdp.base.nested import map_tensors
 from lightning_ptdp.parameters.shadow import without_tensors
 
-__all__ = ["call_order", "examples", "guesses", "on_meta", "trace_calls", "used_uncalled"]
-
 
 def call_order(model: nn.Module) -> list[str] | None:
     """Return the names of the modules that the model's forward calls, in call order.

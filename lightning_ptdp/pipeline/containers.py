@@ -15,8 +15,6 @@ from typing import TypeAlias
 
 from torch import nn
 
-__all__ = ["BlockPlace", "Blocks", "Layer", "as_names", "layers_of", "places_of"]
-
 Blocks: TypeAlias = str | Sequence[str]
 """Dotted name of the repeated container, or names of several in call order.
 

@@ -18,8 +18,6 @@ from lightning_ptdp.pipeline.call_order import call_order, used_uncalled
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
 
-__all__ = ["find_blocks", "find_parts"]
-
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the dotted names of the repeated containers.

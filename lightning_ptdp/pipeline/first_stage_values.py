@@ -19,8 +19,6 @@ from lightning_ptdp.base.nested import iterate_tensors, map_tensors
 from lightning_ptdp.pipeline.crossing import StageError, substitute
 from lightning_ptdp.shims.torch import storage_key
 
-__all__ = ["FirstStageValue", "Origin", "known", "plain", "put_instead", "replacement"]
-
 _INSTEAD = "_ptdp_instead"
 _LIKE = frozenset(
     {

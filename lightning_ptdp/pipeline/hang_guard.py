@@ -43,8 +43,6 @@ from lightning_ptdp.pipeline.status import duration
 from lightning_ptdp.pipeline.status_board import Heard
 from lightning_ptdp.shims.torch_distributed import abort_process_groups
 
-__all__ = ["GuardObservation", "HangGuard", "HangJudge", "Heartbeat", "abort_groups", "give_up"]
-
 _FAILED_S = 10.0
 _FAILED_AT = 0.5  # of the limit: early enough that the stuck rank ends first for this reason
 _ABORT_S = 5.0

@@ -36,8 +36,6 @@ from lightning_ptdp.schedule.actions import Channel, Direction, Schedule, receiv
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["PeerError", "Receipt", "Transport"]
-
 _MIN_OUTSTANDING = 4
 
 

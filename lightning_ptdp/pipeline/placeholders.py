@@ -24,8 +24,6 @@ from lightning_ptdp.pipeline.remote_modules import (
 )
 from lightning_ptdp.pipeline.stage_run import StageRun
 
-__all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "Stub", "stub_shape"]
-
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 

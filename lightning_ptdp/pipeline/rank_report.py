@@ -17,9 +17,6 @@ from lightning_ptdp.pipeline.status import RankStatus, duration
 from lightning_ptdp.pipeline.status_board import Heard
 from lightning_ptdp.shims.torch_distributed import flight_record, is_communication_error
 
-__all__ = ["LOST", "RankReport", "keep_flight_record", "place_of", "summary"]
-
-
 LOST = "lost another rank"
 _MOST_LINES = 16
 _MOST_CHARACTERS = 4000  # of an error, which every rank publishes

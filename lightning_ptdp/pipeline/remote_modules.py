@@ -32,8 +32,6 @@ from lightning_ptdp.shims.lightning import is_profiling
 from lightning_ptdp.shims.torch import forward_hooks, forward_pre_hooks, is_compiled, untraced
 from lightning_ptdp.shims.transformers import is_capture
 
-__all__ = ["UserHooks", "check_kept", "eager", "plain_attributes", "user_hooks", "watch_left"]
-
 Hook = Callable[..., Any]
 
 

@@ -20,8 +20,6 @@ from lightning_ptdp.pipeline.stage import PipelineCut, WholeModel
 from lightning_ptdp.schedule.actions import MESSAGES, Action, ActionKind, Schedule
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["PipelineRuntime", "StepJob"]
-
 
 class StepJob(Protocol):
     """Work of one step of one replica; the runtime calls it in the order of the schedule."""

@@ -38,8 +38,6 @@ from lightning_ptdp.pipeline.remote_modules import eager, user_hooks, watch_left
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.shims.transformers import install_capture
 
-__all__ = ["ModelParts", "PipelineCut", "Placeholder", "StageError", "WholeModel"]
-
 _WHOLE_MODEL_ONCE = (
     "every step, also in evaluation, must run the whole model once. Move code that needs no "
     "model into a hook such as on_validation_epoch_end, return the loss times zero to skip a "

@@ -21,16 +21,6 @@ from lightning_ptdp.pipeline.first_stage_values import (
 )
 from lightning_ptdp.shims.transformers import captured_outputs
 
-__all__ = [
-    "LOST",
-    "NOT_PASSED",
-    "StageRun",
-    "changed_argument",
-    "computed_between",
-    "lost_argument",
-    "unsent_argument",
-]
-
 
 @dataclass(eq=False)
 class StageRun:

@@ -13,8 +13,6 @@ from typing import Literal
 
 from lightning_ptdp.schedule.actions import Action
 
-__all__ = ["LiveStatus", "RankStatus", "cause_first", "duration"]
-
 _CAUSE = "The cause is on rank"
 _SHOWN = 200  # characters of an error in the line of its rank
 

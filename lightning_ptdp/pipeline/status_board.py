@@ -19,8 +19,6 @@ from typing import Any
 
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 
-__all__ = ["Heard", "StatusBoard", "StatusStore"]
-
 _POLL_S = 0.02
 # Reads of single keys, by all ranks together, that the store's host should have to serve.
 _READS_PER_SECOND = 50_000

@@ -46,8 +46,6 @@ from lightning_ptdp.schedule.actions import Action
 from lightning_ptdp.shims.torch_distributed import default_store, is_communication_error
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Watchdog"]
-
 _INTERVAL_S = 0.5
 _PUBLISH_LIMIT_S = 1.0
 _ANSWER_LIMIT_S = 2.0

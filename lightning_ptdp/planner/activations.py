@@ -9,8 +9,6 @@ from lightning_ptdp.planner.expert_cost import expert_kept
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import Bytes, LayerShape
 
-__all__ = ["LayerActivations", "kept_on", "layer_activations", "logits_bytes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerActivations:

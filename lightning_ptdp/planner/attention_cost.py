@@ -18,16 +18,6 @@ from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.planner.shapes import MASK, AttentionShape
 
-__all__ = [
-    "attention_time",
-    "core_bytes",
-    "exchange_operations",
-    "exchange_time",
-    "held_heads",
-    "input_bytes",
-]
-
-
 _LOG_SUM_EXP = 4
 _SINGLE = 4
 _FUSED_BACKWARD = 2.5

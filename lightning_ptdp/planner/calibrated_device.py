@@ -18,16 +18,6 @@ from typing import Any
 from lightning_ptdp.planner.device_presets import known_device
 from lightning_ptdp.planner.devices import Cluster, Device, Link, Measured
 
-__all__ = [
-    "MACHINE_FILE",
-    "Calibration",
-    "device_here",
-    "load_calibration",
-    "machine",
-    "save_calibration",
-    "figures_source",
-]
-
 MACHINE_FILE = Path("ptdp-machine.json")
 """File of ``ptdp doctor --calibrate``, which plan, bench and ``layout="auto"`` read."""
 

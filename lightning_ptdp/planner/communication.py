@@ -20,17 +20,6 @@ from lightning_ptdp.planner.pass_time import ProductTime
 from lightning_ptdp.planner.shapes import LayerShape, Product
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = [
-    "GroupLink",
-    "expert_collectives",
-    "group_link",
-    "late_biases",
-    "pipeline_link",
-    "strided_link",
-    "tensor_collectives",
-    "transposes",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLink:

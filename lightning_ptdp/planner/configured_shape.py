@@ -27,8 +27,6 @@ from lightning_ptdp.planner.shapes import Divided, ModelShape
 from lightning_ptdp.planner.software import Software
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan
 
-__all__ = ["Latent", "PlannedGPT", "configured_shape", "gpt_sizes"]
-
 
 @functools.lru_cache(maxsize=64)
 def configured_shape(

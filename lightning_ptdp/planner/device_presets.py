@@ -14,8 +14,6 @@ from types import MappingProxyType
 
 from lightning_ptdp.planner.devices import Cluster, Device, Link
 
-__all__ = ["DEVICES", "find_device", "known_device", "known_peak_flops"]
-
 _GIB = 2**30
 
 # Start of a collective and one step of its ring. All-reduces of 1 to 64 MiB on 2, 4 and 8 A100s

@@ -24,18 +24,6 @@ from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.pass_time import product_time
 
-__all__ = [
-    "ExpertTime",
-    "expert_buffers",
-    "expert_kept",
-    "expert_link",
-    "expert_shards",
-    "expert_time",
-    "expert_traffic",
-    "local_experts",
-    "rows",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertTime:

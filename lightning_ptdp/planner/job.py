@@ -18,8 +18,6 @@ from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
-__all__ = ["RESERVE", "Choice", "Job"]
-
 RESERVE = 0.2
 """Default reserve: published bf16 trainings use 17 to 23 % more memory than estimated.
 

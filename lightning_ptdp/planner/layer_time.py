@@ -28,9 +28,6 @@ from lightning_ptdp.planner.pass_time import (
 )
 from lightning_ptdp.planner.shapes import LayerShape
 
-__all__ = ["head_time", "input_time", "layer_time"]
-
-
 _DISPATCH_OPERATIONS = 50
 _EXPERT_OPERATIONS = 5
 """Operations of a dispatch and of one call to experts.

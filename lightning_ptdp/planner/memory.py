@@ -27,8 +27,6 @@ from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.communicators import communicators
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["RankMemory", "fullest_rank", "rank_memory", "static_bytes"]
-
 # Memory of a communicator of two GPUs and of more, measured on A100s connected by NVLink
 # (github.com/NVIDIA/nccl, question 964).
 _PAIR = 544 * 2**20

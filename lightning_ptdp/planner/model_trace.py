@@ -29,8 +29,6 @@ from lightning_ptdp.planner.software import Software
 from lightning_ptdp.planner.traced_blocks import Followed, Following, Run
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["trace_shape"]
-
 _FEW = 2
 _MANY = 4
 

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_ptdp.planner.shapes import AttentionShape, Product
 from lightning_ptdp.shims.torch import storage_key
 
-__all__ = ["OperationRecorder", "Trace", "Weight"]
-
 _aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution.default
 _PRODUCTS = (

@@ -13,16 +13,6 @@ from lightning_ptdp.planner.shapes import LayerShape, ModelShape
 from lightning_ptdp.schedule.partition import partition_layers
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = [
-    "expert_parameters",
-    "gathered_bytes",
-    "layers_by_stage",
-    "sharding_time",
-    "stage_layers",
-    "stage_parameters",
-    "whole_bytes",
-]
-
 
 @functools.lru_cache(maxsize=64)
 def stage_parameters(

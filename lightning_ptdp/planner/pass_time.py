@@ -19,8 +19,6 @@ from lightning_ptdp.planner.devices import Device
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import Product
 
-__all__ = ["NOTHING", "PassTime", "ProductTime", "product_passes", "product_time"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:

@@ -15,7 +15,6 @@ from lightning_ptdp.planner.search import Candidate, Plan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["bars", "draw", "draw_what_if"]
 
 _WIDTH = 60
 _BAR_INCHES = 0.25

@@ -12,8 +12,6 @@ from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
 
-__all__ = ["as_data", "explain_rejected", "fit_options", "room", "strategy_arguments", "table"]
-
 _GIB = 2**30
 
 

@@ -20,8 +20,6 @@ from lightning_ptdp.tensor_parallel.kinds import AttentionHeads as AttentionKind
 from lightning_ptdp.tensor_parallel.kinds import Column, Row
 from lightning_ptdp.tensor_parallel.linear_like import output_input_sizes
 
-__all__ = ["counted", "divided", "parameters_of", "split_weights", "tables"]
-
 
 def _kinds(module: nn.Module, plan: ParallelPlan) -> dict[str, Kind]:
     return plan.resolve(module) if plan.tensor else {}

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-__all__ = ["PRECISIONS", "Precision", "find_precision"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:

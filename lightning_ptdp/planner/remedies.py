@@ -10,8 +10,6 @@ from lightning_ptdp.planner.plan_report import room
 from lightning_ptdp.planner.search import Plan, search
 from lightning_ptdp.planner.search_space import Space
 
-__all__ = ["why_nothing_fits"]
-
 _GIB = 2**30
 _PLENTY = 1e18
 _DOUBLED = 10

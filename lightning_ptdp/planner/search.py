@@ -15,8 +15,6 @@ from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step
 from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.axes import AXES
 
-__all__ = ["Candidate", "Plan", "search"]
-
 _SIMULATED = 800
 """Largest p v m of a simulated schedule, which takes some 20 ms."""
 _DIGITS = 9

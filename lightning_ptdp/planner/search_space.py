@@ -15,8 +15,6 @@ from lightning_ptdp.schedule.generators import FAMILIES, schedule_placement
 from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
-__all__ = ["Space", "UnfitSize", "layouts", "pipelines"]
-
 _CONTEXT_FROM = 8192
 _MOST_CHUNKS = 8
 

@@ -15,8 +15,6 @@ from typing import Literal
 
 from lightning_ptdp.base.option_types import check_types
 
-__all__ = ["SOFTWARE", "Software", "find_software"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Software:

@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptdp.planner.operation_recorder import OperationRecorder
 from lightning_ptdp.tensor_parallel import Experts
 
-__all__ = ["replace_modules", "replacing_functions"]
-
 
 class replacing_functions(TorchFunctionMode):  # noqa: N801, it is used as a context
     """Attention as one operation, and on accelerators dropout that keeps one byte per element."""

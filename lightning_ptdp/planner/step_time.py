@@ -21,10 +21,9 @@ from lightning_ptdp.planner.parameters import (
 from lightning_ptdp.planner.pass_time import NOTHING, PassTime
 from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
-from lightning_ptdp.schedule.simulate import Costs, Timeline, simulate
+from lightning_ptdp.schedule.simulate import Costs, simulate
+from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.world.layout import ParallelLayout
-
-__all__ = ["StepTime", "simulated_step_time", "step_time"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,6 @@ from lightning_ptdp.planner.stand_ins import replace_modules, replacing_function
 from lightning_ptdp.shims.torch import storage_key, without_data
 from lightning_ptdp.tensor_parallel import ParallelPlan, Whole
 
-__all__ = ["Followed", "Following", "Run"]
-
 Run = Callable[[nn.Module, int], object]
 """Calls a module with a batch of a given number of samples."""
 

@@ -21,20 +21,6 @@ from typing import Literal, NamedTuple
 
 from lightning_ptdp.world.stage_placement import StagePlacement, Stages
 
-__all__ = [
-    "COMPUTE",
-    "MESSAGES",
-    "OF_STAGES",
-    "Action",
-    "ActionKind",
-    "Channel",
-    "Direction",
-    "Message",
-    "Schedule",
-    "peak_in_flight",
-    "receives_ahead",
-]
-
 Direction = Literal["forward", "backward"]
 
 

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 from lightning_ptdp.schedule.schedule_error import schedule_error
 
-__all__ = ["check_gathers", "num_gathers", "with_gathers", "without_gathers"]
-
 _GATHERS = (ActionKind.GATHER, ActionKind.FREE)
 _USES = (ActionKind.FORWARD, ActionKind.BACKWARD)
 """Computations that read parameters; the gradient of a weight does not need the weight."""

@@ -10,8 +10,6 @@ from operator import itemgetter
 from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Channel, Schedule
 from lightning_ptdp.schedule.unit_run import UnitTimes, run_compute_order
 
-__all__ = ["compute_order", "lower"]
-
 _F = ActionKind.FORWARD
 
 

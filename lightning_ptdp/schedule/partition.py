@@ -12,8 +12,6 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
 
-__all__ = ["check_num_layers", "explicit_partition", "partition_layers"]
-
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of layers, one per stage."""
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.schedule.actions import OF_STAGES, Action, Schedule
 
-__all__ = ["ScheduleError", "schedule_error", "why_illegal"]
-
 
 class ScheduleError(PTDPError, ValueError):
     """A schedule that is incomplete, out of order, or would hang.

@@ -26,8 +26,6 @@ from lightning_ptdp.schedule.unit_run import run_compute_order
 from lightning_ptdp.schedule.verifier import verify_schedule
 from lightning_ptdp.world.stage_placement import PLACEMENTS
 
-__all__ = ["dump_schedule", "load_schedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Line:

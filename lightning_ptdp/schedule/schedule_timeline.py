@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_ptdp.schedule.actions import ActionKind
-from lightning_ptdp.schedule.spans import KIND_NAMES, Number, Span, Timeline, chrome_trace
+from lightning_ptdp.schedule.spans import KIND_NAMES, Number, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-__all__ = ["chrome_trace", "draw_timelines"]
 
 Color = tuple[float, float, float]
 _Pair: TypeAlias = "tuple[Axes, Axes | None]"

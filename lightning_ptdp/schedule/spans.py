@@ -12,9 +12,6 @@ from typing import Any
 
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule, in_flight, peak_in_flight
 
-__all__ = ["KIND_NAMES", "MemoryCurve", "Number", "Span", "Timeline", "chrome_trace"]
-
-
 Number = int | float | Fraction
 
 

@@ -12,9 +12,6 @@ from collections.abc import Iterator
 from lightning_ptdp.schedule.actions import COMPUTE, OF_STAGES, Action, ActionKind, Schedule
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 
-__all__ = ["Numbers", "UnitTimes", "run_compute_order"]
-
-
 _KINDS = tuple(ActionKind)
 _POSITION = {kind: position for position, kind in enumerate(_KINDS)}
 _NEEDS = {

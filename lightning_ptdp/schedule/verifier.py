@@ -24,8 +24,6 @@ from lightning_ptdp.schedule.gathering import check_gathers, without_gathers
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 from lightning_ptdp.schedule.unit_run import Numbers
 
-__all__ = ["ScheduleError", "verify_schedule"]
-
 _F = ActionKind.FORWARD
 _R = ActionKind.REDUCE
 

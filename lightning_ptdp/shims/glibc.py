@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-__all__ = ["Heap"]
-
 # Parameters from malloc.h, and the values that glibc's own adjustment reaches at most.
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3

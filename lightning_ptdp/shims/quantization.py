@@ -11,16 +11,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-__all__ = [
-    "Recipe",
-    "Role",
-    "is_four_bit",
-    "make_recipe",
-    "quantized_parameters",
-    "scaled",
-    "scales_of",
-]
-
 
 def quantized_parameters(model: object) -> dict[str, nn.Parameter]:
     """Return the parameters of ``model`` that bitsandbytes or torchao has quantized, by name."""

@@ -13,22 +13,6 @@ from torch import Tensor, nn
 
 from lightning_ptdp.base.function_replacement import Replacing
 
-__all__ = [
-    "advance_cache",
-    "as_in_files",
-    "captured_outputs",
-    "collects_by_itself",
-    "has_sdpa",
-    "ignored_names",
-    "image_parts",
-    "image_token_of",
-    "install_capture",
-    "is_capture",
-    "is_causal_model",
-    "is_huggingface_model",
-    "new_cache",
-]
-
 _CAPTURING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")

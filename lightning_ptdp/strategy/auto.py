@@ -26,8 +26,6 @@ from lightning_ptdp.strategy.layout_choice import (
 from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.world.axes import divisors
 
-__all__ = ["chosen_layout", "report_forecast", "wants_choice"]
-
 
 def wants_choice(layout: LayoutChoice | None, config: PTDPConfig) -> bool:
     """Return True if the planner is to choose the layout.

@@ -25,14 +25,6 @@ from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.parameters.materialize import put_values
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = [
-    "BLOCK_PASSES",
-    "BlockPass",
-    "BlockSetting",
-    "apply_block_passes",
-    "shard_parameters",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSetting:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["ExpectedRanks", "has_ended", "listed", "this_process"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedRanks:

@@ -10,8 +10,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["in_child", "try_in_child"]
-
 _LIMIT_S = 600.0
 _TRIAL_LIMIT_S = 15.0
 _Result = TypeVar("_Result")

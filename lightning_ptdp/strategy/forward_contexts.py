@@ -19,14 +19,12 @@ from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.pipeline.stage import Placeholder
+from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.schedule.generators import may_split_backward
 from lightning_ptdp.tensor_parallel import SplitRandomness
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 from lightning_ptdp.tensor_parallel.region import is_whole
 from lightning_ptdp.world.mesh import ProcessMesh
-
-__all__ = ["check_surroundings", "make_surroundings"]
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head")
 

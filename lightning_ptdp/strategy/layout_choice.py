@@ -30,16 +30,6 @@ from lightning_ptdp.strategy.planning import described, trained_share, type_of_s
 from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = [
-    "Forecast",
-    "LayoutChoice",
-    "Training",
-    "choose",
-    "fastest_layouts",
-    "refuse_given",
-    "replica_rows",
-]
-
 LayoutChoice = Literal["auto"]
 _CHOSEN = (
     *ParallelLayout.options(),

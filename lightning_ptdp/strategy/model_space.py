@@ -22,8 +22,6 @@ from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["MASTER", "MODEL", "Checkpoint", "ModelSpace", "PathLike", "checked_tensor"]
-
 Checkpoint = dict[str, Any]
 """A complete or partial checkpoint, as Lightning and the hooks compose it."""
 PathLike = str | os.PathLike[str]

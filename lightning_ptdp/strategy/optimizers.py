@@ -22,8 +22,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["OptimizerGroupsError", "settle_groups"]
-
 Description = dict[str, object]
 """One group: its options by name, and in ``"params"`` its parameters' uncut names."""
 

@@ -26,8 +26,6 @@ from lightning_ptdp.strategy.planning import type_of_states
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
-__all__ = ["explain_memory", "memory_note"]
-
 _ACTIVATIONS = "activations"
 _GIB = 2**30
 _MUCH = 1.1

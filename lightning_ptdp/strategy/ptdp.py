@@ -52,8 +52,6 @@ from lightning_ptdp.strategy.saving import FolderSaves
 from lightning_ptdp.strategy.setup_hooks import SetupHooks
 from lightning_ptdp.strategy.snapshots import check_nodes
 
-__all__ = ["PTDPStrategy", "constructor", "strategy_class"]
-
 
 def constructor(
     construct: Callable[..., None], lightning: Callable[..., None]

@@ -34,8 +34,6 @@ from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks, has_ended, listed, this_process
 
-__all__ = ["join"]
-
 _CALL = "lightning_ptdp/call"
 _ANSWER = "lightning_ptdp/answer"
 _CAME = "lightning_ptdp/came"

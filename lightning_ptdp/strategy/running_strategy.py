@@ -29,8 +29,6 @@ from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.stopping import Interruption, StopRequest
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Run", "RunningStrategy", "ValidationClock"]
-
 
 class ValidationClock:
     """Decision before each batch whether a validation follows it.

@@ -44,8 +44,6 @@ from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import load_initial_weights, needs_initial_values
 from lightning_ptdp.strategy.steps import StepHooks
 
-__all__ = ["SetupHooks", "read_alike"]
-
 
 class SetupHooks(StepHooks):
     """Layer of the strategy: the module, the optimizer and the data of this rank."""

@@ -20,8 +20,6 @@ from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
 from lightning_ptdp.strategy.snapshot_hooks import SnapshotHooks
 
-__all__ = ["StepHooks"]
-
 
 class StepHooks(SnapshotHooks):
     """Layer of the strategy: training and evaluation steps, gradients and their norm."""

@@ -28,16 +28,6 @@ from lightning_ptdp.shims.lightning import (
     replace_signal_handlers,
 )
 
-__all__ = [
-    "INTERRUPTED",
-    "Interruption",
-    "StopRequest",
-    "ending_children_on_sigterm",
-    "handing_on_ctrl_c",
-    "not_handing_on",
-]
-
-
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that ended by Ctrl-C."""
 

@@ -38,8 +38,6 @@ from lightning_ptdp.world.rendezvous_address import (
     torchrun_keeps_store,
 )
 
-__all__ = ["World"]
-
 
 class World(RunningStrategy):
     """Layer of the strategy: ranks, sizes, process groups."""

@@ -36,22 +36,6 @@ from lightning_ptdp.shims.torch_distributed import (
 )
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "PendingCollective",
-    "check_divisible",
-    "copy",
-    "gather_last",
-    "gather_sequence",
-    "join_sequence",
-    "reduce",
-    "scatter_sequence",
-    "split_sequence",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_reduce_scatter",
-    "total",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCollective:

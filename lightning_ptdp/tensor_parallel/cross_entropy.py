@@ -25,16 +25,6 @@ from lightning_ptdp.tensor_parallel.collectives import start_all_reduce
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "Reduction",
-    "TokenLoss",
-    "checked_targets",
-    "reduced",
-    "sum_over",
-    "vocabulary_parallel_cross_entropy",
-    "vocabulary_parallel_logsumexp",
-]
-
 Reduction = Literal["mean", "sum", "none"]
 
 

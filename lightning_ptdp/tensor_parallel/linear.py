@@ -38,8 +38,6 @@ from lightning_ptdp.tensor_parallel.parallel_product import (
 from lightning_ptdp.tensor_parallel.randomness import Randomness
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ColumnParallelLinear", "ParallelLayer", "RowParallelLinear"]
-
 
 class ParallelLayer(nn.Module):
     """Base class of layers that hold a shard of their weights and compute its products.

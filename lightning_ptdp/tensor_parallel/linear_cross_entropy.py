@@ -38,8 +38,6 @@ from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelHead
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["DEFAULT_CHUNK_MB", "check_chunk", "linear_cross_entropy"]
-
 DEFAULT_CHUNK_MB = 256.0
 """Size of the logits that exist at a time: enough rows for a product that fills a GPU."""
 

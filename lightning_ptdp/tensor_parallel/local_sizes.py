@@ -15,8 +15,6 @@ from torch import nn
 
 from lightning_ptdp.tensor_parallel.patterns import matches
 
-__all__ = ["Number", "Numbers", "PerCopy", "PerRank", "local_numbers", "set_numbers"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PerRank:

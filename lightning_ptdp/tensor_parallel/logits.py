@@ -34,8 +34,6 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["VocabularyParallelLogits", "gather_full", "keeps_vocabulary", "local_logits"]
-
 
 class VocabularyParallelLogits(torch.Tensor):
     """This rank's columns of logits (..., V); created by ``wrap``.

@@ -29,8 +29,6 @@ from lightning_ptdp.tensor_parallel.collectives import (
 )
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Pieces", "add_bias", "multiply_gathered", "sum_product"]
-
 Pieces = Size | Literal["symmetric"]
 _SEQUENCE = 1
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-__all__ = ["matches", "nearest_names"]
-
 
 def matches(name: str, pattern: str) -> bool:
     """Return True if the glob ``pattern`` names the module ``name``, component by component."""

@@ -29,8 +29,6 @@ from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surr
 from lightning_ptdp.shims.torch import untraced
 from lightning_ptdp.tensor_parallel.region import is_whole
 
-__all__ = ["PlacedDropout", "Randomness", "SplitRandomness", "give_randomness"]
-
 
 class Randomness(Protocol):
     """Interface notified when a forward enters and leaves tensor-parallel regions."""

@@ -32,8 +32,6 @@ from lightning_ptdp.tensor_parallel.collectives import (
 )
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["enter", "enter_region", "is_whole", "join_around", "split_sequence_in_blocks"]
-
 _WHOLE = "_ptdp_whole_sequence"
 
 Positional: TypeAlias = tuple[object, ...]

@@ -15,8 +15,6 @@ from lightning_ptdp.attention import additive
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer, RowParallelLinear
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ParallelMultiheadAttention", "why_not"]
-
 
 class ParallelMultiheadAttention(ParallelLayer):
     """This rank's heads, with the parameter names of ``nn.MultiheadAttention``.

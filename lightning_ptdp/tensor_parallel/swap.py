@@ -14,15 +14,6 @@ from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.region import split_sequence_in_blocks
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "check_captured",
-    "is_in_region",
-    "refuse_captured_parts",
-    "replace_aliases",
-    "shard_module",
-    "split_sequence",
-]
-
 Shared = dict[int, nn.Parameter]
 _ALONE = Group()
 

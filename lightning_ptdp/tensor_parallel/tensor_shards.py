@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from lightning_ptdp.parameters.placement import Piece, Placement, Shape
 
-__all__ = ["VocabularyRange", "shard_columns", "shard_twice", "shard_vocabulary"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyRange:

@@ -20,8 +20,6 @@ from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["SequenceShardedEmbedding", "VocabularyParallelEmbedding", "VocabularyParallelHead"]
-
 
 class VocabularyParallelEmbedding(ParallelLayer):
     """Token ids (b, s) int64 -> (b, s, h), or (b, s/t, h) under sequence parallelism.

@@ -21,8 +21,6 @@ from lightning_ptdp.verification.record import Record
 from lightning_ptdp.verification.report import Evidence, Report, find_causes
 from lightning_ptdp.verification.training import Subject, VerificationError
 
-__all__ = ["verify"]
-
 _DOUBLE_EPS = 1e-10
 _HALF_EPS = 1e-4
 """Machine epsilons between those of float64, float32 and the half-precision dtypes."""

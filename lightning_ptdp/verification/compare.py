@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_ptdp.verification.record import Held, Key, Pairs, Record
 
-__all__ = ["KINDS", "Comparison", "Difference"]
-
 KINDS = (
     "batch",
     "initial value",

@@ -13,8 +13,6 @@ from lightning_ptdp.base.nested import Nested, iterate_tensors, map_tensors
 from lightning_ptdp.shims.lightning import replace_once
 from lightning_ptdp.verification.case import Captured, Case
 
-__all__ = ["Held", "Key", "Pairs", "Record", "Recorder", "digest"]
-
 Held = list[tuple[tuple[int, ...], Tensor]]
 """(offset in the full tensor, value) of the rectangles that a rank holds."""
 Key = tuple[str, int, str]

@@ -15,9 +15,6 @@ from lightning_ptdp.engine.microbatches import describe_uneven, is_uneven, label
 from lightning_ptdp.verification.compare import KINDS, Difference
 from lightning_ptdp.verification.record import Record
 
-__all__ = ["Cause", "Evidence", "Report", "find_causes"]
-
-
 _SHOWN = 5
 
 

@@ -25,8 +25,6 @@ from lightning_ptdp.verification.record import Record, Recorder
 from lightning_ptdp.verification.watch import StepWatch
 from lightning_ptdp.world.rendezvous_address import LOOPBACK, reserved_port
 
-__all__ = ["Subject", "VerificationError"]
-
 _LEFT_OUT = (
     "num_nodes profiler max_time fast_dev_run overfit_batches limit_train_batches "
     "reload_dataloaders_every_n_epochs barebones"

@@ -25,8 +25,6 @@ from lightning_ptdp.engine.step_state import StepState, find_owners
 from lightning_ptdp.shims.lightning import replace_once
 from lightning_ptdp.verification.record import Record, digest
 
-__all__ = ["StepWatch"]
-
 _RANDOM = (
     "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial "
     "poisson uniform_ normal_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_"

@@ -13,8 +13,6 @@ from itertools import islice
 from lightning_ptdp.base.option_types import Size, check_arguments, check_types
 from lightning_ptdp.world.axes import nearest_divisors
 
-__all__ = ["BatchPlan", "RampUp"]
-
 _MOST_GROWTHS = 10_000
 _MOST_SAMPLES = 2**63 - 1
 

@@ -28,16 +28,6 @@ from __future__ import annotations
 from lightning_ptdp.world.axes import SETS
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = [
-    "CHANNEL",
-    "CHANNEL_CTAS",
-    "URGENT",
-    "channel_rounds",
-    "communicators",
-    "group_names",
-    "shared_name",
-]
-
 CHANNEL = "channel"
 CHANNEL_CTAS = 4
 """Thread blocks of a message. A rank has up to 8 channels (4 if the stages are in a loop).

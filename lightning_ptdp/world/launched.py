@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["MPI", "SLURM_TASKS", "WORLD", "launched_processes", "number_in"]
-
 MPI = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
     "PMI_SIZE": "MPI_LOCALNRANKS",

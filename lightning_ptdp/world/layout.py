@@ -23,8 +23,6 @@ from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.world.axes import AXES, SETS, Axis, nearest_divisors
 from lightning_ptdp.world.stage_placement import StagePlacement, Stages, check_interleaving
 
-__all__ = ["Degrees", "ParallelLayout", "Sharding"]
-
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """State that replicas share instead of each keeping all of it; a value includes those before it."""
 

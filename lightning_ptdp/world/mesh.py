@@ -26,8 +26,6 @@ from lightning_ptdp.world.communicators import (
 )
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["Group", "ProcessMesh", "default_group_options"]
-
 _BEYOND_GUARD = 2  # times the limit: later than any of the hang guard's
 _CPU = torch.device("cpu")
 

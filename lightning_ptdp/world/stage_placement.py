@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["PLACEMENTS", "StagePlacement", "Stages", "check_interleaving", "stages_of_rank"]
-
 StagePlacement = Literal["loop", "v"]
 PLACEMENTS: tuple[StagePlacement, ...] = ("loop", "v")
 

@@ -27,8 +27,6 @@ from lightning_ptdp.tensor_parallel import (
     matches,
 )
 
-__all__ = ["declared_plan", "declares_plan"]
-
 # In these models, ``chunk`` halves the fused projection of the gated feed-forward part; it halves
 # the part of a rank as well.
 _GATE_UP_IN_HALVES = ("phi3", "glm", "glm4")

@@ -26,8 +26,6 @@ from lightning_ptdp.models.plans.block_parts import (
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Vocabulary, fits
 from lightning_ptdp.tensor_parallel.local_sizes import Number, Numbers
 
-__all__ = ["ENCODER_DECODERS", "EncoderDecoder", "encoder_decoder_plan"]
-
 _SIDES = ("encoder", "decoder")
 
 

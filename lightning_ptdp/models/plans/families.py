@@ -29,8 +29,6 @@ from lightning_ptdp.models.plans.block_parts import (
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Partial, PerCopy, PerRank, Row, Whole
 from lightning_ptdp.tensor_parallel.local_sizes import Numbers
 
-__all__ = ["FAMILIES", "Family", "family_plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Family:

@@ -17,14 +17,6 @@ from lightning_ptdp.shims.peft import replaced_by
 from lightning_ptdp.shims.transformers import collects_by_itself
 from lightning_ptdp.tensor_parallel import AttentionHeads, Column, Experts, Kind, ParallelPlan, Row
 
-__all__ = [
-    "find_plan",
-    "plan_for",
-    "suggested_tensor",
-    "transformer_encoder_plan",
-    "transformer_plan",
-]
-
 
 def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
     """Return the plan of a module with the name ``prefix``.

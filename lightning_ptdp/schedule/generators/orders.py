@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from lightning_ptdp.schedule.actions import Action, ActionKind
 from lightning_ptdp.schedule.unit_run import UnitTimes
 
-__all__ = ["Orders", "groups", "in_groups", "in_turns", "weights_in_gaps"]
-
 Orders = tuple[tuple[Action, ...], ...]
 """Compute actions of each rank, in order."""
 

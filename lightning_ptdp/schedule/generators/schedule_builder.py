@@ -31,17 +31,6 @@ from lightning_ptdp.schedule.schedule_file import load_schedule
 from lightning_ptdp.schedule.verifier import verify_schedule
 from lightning_ptdp.world.stage_placement import StagePlacement, check_interleaving
 
-__all__ = [
-    "SCHEDULES",
-    "build_schedule",
-    "check_schedule",
-    "may_split_backward",
-    "schedule_microbatches",
-    "schedule_name",
-    "schedule_placement",
-]
-
-
 SCHEDULES: tuple[str, ...] = (*FAMILIES, "auto")
 """The names that ``build_schedule`` takes.
 

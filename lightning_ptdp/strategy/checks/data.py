@@ -17,8 +17,6 @@ from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.strategy.checks.whole_model import whole_model
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["check_data", "check_packing", "why_not_packed"]
-
 
 def check_data(data: object, config: PTDPConfig, layout: ParallelLayout) -> None:
     """Check the sizes of batches and sequences against the layout.

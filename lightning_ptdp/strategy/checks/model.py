@@ -38,8 +38,6 @@ from lightning_ptdp.strategy.forward_contexts import check_surroundings
 from lightning_ptdp.tensor_parallel import SPLIT_AXES, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["check_initial_weights", "check_model", "open_initial_weights"]
-
 
 def check_model(
     module: nn.Module,

@@ -20,19 +20,6 @@ from lightning_ptdp.shims.transformers import is_capture
 from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = [
-    "check_compiled",
-    "check_gradient_hooks",
-    "check_hooks",
-    "check_late",
-    "check_libraries",
-    "check_quantized",
-    "check_same_model",
-    "check_skipped_layers",
-    "warn_of_balance_losses",
-    "warn_of_batch_norm",
-]
-
 
 def check_late(model: nn.Module, *, built: Collection[str]) -> None:
     """Check that tensors built on the meta device can be given values.

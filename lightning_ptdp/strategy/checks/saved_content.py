@@ -16,8 +16,6 @@ from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.strategy.fork_safety import try_in_child
 
-__all__ = ["check_extra_state", "check_optimizer_state", "check_save_hook", "warn_of_objects"]
-
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _SIDE = 4
 _REMEDY = (

@@ -19,8 +19,6 @@ from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.checks.saved_content import check_extra_state
 from lightning_ptdp.world.axes import nearest_divisors
 
-__all__ = ["check_numbers", "check_trainer"]
-
 
 def check_trainer(strategy: CheckpointHooks, trainer: Trainer) -> None:
     """Refuse options that the schedule cannot honour.

@@ -28,8 +28,6 @@ from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.verification import VerificationError, verify
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["check_first_batch", "verify_first_step"]
-
 _LARGEST = 50_000_000
 """Parameters of the largest model whose forward is run before launch."""
 

@@ -16,8 +16,6 @@ from lightning_ptdp.tensor_parallel.vocabulary import (
     VocabularyParallelHead,
 )
 
-__all__ = ["Position", "Vocabulary"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary(Kind):

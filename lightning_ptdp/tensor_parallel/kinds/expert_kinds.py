@@ -16,8 +16,6 @@ from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_d
 from lightning_ptdp.tensor_parallel.sharded_experts import ExpertsForward
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns, shard_twice
 
-__all__ = ["Experts"]
-
 _ARGUMENTS = 3
 _COUNT = "num_experts"
 

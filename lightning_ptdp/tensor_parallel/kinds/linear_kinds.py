@@ -25,8 +25,6 @@ from lightning_ptdp.tensor_parallel.linear_like import (
 )
 from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention, why_not
 
-__all__ = ["AttentionHeads", "Column", "Row"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Column(Kind):
