@@ -30,12 +30,13 @@ from torch import Tensor, nn
 
 from lightning_ptdp.data_parallel.flat_parameters import LateValue
 from lightning_ptdp.data_parallel.sharded_parameters import Direction, ShardedParameters
-from lightning_ptdp.parameters.local_parameters import (
+from lightning_ptdp.parameters.managed_parameter import (
+    ManagedParameter,
+    ManagedParameters,
     WholeParameters,
     layout_notes,
     manage_parameters,
 )
-from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.parameters.materialize import Materializer, agree_on_values, make_room
 from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.parameters.uncut_view import UncutView

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.base.rank_processes import Tell
+from lightning_ptdp.base.forked_processes import Tell
 from lightning_ptdp.doctor.check import Check, ok, warning
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_ptdp.base.rank_processes import Tell
+from lightning_ptdp.base.forked_processes import Tell
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.doctor.links import Links, measure_links
 from lightning_ptdp.models import GPT, GPTConfig

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.base.rank_processes import Tell
+from lightning_ptdp.base.forked_processes import Tell
 from lightning_ptdp.doctor.bandwidth import collectives
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.world.axes import divisors

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.base.rank_processes import Outcome, Tell, run_ranks
+from lightning_ptdp.base.forked_processes import Outcome, Tell, run_ranks
 from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
 from lightning_ptdp.doctor.calibration import calibrated, cores_of, measure_device, memory_of

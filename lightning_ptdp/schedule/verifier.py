@@ -20,7 +20,7 @@ from lightning_ptdp.schedule.actions import (
     Schedule,
     peak_in_flight,
 )
-from lightning_ptdp.schedule.gathering import check_gathers, without_gathers
+from lightning_ptdp.schedule.lowering import check_gathers, without_gathers
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 from lightning_ptdp.schedule.unit_run import Numbers
 

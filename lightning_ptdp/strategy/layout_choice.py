@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_ptdp.base.forked_processes import in_child
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import (
     RESERVE,
@@ -25,7 +26,6 @@ from lightning_ptdp.planner import (
     find_software,
     search,
 )
-from lightning_ptdp.strategy.fork_safety import in_child
 from lightning_ptdp.strategy.planning import described, trained_share, type_of_states
 from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.layout import ParallelLayout

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.base.rank_processes import Tell, run_ranks
+from lightning_ptdp.base.forked_processes import Tell, run_ranks
 from lightning_ptdp.pipeline.containers import as_names
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.verification.case import Case, Replay

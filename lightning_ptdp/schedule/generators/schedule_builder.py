@@ -14,7 +14,6 @@ from typing import TypeGuard
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
-from lightning_ptdp.schedule.gathering import with_gathers
 from lightning_ptdp.schedule.generators.one_forward_one_backward import (
     forward_only,
     interleaved_one_f_one_b,
@@ -26,7 +25,7 @@ from lightning_ptdp.schedule.generators.schedule_families import (
     CustomSchedule,
     ScheduleFamily,
 )
-from lightning_ptdp.schedule.lowering import lower
+from lightning_ptdp.schedule.lowering import lower, with_gathers
 from lightning_ptdp.schedule.schedule_file import load_schedule
 from lightning_ptdp.schedule.verifier import verify_schedule
 from lightning_ptdp.world.stage_placement import StagePlacement, check_interleaving
@@ -66,7 +65,7 @@ def build_schedule(
             the next chunk's turn; p or more, by default p. The strategy's
             ``microbatch_group_size``.
         whole_chunks: Chunks of a rank that may be whole at a time if parameters are sharded; adds
-            gathers (gathering.py).
+            gathers (lowering.py).
 
     Raises:
         ValueError: ``check_schedule`` raises an error, or a user's order is incomplete, out of

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ptdp.base.forked_processes import try_in_child
 from lightning_ptdp.checkpoint import CheckpointError, left_out, optimizer_tensors
 from lightning_ptdp.data_parallel import GroupTrial
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.strategy.fork_safety import try_in_child
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _SIDE = 4

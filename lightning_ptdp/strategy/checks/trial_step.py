@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_ptdp.base.forked_processes import try_in_child
 from lightning_ptdp.base.nested import Nested, batch_size
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
@@ -23,7 +24,6 @@ from lightning_ptdp.pipeline.rehearsal import Rehearsal
 from lightning_ptdp.shims.lightning import LightningModule, Trainer, trainer_options
 from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.strategy.checks.whole_model import plan_of
-from lightning_ptdp.strategy.fork_safety import try_in_child
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.verification import VerificationError, verify
 from lightning_ptdp.world.layout import ParallelLayout
