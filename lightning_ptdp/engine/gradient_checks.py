@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.base.errors import PTDPError, listed
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import FiniteAction
 from lightning_ptdp.data_parallel import Gradients
@@ -148,9 +148,8 @@ class GradientChecks(StepObserver):
         tensor = self._mesh.group("tensor")
         names = self._gradients.unused()
         if names and replicas.rank == 0 and tensor.rank == 0:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             warnings.warn(
-                f"no loss depends on {', '.join(names[:_SHOWN])}{more} (seen on rank "
+                f"no loss depends on {listed(names, _SHOWN)} (seen on rank "
                 f"{self._mesh.rank}). Their gradient is zero, so only weight decay changes "
                 "them. If this is intended, freeze them with requires_grad=False",
                 stacklevel=2,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.nested import named_tensors
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
@@ -84,10 +85,9 @@ class StepHabits:
         names = dict.fromkeys(self._written(ignored=() if self._recomputes else _NORMS))
         if not names:
             return
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         again = " and recomputation runs blocks again" if self._recomputes else ""
         warnings.warn(
-            f"training_step writes {', '.join([*names][:_SHOWN])}{more}, but it runs once "
+            f"training_step writes {listed(names, _SHOWN)}, but it runs once "
             f"for each of {count} microbatches{again}. A run reads the value of the previous "
             "microbatch, not of the previous batch. Write it in on_train_batch_end, or use "
             f"num_microbatches=1 ({_PAGE})",

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_ptdp.base.checked_json import Json
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, read_full
 from lightning_ptdp.exchange.model_folder import read_config
@@ -186,8 +187,7 @@ def _architecture(description: Mapping[str, Json]) -> tuple[str, Any]:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
+    return listed([repr(name) for name in names], _SHOWN)
 
 
 # ---- Correspondence of tensor names in transformers' files with those in its models --------------

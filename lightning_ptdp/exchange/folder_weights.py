@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     LocalRectangle,
@@ -195,9 +196,13 @@ class HuggingFaceWeights:
             if stored.get(name, shape) != shape
         ]
         problems = [
-            *([f"the folder has no {_listed(map(repr, missing))}"] if missing else []),
-            *([f"the model has no {_listed(map(repr, unexpected))}"] if unexpected else []),
-            *([_listed(mismatches)] if mismatches else []),
+            *([f"the folder has no {listed([*map(repr, missing)], _SHOWN)}"] if missing else []),
+            *(
+                [f"the model has no {listed([*map(repr, unexpected)], _SHOWN)}"]
+                if unexpected
+                else []
+            ),
+            *([listed(mismatches, _SHOWN)] if mismatches else []),
         ]
         if problems:
             raise CheckpointError("the weights do not fit this model: " + "; ".join(problems))
@@ -301,10 +306,3 @@ def _wrapped(names: Iterable[str]) -> dict[str, list[str]]:
         if (original := plain_name(name)) != name:
             by_original.setdefault(original, []).append(name)
     return by_original
-
-
-def _listed(entries: Iterable[str]) -> str:
-    items = list(entries)
-    return ", ".join(items[:_SHOWN]) + (
-        f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.parameters.placement import Placement, Sum
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
@@ -229,7 +230,9 @@ def _holders(mesh: ProcessMesh, places: tuple[int, ...]) -> Group:
 # ---- Notes for users about the layout of a model over the ranks ----------------------------------
 
 
-_MUCH, _SHOWN, _INDEX = 1 / 8, 4, re.compile(r"\.\d+\.")
+_MUCH = 1 / 8
+_SHOWN = 4
+_INDEX = re.compile(r"\.\d+\.")
 
 
 def layout_notes(
@@ -284,11 +287,10 @@ def _whole_note(placements: dict[str, Placement], size: int) -> Iterator[str]:
     total = sum(numel for _, numel, _ in matrices)
     unsplit = sum(numel for _, numel, is_split in matrices if not is_split)
     if unsplit > _MUCH * total:
-        names = list(dict.fromkeys(name for name, _, is_split in matrices if not is_split))
-        suffix = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        names = dict.fromkeys(name for name, _, is_split in matrices if not is_split)
         yield (
             f"tensor_parallel_size={size} leaves {unsplit / total:.0%} of the elements of the "
             "layers' matrices replicated, and every rank computes with all of them: "
-            f"{', '.join(names[:_SHOWN])}{suffix}. Split them with "
+            f"{listed(names, _SHOWN)}. Split them with "
             "PTDPStrategy(plan=ParallelPlan(tensor={...}))"
         )

@@ -7,11 +7,11 @@ to change a figure.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from lightning_ptdp.base.errors import did_you_mean
 from lightning_ptdp.planner.devices import Cluster, Device, Link
 
 _GIB = 2**30
@@ -201,8 +201,7 @@ def find_device(name: str) -> Device:
     ]
     if matches:
         return matches[0]
-    near = difflib.get_close_matches(prefix, DEVICES, n=1, cutoff=0.4)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(prefix, DEVICES)
     raise ValueError(f"device={name!r} is unknown. {hint}The devices are {', '.join(DEVICES)}")
 
 

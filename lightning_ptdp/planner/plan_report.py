@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import yaml
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.picture import bars
@@ -132,9 +133,7 @@ def explain_rejected(plan: Plan) -> str:
         reasons.setdefault(misfit.reason, []).append(misfit.what)
     rows = []
     for reason, names in reasons.items():
-        names = list(dict.fromkeys(names))
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        rows.append(f"  {shown}: {reason}")
+        rows.append(f"  {listed(dict.fromkeys(names), 4)}: {reason}")
     slower = [f"  {misfit.what}: {misfit.reason}" for misfit in plan.slower]
     return "\n".join(["rejected:", *(rows or ["  nothing"]), "slower:", *(slower or ["  nothing"])])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.plan_report import room
 from lightning_ptdp.planner.search import Plan, search
@@ -58,7 +59,7 @@ def _smallest(space: Space) -> Space:
 
 def _indivisible(plan: Plan) -> str:
     reasons = list(dict.fromkeys(f"{misfit.what}: {misfit.reason}" for misfit in plan.rejected))
-    return "; ".join(reasons[:3]) + (f" and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+    return listed(reasons, 3, "; ")
 
 
 def _other_sizes(job: Job, space: Space) -> str:

@@ -6,12 +6,12 @@ Errors name the mistake and its fix.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import gc
 from collections.abc import Iterator
 from typing import TypeGuard
 
+from lightning_ptdp.base.errors import did_you_mean
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
 from lightning_ptdp.schedule.generators.one_forward_one_backward import (
@@ -170,8 +170,7 @@ def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
     if _is_file(name):
         return _loaded(name)
     if name not in SCHEDULES:
-        nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.4)
-        hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
+        hint = did_you_mean(str(name), SCHEDULES)
         raise ValueError(
             f"schedule={name!r:.100} is unknown. {hint}Use one of "
             f"{', '.join(map(repr, SCHEDULES))}, a CustomSchedule, or the path of a .csv file"

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.requirements import check_installed
 from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, same_outcome
@@ -175,9 +176,8 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
         remedy = "Trainer(sync_batchnorm=True) on GPUs"
     else:
         return
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
-        f"{', '.join(names[:3])}{more} normalize over the batch, which here is {part}, so the "
+        f"{listed(names, 3)} normalize over the batch, which here is {part}, so the "
         f"model differs slightly from the same model on one device. Use {remedy}, or a "
         "normalization that does not depend on other samples",
         stacklevel=2,
