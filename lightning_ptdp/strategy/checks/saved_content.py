@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_ptdp.base.forked_processes import try_in_child
 from lightning_ptdp.checkpoint import CheckpointError, left_out, optimizer_tensors
 from lightning_ptdp.data_parallel import GroupTrial
+from lightning_ptdp.data_parallel.elementwise import equivalent_optimizer
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.shims.lightning import LightningModule
 
@@ -100,14 +100,7 @@ def check_optimizer_state(
         shape = (_SIDE, _SIDE) if any(dims > 1 for dims in trial.dims) else (_SIDE,)
         weight = nn.Parameter(torch.ones(shape, device=device))
         weight.grad = torch.ones_like(weight)
-        probe = object.__new__(type(optimizer))
-        vars(probe).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-        options = {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-        }
-        probe.state = defaultdict(dict)
-        probe.param_groups = [{**options, "params": [weight]}]
+        probe = equivalent_optimizer(optimizer, group, [weight])
         try:
             probe.step()
         except Exception:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.base.forked_processes import try_in_child
 from lightning_ptdp.base.nested import Nested, batch_size
+from lightning_ptdp.base.random import seed_process
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
@@ -110,9 +109,7 @@ def _step_of(module: LightningModule, batch: Nested) -> Callable[[], object]:
     call = partial(module.training_step, batch, *([0] if len(names) > 1 else []))
 
     def step() -> object:
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
+        seed_process(0)
         return call()
 
     return step
