@@ -307,10 +307,9 @@ class GradientBuckets:
             else ([flat.offset_of[member] for member in managed], flat.size)
         )
         dtype = self._dtype(parameters[0])
-        device = parameters[0].device
         shards = self.shards and reduction.scatter
         kept = size // reduction.parts if shards else size
-        buffer = torch.zeros(kept, dtype=dtype, device=device)
+        buffer = torch.zeros(kept, dtype=dtype, device=parameters[0].device)
         views = [
             buffer[offset : offset + p.numel()].view_as(p)
             for offset, p in zip(offsets, parameters, strict=True)

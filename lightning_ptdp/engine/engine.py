@@ -352,9 +352,8 @@ class Engine:
     def _weigh(self, report: StepReport) -> None:
         """Replace the numbers of this replica with those of all replicas."""
         assert isinstance(report.weight, Tensor)
-        group = self._mesh.group("replica_sum")
         report.weight, report.loss = weigh_over_replicas(
-            report.calls, report.weight, report.loss, group=group
+            report.calls, report.weight, report.loss, group=self._mesh.group("replica_sum")
         )
 
     def _weighs(self, hook: str) -> bool:

@@ -59,16 +59,13 @@ def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
         ]
         for key in keys:
             layer_name = f"{name}.{key}" if name else key
-            is_first = key == keys[0]
-            is_last = key == keys[-1]
-            is_followed = key == keys[-1] and name != names[-1]
             layers.append(
                 Layer(
                     name=layer_name,
                     container=index,
-                    is_first=is_first,
-                    is_last=is_last,
-                    is_followed=is_followed,
+                    is_first=key == keys[0],
+                    is_last=key == keys[-1],
+                    is_followed=key == keys[-1] and name != names[-1],
                 )
             )
     return layers

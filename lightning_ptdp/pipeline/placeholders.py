@@ -166,9 +166,7 @@ def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         if type(module).forward is not nn.Embedding.forward and not module.weight.requires_grad:
             # A fixed table that may be called with positions as numbers: every stage keeps it.
             return None
-        width = module.embedding_dim
-        dtype = module.weight.dtype
-        return partial(_zeros_after_lookup, width=width, dtype=dtype)
+        return partial(_zeros_after_lookup, width=module.embedding_dim, dtype=module.weight.dtype)
     if isinstance(module, nn.Linear):
         out = module.out_features
         return partial(_zeros_after_linear, width=out)

@@ -68,8 +68,7 @@ def configured_shape(
         Divided(name="num_kv_heads", size=config.kv_heads, copied=True),
         *(Divided(name=name, size=size) for name, size in split_widths(config).items()),
     )
-    runs = tuple(zip(counts, shape.layers, strict=True))
-    return replace(shape, divided=divided, runs=runs)
+    return replace(shape, divided=divided, runs=tuple(zip(counts, shape.layers, strict=True)))
 
 
 def _built(config: GPTConfig | BertConfig) -> tuple[nn.Module, ParallelPlan]:
@@ -235,8 +234,9 @@ def gpt_sizes(config: object) -> GPTConfig | BertConfig:
     tied = bool(values.get("tie_word_embeddings", True))
     if fields["num_kv_heads"] is not None or "num_experts" in sizes:
         head = values.get("head_dim")
-        latent = _latent(values)
-        return PlannedGPT.llama(**sizes, tie_embeddings=tied, head_size=head, latent=latent)
+        return PlannedGPT.llama(
+            **sizes, tie_embeddings=tied, head_size=head, latent=_latent(values)
+        )
     return GPTConfig.gpt2(
         **sizes, tie_embeddings=tied, mlp="swiglu" if values.get("hidden_act") in _GATED else "gelu"
     )

@@ -131,9 +131,7 @@ def explain_rejected(plan: Plan) -> str:
     reasons: dict[str, list[str]] = {}
     for misfit in plan.rejected:
         reasons.setdefault(misfit.reason, []).append(misfit.what)
-    rows = []
-    for reason, names in reasons.items():
-        rows.append(f"  {listed(dict.fromkeys(names), 4)}: {reason}")
+    rows = [f"  {listed(dict.fromkeys(names), 4)}: {reason}" for reason, names in reasons.items()]
     slower = [f"  {misfit.what}: {misfit.reason}" for misfit in plan.slower]
     return "\n".join(["rejected:", *(rows or ["  nothing"]), "slower:", *(slower or ["  nothing"])])
 

@@ -155,12 +155,17 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
     slowest = _slowest(stages, layout)
     ideal = timeline(0.0)
     ideal_s = float(ideal.step_time)
-    bubble = max(0.0, ideal_s - m * (slowest.forward + slowest.backward))
     waited = (
         float(timeline(_message(job, choice)).step_time) - ideal_s if _hides_messages(job) else 0.0
     )
-    sharing = _shared(ideal, _busy(job, choice, slowest), job.shared_cores)
-    return _whole_step(job, choice, slowest, bubble=bubble, messages=waited, sharing=sharing)
+    return _whole_step(
+        job,
+        choice,
+        slowest,
+        bubble=max(0.0, ideal_s - m * (slowest.forward + slowest.backward)),
+        messages=waited,
+        sharing=_shared(ideal, _busy(job, choice, slowest), job.shared_cores),
+    )
 
 
 def _busy(job: Job, choice: Choice, rank: PassTime) -> float:

@@ -97,10 +97,9 @@ class Following:
                 storage_key(model.get_parameter(name)): weights.get(key, Weight())
                 for key, name in parameter_names.items()
             }
-            sizes = [p.shape for p in model.parameters() if p.dim() > 1]
             recorder = OperationRecorder(
                 storage_weights,
-                sizes=sizes,
+                sizes=[p.shape for p in model.parameters() if p.dim() > 1],
                 samples=self._samples,
                 elementwise=self._software.elementwise,
                 norm_reads=self._software.norm_reads,
@@ -150,9 +149,8 @@ class Following:
         for child in model.modules():
             for key, p in child._parameters.items():
                 if p is not None:
-                    dtype = half or p.dtype
                     empty = nn.Parameter(
-                        torch.empty(p.shape, dtype=dtype, device="cpu"), p.requires_grad
+                        torch.empty(p.shape, dtype=half or p.dtype, device="cpu"), p.requires_grad
                     )
                     child._parameters[key] = replacements.setdefault(id(p), empty)
             for key, b in child._buffers.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from operator import itemgetter
 
@@ -63,10 +63,11 @@ def lower(order: Schedule) -> Schedule:
 
 def compute_order(schedule: Schedule) -> Schedule:
     """Return the schedule with its computations alone, as ``lower`` takes it."""
-    programs = tuple(
-        tuple(action for action in program if action.kind in COMPUTE)
-        for program in schedule.programs
-    )
+    return _filtered(schedule, lambda action: action.kind in COMPUTE)
+
+
+def _filtered(schedule: Schedule, keeps: Callable[[Action], bool]) -> Schedule:
+    programs = tuple(tuple(filter(keeps, program)) for program in schedule.programs)
     return dataclasses.replace(schedule, programs=programs)
 
 
@@ -219,11 +220,7 @@ def with_gathers(schedule: Schedule, whole_chunks: int) -> Schedule:
 
 def without_gathers(schedule: Schedule) -> Schedule:
     """Return the schedule without its gathers."""
-    programs = tuple(
-        tuple(action for action in program if action.kind not in _GATHERS)
-        for program in schedule.programs
-    )
-    return dataclasses.replace(schedule, programs=programs)
+    return _filtered(schedule, lambda action: action.kind not in _GATHERS)
 
 
 def num_gathers(program: Iterable[Action]) -> int:

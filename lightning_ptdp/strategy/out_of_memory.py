@@ -51,12 +51,11 @@ def explain_memory(strategy: RunningStrategy) -> str:
     b = config.micro_batch_size or (
         -(-batch // config.microbatches(batch)) if isinstance(batch, int) else None
     )
-    rank = layout.coordinates(strategy.global_rank)["pipeline"]
     expected = _expected(
         strategy.model,
         config,
         layout,
-        rank=rank,
+        rank=layout.coordinates(strategy.global_rank)["pipeline"],
         precision=str(trainer.precision),
         micro_batch_size=b,
     )
