@@ -15,8 +15,6 @@ from typing import Any
 
 from lightning_ptdp.shims.lightning import CLIS, LOADERS, UPLOADERS, LightningCLI, replace_once
 
-__all__ = ["parse_folders", "read_folders", "upload_folders"]
-
 # key checkpoint.single_file.TYPES, repeated here because that module imports torch
 _TYPES = "lightning_ptdp_types"
 
@@ -46,11 +44,9 @@ def _load_file_or_folder(
 
             check_url(path)
         checkpoint = load(path_or_url, map_location=map_location, weights_only=weights_only)
-        return (
-            checkpoint
-            if not isinstance(checkpoint, dict) or _TYPES not in checkpoint
-            else _with_types(checkpoint, path)
-        )
+        if not isinstance(checkpoint, dict) or _TYPES not in checkpoint:
+            return checkpoint
+        return _with_types(checkpoint, path)
     from lightning_ptdp.checkpoint import read_whole
 
     return read_whole(path, map_location, trusted=weights_only is False)

@@ -19,8 +19,6 @@ from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 
-__all__ = ["SourceOption", "options_in_source", "short_help"]
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDTH = 116
 _TRAINER: Mapping[str, str] = {

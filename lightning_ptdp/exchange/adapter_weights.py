@@ -21,19 +21,10 @@ from lightning_ptdp.exchange.tokenizers import tokenizer_files
 from lightning_ptdp.models.adapters import LoraOptions, as_lora
 from lightning_ptdp.models.pretrained_folder import BASE_WEIGHTS, fingerprint, local_folder
 
-__all__ = [
-    "ADAPTER_FILE",
-    "ADAPTER_WEIGHTS",
-    "base_of_adapters",
-    "is_adapter_folder",
-    "merge_adapters",
-    "read_adapter_folder",
-    "to_adapters",
-]
-
-
-ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_OURS, _THEIRS = "model/model.", "base_model.model."
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_OURS = "model/model."
+_THEIRS = "base_model.model."
 
 
 def base_of_adapters(state: Mapping[str, Any]) -> str | None:
@@ -67,7 +58,8 @@ def to_adapters(
         TensorReader(source),
         Path(os.path.abspath(destination)),
     )
-    base, adapter = state[BASE_WEIGHTS], as_lora(state["hyper_parameters"]["adapter"])
+    base = state[BASE_WEIGHTS]
+    adapter = as_lora(state["hyper_parameters"]["adapter"])
     assert adapter is not None
     config = adapter.config(
         base_model_name_or_path=base["path"].removeprefix("tiny:"),
@@ -119,7 +111,8 @@ def merge_adapters(
     peft = import_optional("peft")
     transformers = import_optional("transformers")
 
-    base_weights, target = read_state(source)[BASE_WEIGHTS], Path(os.path.abspath(destination))
+    base_weights = read_state(source)[BASE_WEIGHTS]
+    target = Path(os.path.abspath(destination))
     folder = local_folder(str(base or base_weights["path"]))
     if fingerprint(folder) != base_weights["fingerprint"]:
         raise CheckpointError(
@@ -236,7 +229,8 @@ def read_adapter_folder(
 
 
 def _options(path: Path, config: Mapping[str, Any]) -> LoraOptions:
-    targets, saved_modules = config.get("target_modules"), config.get("modules_to_save") or ()
+    targets = config.get("target_modules")
+    saved_modules = config.get("modules_to_save") or ()
     options = {name: config[key] for key, name in _OPTIONS.items() if key in config}
     try:
         return LoraOptions(
@@ -260,8 +254,6 @@ def _module_name(name: str, adapter: LoraOptions) -> str:
         if separator:
             return f"{head}{part.rstrip('.')}.default" + (f".{tail}" if tail else "")
     owner, _, leaf = short.rpartition(".")
-    return (
-        f"{owner}.modules_to_save.default.{leaf}"
-        if any(owner.endswith(module) for module in adapter.modules_to_save)
-        else short
-    )
+    if any(owner.endswith(module) for module in adapter.modules_to_save):
+        return f"{owner}.modules_to_save.default.{leaf}"
+    return short

@@ -25,19 +25,6 @@ from lightning_ptdp.base.untrusted import MOST_SETTINGS, parse_json, small_files
 from lightning_ptdp.models.checked_config import check_sizes, stored_tensors
 from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
 
-__all__ = [
-    "ADAPTER_NAMES",
-    "BASE_WEIGHTS",
-    "TOO_MANY_IDS",
-    "InitialWeights",
-    "check_tokenizer",
-    "config_of_sizes",
-    "config_values",
-    "fingerprint",
-    "local_folder",
-    "read_model_config",
-]
-
 ADAPTER_NAMES = ("*.lora_*",)
 """Patterns of the names that peft's adapters add to a model."""
 BASE_WEIGHTS = "base_weights"
@@ -50,13 +37,16 @@ TOO_MANY_IDS = (
     "(model.resize_token_embeddings({}), then save_pretrained)"
 )
 _TINY = "tiny:"
-_SAMPLES, _SAMPLE = 64, 4096
+_SAMPLES = 64
+_SAMPLE = 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _READ = ("*.json", "*.txt", "*.model", "*.jinja")
 _PATIENCE_S = 5
 _WORD = re.compile(r"\w+")
-_CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_CONFIG = "config.json"
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -234,7 +224,8 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
         )
     kind = transformers.CONFIG_MAPPING[name]
     try:
-        config, known = kind(**values), vars(kind())
+        config = kind(**values)
+        known = vars(kind())
     except Exception as error:  # the checks of transformers raise many types
         reason = " ".join(str(error).split())[:300]
         raise ValueError(

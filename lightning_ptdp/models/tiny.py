@@ -13,8 +13,6 @@ from typing import Any
 
 from lightning_ptdp.base.requirements import import_optional
 
-__all__ = ["TINY_SIZES", "make_tiny"]
-
 TINY_SIZES: Mapping[str, Any] = MappingProxyType(
     {
         "model_type": "llama",

@@ -14,8 +14,6 @@ from lightning_ptdp.schedule.partition import check_num_layers, explicit_partiti
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["KnownParts", "layer_ranges", "multiply_adds"]
-
 
 def layer_ranges(
     module: nn.Module,
@@ -138,8 +136,6 @@ class KnownParts:
             for name, child in module.named_modules(remove_duplicate=False)
         )
         found_for = (*options.values(), *modules)
-        return (
-            known
-            if known is not None and known.found_for == found_for
-            else cls(find_parts(module, **options), found_for)
-        )
+        if known is not None and known.found_for == found_for:
+            return known
+        return cls(find_parts(module, **options), found_for)

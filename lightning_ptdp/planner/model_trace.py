@@ -29,9 +29,8 @@ from lightning_ptdp.planner.software import Software
 from lightning_ptdp.planner.traced_blocks import Followed, Following, Run
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["trace_shape"]
-
-_FEW, _MANY = 2, 4
+_FEW = 2
+_MANY = 4
 
 
 def trace_shape(
@@ -86,7 +85,8 @@ def trace_shape(
     runs = list[tuple[int, LayerShape]]()
     shapes = dict[object, LayerShape]()
     for index, (kind, name) in enumerate(zip(small.order, small.names, strict=True)):
-        parameters, cost = of_layers[name], multiply_adds(module.get_submodule(name)) or 1.0
+        parameters = of_layers[name]
+        cost = multiply_adds(module.get_submodule(name)) or 1.0
         key = (kind, parameters, cost)
         layer = shapes.setdefault(key, replace(layers[kind], parameters=parameters, cost=cost))
         if index and runs[-1][1] is layer:

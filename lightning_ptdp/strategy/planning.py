@@ -26,8 +26,6 @@ from lightning_ptdp.planner.examples import Example, call_with, longest_sample
 from lightning_ptdp.planner.model_trace import trace_shape
 from lightning_ptdp.strategy.checks.whole_model import CUT_MARK, plan_of, whole_model
 
-__all__ = ["described", "plan", "trained_share", "type_of_states"]
-
 
 def plan(  # noqa: PLR0913
     module: nn.Module,

@@ -1,31 +1,31 @@
-"""Rehearsal of the first training step before launch."""
+"""Rehearsal of the first training step before launch, and its comparison with one process."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import random
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_ptdp.base.forked_processes import try_in_child
 from lightning_ptdp.base.nested import Nested, batch_size
+from lightning_ptdp.base.random import seed_process
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.rehearsal import Rehearsal
-from lightning_ptdp.shims.lightning import LightningModule, Trainer
+from lightning_ptdp.shims.lightning import LightningModule, Trainer, trainer_options
 from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.strategy.checks.whole_model import plan_of
-from lightning_ptdp.strategy.fork_safety import try_in_child
+from lightning_ptdp.strategy.running_strategy import RunningStrategy
+from lightning_ptdp.verification import VerificationError, verify
 from lightning_ptdp.world.layout import ParallelLayout
-
-__all__ = ["check_first_batch"]
 
 _LARGEST = 50_000_000
 """Parameters of the largest model whose forward is run before launch."""
@@ -98,7 +98,8 @@ def _first_batch(trainer: Trainer, module: LightningModule, source: Any) -> Nest
     module.setup("fit")
     if isinstance(source, DataLoader):
         source = copy.copy(source)
-        source.num_workers, source.pin_memory = 0, False
+        source.num_workers = 0
+        source.pin_memory = False
     return next(islice(source, 1))
 
 
@@ -108,9 +109,7 @@ def _step_of(module: LightningModule, batch: Nested) -> Callable[[], object]:
     call = partial(module.training_step, batch, *([0] if len(names) > 1 else []))
 
     def step() -> object:
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
+        seed_process(0)
         return call()
 
     return step
@@ -118,3 +117,42 @@ def _step_of(module: LightningModule, batch: Nested) -> Callable[[], object]:
 
 def _drop(*_: object, **__: object) -> None:
     """Log nothing, because no loop runs."""
+
+
+_log = logging.getLogger(__name__)
+
+
+def verify_first_step(
+    strategy: RunningStrategy, trainer: Trainer, arguments: Sequence[object]
+) -> None:
+    """Compare the first step with one process; ``arguments`` are those of the Trainer's fit.
+
+    Raises:
+        MisconfigurationException: This process does not start all ranks.
+        VerificationError: The steps differ; contains the report.
+    """
+    environment: Any = strategy.cluster_environment
+    option = f"verify={strategy.config.verify!r}"
+    starts_ranks = isinstance(environment, strategy._names.LightningEnvironment)
+    if strategy.num_nodes > 1 or not starts_ranks:
+        reason = (
+            f"{type(environment).__name__} has started the ranks"
+            if not starts_ranks
+            else f"num_nodes={strategy.num_nodes}"
+        )
+        raise strategy.refusal(
+            f"{option} forks processes on this machine before training, but {reason}. Leave it "
+            "out, and first run ptdp verify, or lightning_ptdp.verify, on one machine"
+        )
+    if strategy.num_processes > 1 and environment.creates_processes_externally:
+        return  # started by rank 0, which has verified
+    report = verify(
+        strategy.lightning_module,
+        *arguments[1:4],
+        strategy=strategy,
+        steps=1,
+        **trainer_options(trainer),
+    )
+    if not report.equal:
+        raise VerificationError(f"{option}: {report}")
+    _log.info("verify: %s", str(report).partition("\n")[0])
