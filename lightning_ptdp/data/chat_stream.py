@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -117,7 +117,7 @@ class ChatStream(SampleStream):
             ).hexdigest(),
         )
 
-    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+    def __getitems__(self, visits: Sequence[int]) -> Any:
         """Return inputs, labels and positions, int32 of shape (b, 3, s)."""
         numbers = [visit if visit == PADDING else visit % self._size for visit in visits]
         return self._rows(numbers)
@@ -144,7 +144,7 @@ class ChatStream(SampleStream):
             row[2, offset:] = np.arange(length - offset)
         return rows
 
-    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def as_batch(self, rows: Any) -> dict[str, torch.Tensor]:
         """Return ``input_ids``, ``labels`` and, with packing, ``position_ids``.
 
         All are int64 of shape (b, s).

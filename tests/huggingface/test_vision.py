@@ -111,7 +111,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a folder of each family."""
     folder = tmp_path_factory.mktemp("vision")
     torch.manual_seed(5)
-    for family in ("qwen2_5_vl", "idefics3"):
+    for family in FAMILIES:
         build_vision(family).save_pretrained(folder / family)
     return folder
 
@@ -125,7 +125,7 @@ def logits(folder: Path, family: str) -> torch.Tensor:
         return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_exported_folder_reloads_with_equal_logits(
     family: str, folders: Path, parity: Parity, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.rehearsal import Rehearsal
 from lightning_ptdp.shims.lightning import LightningModule, Trainer
 from lightning_ptdp.shims.transformers import image_token_of
-from lightning_ptdp.strategy.checks.whole_model import plan_of
+from lightning_ptdp.strategy.checks.whole_model import plan_of, whole_model
 from lightning_ptdp.strategy.fork_safety import try_in_child
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -59,7 +59,9 @@ def check_first_batch(
     """
     if known is None or isinstance(source, Mapping):
         return
-    plan = plan_of(module, config)
+    # A part that configure_model builds may be missing here.
+    whole = whole_model(module, config)
+    plan = plan_of(whole, config)
     if plan.blocks is not None or sum(p.numel() for p in module.parameters()) > _LARGEST:
         return
     parts = known.parts
@@ -73,7 +75,7 @@ def check_first_batch(
         try:
             samples = batch_size(batch)
             sizes = microbatch_sizes(samples, config.microbatches(samples))
-            microbatch = split_batch(batch, sizes, image_token=image_token_of(module))[0]
+            microbatch = split_batch(batch, sizes, image_token=image_token_of(whole))[0]
         except ValueError as error:
             return error
         microbatch = module.on_after_batch_transfer(microbatch, 0)
