@@ -60,6 +60,7 @@ class ChatStream(SampleStream):
     form: ClassVar[Form] = "chat"
     per_document: ClassVar[int] = 1
     """Samples that belong together."""
+    remedies: ClassVar[str] = "cut or drop"
 
     def __init__(
         self,
@@ -167,8 +168,8 @@ class ChatStream(SampleStream):
         if too_long == "error" and longer.any():
             raise StoreError(
                 f"{subject} are longer than sequence_length={length} (+ 1); the longest has "
-                f"{self.lengths.max()} tokens. Use a greater sequence_length, or too_long: cut "
-                "or drop"
+                f"{self.lengths.max()} tokens. Use a greater sequence_length, or too_long: "
+                f"{self.remedies}"
             )
         if too_long == "cut":
             # The first token of a sample is never predicted.

@@ -29,6 +29,7 @@ class ImageChatStream(ChatStream):
     """
 
     form: ClassVar[Form] = "image_chat"
+    remedies: ClassVar[str] = "drop"
 
     def __init__(self, folder: str | Path, *, split: SplitName = "train", **options: Any) -> None:
         super().__init__(folder, split=split, **options)

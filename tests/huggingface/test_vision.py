@@ -8,15 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ptdp import ParallelLayout
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import split_batch
 from lightning_ptdp.models import LitImageTextToText, LoraOptions
+from lightning_ptdp.models.plans import find_plan
+from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
+from lightning_ptdp.planner import find_device
+from lightning_ptdp.shims.transformers import image_parts
 from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.strategy.planning import described
 from tests.huggingface.round_trip import OPTIMIZER
 from tests.huggingface.runs import LAYOUTS
 from tests.huggingface.vision import (
     FAMILIES,
     IMAGE,
+    LENGTH,
     ImageSamples,
     LitVision,
     VisionRun,
@@ -47,6 +54,27 @@ def test_context_parallelism_is_refused_before_launch() -> None:
     module = LitVision(VisionRun(model="qwen2_5_vl"))
     with pytest.raises(ValueError, match=r"merges images into its sequence.*_parallel_size=1"):
         check_model(module, config, config.layout(2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_partition_and_planner_count_tower_on_first_stage(family: str) -> None:
+    """The tower has more multiply-adds than a layer, so the first stage has one layer of four."""
+    module = LitVision(VisionRun(model=family))
+    module.configure_model()
+    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
+    known = KnownParts.of(module, find_plan(module))
+    assert layer_ranges(module, parts=known.parts, layout=layout) == ((0, 1), (1, 4))
+    shape = described(
+        module,
+        PTDPConfig(),
+        length=LENGTH,
+        precision="32-true",
+        software="ours",
+        device=find_device("h100"),
+    )
+    towers = [module.get_submodule(name.rstrip(".")) for name in image_parts(module)]
+    elements = sum(p.numel() for tower in towers for p in tower.parameters() if p.dim() > 1)
+    assert shape.input.flops >= 2 * LENGTH * elements > 0
 
 
 def _batch(images: list[int], rows: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
