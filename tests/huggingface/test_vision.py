@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp import ParallelLayout
 from lightning_ptdp.config import PTDPConfig
@@ -16,7 +19,8 @@ from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.planner import find_device
 from lightning_ptdp.shims.transformers import image_parts
-from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.checks import check_first_batch, check_model
 from lightning_ptdp.strategy.planning import described
 from tests.huggingface.round_trip import OPTIMIZER
 from tests.huggingface.runs import LAYOUTS
@@ -30,7 +34,7 @@ from tests.huggingface.vision import (
     build_vision,
     collate,
 )
-from tests.parity import Parity
+from tests.parity import Parity, make_trainer
 
 pytestmark = pytest.mark.thorough
 
@@ -104,6 +108,33 @@ def test_patches_follow_their_images_into_microbatches() -> None:
 def test_images_of_unknown_sample_are_refused() -> None:
     with pytest.raises(ValueError, match=r"3 rows for 8 image tokens.*Use num_microbatches=1"):
         split_batch(_batch([2, 2], 3), (1, 1), image_token=IMAGE)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_batch_is_split_before_launch(
+    rows: int, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is built only in the ranks, and its tensor-parallel plan is still found."""
+    # The trial is not run beside other threads, such as those of pytest.
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    module = image_text(VisionRun(model="llava", pretrained=str(folders / "llava")))
+    config = PTDPConfig(tensor_parallel_size=2, pipeline_parallel_size=2, num_microbatches=2)
+    layout = config.layout(4)
+    expected = pytest.raises(ValueError, match=r"3 rows for 8 image tokens.*num_microbatches=1")
+    with expected if rows == 3 else nullcontext():
+        check_first_batch(
+            make_trainer(PTDPStrategy()),
+            module,
+            DataLoader(_Batches([_batch([2, 2], rows)]), batch_size=None),
+            config=config,
+            layout=layout,
+            known=check_model(module, config, layout),
+        )
+    assert module.model is None
+
+
+class _Batches(list, Dataset):
+    """Batches of a loader."""
 
 
 TEXT_STEP = (1, 2, 0, 1, 0, 0, 0, 0, 1, 0, 0, 2)
