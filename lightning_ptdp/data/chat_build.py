@@ -62,6 +62,10 @@ class ChatConfig(Preparation):
     split_seed: Count = 0
 
     columns_class: ClassVar[type[Columns]] = Columns
+    tokenizer_class: ClassVar[type[HuggingFaceTokenizer]] = HuggingFaceTokenizer
+    format_class: ClassVar[type[ChatFormat]] = ChatFormat
+    checks_every_row: ClassVar[bool] = False
+    """Check the content of every row before launch, not only the first ones."""
     about: ClassVar[str] = "docstrings"
     """Content of the rows without a path."""
 
@@ -102,10 +106,6 @@ class ChatConfig(Preparation):
         """
         columns.conversation(row)
 
-    def chat_format(self) -> ChatFormat:
-        """Return the conversion of conversations to tokens."""
-        return ChatFormat(self.tokenizer(), template=self.chat_template, learn=self.learn)
-
     def tokenizer(self) -> HuggingFaceTokenizer:
         """Return the tokenizer of the model.
 
@@ -117,7 +117,7 @@ class ChatConfig(Preparation):
                 "tokenizer_dir=None. Give the folder of the tokenizer, which is usually that "
                 "of the model"
             )
-        return HuggingFaceTokenizer(self.tokenizer_dir)
+        return self.tokenizer_class(self.tokenizer_dir)
 
     @property
     def form(self) -> Form:
@@ -137,7 +137,8 @@ class ChatConfig(Preparation):
             else hashlib.sha256(read_template(self.chat_template).encode()).hexdigest()
         )
         # The hash of the tokenizer is compared; its folder may have moved.
-        return self._settings(tokenizer_dir=None, chat_template=template)
+        values = self._settings(tokenizer_dir=None, chat_template=template)
+        return values if self.form == "chat" else {**values, "form": self.form}
 
     @property
     def folder(self) -> str:
@@ -168,18 +169,9 @@ class ChatConfig(Preparation):
         for path, split in self._sources():
             for _ in islice(_encoded(self, path, split, Counter()), 1):
                 pass
-
-    def check_every_row(self) -> None:
-        """Check the content of every row, unless faulty rows are dropped.
-
-        Raises:
-            CorpusError: A row is faulty.
-        """
-        if self.faulty == "drop":
-            return
-        for path, split in self._sources():
-            for file in [] if path is None else map(str, chat_files(path)):
-                self._check_file(file, split)
+            if self.checks_every_row and self.faulty == "error" and path is not None:
+                for file in map(str, chat_files(path)):
+                    self._check_file(file, split)
 
     def _check_file(self, file: str, split: str) -> None:
         columns = self.find_columns(list(islice(self.rows(file, split), ROWS_AT_ONCE)), file)
@@ -263,7 +255,10 @@ def _encoded(
     columns = config.find_columns(first, path)
     numbered = enumerate(chain(first, rows), start=1)
     batches = iter(lambda: list(islice(numbered, ROWS_AT_ONCE)), [])
-    task = partial(_encode, config, config.chat_format(), columns, path)
+    form = config.format_class(
+        config.tokenizer(), template=config.chat_template, learn=config.learn
+    )
+    task = partial(_encode, config, form, columns, path)
     for samples, reasons in ordered_map(task, batches, num_workers=config.num_workers):
         faulty.update(reasons)
         yield from samples

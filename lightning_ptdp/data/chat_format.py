@@ -66,6 +66,7 @@ class ChatFormat:
         learn: Learn = "answers",
     ) -> None:
         self._tokenizer: Any = tokenizer.of_transformers
+        self._processor: Any = tokenizer
         self._learn = learn
         if template is not None:
             self.template = read_template(template)

@@ -28,6 +28,7 @@ from lightning_ptdp.data.conversations import (
     texts_of,
 )
 from lightning_ptdp.data.huggingface_processor import HuggingFaceProcessor
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.image_chat_format import ImageChatFormat
 from lightning_ptdp.data.image_files import absolute, image_size, images_of, open_image
 from lightning_ptdp.data.manifest import Form
@@ -38,15 +39,7 @@ __all__ = ["ImageChatConfig", "ImageColumns"]
 
 @dataclass(frozen=True)
 class ImageColumns(Columns):
-    """Names of the columns that hold a conversation with images.
-
-    Attributes:
-        names: Mapping from content to column: ``messages``, optionally ``system``.
-    """
-
-    forms: ClassVar = (("messages",),)
-    needed: ClassVar[str] = "messages"
-    example: ClassVar[str] = "{messages: conversation}"
+    """Names of the columns that hold a conversation, whose messages may have images."""
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
         """Return the messages of a row, each with a list of texts and images.
@@ -79,25 +72,15 @@ class ImageChatConfig(ChatConfig):
     max_images: Size | None = None
 
     columns_class: ClassVar[type[Columns]] = ImageColumns
+    tokenizer_class: ClassVar[type[HuggingFaceTokenizer]] = HuggingFaceProcessor
+    format_class: ClassVar[type[ChatFormat]] = ImageChatFormat
+    checks_every_row: ClassVar[bool] = True
     about: ClassVar[str] = "colors"
 
     @property
     def form(self) -> Form:
         """Conversations with images."""
         return "image_chat"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that determine the contents of the folder."""
-        return {**super().settings, "form": self.form}
-
-    def tokenizer(self) -> HuggingFaceProcessor:
-        """Return the processor of the model."""
-        return HuggingFaceProcessor(super().tokenizer().folder)
-
-    def chat_format(self) -> ImageChatFormat:
-        """Return the conversion of conversations to tokens."""
-        return ImageChatFormat(self.tokenizer(), template=self.chat_template, learn=self.learn)
 
     def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
         """Yield the rows with absolute paths of images; without a path, those about colors."""
@@ -112,11 +95,6 @@ class ImageChatConfig(ChatConfig):
     def check_row(self, columns: Any, row: Mapping[str, Any]) -> None:
         """Check the messages of a row and its images."""
         self._checked_images(columns.conversation(row))
-
-    def check_source(self) -> None:
-        """Check the files, the template on the first rows, and the images of every row."""
-        super().check_source()
-        self.check_every_row()
 
     def encode(
         self, form: ChatFormat, columns: Any, row: Mapping[str, Any]

@@ -13,32 +13,21 @@ from typing import ClassVar
 
 import numpy as np
 
-from lightning_ptdp.data.chat_format import ChatFormat, Learn
+from lightning_ptdp.data.chat_format import ChatFormat
 from lightning_ptdp.data.conversations import Conversation, FaultyRow
-from lightning_ptdp.data.huggingface_processor import HuggingFaceProcessor
 from lightning_ptdp.data.image_files import images_of
 
 __all__ = ["ImageChatFormat"]
 
 
 class ImageChatFormat(ChatFormat):
-    """Conversion of conversations with images, with a processor.
+    """Conversion of conversations with images.
 
-    The arguments are those of ``ChatFormat``.
+    The arguments are those of ``ChatFormat``, with a ``HuggingFaceProcessor`` as tokenizer.
     """
 
     # They are positions in the text before images replace their places.
     reads_marks: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        processor: HuggingFaceProcessor,
-        *,
-        template: str | None = None,
-        learn: Learn = "answers",
-    ) -> None:
-        super().__init__(processor, template=template, learn=learn)
-        self._processor = processor
 
     def _compared(self, conversation: Conversation, text: str) -> tuple[np.ndarray, np.ndarray]:
         processor, images = self._processor.processor, images_of(conversation)

@@ -89,16 +89,12 @@ class PreferenceConfig(ChatConfig):
     """
 
     columns_class: ClassVar[type[Columns]] = PreferenceColumns
+    checks_every_row: ClassVar[bool] = True
 
     @property
     def form(self) -> Form:
         """Pairs."""
         return "preference"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that determine the contents of the folder."""
-        return {**super().settings, "form": self.form}
 
     def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
         """Yield the rows; without a path, answers beside their words in reverse order."""
@@ -121,11 +117,6 @@ class PreferenceConfig(ChatConfig):
     def check_row(self, columns: Any, row: Mapping[str, Any]) -> None:
         """Check that a row is a pair."""
         columns.pair(row)
-
-    def check_source(self) -> None:
-        """Check the files, the template on the first rows, and that every row is a pair."""
-        super().check_source()
-        self.check_every_row()
 
 
 class PreferenceStream(ChatStream):

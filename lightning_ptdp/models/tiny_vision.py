@@ -56,6 +56,4 @@ def make_tiny_vision(folder: str | os.PathLike[str], *, seed: int = 0) -> None:
             image_token_index=tokenizer.convert_tokens_to_ids(_IMAGE),
             tie_word_embeddings=False,
         )
-        model = transformers.LlavaForConditionalGeneration(config)
-        model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        model.save_pretrained(part)
+        transformers.LlavaForConditionalGeneration(config).save_pretrained(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -110,6 +111,10 @@ def test_adapters_resume_merge_and_export(parity: Parity, folder: Path, tmp_path
     resumed = parity.result(replace(run, resume=str(tmp_path / "step=1.ckpt")))
     assert_near(resumed["losses"], parity.result(run)["losses"][1:], 1e-5, "losses")
     convert(tmp_path / "step=3.ckpt", tmp_path / "merged", merge=True)
+    convert(tmp_path / "step=3.ckpt", tmp_path / "adapter")
+    adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert len(adapter["target_modules"]) == 7 * 4
+    assert all(".language_model." in name for name in adapter["target_modules"])
     whole, merged = (logits(tmp_path / name, folder) for name in ("whole", "merged"))
     torch.testing.assert_close(merged, whole, rtol=1e-4, atol=1e-5)
     assert (whole - logits(folder / "model", folder)).abs().max() > 1e-3
