@@ -263,3 +263,14 @@ def test_processor_of_other_model_is_refused(data: Data, images: Path) -> None:
     make_processor("llava", "<one more>").save_pretrained(other)
     with pytest.raises(ValueError, match=r"processor of the data .* \[6\].* image_token_id="):
         LitImageTextToText(str(images / "model")).check_data(data(ROWS, tokenizer_dir=str(other)))
+
+
+def test_model_gets_tensors_that_its_forward_names(images: Path) -> None:
+    """LLaVA has no token types."""
+    module = LitImageTextToText(str(images / "model"))
+    with torch.device("meta"):
+        module.configure_model()
+    given: list[str] = []
+    module.model.forward = lambda **inputs: given.extend(inputs)
+    module._run(input_ids=1, token_type_ids=2, pixel_values=3)
+    assert given == ["input_ids", "pixel_values"]
