@@ -163,22 +163,24 @@ def test_unsplittable_module_is_refused_before_launch(
     module: type[Chain], words: str, source: str
 ) -> None:
     data = Data() if source == "data module" else DataLoader(Samples(), batch_size=4, num_workers=1)
-    in_new_process(partial(refused, module, words, data, None))
+    assert in_new_process(partial(refused, module, words, data, None)) == 0
 
 
 def test_unsplittable_batch_is_refused_before_launch() -> None:
     data = DataLoader(Samples(), batch_size=4, collate_fn=graphs)
-    in_new_process(partial(refused, Chain, r"first dimensions are \[3, 4\]", data, None))
+    assert (
+        in_new_process(partial(refused, Chain, r"first dimensions are \[3, 4\]", data, None)) == 0
+    )
 
 
 def test_object_in_checkpoint_hook_is_refused_before_launch(tmp_path: Any) -> None:
     words = r"on_save_checkpoint of SavesAnObject adds 'loss_fn' \(a torch\..*MSELoss\)"
     data = DataLoader(Samples(), batch_size=4)
-    in_new_process(partial(refused, SavesAnObject, words, data, str(tmp_path)))
+    assert in_new_process(partial(refused, SavesAnObject, words, data, str(tmp_path))) == 0
 
 
 def test_sequential_blocks_train() -> None:
-    in_new_process(partial(trained, Chain))
+    assert in_new_process(partial(trained, Chain)) == 0
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_sequential_blocks_train() -> None:
     ],
 )
 def test_errors_missed_by_rehearsal_are_raised_by_ranks(module: type[Chain], words: str) -> None:
-    in_new_process(partial(launched, module, words))
+    assert in_new_process(partial(launched, module, words)) == 0
 
 
 def test_rehearsal_is_skipped_with_other_threads() -> None:

@@ -99,4 +99,4 @@ def _returns_weights_through_memory() -> None:
 )
 def test_fork_start_method_in_new_process(part: Callable[[], None]) -> None:
     """A new process is needed because only its first backward starts threads."""
-    in_new_process(part)
+    assert in_new_process(part) == 0

@@ -164,7 +164,7 @@ LAYOUTS: dict[str, Place] = {
     "t2sp": (2, {T: 2, "sequence_parallel": True}),
     "t2p2 zb_h1": (4, {T: 2, P: 2, "schedule": "zb_h1"}),
 }
-RUN = Run(hidden=32, steps=4, clip=None, layout={M: 4})
+RUN = Run(hidden=32, clip=None, layout={M: 4})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

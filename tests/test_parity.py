@@ -75,7 +75,7 @@ SCHEDULES: dict[str, Place] = {
     "t2p2 not scattered": (4, {T: 2, P: 2, M: 2, "scatter_gather": False}),
 }
 
-PIPELINE = Run(layers=7, accumulate=2, steps=6, global_batch=16)
+PIPELINE = Run(layers=7, accumulate=2, global_batch=16)
 """With 16 samples a hidden state is large enough to be scattered."""
 
 QUICK = ("d2", "p2v2", "t2sp")
@@ -91,12 +91,12 @@ def test_gpt_with_accumulation_clipping_and_tied_weights(name: str, parity: Pari
 
 @pytest.mark.parametrize("name", ["d2", "t2sp", "p2v2", "t2p2v2sp"])
 def test_llama_without_accumulation(name: str, parity: Parity) -> None:
-    parity.check(Run(llama=True, steps=6, clip=None), LAYOUTS[name])
+    parity.check(Run(llama=True, clip=None), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["p2v2 m3", "t2p2", "d2p2"])
 def test_eagerly_built_model_with_plain_loss(name: str, parity: Parity) -> None:
-    run = Run(eager=True, count_tokens=False, ignore_padding=False, steps=6, accumulate=2)
+    run = Run(eager=True, count_tokens=False, ignore_padding=False, accumulate=2)
     parity.check(run, LAYOUTS[name])
 
 
@@ -118,7 +118,7 @@ def test_gradient_reduction_during_schedule(name: str, parity: Parity) -> None:
     With gradient accumulation, the reductions would run after the schedule.
     """
     world_size, layout = SCHEDULES[name]
-    parity.check(Run(layers=7, steps=6), (world_size, {**layout, "bucket_mb": 1e-2}))
+    parity.check(Run(layers=7), (world_size, {**layout, "bucket_mb": 1e-2}))
 
 
 def test_schedule_from_file(parity: Parity, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_reduction_between_nodes_runs_beside_other_collectives(
     place: Place, parity: Parity
 ) -> None:
     world_size, options = place
-    parity.check(Run(layers=4, steps=4), (world_size, {**options, M: 2, "bucket_mb": 1e-3}))
+    parity.check(Run(layers=4), (world_size, {**options, M: 2, "bucket_mb": 1e-3}))
 
 
 @pytest.mark.parametrize("name", ["p2v2 zb_v", "p2v2 dualpipe_v"])
@@ -151,7 +151,7 @@ def test_llama_with_changing_lengths_and_incomplete_last_batch(name: str, parity
 
 @pytest.mark.parametrize("name", ["p2 zb_h1", "p2v2 zb_v"])
 def test_evaluation_between_training_steps_changes_nothing(name: str, parity: Parity) -> None:
-    run = Run(accumulate=2, steps=8, validate_every=1)
+    run = Run(accumulate=2, validate_every=1)
     found, *_ = parity.check(run, SCHEDULES[name])
     unevaluated = parity.result(replace(run, validate_every=None))
     assert_same(found, unevaluated, but=("val_loss",))
@@ -160,7 +160,7 @@ def test_evaluation_between_training_steps_changes_nothing(name: str, parity: Pa
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", ["p2 zb_h1", "p2v2 zb_v"])
 def test_bfloat16_is_close_to_single_process(name: str, precision: str, parity: Parity) -> None:
-    run = Run(precision=precision, steps=8)
+    run = Run(precision=precision)
     expected, found = parity.result(run), parity.ranks(run.on(SCHEDULES[name]))[0]
     # A single process reports the loss in its dtype, with a relative precision of 1/128.
     assert_near(
@@ -171,6 +171,6 @@ def test_bfloat16_is_close_to_single_process(name: str, precision: str, parity: 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputation_with_dropout_is_bitwise_equal(recompute: str, parity: Parity) -> None:
-    run, (world_size, layout) = Run(steps=4, dropout=0.2), SCHEDULES["p2v2 zb_v"]
+    run, (world_size, layout) = Run(dropout=0.2), SCHEDULES["p2v2 zb_v"]
     kept = parity.result(run.on((world_size, layout)))
     parity.check(run, (world_size, {**layout, R: recompute}), expected=kept, tolerance=0)

@@ -28,7 +28,7 @@ LAYOUTS: dict[str, Place] = {
     "d2p2 sharded": (4, {Z: "optimizer", P: 2, M: 2}),
     "d2p2v2 zb_v sharded": (4, {Z: "optimizer", P: 2, V: 2, M: 2, S: "zb_v"}),
 }
-RUN = Run(steps=8, accumulate=2, count_tokens=False, ignore_padding=False)
+RUN = Run(accumulate=2, count_tokens=False, ignore_padding=False)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])

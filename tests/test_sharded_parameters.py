@@ -58,13 +58,13 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_training_equals_single_process(name: str, accumulate: int, parity: Parity) -> None:
     world_size, layout = PLACES[name]
-    run = Run(steps=4, accumulate=accumulate, global_batch=16, layers=6)
+    run = Run(accumulate=accumulate, global_batch=16, layers=6)
     parity.check(run, (world_size, {**layout, **SHARDED}))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_one_microbatch_equals_sharded_optimizer_bitwise(precision: str, parity: Parity) -> None:
-    run = Run(steps=4, precision=precision, clip=None)  # units sum the norm in another order
+    run = Run(precision=precision, clip=None)  # units sum the norm in another order
     optimizer, parameters = (
         parity.ranks(run.on((4, {**SHARDED, Z: shard}))) for shard in ("optimizer", "parameters")
     )
@@ -146,7 +146,7 @@ class Measurement(L.Callback):
 
 @pytest.mark.parametrize("options", [{}, {M: 2}, {R: "full"}, {M: 4, P: 2, BY: "block"}], ids=str)
 def test_rank_holds_share_and_gathers_two_blocks(options: dict[str, Any], parity: Parity) -> None:
-    run = Measured(steps=4).on((4, {**options, **SHARDED}))
+    run = Measured().on((4, {**options, **SHARDED}))
     for found in parity.ranks(run):
         assert found["held"] == pytest.approx(16 / (4 // options.get(P, 1)), rel=0.02)
         assert found["block"] < found["whole"] <= 2 * found["block"]

@@ -32,10 +32,10 @@ LAYOUTS: dict[str, Place] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sharded_optimizer_matches_single_process(name: str, parity: Parity) -> None:
     world_size, layout = LAYOUTS[name]
-    run = Run(accumulate=2, steps=8, global_batch=16)
+    run = Run(accumulate=2, global_batch=16)
     parity.check(run, (world_size, {**layout, "bucket_mb": 1e-2}))
 
 
 def test_replicated_key_value_heads_match_single_process(parity: Parity) -> None:
     """Shards split the replicated key and value rows, which are summed and counted once."""
-    parity.check(Run(llama=True, layers=2, steps=4), (8, {Z: "optimizer", T: 4, "bucket_mb": 1e-2}))
+    parity.check(Run(llama=True, layers=2), (8, {Z: "optimizer", T: 4, "bucket_mb": 1e-2}))

@@ -25,7 +25,6 @@ VOCABULARY, LENGTH = 61, 16
 class Run(Training):
     """A training of the small GPT."""
 
-    steps: int = 8
     clip: float | None = 0.05
     layers: int = 4
     hidden: int = 16

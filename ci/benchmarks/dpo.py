@@ -12,10 +12,14 @@ import os
 from typing import Any
 
 import lightning.pytorch as L
+import peft
 import torch
+import transformers
+from datasets import Dataset
 from finetune import SIZES
 from harness import QUIET, Comparison, compare, parse_options, report
 from torch import Tensor
+from trl import DPOConfig, DPOTrainer
 from turns import ENOUGH, Contestant, Same, TrainerLoop, alternate, on_ranks
 
 from lightning_ptdp import PTDPStrategy
@@ -66,11 +70,6 @@ def ours(size: str, adapters: bool, rank: int) -> Contestant:
 
 
 def peer(size: str, adapters: bool, rank: int, folder: str) -> Contestant:
-    import peft
-    import transformers
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
     class Prepared(DPOTrainer):
         """TRL's trainer of pairs that have ids already."""
 

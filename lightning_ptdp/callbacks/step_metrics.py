@@ -115,6 +115,7 @@ class Throughput(Callback):
     The metrics are ``samples_per_s``, ``tokens_per_s``, ``model_tflops_per_s`` and ``mfu``. Time
     runs from the end of one step to the end of the next, so that data loading is included. The
     first step and validation are excluded. The first three metrics are totals over the replicas.
+    ``model_tflops_per_s`` and ``mfu`` are logged on rank 0 only.
     Tokens are counted if the batch holds token ids: ``input_ids`` (b, s), or else an integer first
     tensor of two dimensions (b, s). Operations need a ``flops_per_sample(sequence_length)`` method
     on the LightningModule: model operations, forward and backward, of one sample. ``mfu`` is these
@@ -162,7 +163,8 @@ class Throughput(Callback):
         now, is_first = time.perf_counter(), self._last is None
         samples, length = batch_shape(batch)
         samples *= replicas(trainer)
-        flops = samples * flops_per_sample(pl_module, length)
+        # Counting takes seconds, and only rank 0's value is written.
+        flops = samples * flops_per_sample(pl_module, length) if trainer.is_global_zero else 0.0
         if self._last is not None:
             self._steps.append((now - self._last - self._paused, samples, samples * length, flops))
             self._log_rates(trainer)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.thorough
 
@@ -24,8 +23,7 @@ FIELDS = {"name", "ours", "peer", "peer_name", "ratio", "unit"}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_benchmark_runs(name: str) -> None:
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--smoke"]
-    done = run(command)
+    done = run_script(BENCHMARKS / f"{name}.py", ["--smoke"])
     if "two namespaces cannot be made here" in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr[-4000:]

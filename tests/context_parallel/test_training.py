@@ -33,23 +33,23 @@ LAYOUTS: dict[str, Place] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gpt_with_gradient_accumulation_matches_single_process(name: str, parity: Parity) -> None:
-    parity.check(Run(accumulate=2, steps=6), LAYOUTS[name])
+    parity.check(Run(accumulate=2), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["c2", "d2c2", "p2v2c2"])
 def test_llama_with_validation_matches_single_process(name: str, parity: Parity) -> None:
-    parity.check(Run(llama=True, steps=6, validate_every=2), LAYOUTS[name])
+    parity.check(Run(llama=True, validate_every=2), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["c2", "c2m4", "p2c2"])
 def test_mean_loss_without_token_count_matches_single_process(name: str, parity: Parity) -> None:
     """Sequences have no padding, so all slices have the same number of labels."""
-    run = Run(count_tokens=False, ignore_padding=False, steps=6, eager=True)
+    run = Run(count_tokens=False, ignore_padding=False, eager=True)
     parity.check(run, LAYOUTS[name])
 
 
 def test_mean_loss_over_uneven_slices_matches_single_process(parity: Parity) -> None:
-    parity.check(Run(count_tokens=False, steps=6), LAYOUTS["c2"])
+    parity.check(Run(count_tokens=False), LAYOUTS["c2"])
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ MODES: dict[str, Place] = {
         {"num_microbatches": 2, "data_parallel_replicas": 2, "shard": "parameters"},
     ),
 }
-RUN = Run(steps=4, accumulate=2, global_batch=16)
+RUN = Run(accumulate=2, global_batch=16)
 
 
 def place_of(schedule: str, mode: str) -> Place:

@@ -32,13 +32,13 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_training_equals_single_process(name: str, accumulate: int, parity: Parity) -> None:
     world_size, layout = PLACES[name]
-    run = Run(steps=4, accumulate=accumulate, global_batch=16)
+    run = Run(accumulate=accumulate, global_batch=16)
     parity.check(run, (world_size, {**layout, **GRADIENTS}))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_one_microbatch_equals_sharded_optimizer_bitwise(precision: str, parity: Parity) -> None:
-    run = Run(steps=4, precision=precision)
+    run = Run(precision=precision)
     optimizer, gradients = (
         parity.ranks(run.on((4, {**GRADIENTS, Z: shard}))) for shard in ("optimizer", "gradients")
     )
@@ -57,7 +57,7 @@ def test_llama_with_changing_lengths_and_incomplete_last_batch(parity: Parity) -
 
 
 def test_plain_loss_of_eagerly_built_model(parity: Parity) -> None:
-    run = Run(eager=True, count_tokens=False, ignore_padding=False, steps=4, accumulate=2)
+    run = Run(eager=True, count_tokens=False, ignore_padding=False, accumulate=2)
     parity.check(run, (2, {M: 2, **GRADIENTS}))
 
 

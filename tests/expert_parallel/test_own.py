@@ -55,7 +55,7 @@ def test_router_bias_update_equals_single_process(name: str, score: str, parity:
     model = {**MODEL, "balance": "bias", "bias_rate": 0.03, "router_score": score}
     run, place = Run(model=model), {**LAYOUTS, "e4": (4, {E: 4})}[name]
     if name == "e4":
-        run = replace(run, accumulate=2, steps=12, global_batch=4, validate_every=12)
+        run = replace(run, accumulate=2, steps=8, global_batch=4, validate_every=8)
     found, *_ = parity.check(run, place)
     biases = [value for key, value in found["final"].items() if key.endswith("bias_nano")]
     assert len(biases) == 3
@@ -92,7 +92,7 @@ def test_checkpoint_of_split_experts_resumes_in_other_layout(
     parity: Parity, tmp_path: Path
 ) -> None:
     folder, place = str(tmp_path / "split.ckpt"), (4, {T: 2, ET: 2, E: 2})
-    saved, *_ = parity.ranks(Run(steps=3, save=folder).on(place))
+    saved, *_ = parity.ranks(Run(steps=2, save=folder).on(place))
     found, *_ = parity.check(Run(resume=folder), place)
     assert_weights_near(found["initial"], saved["final"], tolerance=0)
 
@@ -133,7 +133,7 @@ def test_unsplittable_experts_are_refused_before_launch() -> None:
 
 def test_checkpoint_resumes_in_other_layout(parity: Parity, tmp_path: Path) -> None:
     folder, model = str(tmp_path / "four.ckpt"), {"balance": "bias", "bias_rate": 0.03}
-    saved, *_ = parity.ranks(Run(steps=3, save=folder, model=model).on((4, {E: 4})))
+    saved, *_ = parity.ranks(Run(steps=2, save=folder, model=model).on((4, {E: 4})))
     found, *_ = parity.check(Run(resume=folder, model=model), LAYOUTS["p2 v2 e2"])
     initial = found["initial"]
     assert_weights_near(initial, saved["final"], tolerance=0)

@@ -50,7 +50,7 @@ def test_checkpoint_resumes_in_other_layout(
     world_size: int, layout: dict[str, Any], parity: Parity, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "four.ckpt")
-    saved, *_ = parity.ranks(Run(steps=3, save=folder).on((4, {E: 4})))
+    saved, *_ = parity.ranks(Run(steps=2, save=folder).on((4, {E: 4})))
     for found in parity.check(Run(resume=folder), (world_size, layout)):
         assert_weights_near(found["initial"], saved["final"], tolerance=0)
 

@@ -68,7 +68,6 @@ class Run(Training):
     """Training run of the mixture in float64."""
 
     routing: str = "own"
-    steps: int = 6
     clip: float | None = 0.3
     validate_every: int | None = 0
     plan: bool = True

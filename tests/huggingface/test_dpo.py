@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from lightning_ptdp.data import PreferenceDataModule
 from lightning_ptdp.models import AdamWConfig, LoraOptions, make_tiny
 from lightning_ptdp.models.lit_dpo import LitDPO
+from tests.data.folders import write_rows
 from tests.huggingface.runs import LAYOUTS, VOCABULARY, make_model
 from tests.parity import Parity, Training, assert_near, assert_weights_near
 
@@ -192,7 +193,7 @@ class PreparedPreferences(Preferences):
     synced: ClassVar[tuple[str, ...]] = ("val_loss",)
 
     def make_loaders(self, trainer: L.Trainer) -> list[Any]:
-        return [prepared(self.root, self.store)]
+        return [prepared(self.root, Path(self.store))]
 
     def make_callbacks(self) -> list[L.Callback]:
         if self.saved_in is None:
@@ -200,9 +201,10 @@ class PreparedPreferences(Preferences):
         return [ModelCheckpoint(self.saved_in, "{step}", every_n_train_steps=1, save_top_k=-1)]
 
 
-def prepared(model: str, store: str) -> PreferenceDataModule:
+def prepared(model: str, store: Path) -> PreferenceDataModule:
     return PreferenceDataModule(
-        data_dir=store,
+        path=str(store / "pairs.jsonl"),
+        data_dir=str(store / "tokens"),
         tokenizer_dir=model,
         sequence_length=96,
         too_long="drop",
@@ -215,10 +217,19 @@ def prepared(model: str, store: str) -> PreferenceDataModule:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> PreparedPreferences:
     folder = tmp_path_factory.mktemp("pairs")
-    model, data = str(folder / "tiny"), str(folder / "store")
+    model = str(folder / "tiny")
     make_tiny(model, vocabulary_size=400, hidden_size=32, intermediate_size=48)
-    prepared(model, data).prepare_data()
-    return PreparedPreferences(root=model, store=data)
+    answers = ("yes", "no", "perhaps", "never")
+    write_rows(
+        folder / "pairs.jsonl",
+        (
+            {"prompt": f"Is {n} odd?", "chosen": answers[n % 4], "rejected": answers[n % 3]}
+            for n in range(60)
+            if n % 4 != n % 3
+        ),
+    )
+    prepared(model, folder).prepare_data()
+    return PreparedPreferences(root=model, store=str(folder))
 
 
 @pytest.mark.parametrize("layout", ["t2p2", "d2"])

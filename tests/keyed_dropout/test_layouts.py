@@ -13,7 +13,7 @@ from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-RUN = Run(dropout=0.2, steps=4, layout={"keyed_dropout": True})
+RUN = Run(dropout=0.2, layout={"keyed_dropout": True})
 LAYOUTS: dict[str, Place] = {
     "m4": (1, {M: 4}),
     "d2": (2, {}),
@@ -34,7 +34,7 @@ def test_training_equals_single_process(name: str, parity: Parity) -> None:
 
 
 def test_dropout_changes_losses(parity: Parity) -> None:
-    dropped, kept = parity.result(RUN), parity.result(Run(steps=4))
+    dropped, kept = parity.result(RUN), parity.result(Run())
     assert dropped["losses"] != pytest.approx(kept["losses"], rel=1e-5)
 
 

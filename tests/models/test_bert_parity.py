@@ -91,7 +91,6 @@ class Run(Training):
     """Training followed by an evaluation."""
 
     order: str = "post"
-    steps: int = 6
     global_batch: int = BATCH
     clip: float | None = 0.5
 

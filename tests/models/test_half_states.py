@@ -101,7 +101,7 @@ def test_shards_of_states_change_nothing(
     layout: dict[str, Any], precision: str, parity: Parity
 ) -> None:
     """With the same sums of two terms, the weights are bitwise those of whole states."""
-    run = Run(half_states=True, clip=None, steps=4, precision=precision)
+    run = Run(half_states=True, clip=None, precision=precision)
     world_size = 2 * layout.get(T, 1) * layout.get(P, 1)
     whole, *others = (
         parity.result(run.on((world_size, {**layout, Z: level})))["final"]
@@ -114,7 +114,7 @@ def test_shards_of_states_change_nothing(
 
 def test_half_states_resume_bitwise_in_other_level(parity: Parity, tmp_path: Path) -> None:
     run, saved = (
-        Run(half_states=True, clip=None, steps=4, samples=8, global_batch=8),
+        Run(half_states=True, clip=None, samples=8, global_batch=8),
         str(tmp_path / "saved"),
     )
     straight = parity.result(run.on((2, {Z: "optimizer"})))["final"]
