@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_ptdp.data import ImageChatDataModule, TokenizerError, TokenLoader
+from lightning_ptdp.data import ImageChatDataModule, TokenizerError, TokenLoader, chat_build
 from lightning_ptdp.data.data_error import CorpusError, StoreError
 from lightning_ptdp.models import LitImageTextToText, make_tiny
 from lightning_ptdp.models.tiny import tiny_tokenizer
@@ -220,11 +220,13 @@ QUESTION, ANSWER = message("user", "0.png", "What?"), message("assistant", "This
         ([{"role": "user", "content": [{"type": "image"}]}, ANSWER], "an image has no path"),
     ],
 )
-def test_faulty_row_is_refused_before_launch(messages: list[Any], reason: str, data: Data) -> None:
-    # beyond the rows that are tokenized before launch
-    rows = [{"messages": [message("user", "What?"), ANSWER]}] * 256 + [{"messages": messages}]
+def test_faulty_row_is_refused_before_launch(
+    messages: list[Any], reason: str, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_build, "ROWS_AT_ONCE", 2)  # tokenized before launch
+    rows = [{"messages": [message("user", "What?"), ANSWER]}] * 2 + [{"messages": messages}]
     module = data(rows, max_images=2)
-    with pytest.raises(CorpusError, match=rf"{module.prepare_config.path}, row 257: .*{reason}"):
+    with pytest.raises(CorpusError, match=rf"{module.prepare_config.path}, row 3: .*{reason}"):
         module.check()
     data(rows, max_images=2, faulty="drop").check()
 

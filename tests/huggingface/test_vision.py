@@ -60,7 +60,7 @@ def test_context_parallelism_is_refused_before_launch() -> None:
         check_model(module, config, config.layout(2))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_partition_and_planner_count_tower_on_first_stage(family: str) -> None:
     """The tower has more multiply-adds than a layer, so the first stage has one layer of four."""
     module = LitVision(VisionRun(model=family))
