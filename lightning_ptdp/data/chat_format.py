@@ -156,6 +156,7 @@ class ChatFormat:
         answers = [
             number for number, message in enumerate(conversation) if message["role"] == "assistant"
         ]
+        remedy = _REMEDY if self.reads_marks else "Use learn: last_answer, or another template"
         spans = []
         for number in answers[-1:] if self._learn == "last_answer" else answers:
             if number == 0:
@@ -173,7 +174,7 @@ class ChatFormat:
                     raise FaultyRow(
                         f"the chat template renders the conversation {part} differently on its own "
                         "than as the beginning of the whole conversation, so the position of "
-                        f"answer {number + 1} of {len(conversation)} messages is unknown. {_REMEDY}"
+                        f"answer {number + 1} of {len(conversation)} messages is unknown. {remedy}"
                     )
             spans.append((len(before), len(after)))
         return spans
