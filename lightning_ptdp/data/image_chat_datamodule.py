@@ -28,7 +28,7 @@ class ImageChatDataModule(ChatDataModule):
         path: Data as for ``ChatDataModule``, with a column ``messages``. The content of a message
             is a text, or a list of ``{"type": "text", "text": ...}`` and ``{"type": "image",
             "path": ...}``. Paths are relative to the folder of the data file. Default: questions
-            about small images of two colors.
+            about small images of one color.
         max_images: Largest number of images in a conversation. Default: any number.
         too_long: Treatment of samples that are longer than the sequence: drop, or raise an error.
             Their number is logged.
