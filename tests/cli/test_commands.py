@@ -70,7 +70,7 @@ WALK = [
     (f"ptdp prepare {NANO}", "prepared in"),
     (f"ptdp prepare {NANO}", "found"),
     (f"ptdp fit {NANO} --print_config", "prompt: "),
-    (f"ptdp fit {NANO}", "."),
+    (f"ptdp fit {NANO} --sample.max_new_tokens 4", "."),
     (
         f"ptdp fit {ONE} --sample null --resume auto --trainer.max_steps 3",
         "mlflow ui --backend-store-uri",

@@ -230,6 +230,8 @@ def tiny_options(arguments: list[str], shared: Path) -> list[str]:
     }
     if recipe.startswith("hf/"):  # the model is tiny already, and its tokenizer is given
         options = {}
+    if recipe.startswith("gpt/") and arguments[0] == "fit":
+        options["sample.max_new_tokens"] = 4
     options |= {
         "data.micro_batch_size": 2,
         "data.validation_samples": 8,
