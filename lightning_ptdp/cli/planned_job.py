@@ -81,12 +81,13 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 
 def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
-    """Return True if the configuration names a user's class, whose sizes are unknown."""
+    """Return True if a GPT does not describe the configured class: a user's, or one with images."""
     size_options = {field for field, _ in SIZES.values() if getattr(options, field) is not None} - {
         "sequence_length"
     }
     path = str((config.get("model") or {}).get("class_path", ""))
-    return "." in path and not path.startswith("lightning_ptdp.") and not size_options
+    is_ours = path.startswith("lightning_ptdp.") and not path.endswith("LitImageTextToText")
+    return "." in path and not is_ours and not size_options
 
 
 def _followed(

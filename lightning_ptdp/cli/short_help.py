@@ -115,6 +115,11 @@ _DATA: Mapping[str, Sequence[_Shown]] = {
         *_STREAM,
     ),
     "ChatDataModule": (("", "data/chat_datamodule.py", "ChatDataModule", _CHAT), *_STREAM),
+    "ImageChatDataModule": (
+        ("", "data/image_chat_datamodule.py", "ImageChatDataModule", ("path", "max_images")),
+        ("", "data/chat_datamodule.py", "ChatDataModule", _PREPARED),
+        *_STREAM,
+    ),
     "PreferenceDataModule": (
         ("", "data/preference_datamodule.py", "PreferenceDataModule", ("path", "columns")),
         ("", "data/chat_datamodule.py", "ChatDataModule", _PREPARED),

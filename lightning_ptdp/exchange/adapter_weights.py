@@ -18,13 +18,20 @@ from lightning_ptdp.checkpoint import CheckpointError, TensorReader, files, read
 from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.state_dict_files import converted
 from lightning_ptdp.exchange.tokenizers import tokenizer_files
-from lightning_ptdp.models.adapters import LoraOptions, as_lora
-from lightning_ptdp.models.pretrained_folder import BASE_WEIGHTS, fingerprint, local_folder
+from lightning_ptdp.models.adapters import ALL_LINEAR, LoraOptions, as_lora
+from lightning_ptdp.models.pretrained_folder import (
+    BASE_WEIGHTS,
+    fingerprint,
+    local_folder,
+    without_prefix,
+)
 
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _OURS = "model/model."
 _THEIRS = "base_model.model."
+_AUTO_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", None: "AutoModelForMaskedLM"}
+_WITH_IMAGES = "AutoModelForImageTextToText"
 
 
 def base_of_adapters(state: Mapping[str, Any]) -> str | None:
@@ -62,11 +69,15 @@ def to_adapters(
     adapter = as_lora(state["hyper_parameters"]["adapter"])
     assert adapter is not None
     config = adapter.config(
-        base_model_name_or_path=base["path"].removeprefix("tiny:"),
+        base_model_name_or_path=without_prefix(base["path"]),
         task_type=base["task"],
         inference_mode=True,
     )
     names = {_peft_name(name): name for name in reader.tensors if name.startswith(_OURS)}
+    if base.get("auto_class") == _WITH_IMAGES and adapter.target_modules == ALL_LINEAR:
+        # For peft, these include the linear layers of the vision tower.
+        adapted = {name.removeprefix(_THEIRS).partition(".lora_")[0] for name in names}
+        config.target_modules = sorted(adapted)
     stored = {peft_name: reader.tensors[name] for peft_name, name in sorted(names.items())}
     entries = {
         name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in stored.items()
@@ -120,12 +131,10 @@ def merge_adapters(
         )
     files.check_apart(target, [folder])
     files.check_replaceable(target, marker=files.EXPORT_MARK)
-    model_class: Any = (
-        transformers.AutoModelForCausalLM
-        if base_weights["task"] == "CAUSAL_LM"
-        else transformers.AutoModelForMaskedLM
-    )
-    model = model_class.from_pretrained(
+    auto_class = _AUTO_CLASSES[base_weights["task"]]
+    if base_weights.get("auto_class") == _WITH_IMAGES:
+        auto_class = _WITH_IMAGES
+    model = getattr(transformers, auto_class).from_pretrained(
         folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
     )
     with tempfile.TemporaryDirectory() as scratch:

@@ -68,7 +68,13 @@ class HuggingFaceNames:
 
         A tied tensor occurs once.
         """
-        if self.base and not any(name.startswith(f"{self.base}.") for name in stored):
+        # Files of LLaVA have names of their own, also without this attribute.
+        renamed = self.views.keys() & stored.keys()
+        if (
+            self.base
+            and not renamed
+            and not any(name.startswith(f"{self.base}.") for name in stored)
+        ):
             stored = {f"{self.base}.{name}": value for name, value in stored.items()}
         if self.own_base and any(name.startswith(f"{self.own_base}.") for name in stored):
             stored = {

@@ -39,6 +39,10 @@ def layer_ranges(
     The embedding then costs 16 * 100 / (6 T) of such a head, about an eighth at T = 2048. T is not
     known here; the eighth means "little, but not nothing".
 
+    A vision tower counts like the layers, as if it computed one patch for each token of the sequence.
+    Samples with few images cost less. Later stages call the tower's parts on zeros, without its
+    matrices.
+
     Args:
         module: The whole module.
         parts: Positions of its modules relative to the containers.

@@ -22,7 +22,7 @@ from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.rehearsal import Rehearsal
 from lightning_ptdp.shims.lightning import LightningModule, Trainer, trainer_options
 from lightning_ptdp.shims.transformers import image_token_of
-from lightning_ptdp.strategy.checks.whole_model import plan_of
+from lightning_ptdp.strategy.checks.whole_model import plan_of, whole_model
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.verification import VerificationError, verify
 from lightning_ptdp.world.layout import ParallelLayout
@@ -42,9 +42,9 @@ def check_first_batch(
 ) -> None:
     """Run all pipeline stages on a microbatch of the first batch.
 
-    Nothing is run without a pipeline, if the plan names the blocks, or for a large model. Nothing
-    is known if the trial fails (see ``try_in_child``), for example because the data module's
-    ``prepare_data`` was not called.
+    Nothing is run without a pipeline, if the plan names the blocks, or for a large model. A batch
+    with images is then only split. Nothing is known if the trial fails (see ``try_in_child``), for
+    example because the data module's ``prepare_data`` was not called.
 
     Args:
         trainer: The Trainer of the fit.
@@ -59,8 +59,12 @@ def check_first_batch(
     """
     if known is None or isinstance(source, Mapping):
         return
-    plan = plan_of(module, config)
-    if plan.blocks is not None or sum(p.numel() for p in module.parameters()) > _LARGEST:
+    # A part that configure_model builds may be missing here.
+    whole = whole_model(module, config)
+    plan = plan_of(whole, config)
+    image_token = image_token_of(whole)
+    runs = plan.blocks is None and sum(p.numel() for p in module.parameters()) <= _LARGEST
+    if not runs and image_token is None:
         return
     parts = known.parts
 
@@ -73,9 +77,11 @@ def check_first_batch(
         try:
             samples = batch_size(batch)
             sizes = microbatch_sizes(samples, config.microbatches(samples))
-            microbatch = split_batch(batch, sizes, image_token=image_token_of(module))[0]
+            microbatch = split_batch(batch, sizes, image_token=image_token)[0]
         except ValueError as error:
             return error
+        if not runs:
+            return None
         microbatch = module.on_after_batch_transfer(microbatch, 0)
         rehearsal = Rehearsal(
             model=module,
