@@ -32,8 +32,6 @@ from lightning_ptdp.shims.lightning import (
     replace_once,
 )
 
-__all__ = ["install", "register"]
-
 _REGISTRIES = {
     "lightning.pytorch.strategies": "lightning.pytorch",
     "pytorch_lightning.strategies": "pytorch_lightning",

@@ -25,8 +25,6 @@ from lightning_ptdp.shims.lightning import (
     replace_once,
 )
 
-__all__ = ["find_last_remotely", "parse_folders", "read_folders", "upload_folders"]
-
 # key checkpoint.single_file.TYPES, repeated here because that module imports torch
 _TYPES = "lightning_ptdp_types"
 
@@ -52,11 +50,9 @@ def _load_file_or_folder(
     )
     if not _is_checkpoint(path):
         checkpoint = load(path_or_url, map_location=map_location, weights_only=weights_only)
-        return (
-            checkpoint
-            if not isinstance(checkpoint, dict) or _TYPES not in checkpoint
-            else _with_types(checkpoint, path)
-        )
+        if not isinstance(checkpoint, dict) or _TYPES not in checkpoint:
+            return checkpoint
+        return _with_types(checkpoint, path)
     from lightning_ptdp.checkpoint import read_whole
 
     return read_whole(path, map_location, trusted=weights_only is False)

@@ -27,17 +27,6 @@ from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.world.layout import Degrees, ParallelLayout, Sharding
 
-__all__ = [
-    "CheckpointFormat",
-    "FiniteAction",
-    "GradientDtype",
-    "PTDPConfig",
-    "ReduceDtype",
-    "Resharding",
-    "StartMethod",
-    "Verification",
-]
-
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 GradientDtype = Literal["float32", "parameter"]
 Resharding = Literal["block", "chunk", "step"]
@@ -395,11 +384,9 @@ class PTDPConfig(Degrees):
                 f"schedule={self.schedule!r}, which defers weight gradients. Compiled blocks "
                 "cannot defer them. Use schedule='1f1b' or 'interleaved_1f1b'"
             )
-        return (
-            "keyed_dropout=True, which intercepts single function calls. Use keyed_dropout=False"
-            if self.keyed_dropout
-            else ""
-        )
+        if self.keyed_dropout:
+            return "keyed_dropout=True, which intercepts single function calls. Use keyed_dropout=False"
+        return ""
 
     def _check_compilation(self) -> None:
         if self.compile == "blocks" and self._why_not_compiled:

@@ -28,20 +28,23 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.data_parallel.sharded_parameters import Direction, LateValue, ShardedParameters
-from lightning_ptdp.parameters.local_parameters import (
+from lightning_ptdp.data_parallel.flat_parameters import LateValue
+from lightning_ptdp.data_parallel.sharded_parameters import Direction, ShardedParameters
+from lightning_ptdp.parameters.managed_parameter import (
+    ManagedParameter,
+    ManagedParameters,
     WholeParameters,
     layout_notes,
     manage_parameters,
 )
-from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.parameters.materialize import Materializer, agree_on_values, make_room
 from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.pipeline.stage import PipelineCut, Placeholder
-from lightning_ptdp.shims.quantized import quantized_parameters, scales_of
+from lightning_ptdp.pipeline.placeholders import Placeholder
+from lightning_ptdp.pipeline.stage import PipelineCut
+from lightning_ptdp.shims.quantization import quantized_parameters, scales_of
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (
     SPLIT_AXES,
@@ -55,8 +58,6 @@ from lightning_ptdp.tensor_parallel import (
     split_sequence,
 )
 from lightning_ptdp.world.mesh import Group, ProcessMesh
-
-__all__ = ["ParallelModel", "parallelize"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,8 @@ def parallelize(  # noqa: PLR0913
             differ between the ranks.
     """
     layout = mesh.layout
-    tensor, pipeline = mesh.group("tensor"), mesh.group("pipeline")
+    tensor = mesh.group("tensor")
+    pipeline = mesh.group("pipeline")
     convert()
     planned = plan(module)
     degrees = {axis: layout.size(axis) for axis in SPLIT_AXES}
@@ -270,13 +272,12 @@ def _build_local(
     """Give values to the local modules and shard them, one module at a time.
 
     Keeps ``full_parameters.names`` up to date."""
-    tensor, sequence_parallel = (
-        mesh.group("tensor"),
-        mesh.layout.sequence_parallel and mesh.group("tensor").size > 1,
-    )
+    tensor = mesh.group("tensor")
+    sequence_parallel = mesh.layout.sequence_parallel and mesh.group("tensor").size > 1
     shared: dict[int, nn.Parameter] = {}
     placements: dict[nn.Parameter, Placement] = {}
-    places, names = _places(module), full_parameters.names
+    places = _places(module)
+    names = full_parameters.names
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
         # A kind may apply to a module with children, which then need their values first.

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_ptdp.base.forked_processes import try_in_child
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.fork_safety import try_in_child
 from tests.pool import in_new_process
 
 pytestmark = pytest.mark.thorough

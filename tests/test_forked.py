@@ -16,9 +16,9 @@ from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 
+from lightning_ptdp.base.forked_processes import in_child
 from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.fork_safety import in_child
 from tests.pool import in_new_process
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 

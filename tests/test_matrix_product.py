@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ptdp.data_parallel import GradientBuckets, GradientState, Reduction
+from lightning_ptdp.data_parallel.bucket import GradientState
+from lightning_ptdp.data_parallel.buckets import GradientBuckets
+from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from lightning_ptdp.forward.matrix_product import MatrixProduct
 from lightning_ptdp.shims.torch import set_gradient_dtype

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig, MuonWithAdamW, gpt_plan
-from lightning_ptdp.models.half_states import HalfStateAdamW
+from lightning_ptdp.models.adamw_variants import HalfStateAdamW
 from lightning_ptdp.models.optimizer_setup import build_muon
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.parity import Training, make_loader

@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from harness import Comparison, compare, parse_options, report
 from torch import Tensor
 
-from lightning_ptdp.attention import ATTENTIONS, AttentionCall, shard_sequence
+from lightning_ptdp.attention import ATTENTIONS, shard_sequence
+from lightning_ptdp.attention.attention_protocol import AttentionCall
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.world.mesh import Group

@@ -37,7 +37,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop, alternate, on_ranks
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.data_parallel import GradientBuckets, GradientState
+from lightning_ptdp.data_parallel.bucket import GradientState
+from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.world.layout import Sharding
 

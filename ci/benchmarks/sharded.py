@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, Trainer
 from turns import ENOUGH, Same, TrainerLoop, alternate, on_ranks
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.schedule.gathering import num_gathers
+from lightning_ptdp.schedule.lowering import num_gathers
 
 PIPELINE: dict[str, Any] = {
     "pipeline_parallel_size": 2,

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from turns import BareLoop, Contestant, TrainerLoop
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.data_parallel import GradientBuckets, GradientState
-from lightning_ptdp.data_parallel.bucket import Bucket
+from lightning_ptdp.data_parallel.bucket import Bucket, GradientState
+from lightning_ptdp.data_parallel.buckets import GradientBuckets
 
 _CONVOLUTIONS = [
     (64, 3, 224),

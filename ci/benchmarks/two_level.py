@@ -21,7 +21,7 @@ from harness import compare, report
 from hosts import HOSTS, INIT_METHOD, start
 from torch import Tensor
 
-from lightning_ptdp.data_parallel import Reduction
+from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.world.mesh import Group
 
 LOCAL = 2

@@ -1,14 +1,16 @@
 """Attention: one protocol, its implementations, and the interception of a model's calls.
 
-``attention_protocol.py`` lists the implementations. ``attention_kinds.py`` registers those that run
-over a sequence split by ``sequence_chunks.py``. ``interception.py`` puts one of them in the place of
+``attention_protocol.py`` lists the implementations. ``ATTENTIONS`` has those that run over a
+sequence split by ``sequence_chunks.py``. ``interception.py`` puts one of them in the place of
 the attention that a model calls.
 """
 
-from lightning_ptdp.attention.attention_kinds import ATTENTIONS, AttentionKind
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from lightning_ptdp.attention.all_to_all import AllToAllAttention
 from lightning_ptdp.attention.attention_protocol import (
-    Attention,
-    AttentionCall,
     AttentionTraffic,
     ContextParallelError,
     DistributedAttention,
@@ -16,26 +18,22 @@ from lightning_ptdp.attention.attention_protocol import (
     additive,
     document_mask,
     find_documents,
-    plain_attention,
 )
 from lightning_ptdp.attention.interception import intercepted
+from lightning_ptdp.attention.ring import RingAttention
 from lightning_ptdp.attention.sequence_chunks import (
     check_sequence,
     gather_sequence,
     positions,
     shard_sequence,
-    unshard_sequence,
 )
 from lightning_ptdp.attention.sliced_attention import SlicedAttention
 
 __all__ = [
     "ATTENTIONS",
-    "Attention",
-    "AttentionCall",
     "AttentionKind",
     "AttentionTraffic",
     "ContextParallelError",
-    "DistributedAttention",
     "KeyedAttention",
     "SlicedAttention",
     "additive",
@@ -44,8 +42,13 @@ __all__ = [
     "find_documents",
     "gather_sequence",
     "intercepted",
-    "plain_attention",
     "positions",
     "shard_sequence",
-    "unshard_sequence",
 ]
+
+AttentionKind = Literal["ring", "all_to_all"]
+"""Values of the option ``context_parallel_attention``."""
+
+ATTENTIONS: Mapping[str, type[DistributedAttention]] = MappingProxyType(
+    {kind.name: kind for kind in (RingAttention, AllToAllAttention)}
+)

@@ -33,8 +33,6 @@ from lightning_ptdp.attention.sequence_chunks import chunk_order
 from lightning_ptdp.shims.torch_distributed import start_traced, wait_traced
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["AllToAllAttention"]
-
 _EXCHANGE_OPERATIONS = 15
 
 
@@ -54,14 +52,17 @@ class AllToAllAttention(DistributedAttention):
         Raises:
             ContextParallelError: c does not divide n.
         """
-        group, k, v = self.group, call.k, call.v
+        group = self.group
+        k = call.k
+        v = call.v
         try:
             self.check_heads(call.q.size(1), group.size)
         except ValueError as error:
             raise ContextParallelError(str(error)) from None
         copies = self.held_kv_heads(k.size(1), group.size) // k.size(1)
         if copies > 1:
-            k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+            k = k.repeat_interleave(copies, dim=1)
+            v = v.repeat_interleave(copies, dim=1)
         q, k, v = _HeadExchange.apply(_to_heads, _to_sequence, group, call.q, k, v)
         mask = None if call.mask is None else _whole_mask(call.mask, q, group)
         full_call = AttentionCall(
@@ -101,7 +102,9 @@ class _HeadExchange(torch.autograd.Function):
     def forward(
         ctx: Any, function: Exchange, inverse: Exchange, group: Group, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.function, ctx.inverse, ctx.group = function, inverse, group
+        ctx.function = function
+        ctx.inverse = inverse
+        ctx.group = group
         return function(tensors, group)
 
     @staticmethod
@@ -125,7 +128,8 @@ def _to_heads(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
 
 def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
     """Exchange (b, n/c, s, d) -> (b, n, s/c, d)."""
-    order, chunks = chunk_order(group.size), [x.chunk(2 * group.size, 2) for x in tensors]
+    order = chunk_order(group.size)
+    chunks = [x.chunk(2 * group.size, 2) for x in tensors]
     pairs = list(zip(order[::2], order[1::2], strict=True))
     sent = [[torch.cat([x[first], x[second]], dim=2) for first, second in pairs] for x in chunks]
     return tuple(torch.cat(parts, dim=1) for parts in _trade(sent, group))

@@ -25,20 +25,6 @@ from torch import Tensor
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "Attention",
-    "AttentionCall",
-    "AttentionTraffic",
-    "ContextParallelError",
-    "DistributedAttention",
-    "KeyedAttention",
-    "additive",
-    "document_mask",
-    "find_documents",
-    "plain_attention",
-    "with_causal",
-]
-
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -113,7 +99,7 @@ class DistributedAttention(ABC):
     one row for all) and all keys, these in the order of the full sequence; it gets no gradient.
     ``causal`` refers to positions in the full sequence.
 
-    To add a kind, derive a class from this one and add it to ``attention_kinds.py``.
+    To add a kind, derive a class from this one and add it to ``ATTENTIONS``.
 
     Attributes:
         name: Value of the option ``context_parallel_attention``.
@@ -217,9 +203,13 @@ def document_mask(documents: Tensor, queries: Tensor) -> Tensor:
 
 def plain_attention(call: AttentionCall) -> Tensor:
     """Compute attention by ``scaled_dot_product_attention``."""
-    q, k, mask, causal = call.q, call.k, call.mask, call.causal
+    q = call.q
+    k = call.k
+    mask = call.mask
+    causal = call.causal
     if causal and mask is not None:  # torch accepts only one of the two
-        mask, causal = with_causal(mask, q, k), False
+        mask = with_causal(mask, q, k)
+        causal = False
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -26,8 +26,6 @@ from lightning_ptdp.attention.attention_protocol import (
     with_causal,
 )
 
-__all__ = ["intercepted"]
-
 
 def intercepted(attention: Attention) -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return torch's attention functions and their replacements, which call ``attention``."""
@@ -72,7 +70,9 @@ def _multi_head(attention: Attention, *args: Any, **kwargs: Any) -> tuple[Tensor
         torch.unflatten(part, -1, (bound["num_heads"], -1)).permute(1, 2, 0, 3)
         for part in projected.chunk(3, dim=-1)
     )
-    causal, mask, padding = bool(bound["is_causal"]), bound["attn_mask"], bound["key_padding_mask"]
+    causal = bool(bound["is_causal"])
+    mask = bound["attn_mask"]
+    padding = bound["key_padding_mask"]
     if mask is not None:
         mask = _seen(mask, bound["num_heads"])
     if causal:

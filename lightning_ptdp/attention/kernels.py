@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionBlock", "attend", "attend_backward", "fused_kernel"]
-
 _TILE_ELEMENTS = 2**24
 """Scores that ``_plain`` holds at a time: 64 MiB in float32, plus a few copies."""
 
@@ -91,7 +89,8 @@ def attend_backward(
     kernel = fused_kernel(q, k, v, block)
     if kernel is None:
         return _plain_backward(grad, q, k, v, out, lse, block)
-    lse, grad = lse.contiguous(), grad.contiguous()
+    lse = lse.contiguous()
+    grad = grad.contiguous()
     if kernel == "cpu":
         heads = q.size(1) // k.size(1)
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -109,7 +108,8 @@ def attend_backward(
         )
         return grads[0], _sum_repeated(grads[1], heads), _sum_repeated(grads[2], heads)
     # Random state of a dropout; there is no dropout here.
-    rng, lengths = torch.empty(2, dtype=torch.uint64, device=q.device), (q.size(2), k.size(2))
+    rng = torch.empty(2, dtype=torch.uint64, device=q.device)
+    lengths = (q.size(2), k.size(2))
     op = torch.ops.aten._scaled_dot_product_flash_attention_backward
     return op(
         grad,
@@ -178,12 +178,14 @@ def _plain_backward(
     delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     for rows, keys in _tiles(q, k, block):
         weights = _weights(_scores(q, k, block, rows, keys), lse[:, :, rows])
-        grad_rows, q_rows = _fold(grad[:, :, rows].to(dtype), k), _fold(q[:, :, rows].to(dtype), k)
+        grad_rows = _fold(grad[:, :, rows].to(dtype), k)
+        q_rows = _fold(q[:, :, rows].to(dtype), k)
         grad_weights = _unfold(grad_rows.matmul(v[:, :, keys].to(dtype).transpose(-1, -2)), q)
         dropped = weights
         if block.dropout_p:
             dropout_mask = _kept(weights, block, rows)
-            grad_weights, dropped = grad_weights * dropout_mask, weights * dropout_mask
+            grad_weights = grad_weights * dropout_mask
+            dropped = weights * dropout_mask
         dv[:, :, keys] += _fold(dropped, k).transpose(-1, -2).matmul(grad_rows)
         grad_scores = _fold(weights * (grad_weights - delta[:, :, rows]) * block.scale, k)
         dq[:, :, rows] = _unfold(grad_scores.matmul(k[:, :, keys].to(dtype)), q)

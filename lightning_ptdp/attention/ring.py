@@ -40,8 +40,6 @@ from lightning_ptdp.attention.kernels import AttentionBlock, attend, attend_back
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["RingAttention"]
-
 _SINGLE = 4
 _STEP_OPERATIONS = 20
 _HALVES = 0.75
@@ -82,7 +80,9 @@ class RingAttention(DistributedAttention):
         share of the attention, 1/c. Each step after the first adds its result to the sum of the
         earlier ones, in float32.
         """
-        c, width, hides = traffic.size, traffic.width, traffic.overlaps
+        c = traffic.size
+        width = traffic.width
+        hides = traffic.overlaps
         hop, grad_hop = (traffic.hop(traffic.pairs * value) for value in (width, _SINGLE))
         forward = (c - 1) * max(0.0, hop - hides * traffic.forward / c)
         hops = [hop * (step < c - 1) + grad_hop * (step >= 2) for step in range(c)]
@@ -118,12 +118,10 @@ class _Options:
             (step, rows of the queries, columns, options of their attention, these columns of the
             current keys and values).
         """
-        travelling, length, rank, size = (
-            _Travelling((k, v), self.group),
-            k.size(2),
-            self.group.rank,
-            self.group.size,
-        )
+        travelling = _Travelling((k, v), self.group)
+        length = k.size(2)
+        rank = self.group.rank
+        size = self.group.size
         run = 0 if seed is None else int(seed)
         for step in range(size):
             visiting = travelling.here()
@@ -142,7 +140,8 @@ class _Options:
 
     def _seen(self, step: int, source: int, length: int) -> tuple[slice, slice]:
         """Return the rows and the columns that attend in a step."""
-        full, chunk = slice(0, length), length // 2
+        full = slice(0, length)
+        chunk = length // 2
         if not self.causal or step == 0:
             return full, full
         return (full, slice(0, chunk)) if source < self.group.rank else (slice(chunk, length), full)
@@ -193,7 +192,8 @@ def _attend(
         for step, rows, _, block, (visiting_k, visiting_v) in options.steps(k, v, mask, seed):
             block_out, block_lse = attend(q[:, :, rows], visiting_k, visiting_v, block)
             if step == 0:
-                out, lse = _like(q, block_out, block_lse.dtype), block_lse.contiguous()
+                out = _like(q, block_out, block_lse.dtype)
+                lse = block_lse.contiguous()
             else:
                 _merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
     return out.to(q.dtype), lse
@@ -211,18 +211,22 @@ def _attend_backward(  # noqa: PLR0913
     seed: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v."""
-    dq, dkv = torch.empty(0), [torch.empty(0)]
+    dq = torch.empty(0)
+    dkv = [torch.empty(0)]
     gradients = _Travelling(
         [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v)], options.group
     )
     with torch.autocast(q.device.type, enabled=False):
         for step, rows, columns, block, (visiting_k, visiting_v) in options.steps(k, v, mask, seed):
-            grad_rows, out_rows, lse_rows = grad[:, :, rows], out[:, :, rows], lse[:, :, rows]
+            grad_rows = grad[:, :, rows]
+            out_rows = out[:, :, rows]
+            lse_rows = lse[:, :, rows]
             dq_part, *dkv_part = attend_backward(
                 grad_rows, q[:, :, rows], visiting_k, visiting_v, out_rows, lse_rows, block
             )
             if step == 0:
-                dq, dkv = dq_part.to(lse.dtype), [x.to(lse.dtype) for x in dkv_part]
+                dq = dq_part.to(lse.dtype)
+                dkv = [x.to(lse.dtype) for x in dkv_part]
             else:
                 dq[:, :, rows] += dq_part
                 gradients.finish()
@@ -301,7 +305,9 @@ class _Travelling:
         """Send the current tensors to the next rank and receive from the previous one."""
         if self._spare is None:
             self._spare = torch.empty_like(self._buffer)
-        ranks, rank, group = self._group.ranks, self._group.rank, self._group.handle
+        ranks = self._group.ranks
+        rank = self._group.rank
+        group = self._group.handle
         # Issued together: a send and a receive between the same two ranks (c = 2) must not wait for
         # each other.
         send = dist.P2POp(dist.isend, self._buffer, ranks[(rank + 1) % len(ranks)], group)

@@ -22,15 +22,6 @@ from torch import Tensor
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "check_sequence",
-    "chunk_order",
-    "gather_sequence",
-    "positions",
-    "shard_sequence",
-    "unshard_sequence",
-]
-
 
 def check_sequence(
     length: int, context_parallel_size: int, *, sequence_parallel_size: int = 1

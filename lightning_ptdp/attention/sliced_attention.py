@@ -19,8 +19,6 @@ from lightning_ptdp.forward.matrix_product import autocast_dtype
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["SlicedAttention", "WholeMask", "read_mask"]
-
 
 @dataclass(kw_only=True)
 class SlicedAttention:
@@ -47,12 +45,16 @@ class SlicedAttention:
         Raises:
             ContextParallelError: The call has no meaning for a slice of the sequence.
         """
-        q, k, v = call.q, call.k, call.v
+        q = call.q
+        k = call.k
+        v = call.v
         self._check(q, k, v)
         self.attended = True
         if q.dim() == 3:
             # One dimension for samples and heads: treat it as heads.
-            q, k, v = q[None], k[None], v[None]
+            q = q[None]
+            k = k[None]
+            v = v[None]
         dtype = autocast_dtype(q)
         q, k, v = (x if dtype is None else x.to(dtype) for x in (q, k, v))
         read = partial(
@@ -133,7 +135,9 @@ class SlicedAttention:
 # Shapes: b samples, n heads, s tokens in the full sequence, s/c local tokens.
 
 
-_BIDIRECTIONAL, _CAUSAL, _BIASED = 1, 2, 4
+_BIDIRECTIONAL = 1
+_CAUSAL = 2
+_BIASED = 4
 """Bits of what a mask may be; none: it cannot be used. A mask of only padding fits two of them."""
 
 
@@ -177,7 +181,8 @@ def read_mask(
     local_length = q.size(2)
     kind: Tensor | int
     if mask is None:
-        kind, keys = (_CAUSAL if is_causal else _BIDIRECTIONAL), None
+        kind = _CAUSAL if is_causal else _BIDIRECTIONAL
+        keys = None
     else:
         if is_causal:
             raise ContextParallelError(
@@ -219,9 +224,11 @@ def _classify(mask: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         What it may be, () int32, and which tokens are visible, (b or 1, s/c) boolean.
     """
-    visible, biased = mask, torch.zeros((), dtype=torch.bool, device=mask.device)
+    visible = mask
+    biased = torch.zeros((), dtype=torch.bool, device=mask.device)
     if mask.dtype is not torch.bool:
-        visible, hidden = mask == 0, mask < torch.finfo(mask.dtype).min / 2
+        visible = mask == 0
+        hidden = mask < torch.finfo(mask.dtype).min / 2
         biased = ~(visible | hidden).all()
     keys = visible[:, :1, -1:]
     kind = (visible == keys).all() * _BIDIRECTIONAL

@@ -12,22 +12,6 @@ from typing import Any, TypeVar
 
 from lightning_ptdp.base.errors import PTDPError
 
-__all__ = [
-    "FILE_NAME",
-    "Check",
-    "Json",
-    "Misfit",
-    "flag",
-    "integer",
-    "list_of",
-    "map_of",
-    "number",
-    "one_of",
-    "optional",
-    "record",
-    "text",
-]
-
 Json = Any  # input of json.dumps: a recursive type that type checkers follow poorly
 T = TypeVar("T")
 Check = Callable[[Json], T]
@@ -47,7 +31,8 @@ class Misfit(PTDPError, ValueError):
 
     def __init__(self, what: str, place: str = "") -> None:
         super().__init__(f"{place.removeprefix('.') or 'it'} {what}")
-        self.what, self.place = what, place
+        self.what = what
+        self.place = place
 
 
 def integer(least: int = 0, most: int = 2**62) -> Check[int]:

@@ -1,6 +1,10 @@
-"""Base class of this package's errors."""
+"""Base class of this package's errors, and parts of their messages."""
 
-__all__ = ["PTDPError"]
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+from itertools import islice
 
 
 class PTDPError(Exception):
@@ -9,3 +13,15 @@ class PTDPError(Exception):
     An error is also a ``ValueError`` (or ``ImportError``) if the user can fix its cause. It is also
     a ``RuntimeError`` if it depends on events of the run.
     """
+
+
+def listed(names: Collection[str], limit: int, separator: str = ", ") -> str:
+    """Return the first names for a message, and the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return separator.join(islice(names, limit)) + more
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"Did you mean 'x'? "``, or "" if no known name is close."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f"Did you mean {near[0]!r}? " if near else ""

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-__all__ = ["locked", "one_at_a_time", "wait_for_lock"]
-
 _POLL_S = 0.02
 
 

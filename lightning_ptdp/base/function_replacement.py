@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.nested import iterate_tensors
 
-__all__ = ["PartialModelError", "PartialValues", "Replacing"]
-
 
 class Replacing(TorchFunctionMode):
     """Context in which calls of some torch functions go to replacements.

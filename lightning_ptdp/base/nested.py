@@ -10,18 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = [
-    "IMAGE_FIELDS",
-    "Nested",
-    "batch_size",
-    "children",
-    "iterate_tensors",
-    "map_named",
-    "map_tensors",
-    "named_tensors",
-    "rebuilt",
-]
-
 Nested = Any
 """A batch or an output: tensors and other values in mappings, sequences and dataclasses."""
 

@@ -25,8 +25,6 @@ from typing import (
     is_typeddict,
 )
 
-__all__ = ["Count", "Least", "Size", "check_arguments", "check_types", "nearest", "shown"]
-
 Hint = Any
 """An annotation in any form."""
 
@@ -59,7 +57,8 @@ def check_types(options: Any) -> None:
     """
     hints = _hints(options.__class__)
     for field in fields(options):
-        value, hint = getattr(options, field.name), hints[field.name]
+        value = getattr(options, field.name)
+        hint = hints[field.name]
         if isinstance(value, list) and _takes_tuple(hint):
             value = tuple(value)
             object.__setattr__(options, field.name, value)
@@ -125,7 +124,8 @@ def _meant(value: object, hint: Hint) -> str:
 
 
 def _fits(value: Any, hint: Hint) -> bool:
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if hint is Any:
         return True
     if hint is types.NoneType:
@@ -188,7 +188,8 @@ def _takes_tuple(hint: Hint) -> bool:
 
 def _words(hint: Hint) -> str:
     """Return a description of an annotation for messages."""
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if len(choices := _members(hint)) > 1:
         return ", or ".join(map(_words, choices))
     if origin is Annotated:
@@ -197,11 +198,9 @@ def _words(hint: Hint) -> str:
             least, f"an integer of at least {least}"
         )
     if origin is Literal:
-        return (
-            f"one of {', '.join(map(repr, arguments))}"
-            if len(arguments) > 1
-            else repr(arguments[0])
-        )
+        if len(arguments) > 1:
+            return f"one of {', '.join(map(repr, arguments))}"
+        return repr(arguments[0])
     if origin is Callable:
         return "a function"
     if isinstance(origin, type) and issubclass(origin, Mapping):

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, TextIO
 
-__all__ = ["columns", "say", "survive_closed_output"]
-
 
 class _Survivor(io.RawIOBase):
     """A file descriptor that discards all writes once one has failed.

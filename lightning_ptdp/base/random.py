@@ -11,8 +11,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-__all__ = ["States", "derive_seed", "reseed", "seed_process", "seeded", "set_states"]
-
 States: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """States of the CPU's generator and of a GPU's."""
 

@@ -17,21 +17,6 @@ from packaging.specifiers import SpecifierSet
 
 from lightning_ptdp.base.errors import PTDPError
 
-__all__ = [
-    "DISTRIBUTION",
-    "Declared",
-    "RequirementError",
-    "check_at_import",
-    "check_core",
-    "check_installed",
-    "check_python",
-    "check_url",
-    "find_problem",
-    "import_optional",
-    "read_declared",
-    "versions_that_matter",
-]
-
 DISTRIBUTION = "lightning-ptdp"
 _FOR_DEVELOPERS = ("test", "docs")
 _IN_A_STEP = (DISTRIBUTION, "torch", "lightning", "pytorch-lightning", "transformers", "peft")

@@ -11,16 +11,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = [
-    "HeldSignal",
-    "SignalNotes",
-    "StoppedNow",
-    "breakable",
-    "handled",
-    "hold_requeue_signal",
-    "in_main_thread",
-]
-
 _COPIES_S = 1.0  # launchers forward a signal that a terminal has already sent to all processes
 
 
@@ -44,7 +34,8 @@ class SignalNotes:
         self.received: set[int] = set()
         self._announcement = announcement
         self._before: dict[int, Any] = {}
-        self._first, self._pid = 0.0, 0
+        self._first = 0.0
+        self._pid = 0
 
     def take(self, *numbers: int) -> None:
         """Record these signals from now on.

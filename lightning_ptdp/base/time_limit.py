@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["time_limit"]
-
 
 class _Late(BaseException):
     """Raised in the thread whose time is up; ``except Exception`` does not catch it."""

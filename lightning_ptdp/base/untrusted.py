@@ -14,21 +14,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-__all__ = [
-    "MOST_BYTES",
-    "MOST_SETTINGS",
-    "check_values",
-    "hub_blobs",
-    "inside",
-    "parse_json",
-    "read_bytes",
-    "read_files",
-    "read_json",
-    "reason",
-    "regular_size",
-    "small_files",
-]
-
 MOST_BYTES = 1 << 24
 MOST_SETTINGS = 1 << 17
 """Values of a configuration; some programs take quadratic time in their number."""

@@ -47,8 +47,6 @@ from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.strategy.checks.whole_model import whole_model
 from lightning_ptdp.strategy.planning import described, type_of_states
 
-__all__ = ["CountedMemory", "Prediction", "StepTimes", "predicted"]
-
 
 class StepTimes(Callback):
     """Callback that measures optimizer steps and ends the fit.
@@ -72,7 +70,10 @@ class StepTimes(Callback):
             raise ValueError(
                 f"warmup={warmup} must be at least 1, because the end of a step begins the next"
             )
-        self._warmup, self._steps, self._file, self._peak_flops = warmup, steps, file, peak_flops
+        self._warmup = warmup
+        self._steps = steps
+        self._file = file
+        self._peak_flops = peak_flops
         self._ends: list[float] = []
         self._recorder: ActionRecorder | None = None
         self._counted: CountedMemory | None = None
@@ -145,11 +146,10 @@ class StepTimes(Callback):
         ends = self._ends[self._warmup - 1 : self._warmup + self._steps]
         rows, length = self._shape
         samples = rows * replicas(trainer) * trainer.accumulate_grad_batches
-        device, precision = device_name(trainer.strategy.root_device), str(trainer.precision)
-        measured, expected = (
-            self._timeline,
-            predicted(trainer, self._whole, samples=samples, length=length),
-        )
+        device = device_name(trainer.strategy.root_device)
+        precision = str(trainer.precision)
+        measured = self._timeline
+        expected = predicted(trainer, self._whole, samples=samples, length=length)
         layout = getattr(trainer.strategy, "layout", None)
         return BenchResult(
             layout=type(trainer.strategy).__name__ if layout is None else layout.describe(),
@@ -255,19 +255,17 @@ def predicted(
         samples: Samples of a step, over all replicas.
         length: Tokens of a sample.
     """
-    strategy, accumulated = trainer.strategy, trainer.accumulate_grad_batches
-    device, layout = (
-        device_here(device_name(strategy.root_device)),
-        getattr(strategy, "layout", None),
-    )
+    strategy = trainer.strategy
+    accumulated = trainer.accumulate_grad_batches
+    device = device_here(device_name(strategy.root_device))
+    layout = getattr(strategy, "layout", None)
     if module is None or device is None or layout is None:
         return Prediction()
-    config, rows = strategy.config, samples // layout.num_replicas // accumulated
+    config = strategy.config
+    rows = samples // layout.num_replicas // accumulated
     microbatches = config.microbatches(rows)
-    precision, software = (
-        str(trainer.precision),
-        "ours" if config.compile == "none" else "ours-compiled",
-    )
+    precision = str(trainer.precision)
+    software = "ours" if config.compile == "none" else "ours-compiled"
     try:
         model = described(
             module,

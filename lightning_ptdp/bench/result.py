@@ -13,8 +13,6 @@ import numpy as np
 
 from lightning_ptdp.base.output import columns
 
-__all__ = ["BenchResult", "ranked", "render", "table"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:

@@ -16,8 +16,6 @@ from lightning_ptdp.data.stream import IGNORE_INDEX
 from lightning_ptdp.data.stream_datamodule import replica_of
 from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 
-__all__ = ["SyntheticData"]
-
 Batch = dict[str, Tensor]
 
 _STEPS = 2**31
@@ -36,7 +34,8 @@ class SyntheticData(LightningDataModule):
     def __init__(self, like: StreamDataModule) -> None:
         super().__init__()
         self.like = like
-        self.sequence_length, self.vocabulary_size = like.sequence_length, like.vocabulary_size
+        self.sequence_length = like.sequence_length
+        self.vocabulary_size = like.vocabulary_size
 
     def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
         """Return the batch sizes after a ramp-up."""

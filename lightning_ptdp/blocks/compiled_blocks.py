@@ -22,8 +22,6 @@ from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, r
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.torch import is_compiled, with_late_waits
 
-__all__ = ["CompilePolicy", "CompiledForward", "check_compiler", "compile_blocks"]
-
 CompilePolicy = Literal["none", "blocks", "auto"]
 
 
@@ -39,11 +37,9 @@ class CompiledForward(OwnForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
-        return (
-            self._compiled(self.module, *args, **kwargs)
-            if self.replaced is None
-            else self._compiled(*args, **kwargs)
-        )
+        if self.replaced is None:
+            return self._compiled(self.module, *args, **kwargs)
+        return self._compiled(*args, **kwargs)
 
     @cached_property
     def _compiled(self) -> Any:

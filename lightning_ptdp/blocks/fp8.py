@@ -29,7 +29,7 @@ from lightning_ptdp.forward.deferred_weight_gradients import Products, multiply
 from lightning_ptdp.forward.matrix_product import MatrixProduct, add_to_gradient
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.shims.torchao import Recipe, Role, make_recipe, scaled
+from lightning_ptdp.shims.quantization import Recipe, Role, make_recipe, scaled
 from lightning_ptdp.tensor_parallel import Column, Kind, Row
 from lightning_ptdp.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -43,8 +43,6 @@ from lightning_ptdp.tensor_parallel.linear_like import (
     output_input_sizes,
 )
 from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention
-
-__all__ = ["Float8Linear", "Float8Scaling", "apply_fp8", "check_fp8"]
 
 Float8Scaling = Literal["tensorwise", "rowwise"]
 
@@ -86,7 +84,8 @@ class Float8Product(MatrixProduct):
             grad: Gradient of the output, (..., o).
             x: Input, (..., i).
         """
-        left, right = _rows(grad), _rows(x)
+        left = _rows(grad)
+        right = _rows(x)
         pads = left.size(0) % _UNIT != 0
         product = (
             self._scaled(left, "grad_output", 0, pads=pads)
@@ -122,7 +121,8 @@ class Float8Linear(OwnForward):
     def __call__(self, x: Tensor) -> Tensor:
         """Run the layer's forward."""
         layer: Any = self.module
-        store, transposed = layer.weight_gradients, is_conv1d(layer)
+        store = layer.weight_gradients
+        transposed = is_conv1d(layer)
         return multiply(
             x, layer.weight, layer.bias, products=self.products, transposed=transposed, store=store
         )

@@ -9,13 +9,11 @@ from torch import nn
 
 from lightning_ptdp.pipeline.containers import Blocks, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.pipeline.stage import Placeholder
+from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.shims.torch_distributed import connect_symmetric_memory
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.world.mesh import Group
-
-__all__ = ["LocalBlock", "local_blocks", "overlap_collectives"]
 
 
 class LocalBlock(NamedTuple):

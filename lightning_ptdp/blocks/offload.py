@@ -46,9 +46,8 @@ from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.pipeline.crossing import tensors_in
 from lightning_ptdp.shims.torch import untraced
 
-__all__ = ["Offload", "Offloaded"]
-
-_SMALL, _VIEW = 1 / 8, 1 / 4
+_SMALL = 1 / 8
+_VIEW = 1 / 4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,10 +85,8 @@ class Offloaded(OwnForward):
         tensors = [tensor for _, tensor in tensors_in(inputs)]
         if not tensors:
             return None
-        first, weights = (
-            tensors[0],
-            [*dict(nn.Module.named_parameters(self.module)).values(), *self.module.buffers()],
-        )
+        first = tensors[0]
+        weights = [*dict(nn.Module.named_parameters(self.module)).values(), *self.module.buffers()]
         storages = {tensor.untyped_storage().data_ptr() for tensor in (*weights, *tensors[1:])}
         return _Staying(
             device=first.device,
@@ -183,7 +180,10 @@ class _Block:
     def __init__(
         self, layer: int, staying: _Staying, before: _Block | None, stream: torch.cuda.Stream | None
     ) -> None:
-        self.layer, self._staying, self._before, self._stream = layer, staying, before, stream
+        self.layer = layer
+        self._staying = staying
+        self._before = before
+        self._stream = stream
         self._storages: dict[tuple[int, int], weakref.ref[_Storage]] = {}
         self._leaving: list[_Storage] = []
         self._wanted = False

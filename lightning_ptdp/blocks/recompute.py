@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptdp.blocks.local_blocks import local_blocks
+from lightning_ptdp.blocks.local_blocks import LocalBlock, local_blocks
 from lightning_ptdp.blocks.offload import Offload, Offloaded
 from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, replace_forward
 from lightning_ptdp.forward.surroundings import Surroundings
@@ -37,16 +37,8 @@ from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.shims.torch import untraced
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather
-from lightning_ptdp.tensor_parallel.parallel_plan import matches, nearest_names
+from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
 from lightning_ptdp.world.mesh import Group
-
-__all__ = [
-    "RecomputePolicy",
-    "apply_recomputation",
-    "check_recomputation",
-    "check_recompute_options",
-    "remove_recomputation",
-]
 
 RecomputePolicy = Literal["none", "full", "selective", "offload"]
 
@@ -137,7 +129,7 @@ def apply_recomputation(
     selective: Sequence[str] = (),
     shard_input: Group | None = None,
     surroundings: Surroundings | None = None,
-) -> tuple[str, ...]:
+) -> None:
     """Make this rank's part of a module recompute, in place, after undoing an earlier call.
 
     Args:
@@ -155,41 +147,32 @@ def apply_recomputation(
             (arXiv 2205.05198, section 4). An input that t does not divide is kept whole.
         surroundings: Contexts around a forward.
 
-    Returns:
-        Names of the modules that are recomputed or offloaded.
-
     Raises:
         ValueError: A stage has fewer layers than must be recomputed.
     """
-    remove_recomputation(module)
+    give_back_forwards(module, Recomputed, Offloaded)
     if policy == "none":
-        return ()
+        return
     blocks = find_blocks(module) if blocks is None else blocks
     numbers = _chosen_numbers(ranges or ((0, len(layers_of(module, blocks))),), layers)
     stage_blocks = list(local_blocks(module, blocks))
     surroundings = surroundings if surroundings is not None and surroundings.recompute else None
-    chosen = [(block.name, block.module) for block in stage_blocks if block.number in numbers]
     if policy == "offload":
         offload = Offload()
         for block in stage_blocks:
             options = {"offload": offload, "layer": block.number, "sends": block.number in numbers}
             replace_forward(block.module, Offloaded, surroundings=surroundings, **options)
-        return tuple(name for name, _ in chosen)
-    if policy == "selective":
-        chosen = [entry for name, block in chosen for entry in _outermost(name, block, selective)]
+        return
+    chosen = [block for block in stage_blocks if block.number in numbers]
     group = (
         shard_input
         if policy == "full" and shard_input is not None and shard_input.size > 1
         else None
     )
-    for _, target in chosen:
-        replace_forward(target, Recomputed, surroundings=surroundings, shard_input=group)
-    return tuple(name for name, _ in chosen)
-
-
-def remove_recomputation(module: nn.Module) -> None:
-    """Undo ``apply_recomputation``."""
-    give_back_forwards(module, Recomputed, Offloaded)
+    for block in chosen:
+        targets = _outermost(block, selective) if policy == "selective" else [block.module]
+        for target in targets:
+            replace_forward(target, Recomputed, surroundings=surroundings, shard_input=group)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -212,7 +195,8 @@ class Recomputed(OwnForward):
         group = self.shard_input
         if group is not None and inputs and _is_divisible(inputs[0], group):
             part = inputs[0].detach().view(group.size, -1)[group.rank].clone()
-            run, inputs = partial(_InParts(inputs[0], group), run), (part, *inputs[1:])
+            run = partial(_InParts(inputs[0], group), run)
+            inputs = (part, *inputs[1:])
         if self.surroundings is None:
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True)
         return _checkpoint_in(self.surroundings, run, inputs)
@@ -243,10 +227,13 @@ class _InParts:
 
     def __init__(self, tensor: Tensor, group: Group) -> None:
         self._whole: Tensor | None = tensor
-        self._group, self._shape, self._requires_grad = group, tensor.shape, tensor.requires_grad
+        self._group = group
+        self._shape = tensor.shape
+        self._requires_grad = tensor.requires_grad
 
     def __call__(self, run: Callable[..., Any], part: Tensor, *inputs: Any) -> Any:
-        tensor, self._whole = self._whole, None
+        tensor = self._whole
+        self._whole = None
         if tensor is None:
             tensor = start_all_gather(part, dim=0, group=self._group).wait().view(self._shape)
             tensor.requires_grad_(self._requires_grad)
@@ -268,19 +255,17 @@ def _chosen_numbers(ranges: Ranges, layers: Layers) -> set[int]:
     }
 
 
-def _outermost(
-    name: str, block: nn.Module, patterns: Sequence[str]
-) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(block: LocalBlock, patterns: Sequence[str]) -> Iterator[nn.Module]:
     """Yield the outermost modules inside ``block`` that match a pattern.
 
     Matches inside of these are left out, because they would be recomputed twice."""
     outer = ""
-    for inner, module in block.named_modules(prefix=name, remove_duplicate=False):
+    for inner, module in block.module.named_modules(prefix=block.name, remove_duplicate=False):
         if not (outer and inner.startswith(f"{outer}.")) and any(
             matches(inner, pattern) for pattern in patterns
         ):
             outer = inner
-            yield inner, module
+            yield module
 
 
 def _layers_a_stage(layers: Layers, ranges: Ranges) -> list[int]:

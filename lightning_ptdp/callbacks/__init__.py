@@ -5,14 +5,13 @@ They work with any strategy, and report more with "ptdp"."""
 from lightning_ptdp.callbacks.artifacts import SaveResolvedConfig
 from lightning_ptdp.callbacks.expert_load import ExpertLoad
 from lightning_ptdp.callbacks.export_huggingface import ExportHuggingFace
-from lightning_ptdp.callbacks.goodput import Goodput
-from lightning_ptdp.callbacks.init_from import InitFrom
 from lightning_ptdp.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_ptdp.callbacks.predictions import PredictionWriter
 from lightning_ptdp.callbacks.run_report import RunRecord, RunReport, ValidateAtEnd
-from lightning_ptdp.callbacks.run_start import LayoutSummary, LogDatasets
+from lightning_ptdp.callbacks.run_start import InitFrom, LayoutSummary, LogDatasets
 from lightning_ptdp.callbacks.save_on_signal import SaveOnSignal
 from lightning_ptdp.callbacks.step_metrics import (
+    Goodput,
     GradientNorm,
     LearningRate,
     Throughput,

@@ -15,16 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_ptdp.checkpoint.remote_path import Place, is_url, located
 from lightning_ptdp.loggers import MLFlowLogger
 
-__all__ = [
-    "SaveResolvedConfig",
-    "checkpoint_dirs",
-    "keep_files",
-    "run_folder",
-    "store_table",
-    "store_tags",
-    "store_text",
-]
-
 
 def run_folder(trainer: Trainer) -> Path:
     """Return the folder of this run, above Lightning's ``checkpoints``.
@@ -199,7 +189,8 @@ def _parameters(text: str) -> dict[str, object]:
 
 def _unused(folder: Path, text: str) -> Path:
     """Return the first of config.yaml, config-1.yaml, … that is free or holds ``text``."""
-    path, number = folder / "config.yaml", 0
+    path = folder / "config.yaml"
+    number = 0
     while path.exists() and path.read_text(encoding="utf-8") != text:
         number += 1
         path = folder / f"config-{number}.yaml"

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.tensor_parallel import Experts
 
-__all__ = ["ExpertCounts", "ExpertLoads", "LayerLoad"]
-
 _ROUNDING = 0.05
 """Largest deviation from 1 of the sum of probabilities in half precision."""
 
@@ -126,7 +124,8 @@ class _Layer:
                 and tensor.shape[-1:] == self.counts.shape
                 and tensor.shape[:-1].numel() == rows
             ):
-                self.scores, self.scored_by = tensor.detach(), sibling
+                self.scores = tensor.detach()
+                self.scored_by = sibling
                 return
 
     @torch.no_grad()
@@ -137,7 +136,9 @@ class _Layer:
         chosen = index.reshape(-1).long()
         exists = (chosen >= 0) & (chosen < self.counts.numel())
         self.counts.scatter_add_(0, torch.where(exists, chosen, 0), exists.to(self.counts.dtype))
-        scores, self.scores, self.scored_by = self.scores, None, None
+        scores = self.scores
+        self.scores = None
+        self.scored_by = None
         if scores is not None:
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             are_probabilities = (scores >= 0).all() & ((scores.sum(-1) - 1).abs() < _ROUNDING).all()

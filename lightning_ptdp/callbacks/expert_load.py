@@ -14,8 +14,6 @@ from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.callbacks.artifacts import keep_files
 from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads, LayerLoad
 
-__all__ = ["ExpertLoad", "draw_loads"]
-
 
 class ExpertLoad(Callback):
     """Callback that logs and draws how evenly a mixture's routers use their experts.
@@ -47,7 +45,8 @@ class ExpertLoad(Callback):
 
     def __init__(self, picture: bool = True, dirpath: str | None = None) -> None:
         check_arguments(ExpertLoad.__init__, locals())
-        self.picture, self.dirpath = picture, dirpath
+        self.picture = picture
+        self.dirpath = dirpath
         self._counts: ExpertCounts | None = None
         self._go_on: Callable[[], None] | None = None
         self._step = 0
@@ -59,7 +58,8 @@ class ExpertLoad(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Log the metrics if they are due."""
-        step, interval = trainer.global_step, trainer.log_every_n_steps
+        step = trainer.global_step
+        interval = trainer.log_every_n_steps
         if step != self._step and interval and step % interval == 0:
             self._log(self._attached(trainer, pl_module).take(trainer))
         self._step = step
@@ -121,7 +121,8 @@ class ExpertLoad(Callback):
 
 
 _DPI = 160
-_LOW, _HIGH = 0.25, 4.0
+_LOW = 0.25
+_HIGH = 4.0
 _NOTHING = 1e-9
 _NUMBERED = 0.34
 """Inches of a cell that has space for its number."""
@@ -137,7 +138,8 @@ def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    rows, columns = len(loads.layers), max(len(layer.loads) for layer in loads.layers)
+    rows = len(loads.layers)
+    columns = max(len(layer.loads) for layer in loads.layers)
     width = max(3.6, min(8.6, columns * 0.5))
     cell = width / columns
     height = rows * min(0.32, max(0.09, min(cell, 7.0 / rows)))

@@ -18,8 +18,6 @@ from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.model_registry import log_folder
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
-__all__ = ["ExportHuggingFace"]
-
 When = Literal["end", "checkpoint"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -70,13 +68,16 @@ class ExportHuggingFace(pl.Callback):
         check_arguments(ExportHuggingFace.__init__, arguments)
         if when == "end":
             files.check_replaceable(folder, marker=files.EXPORT_MARK)
-        self._folder, self._when = os.fspath(folder), when
+        self._folder = os.fspath(folder)
+        self._when = when
         self._options = {
             "dtype": dtype and getattr(torch, dtype),
             "shard_bytes": shard_bytes,
             "prefix": prefix,
         }
-        self._last, self._is_due, self._log_model = -1, False, log_model
+        self._last = -1
+        self._is_due = False
+        self._log_model = log_model
 
     def check(self, trainer: pl.Trainer, read: Iterable[object]) -> None:
         """Check the loggers, and the folder against the files that the run reads.
@@ -109,7 +110,8 @@ class ExportHuggingFace(pl.Callback):
                 'ExportHuggingFace needs Trainer(strategy="ptdp"), not '
                 f"{type(trainer.strategy).__name__}"
             )
-        self._last, self._is_due = -1, False
+        self._last = -1
+        self._is_due = False
         self._export(trainer, check_only=True)
 
     def on_save_checkpoint(
@@ -144,7 +146,8 @@ class ExportHuggingFace(pl.Callback):
             folder /= f"step-{trainer.global_step}"
         strategy.export_huggingface(folder, **self._options, check_only=check_only)
         if not check_only:
-            self._last, self._is_due = trainer.global_step, False
+            self._last = trainer.global_step
+            self._is_due = False
             rank_zero_info(f"exported:    {os.path.abspath(folder)}")
             if self._log_model and trainer.is_global_zero:
                 for logger in _mlflow_loggers(trainer):

@@ -11,10 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_ptdp.base.option_types import Count, Size, check_arguments
 from lightning_ptdp.callbacks.artifacts import keep_files
 from lightning_ptdp.pipeline.action_recorder import ActionRecorder, ideal_timeline
-from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
-from lightning_ptdp.schedule.spans import Timeline
-
-__all__ = ["PipelineTimeline", "has_pipeline"]
+from lightning_ptdp.schedule.schedule_timeline import draw_timelines
+from lightning_ptdp.schedule.spans import Timeline, chrome_trace
 
 
 class PipelineTimeline(Callback):
@@ -57,7 +55,9 @@ class PipelineTimeline(Callback):
             raise ValueError(
                 f"steps={steps!r} must be one or more step numbers from 0, such as [10, 100]"
             )
-        self.every_n_steps, self.steps, self.dirpath = every_n_steps, steps, dirpath
+        self.every_n_steps = every_n_steps
+        self.steps = steps
+        self.dirpath = dirpath
         self._recorder: ActionRecorder | None = None
         self._step = 0
 
@@ -74,10 +74,8 @@ class PipelineTimeline(Callback):
             and has_pipeline(trainer)
             and _in_first_replica(trainer)
         ):
-            self._recorder, self._step = (
-                ActionRecorder(trainer.strategy.root_device),
-                trainer.global_step,
-            )
+            self._recorder = ActionRecorder(trainer.strategy.root_device)
+            self._step = trainer.global_step
             trainer.strategy.observers.add(self._recorder)
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:

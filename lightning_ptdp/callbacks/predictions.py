@@ -15,8 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-__all__ = ["PredictionWriter"]
-
 _PADDING = -1
 
 Record = dict[str, object]

@@ -13,9 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.base.output import say
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs, run_folder, store_tags
-from lightning_ptdp.callbacks.goodput import Goodput
-
-__all__ = ["RunRecord", "RunReport", "ValidateAtEnd"]
+from lightning_ptdp.callbacks.step_metrics import Goodput
 
 
 @dataclass(frozen=True, kw_only=True)

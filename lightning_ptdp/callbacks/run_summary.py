@@ -18,8 +18,6 @@ from lightning_ptdp.tensor_parallel import Experts
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["StageSummary", "StrategySummary", "render", "summarize"]
-
 _CHOSEN = ("top_k", "experts_per_token", "num_experts_per_tok", "num_experts_per_token")
 
 
@@ -99,7 +97,8 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
         if layout.world_size > 1
         else all_held
     )
-    total, resting = sum(held.counted for held in once), [held.resting for held in once]
+    total = sum(held.counted for held in once)
+    resting = [held.resting for held in once]
     return StrategySummary(
         layout=layout,
         schedule=schedule_name(config.schedule, config.virtual_pipeline_size),
@@ -137,14 +136,13 @@ def _held(parallel: ParallelModel) -> _Held:
         for p, managed in parallel.parameters.items()
         if managed.placement.counted
     }
-    kind, resting = Experts(), 0.0
+    kind = Experts()
+    resting = 0.0
     for name, module in parallel.module.named_modules():
         if kind.fits(module):
             of_experts = list(module.parameters())
-            number, chosen = (
-                parallel.parameters[of_experts[0]].placement.full_shape[0],
-                _chosen(parallel.module, name),
-            )
+            number = parallel.parameters[of_experts[0]].placement.full_shape[0]
+            chosen = _chosen(parallel.module, name)
             resting += sum(counted.get(p, 0) for p in of_experts) * (
                 1 - (chosen or math.nan) / number
             )
@@ -169,7 +167,8 @@ def _chosen(module: nn.Module, experts: str) -> int | None:
 def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSummary, ...]:
     if parallel.cut is None:
         return ()
-    last, parts = len(parallel.ranges) - 1, parallel.cut.parts
+    last = len(parallel.ranges) - 1
+    parts = parallel.cut.parts
     modules = [
         (0, parts.before),
         *((stage, parts.between) for stage in parallel.cut.starts),
@@ -246,7 +245,8 @@ def _schedule(summary: StrategySummary) -> str:
 def _parameters(summary: StrategySummary) -> list[list[str]]:
     if not summary.parameters_per_rank:
         return []
-    least, most = _short(min(summary.parameters_per_rank)), _short(max(summary.parameters_per_rank))
+    least = _short(min(summary.parameters_per_rank))
+    most = _short(max(summary.parameters_per_rank))
     text = f"{least if least == most else f'{least} to {most}'} per rank"
     if summary.parameters is not None and summary.active_parameters is not None:
         text += (

@@ -22,8 +22,6 @@ from lightning_ptdp.checkpoint import CheckpointError, CheckpointMetadata, read_
 from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.shims.lightning import requeue_handler
 
-__all__ = ["SaveOnSignal", "superseded"]
-
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 _ANNOUNCEMENT = "Ctrl-C: training saves after this step and ends. Press it again to end now"
 _REQUEUED = "hpc_ckpt_*.ckpt"  # Lightning's names, in default_root_dir
@@ -128,7 +126,8 @@ class SaveOnSignal(pl.Callback):
         return type(self), (self._name,)
 
     def _agreed(self) -> torch.Tensor | None:
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return None
         work, flags = pending

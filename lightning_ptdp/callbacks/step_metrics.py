@@ -1,4 +1,4 @@
-"""Callbacks that log numbers of a training step, its throughput included."""
+"""Callbacks that log numbers of a training step, its throughput, and the share of counted steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -16,17 +17,6 @@ from torch.optim import Optimizer
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.planner import known_peak_flops
-
-__all__ = [
-    "GradientNorm",
-    "LearningRate",
-    "Throughput",
-    "TrainPerplexity",
-    "batch_shape",
-    "device_name",
-    "flops_per_sample",
-    "replicas",
-]
 
 
 class GradientNorm(Callback):
@@ -160,7 +150,8 @@ class Throughput(Callback):
         batch_idx: int,
     ) -> None:
         """Measure the step and log the rates."""
-        now, is_first = time.perf_counter(), self._last is None
+        now = time.perf_counter()
+        is_first = self._last is None
         samples, length = batch_shape(batch)
         samples *= replicas(trainer)
         # Counting takes seconds, and only rank 0's value is written.
@@ -169,7 +160,8 @@ class Throughput(Callback):
             self._steps.append((now - self._last - self._paused, samples, samples * length, flops))
             self._log_rates(trainer)
         # A module that counts its operations does so once, in the first step.
-        self._last, self._paused = time.perf_counter() if is_first else now, 0.0
+        self._last = time.perf_counter() if is_first else now
+        self._paused = 0.0
 
     def _log_rates(self, trainer: Trainer) -> None:
         seconds, samples, tokens, flops = map(sum, zip(*self._steps, strict=True))
@@ -216,3 +208,44 @@ def batch_shape(batch: object) -> tuple[int, int]:
         return 1, 0
     is_tokens = tensor.dim() == 2 and tensor.dtype in (torch.int16, torch.int32, torch.int64)
     return tensor.size(0), tensor.size(1) if is_tokens else 0
+
+
+class Goodput(Callback):
+    """Callback that logs the share of wall time in steps that counted, as ``goodput``.
+
+    Time runs from the start of the first process of the training, through all restarts, to the end.
+    The rest are imports, set-up, loading of data, validation, checkpoints, waiting between runs,
+    and steps that were repeated because they were not in the checkpoint from which a run resumed.
+    """
+
+    def __init__(self) -> None:
+        self._began: float = psutil.Process().create_time()
+        self._in_steps = self._batch_began = 0.0
+
+    @property
+    def share(self) -> float:
+        """Return the share until now."""
+        return self._in_steps / max(time.time() - self._began, 1e-9)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Start the clock."""
+        self._batch_began = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Count the batch."""
+        self._in_steps += time.perf_counter() - self._batch_began
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the share, on global rank 0."""
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics({"goodput": self.share}, step=trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run that resumes here continues."""
+        return {"began": self._began, "in_steps": self._in_steps}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue the training that was saved."""
+        self._began = float(state_dict["began"])
+        self._in_steps = float(state_dict["in_steps"])

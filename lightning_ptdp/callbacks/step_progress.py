@@ -15,8 +15,6 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.base.output import say
 
-__all__ = ["StepProgress"]
-
 Style = Literal["rich", "tqdm", "lines"]
 _Display: TypeAlias = "_Rich | _Tqdm | _StepLines"
 
@@ -38,7 +36,9 @@ class StepProgress(ProgressBar):
     def __init__(self, style: Style | None = None, refresh_rate: Size = 1) -> None:
         super().__init__()
         check_arguments(StepProgress.__init__, locals())
-        self._style, self._refresh_rate, self._enabled = style, refresh_rate, True
+        self._style = style
+        self._refresh_rate = refresh_rate
+        self._enabled = True
         self._display: _Display | None = None
         self._shown = -1
 
@@ -214,8 +214,11 @@ class _Tqdm:
 
 class _StepLines:
     def __init__(self, first: int, last: int | None, interval: int) -> None:
-        self._first, self._last, self._every = first, last, interval
-        self._start, self._printed = time.monotonic(), first
+        self._first = first
+        self._last = last
+        self._every = interval
+        self._start = time.monotonic()
+        self._printed = first
 
     def show(self, step: int, text: str) -> None:
         if step == self._printed or (step % self._every and step != self._last):

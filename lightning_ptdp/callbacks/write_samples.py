@@ -17,8 +17,6 @@ from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import language_model
 from lightning_ptdp.generation.tokenizer_text import TextTokenizer, find_tokenizer
 
-__all__ = ["WriteSamples"]
-
 _T = TypeVar("_T")
 _DEFAULT = Sampling()
 
@@ -60,8 +58,12 @@ class WriteSamples(Callback):
         check_arguments(WriteSamples.__init__, locals())
         if not prompts:
             raise ValueError(f"prompts={prompts!r} must be one or more texts, or a file")
-        self.prompts, self.sampling, self.chat, self.at = prompts, sampling, chat, at
-        self.every_n_validations, self.tokenizer = every_n_validations, tokenizer
+        self.prompts = prompts
+        self.sampling = sampling
+        self.chat = chat
+        self.at = at
+        self.every_n_validations = every_n_validations
+        self.tokenizer = tokenizer
         self._validations = 0
         self._tokenizer: TextTokenizer | None = None
 
@@ -114,7 +116,8 @@ class WriteSamples(Callback):
                     ),
                 }
                 self._tokenizer = find_tokenizer(state, self.tokenizer)
-            tokenizer, texts = self._tokenizer, _texts(self.prompts)
+            tokenizer = self._tokenizer
+            texts = _texts(self.prompts)
             rows = [
                 tokenizer.chat([{"role": "user", "content": text}])
                 if self.chat

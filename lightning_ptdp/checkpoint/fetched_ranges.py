@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from lightning_ptdp.checkpoint.remote_path import RemotePath
 
-__all__ = ["FetchedRanges"]
-
 _PIECE = 16 << 20  # bytes of one request, which are in memory
 
 

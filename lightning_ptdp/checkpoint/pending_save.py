@@ -28,8 +28,6 @@ from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.write_locks import WriteLock
 
-__all__ = ["PendingSave", "new_save_name", "pending_save"]
-
 _ABANDONED_S = 86400  # more than any save takes, and than clocks differ
 WriteMetadata = Callable[[Place, str], None]
 """Writes ``metadata.json`` to a folder, for files in its folder of the given name ("": itself)."""

@@ -30,8 +30,6 @@ from lightning_ptdp.checkpoint.checkpoint_error import (
     StorageError,
 )
 
-__all__ = ["Place", "RemotePath", "check_address", "each", "is_url", "located"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 _AT_ONCE = 8  # requests of one rank in flight

@@ -28,8 +28,6 @@ from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.world.axes import AXES
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["layout_options", "run"]
-
 # Long enough for any learning-rate schedule. The ``StepTimes`` callback ends the fit.
 _MANY_STEPS = 10**6
 _DEGREES = {axis.letter: f"{axis.name}_parallel_size" for axis in AXES if axis.name != "data"} | {
@@ -91,7 +89,8 @@ def run(verb: str, arguments: list[str]) -> int:
     if result is None:  # another rank prints the result
         return 0
     options: dict[str, list[str]] = {result.layout: []}
-    results, failed = [result], []
+    results = [result]
+    failed = []
     for layout in layouts:
         overrides = {f"trainer.strategy.{name}": value for name, value in layout.items()}
         overrides |= _same_batch(cli, result.samples, layout, world)
@@ -126,7 +125,8 @@ def layout_options(text: str, world_size: int) -> dict[str, int | bool]:
     Raises:
         UserError: ``text`` is not a layout of ``world_size`` processes.
     """
-    degrees, replicas = dict.fromkeys(_DEGREES, 1), None
+    degrees = dict.fromkeys(_DEGREES, 1)
+    replicas = None
     for word in text.split():
         match = re.fullmatch(rf"([d{''.join(_DEGREES)}])([1-9]\d*)", word)
         if match is None and word != "sp":
@@ -190,11 +190,9 @@ def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | 
         )
         cli.trainer.callbacks.append(times)
         cli.trainer.fit(cli.model, datamodule=data)
-        return (
-            BenchResult.read(json.loads(file.read_text(encoding="utf-8")))
-            if file.exists()
-            else None
-        )
+        if file.exists():
+            return BenchResult.read(json.loads(file.read_text(encoding="utf-8")))
+        return None
 
 
 def _measure_elsewhere(arguments: Sequence[str], options: Sequence[str]) -> BenchResult:

@@ -15,7 +15,6 @@ from lightning_ptdp.cli.error_messages import UserError
 if TYPE_CHECKING:
     from lightning_ptdp.checkpoint import CheckpointMetadata
 
-__all__ = ["run"]
 
 _EXIT_CODES = "Exit codes: 0 no problem found, 2 damaged or not a checkpoint."
 

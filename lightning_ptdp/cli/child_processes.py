@@ -11,8 +11,6 @@ from lightning.pytorch import Trainer
 
 from lightning_ptdp.cli.error_messages import Terminated
 
-__all__ = ["ending_workers"]
-
 _PATIENCE_S = 3.0
 _GRACE_S = 10.0
 _SAVING_S = 60.0

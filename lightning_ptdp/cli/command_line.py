@@ -18,19 +18,6 @@ from lightning_ptdp.cli.error_messages import UserError, explain
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CONFIG",
-    "DTYPES",
-    "Option",
-    "add_dtype_argument",
-    "check_output",
-    "check_picture",
-    "dtype_of",
-    "held_back",
-    "listed",
-    "options_on",
-]
-
 
 CONFIG = ("--config", "-c")
 _NUMBER = re.compile(r"-[\d.].*")

@@ -21,8 +21,6 @@ from lightning_ptdp.cli.inheritance import leaves, resolve_config, short
 from lightning_ptdp.cli.recipe_files import find_config, recipe_names
 from lightning_ptdp.cli.verb_options import CONFIGURED, options_of_verb
 
-__all__ = ["complete", "run"]
-
 _SCRIPTS = {
     "bash": """\
 _ptdp() {
@@ -89,7 +87,8 @@ def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
 
     if not before:
         return [*VERBS, "--help", "--version"]
-    verb, previous = before[0], before[-1]
+    verb = before[0]
+    previous = before[-1]
     if verb not in VERBS:
         return []
     if previous in _CONFIG_OPTIONS or (verb, previous) == ("recipes", "show"):

@@ -15,9 +15,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
-from lightning_ptdp.cli.error_messages import UserError, explain, nearest
-
-__all__ = ["check_values", "dotted", "readable"]
+from lightning_ptdp.base.option_types import nearest
+from lightning_ptdp.cli.error_messages import UserError, explain
 
 _BASES: Mapping[str, type] = {
     "model": LightningModule,
@@ -96,11 +95,9 @@ def readable(message: str, known: Iterable[str]) -> str:
     if union:
         return f"{name}: {_of_union(union['errors'])}. Got value: {union['value'][:80]}"
     line = reason.partition("\n")[0]
-    return (
-        f"{name}: {_expected(line)}{line[match.end() :]}"
-        if (match := _TYPE.match(line))
-        else message
-    )
+    if match := _TYPE.match(line):
+        return f"{name}: {_expected(line)}{line[match.end() :]}"
+    return message
 
 
 def check_values(config: Namespace, defaults: Namespace) -> None:

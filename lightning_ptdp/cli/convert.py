@@ -8,8 +8,6 @@ import re
 from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
 from lightning_ptdp.cli.error_messages import UserError
 
-__all__ = ["run"]
-
 _DESCRIPTION = """\
 Convert between a checkpoint (a folder, or the single file that one process writes) and
 
@@ -34,13 +32,15 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and convert."""
     args = vars(_parser(f"ptdp {verb}").parse_args(arguments))
-    shard_bytes, verify = _bytes(args.pop("shard_size")), args.pop("verify")
+    shard_bytes = _bytes(args.pop("shard_size"))
+    verify = args.pop("verify")
     if verify and args["merge"]:
         raise UserError(
             "--verify compares a folder with the checkpoint, but with --merge the checkpoint "
             "has only the adapters. Leave --verify out"
         )
-    name, store = args.pop("register"), args.pop("tracking_uri")
+    name = args.pop("register")
+    store = args.pop("tracking_uri")
     registry = _registry(name, args["source"], store) if name is not None else None
     repository = args.pop("push_to_hub")
     from lightning_ptdp.exchange import convert, kind_of_result, verify_export

@@ -8,8 +8,6 @@ from pathlib import Path
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.recipe_files import recipe_names
 
-__all__ = ["parser", "run"]
-
 _DESCRIPTION = """\
 Check the installation, the machine, its devices and the folders. Start processes that form a group, use every collective
 of training and measure it. Each result is ok, a warning or failed, with a remedy.

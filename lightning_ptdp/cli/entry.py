@@ -11,12 +11,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import check_core
 from lightning_ptdp.cli.error_messages import (
     Terminated,
     UserError,
     explain,
-    nearest,
     terminate_on_sigterm,
     worker_failure,
 )
@@ -25,8 +25,6 @@ from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.cli.short_help import short_help
 from lightning_ptdp.version import __version__
-
-__all__ = ["VERBS", "main"]
 
 # Verb -> (module with a function run(verb, arguments), summary for --help). Nothing here may import
 # torch, because --help must be quick.
@@ -133,7 +131,8 @@ def _run(arguments: list[str]) -> int:
         )
     if verb != "doctor":  # doctor reports on all libraries itself
         check_core()
-    name, words = VERBS[verb][0], arguments[1:]
+    name = VERBS[verb][0]
+    words = arguments[1:]
     if verb == "fit" and wants_launcher(words):
         name = "lightning_ptdp.cli.launcher"
     if name in _CONFIGURED:

@@ -13,20 +13,8 @@ from importlib import import_module
 from types import FrameType
 
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import read_declared
 from lightning_ptdp.base.signals import handled
-
-__all__ = [
-    "Terminated",
-    "UserError",
-    "WorkerFailure",
-    "explain",
-    "nearest",
-    "terminate_on_sigterm",
-    "worker_failure",
-]
-
 
 # Classes are listed by name, because an import of Lightning's class would import torch.
 _FIXABLE = (
@@ -75,7 +63,8 @@ def worker_failure(error: BaseException) -> WorkerFailure | None:
     If the user can fix the failure, the message is the last line of the worker's traceback.
     Otherwise it is the launcher's whole text, or the signal that ended the process.
     """
-    text, kind = getattr(error, "msg", None), type(error).__name__
+    text = getattr(error, "msg", None)
+    kind = type(error).__name__
     if isinstance(text, str) and kind == "ProcessExitedException":
         return WorkerFailure(
             message=_ended(text, getattr(error, "signal_name", None)), fixable=False

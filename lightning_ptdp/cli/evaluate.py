@@ -12,8 +12,6 @@ from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.cli.command_line import check_output, listed
 from lightning_ptdp.cli.generate import SHORT_OPTIONS, ServingOptions
 
-__all__ = ["EvaluationOptions", "run"]
-
 _DESCRIPTION = """\
 Evaluate a trained checkpoint or a Hugging Face model with tasks of lm-evaluation-harness, on one process or split over several (-t 2 -p 2).
 The tokenizer and the requests are those of the harness with the exported folder, and so are the results.

@@ -24,8 +24,6 @@ from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.scoring import score
 from lightning_ptdp.generation.tokenizer_text import TextTokenizer
 
-__all__ = ["Ask", "Evaluation", "Job", "continuations", "scores"]
-
 Job: TypeAlias = Callable[[LightningModule, TextTokenizer], Sequence[Any]]
 """Requests that all ranks answer together; can be pickled."""
 Ask: TypeAlias = Callable[[Job], Sequence[Any]]
@@ -73,8 +71,10 @@ class Evaluation(Callback):
         *,
         checkpoint: str,
     ) -> None:
-        self._tasks, self._tokenizer = tasks, tokenizer
-        self._options, self._checkpoint = options, checkpoint
+        self._tasks = tasks
+        self._tokenizer = tokenizer
+        self._options = options
+        self._checkpoint = checkpoint
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, and print and write the results on rank 0."""

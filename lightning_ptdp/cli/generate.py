@@ -16,8 +16,6 @@ from jsonargparse import ArgumentParser
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.generation import Sampling
 
-__all__ = ["SHORT_OPTIONS", "SampleOptions", "ServingOptions", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
@@ -86,7 +84,8 @@ def run(verb: str, arguments: list[str]) -> int:
     prompt = args.pop("system" if chats else "prompt")
     with tempfile.TemporaryDirectory() as scratch:
         state, module, ckpt_path = module_of(options.checkpoint, Path(scratch))
-        tokenizer, sampling = find_tokenizer(state, options.tokenizer), Sampling(**args)
+        tokenizer = find_tokenizer(state, options.tokenizer)
+        sampling = Sampling(**args)
         writer = (
             Chat(tokenizer, sampling, system=prompt)
             if chats

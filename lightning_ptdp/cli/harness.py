@@ -27,8 +27,6 @@ from lightning_ptdp.generation.decoders import language_model, longest_sequence
 from lightning_ptdp.generation.tokenizer_text import TextTokenizer
 from lightning_ptdp.loggers.connection import quiet
 
-__all__ = ["HarnessModel", "evaluate", "load_tasks", "report"]
-
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -107,7 +105,8 @@ class HarnessModel(HFLM):
                 max_length=longest_sequence(module),
                 batch_size=batch_size,
             )
-        self._ask, self._info = ask, info
+        self._ask = ask
+        self._info = info
 
     def get_model_info(self) -> dict[str, object]:
         """Return entries of the results' configuration."""

@@ -11,8 +11,6 @@ from lightning_ptdp.checkpoint.metadata import METADATA_FILE
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.loggers.model_registry import store_of
 
-__all__ = ["make_repository", "push_folder"]
-
 _CARD = "README.md"
 
 

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["import_torchmetrics_alone", "uncollected"]
-
 _NOT_FOR_US = ("matplotlib", "scipy", "torchvision", "transformers")
 
 

@@ -29,18 +29,6 @@ from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder
 from lightning_ptdp.cli.yaml_files import load_yaml_file
 
-__all__ = [
-    "BASE_KEY",
-    "KeyPath",
-    "ResolvedConfig",
-    "has",
-    "leaves",
-    "resolve_config",
-    "resolve_configs",
-    "short",
-    "value_at",
-]
-
 BASE_KEY = "base"
 
 KeyPath = tuple[str | int, ...]
@@ -124,7 +112,8 @@ def resolve_config(file: Path) -> ResolvedConfig:
     Raises:
         UserError: A file is not a YAML mapping, a base does not exist, or the bases form a cycle.
     """
-    files, layers = [file], [_read(file)]
+    files = [file]
+    layers = [_read(file)]
     while BASE_KEY in layers[-1]:
         files.append(_find_base(files, layers[-1].pop(BASE_KEY)))
         layers.append(_read(files[-1]))
@@ -199,11 +188,9 @@ def _read(file: Path) -> dict[str, Any]:
 def _label(file: Path) -> str:
     """Return the name of a recipe, or the path of any other file."""
     folder = recipe_folder()
-    return (
-        file.relative_to(folder).as_posix().removesuffix(".yaml")
-        if file.is_relative_to(folder)
-        else str(file)
-    )
+    if file.is_relative_to(folder):
+        return file.relative_to(folder).as_posix().removesuffix(".yaml")
+    return str(file)
 
 
 def _merge(base: Any, override: Any) -> Any:

@@ -18,8 +18,6 @@ import yaml
 from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.cli.command_line import options_on
 
-__all__ = ["LaunchJob", "kubernetes_job", "skypilot_task", "slurm_script", "torchrun_script"]
-
 _SAVE_S = 120
 _PORT = 29500
 # SLURM job ids are unique on a cluster, so two jobs on one node use different ports.
@@ -108,7 +106,8 @@ def torchrun_script(job: LaunchJob) -> str:
 
     After a failure, torchrun restarts all processes, and training continues.
     """
-    rendezvous, comments = ["--standalone"], []
+    rendezvous = ["--standalone"]
+    comments = []
     if job.nodes > 1:
         endpoint = (
             shlex.quote(job.rendezvous)

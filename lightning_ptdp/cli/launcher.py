@@ -29,8 +29,6 @@ from lightning_ptdp.cli.launch_scripts import (
 from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["parser", "run", "wants_launcher"]
-
 _DESCRIPTION = """\
 Write a script that trains on many devices, and start it. All other options are those of ptdp fit and are written into the script.
 

@@ -52,8 +52,6 @@ from lightning_ptdp.models import (  # noqa: F401
 )
 from lightning_ptdp.models.pretrained_folder import local_folder
 
-__all__ = ["PTDPCLI", "parsed_values"]
-
 
 class _ExactParser(LightningArgumentParser):
     """A parser without abbreviated options.

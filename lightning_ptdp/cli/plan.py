@@ -25,7 +25,6 @@ from lightning_ptdp.world.layout import Sharding
 if TYPE_CHECKING:
     from lightning_ptdp.planner import Candidate, Job, Space
 
-__all__ = ["run"]
 
 _DESCRIPTION = """\
 Estimate memory and time of every layout that fits, and print the best ones with the options of the strategy.
@@ -67,7 +66,8 @@ def run(verb: str, arguments: list[str]) -> int:
 
     _refuse_ignored(options)
     check_picture("--picture", options.picture)
-    job, space = planned_job(options, config), _space(options)
+    job = planned_job(options, config)
+    space = _space(options)
     if options.what_if is not None:
         return _what_if(job, space, options)
     plan = search(job, space, count=options.top)
@@ -124,7 +124,8 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
             rows.append((*size, "none fits", *[""] * 6))
             continue
         best_by_batch.setdefault(case.global_batch_size, []).append((case.world_size, best))
-        choice, time = best.choice, best.time
+        choice = best.choice
+        time = best.time
         cells = (
             f"{time.total:.3g}",
             f"{case.tokens / time.total:.4g}",

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_ptdp.cli.error_messages import UserError, nearest
+from lightning_ptdp.base.option_types import nearest
+from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.world.axes import AXES
 
 if TYPE_CHECKING:
     from lightning_ptdp.models.model_config import BertConfig, GPTConfig
     from lightning_ptdp.planner import Device, Job, ModelShape
 
-__all__ = ["SIZES", "planned_job"]
 
 # option -> (field of GPTConfig, help text)
 SIZES = {
@@ -81,12 +81,13 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 
 def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
-    """Return True if the configuration names a user's class, whose sizes are unknown."""
+    """Return True if a GPT does not describe the configured class: a user's, or one with images."""
     size_options = {field for field, _ in SIZES.values() if getattr(options, field) is not None} - {
         "sequence_length"
     }
     path = str((config.get("model") or {}).get("class_path", ""))
-    return "." in path and not path.startswith("lightning_ptdp.") and not size_options
+    is_ours = path.startswith("lightning_ptdp.") and not path.endswith("LitImageTextToText")
+    return "." in path and not is_ours and not size_options
 
 
 def _followed(
@@ -152,11 +153,9 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig 
     if options.model or path:
         return dataclasses.replace(_of_path(str(options.model or path)), **size_options)
     if sizes is None and not missing:
-        return (
-            GPTConfig.llama(**size_options)
-            if options.llama or "num_experts" in size_options
-            else GPTConfig.gpt2(**size_options)
-        )
+        if options.llama or "num_experts" in size_options:
+            return GPTConfig.llama(**size_options)
+        return GPTConfig.gpt2(**size_options)
     if not config:
         raise UserError(
             "there is no model. Use --recipe, --config or --model, or also set "
@@ -237,8 +236,10 @@ def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
         raise UserError(
             "the size of a step is unknown. Set --batch, the number of sequences over all replicas"
         )
-    trainer, layout = config.get("trainer") or {}, _inner(config.get("trainer") or {}, "strategy")
-    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
+    trainer = config.get("trainer") or {}
+    layout = _inner(config.get("trainer") or {}, "strategy")
+    devices = trainer.get("devices")
+    nodes = trainer.get("num_nodes", 1)
     replica = math.prod(
         layout.get(f"{axis.name}_parallel_size", 1)
         for axis in AXES
@@ -274,11 +275,11 @@ def _device(options: argparse.Namespace) -> Device:
         for name in ("node_size", "cards")
         if getattr(options, name) is not None
     }
-    return (
-        dataclasses.replace(device, cluster=dataclasses.replace(device.cluster, **cluster_options))
-        if cluster_options
-        else device
-    )
+    if cluster_options:
+        return dataclasses.replace(
+            device, cluster=dataclasses.replace(device.cluster, **cluster_options)
+        )
+    return device
 
 
 def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -27,8 +27,6 @@ from lightning_ptdp.cli.inheritance import (
 )
 from lightning_ptdp.cli.lightning_cli import parsed_values
 
-__all__ = ["show_resolved"]
-
 _OWNERS: Mapping[str, type] = {
     "trainer": Trainer,
     "throughput": Throughput,
@@ -105,11 +103,9 @@ class _Origins:
         origin = self._file(path)
         if replaced and origin is None and path[-1] == "class_path":
             return "command line"  # an entry added to a list
-        return (
-            self._default(path)
-            if origin is None or (replaced and not self._is_as_given(path))
-            else origin
-        )
+        if origin is None or (replaced and not self._is_as_given(path)):
+            return self._default(path)
+        return origin
 
     def _file(self, path: KeyPath) -> str | None:
         """Return the file that sets the value, or None."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_ptdp.cli.error_messages import UserError, nearest
-
-__all__ = ["find_config", "is_shared", "recipe_folder", "recipe_names"]
+from lightning_ptdp.base.option_types import nearest
+from lightning_ptdp.cli.error_messages import UserError
 
 
 def recipe_folder() -> Path:

@@ -12,8 +12,6 @@ from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder, recipe_names
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["run"]
-
 # The first line of every recipe. A test compares the count with the model's.
 _FIRST_LINE = re.compile(r"# (?P<count>[\d.]+ [KMBT]) parameters: (?P<summary>.+)")
 

@@ -45,8 +45,6 @@ from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.shims.lightning import load_only_named_checkpoints
 from lightning_ptdp.world.launched import launched_processes
 
-__all__ = ["run"]
-
 
 def run(verb: str, arguments: list[str]) -> int:
     """Run one verb and return the exit code.
@@ -206,7 +204,8 @@ def _prepare(cli: PTDPCLI) -> None:
 @contextmanager
 def _showing(name: str) -> Iterator[None]:
     """Print the messages of the loggers below ``name``."""
-    logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stdout)
+    logger = logging.getLogger(name)
+    handler = logging.StreamHandler(sys.stdout)
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

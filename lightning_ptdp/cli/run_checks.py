@@ -40,14 +40,6 @@ from lightning_ptdp.models import (
 )
 from lightning_ptdp.strategy.checks.trainer import check_numbers
 
-__all__ = [
-    "check_checkpoint",
-    "check_data",
-    "check_run",
-    "check_validation_interval",
-    "check_weights",
-]
-
 _KEYWORDS = ("best", "last", "hpc", "registry")
 _PARTS = ("metadata.json", "index.json")
 _PICKLE = b"\x80"
@@ -303,7 +295,8 @@ def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None)
         model.check_data(datamodule)
     config: Any = getattr(model, "config", None)
     for name in _SHARED_SIZES:
-        model_size, data_size = getattr(config, name, None), getattr(datamodule, name, None)
+        model_size = getattr(config, name, None)
+        data_size = getattr(datamodule, name, None)
         if isinstance(model_size, int) and isinstance(data_size, int) and model_size < data_size:
             raise UserError(
                 f"model.config.{name}={model_size} is smaller than data.{name}={data_size}. Use "

@@ -39,8 +39,6 @@ from lightning_ptdp.generation.tokenizer_text import Message, TextTokenizer
 from lightning_ptdp.models import LitCausalLM, LitDPO, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 
-__all__ = ["Chat", "Continuation", "module_of", "next_of_rank_zero", "serve"]
-
 _END = None
 """Marks the end of the questions in the queue."""
 _T = TypeVar("_T")
@@ -56,7 +54,9 @@ class Continuation(Callback):
     """A callback that prints a prompt and its continuation."""
 
     def __init__(self, tokenizer: TextTokenizer, sampling: Sampling, *, prompt: str) -> None:
-        self._tokenizer, self._sampling, self._prompt = tokenizer, sampling, prompt
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._prompt = prompt
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Generate the continuation and print it on rank 0."""
@@ -74,7 +74,8 @@ class Chat(Callback):
     """
 
     def __init__(self, tokenizer: TextTokenizer, sampling: Sampling, *, system: str | None) -> None:
-        self._tokenizer, self._sampling = tokenizer, sampling
+        self._tokenizer = tokenizer
+        self._sampling = sampling
         self._begin: list[Message] = (
             [] if system is None else [{"role": "system", "content": system}]
         )
@@ -92,7 +93,8 @@ class Chat(Callback):
             self._talk(trainer, pl_module, lines)
 
     def _talk(self, trainer: Trainer, pl_module: LightningModule, lines: _Lines) -> None:
-        messages, turn = list(self._begin), 0
+        messages = list(self._begin)
+        turn = 0
         while (question := _next(trainer, lines)) is not None:
             if question == "/new":
                 messages = list(self._begin)
@@ -106,7 +108,8 @@ class Chat(Callback):
                 messages.pop()
                 continue
             sampling = replace(self._sampling, seed=self._sampling.seed + turn)
-            written, turn = _timed(trainer, pl_module, row, sampling, self._tokenizer), turn + 1
+            written = _timed(trainer, pl_module, row, sampling, self._tokenizer)
+            turn = turn + 1
             answer = self._tokenizer.decode(written).strip()
             messages.append({"role": "assistant", "content": answer})
             if trainer.is_global_zero:
@@ -128,7 +131,8 @@ def serve(
         "ignore",
         message=".*(LeafSpec|does not have many workers|callbacks used to create the checkpoint).*",
     )
-    t, p = options.tensor_parallel_size, options.pipeline_parallel_size
+    t = options.tensor_parallel_size
+    p = options.pipeline_parallel_size
     trainer = Trainer(
         strategy=PTDPStrategy(
             tensor_parallel_size=t, pipeline_parallel_size=p, start_method=options.start_method
@@ -230,7 +234,8 @@ def _timed(
     sampling: Sampling,
     tokenizer: TextTokenizer,
 ) -> list[int]:
-    limit, started = longest_sequence(module), time.perf_counter()
+    limit = longest_sequence(module)
+    started = time.perf_counter()
     if trainer.is_global_zero and limit is not None and len(row) > limit:
         print(
             f"(the model accepts {limit} tokens and ignores the first {len(row) - limit})",
@@ -307,7 +312,8 @@ def next_of_rank_zero(trainer: Trainer, items: queue.SimpleQueue[_T]) -> _T:
     Rank 0 sends messages while it waits, so that the other ranks do not treat it as lost.
     """
     while True:
-        arrived, item = True, None
+        arrived = True
+        item = None
         if trainer.is_global_zero:
             try:
                 item = items.get(timeout=_HEARTBEAT_S)

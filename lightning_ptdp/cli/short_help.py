@@ -19,8 +19,6 @@ from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 
-__all__ = ["SourceOption", "options_in_source", "short_help"]
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDTH = 116
 _TRAINER: Mapping[str, str] = {
@@ -117,6 +115,11 @@ _DATA: Mapping[str, Sequence[_Shown]] = {
         *_STREAM,
     ),
     "ChatDataModule": (("", "data/chat_datamodule.py", "ChatDataModule", _CHAT), *_STREAM),
+    "ImageChatDataModule": (
+        ("", "data/image_chat_datamodule.py", "ImageChatDataModule", ("path", "max_images")),
+        ("", "data/chat_datamodule.py", "ChatDataModule", _PREPARED),
+        *_STREAM,
+    ),
     "PreferenceDataModule": (
         ("", "data/preference_datamodule.py", "PreferenceDataModule", ("path", "columns")),
         ("", "data/chat_datamodule.py", "ChatDataModule", _PREPARED),

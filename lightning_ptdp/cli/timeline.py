@@ -15,11 +15,9 @@ from lightning_ptdp.cli.command_line import listed
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule
-from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
+from lightning_ptdp.schedule.schedule_timeline import draw_timelines
 from lightning_ptdp.schedule.simulate import Costs, simulate
-from lightning_ptdp.schedule.spans import Timeline
-
-__all__ = ["run"]
+from lightning_ptdp.schedule.spans import Timeline, chrome_trace
 
 _DESCRIPTION = """\
 Simulate pipeline schedules. Print step time, bubble and held activations, and draw them above each other.

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["CONFIGURED", "DESCRIPTIONS", "VerbOption", "options_of_verb"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class VerbOption:

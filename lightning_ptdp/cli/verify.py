@@ -8,8 +8,6 @@ from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.run_checks import check_run
 from lightning_ptdp.verification import VerificationError, verify
 
-__all__ = ["run"]
-
 
 def run(verb: str, arguments: list[str]) -> int:
     """Run ``ptdp verify`` and return 0 if the layout equals one process, else 1.

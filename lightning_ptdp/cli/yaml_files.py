@@ -9,8 +9,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["checked", "load_yaml", "load_yaml_file"]
-
 _MOST_DEPTH = 100
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -92,7 +90,8 @@ def _check_keys(root: yaml.Node | None) -> None:
         lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
             pending += (key, value)
-            line, name = key.start_mark.line + 1, (key.tag, str(key.value))
+            line = key.start_mark.line + 1
+            name = (key.tag, str(key.value))
             if name in lines and not key.tag.endswith(":merge"):
                 raise ValueError(
                     f"the key {key.value!r} is given twice, in line {lines[name]} and in line "

@@ -10,19 +10,12 @@ See arXiv 2310.01889 and 2309.14509. The engine uses ``ContextParallel``:
 All other layers work on single tokens and need no change.
 """
 
-from lightning_ptdp.context_parallel.context import ContextForward, ContextParallel
+from lightning_ptdp.context_parallel.context import ContextParallel
 from lightning_ptdp.context_parallel.global_positions import why_not
-from lightning_ptdp.context_parallel.sequence_batch import (
-    count_targets,
-    sequence_length,
-    shard_batch,
-)
+from lightning_ptdp.context_parallel.sequence_batch import sequence_length
 
 __all__ = [
-    "ContextForward",
     "ContextParallel",
-    "count_targets",
     "sequence_length",
-    "shard_batch",
     "why_not",
 ]

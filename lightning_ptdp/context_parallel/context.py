@@ -33,8 +33,6 @@ from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ContextForward", "ContextParallel"]
-
 PADDING_KEYS = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
 
 
@@ -63,7 +61,8 @@ class ContextForward(Supplier, SliceFunctions):
         does not return ``num_tokens``; called on the ranks that have the loss. Without labels in
         the batch all ranks have the same weight, 1.
         """
-        count, group = self.num_targets, self.group
+        count = self.num_targets
+        group = self.group
         if count is None:
             return loss.new_ones(())
         total = count.clone()
@@ -115,7 +114,8 @@ class ContextParallel(Surrounding):
             self._module, forward.whole, expects_attention=forward.stage in self.attending
         ) as running:
             running.draws_alike = lambda: forward.draws_alike
-            forward.batch, forward.part = running.batch, running
+            forward.batch = running.batch
+            forward.part = running
             yield
 
     def recomputation(self, forward: Forward) -> Contexts | None:
@@ -149,11 +149,9 @@ class ContextParallel(Surrounding):
         self._check(running, expects_attention)
 
     def _begin(self, module: nn.Module, batch: Any) -> ContextForward:
-        length, size, rank = (
-            sequence_length(batch, self.sequence_dims),
-            self.group.size,
-            self.group.rank,
-        )
+        length = sequence_length(batch, self.sequence_dims)
+        size = self.group.size
+        rank = self.group.rank
         check_sequence(length, size, sequence_parallel_size=self.sequence_parallel_size)
         local = shard_batch(
             batch, length=length, rank=rank, size=size, sequence_dims=self.sequence_dims

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from lightning_ptdp.attention import shard_sequence
 
-__all__ = ["SliceDraws"]
-
 _Fills = Callable[..., Tensor]
 
 

@@ -36,10 +36,9 @@ from lightning_ptdp.attention import (
 )
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Supplier", "Taker", "find_takers", "names_in_forward", "why_not"]
-
-
-_POSITIONS, _MASK, _TOKENS = "position_ids", "attention_mask", "input_ids"
+_POSITIONS = "position_ids"
+_MASK = "attention_mask"
+_TOKENS = "input_ids"
 _IGNORED_LABEL = -100
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from lightning_ptdp.attention import check_sequence, shard_sequence
 from lightning_ptdp.base.nested import map_named, named_tensors
 
-__all__ = ["SequenceDims", "count_targets", "is_padded", "sequence_length", "shard_batch"]
-
 SequenceDims = Mapping[str, int | None]
 
 

@@ -23,8 +23,6 @@ from lightning_ptdp.base.function_replacement import Replacing
 from lightning_ptdp.context_parallel.dropout_draws import SliceDraws
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["SliceFunctions", "check_index", "pick_token", "shifting_functions"]
-
 
 @dataclass(kw_only=True)
 class SliceFunctions:

@@ -4,8 +4,8 @@
 - ``TextDataModule`` (for a GPT) and ``BertDataModule`` read such a folder for a Trainer.
 - ``MixtureDataModule`` reads several such folders.
 - ``IndexedDataModule`` reads files that Megatron-LM prepared.
-- ``ChatDataModule`` reads conversations, written with the model's own tokenizer, and
-  ``PreferenceDataModule`` reads pairs of them.
+- ``ChatDataModule`` reads conversations, written with the model's own tokenizer.
+  ``ImageChatDataModule`` reads those with images, and ``PreferenceDataModule`` reads pairs.
 
 Lower layers: ``Corpus`` reads documents. ``Tokenizer`` turns text into ids. ``TokenStream`` returns
 blocks of tokens by number, ``BertStream`` masked pairs. ``TokenLoader`` and ``EvaluationLoader``
@@ -21,6 +21,7 @@ from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.data_error import CorpusError, DataError, StoreError, TokenizerError
 from lightning_ptdp.data.datamodule import PrepareConfig, TextDataModule
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
+from lightning_ptdp.data.image_chat_datamodule import ImageChatDataModule
 from lightning_ptdp.data.indexed_datamodule import IndexedDataModule, IndexedFile, indexed_stream
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
@@ -46,6 +47,7 @@ __all__ = [
     "Document",
     "EvaluationLoader",
     "HuggingFaceTokenizer",
+    "ImageChatDataModule",
     "IndexedDataModule",
     "IndexedFile",
     "Manifest",

@@ -31,13 +31,16 @@ from lightning_ptdp.data.split import score
 from lightning_ptdp.data.token_store import CHUNK_TOKENS, mark_sample, write_chunks
 from lightning_ptdp.data.worker_processes import Reporter, ordered_map
 
-__all__ = ["ROWS_AT_ONCE", "ChatConfig"]
+__all__ = ["IMAGES_FILE", "ROWS_AT_ONCE", "ChatConfig"]
 
 ROWS_AT_ONCE = 256
 """Rows that a process tokenizes together, and in which columns are looked for."""
+IMAGES_FILE = "images.json"
+"""File of a split that lists the images of every sample, each with its size in bytes."""
+_LEAVE_OUT = "To leave such rows out, use faulty: drop"
 
-Encoded = tuple[int, int, np.ndarray]
-"""Hash and number of characters of a conversation, and its tokens with their marks."""
+Encoded = tuple[int, int, np.ndarray, list[Any]]
+"""Hash and number of characters of a conversation, its tokens with their marks, and its images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,12 @@ class ChatConfig(Preparation):
     split_seed: Count = 0
 
     columns_class: ClassVar[type[Columns]] = Columns
+    tokenizer_class: ClassVar[type[HuggingFaceTokenizer]] = HuggingFaceTokenizer
+    format_class: ClassVar[type[ChatFormat]] = ChatFormat
+    checks_every_row: ClassVar[bool] = False
+    """Check the content of every row before launch, not only the first ones."""
+    about: ClassVar[str] = "docstrings"
+    """Content of the rows without a path."""
 
     def find_columns(
         self, first: Sequence[Mapping[str, Any]], path: str | Sequence[str] | None
@@ -80,14 +89,22 @@ class ChatConfig(Preparation):
 
     def encode(
         self, form: ChatFormat, columns: Any, row: Mapping[str, Any]
-    ) -> tuple[Any, np.ndarray]:
-        """Return the content of a row, and its tokens with their marks.
+    ) -> tuple[Any, np.ndarray, list[Any]]:
+        """Return the content of a row, its tokens with their marks, and its images.
 
         Raises:
             FaultyRow: The row has no usable conversation.
         """
         conversation = columns.conversation(row)
-        return conversation, mark_sample(*form.encode(conversation))
+        return conversation, mark_sample(*form.encode(conversation)), []
+
+    def check_row(self, columns: Any, row: Mapping[str, Any]) -> None:
+        """Check the content of a row, without tokens.
+
+        Raises:
+            FaultyRow: The row has no usable conversation.
+        """
+        columns.conversation(row)
 
     def tokenizer(self) -> HuggingFaceTokenizer:
         """Return the tokenizer of the model.
@@ -100,7 +117,7 @@ class ChatConfig(Preparation):
                 "tokenizer_dir=None. Give the folder of the tokenizer, which is usually that "
                 "of the model"
             )
-        return HuggingFaceTokenizer(self.tokenizer_dir)
+        return self.tokenizer_class(self.tokenizer_dir)
 
     @property
     def form(self) -> Form:
@@ -120,7 +137,8 @@ class ChatConfig(Preparation):
             else hashlib.sha256(read_template(self.chat_template).encode()).hexdigest()
         )
         # The hash of the tokenizer is compared; its folder may have moved.
-        return self._settings(tokenizer_dir=None, chat_template=template)
+        values = self._settings(tokenizer_dir=None, chat_template=template)
+        return values if self.form == "chat" else {**values, "form": self.form}
 
     @property
     def folder(self) -> str:
@@ -128,7 +146,7 @@ class ChatConfig(Preparation):
         settings = json.dumps(
             {**self.settings, "tokenizer": self.tokenizer().fingerprint}, sort_keys=True
         )
-        name = Path(self.roots[0]).stem if self.roots else "docstrings"
+        name = Path(self.roots[0]).stem if self.roots else self.about
         return f"ptdp-data/{name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
     @property
@@ -151,6 +169,17 @@ class ChatConfig(Preparation):
         for path, split in self._sources():
             for _ in islice(_encoded(self, path, split, Counter()), 1):
                 pass
+            if self.checks_every_row and self.faulty == "error" and path is not None:
+                for file in map(str, chat_files(path)):
+                    self._check_file(file, split)
+
+    def _check_file(self, file: str, split: str) -> None:
+        columns = self.find_columns(list(islice(self.rows(file, split), ROWS_AT_ONCE)), file)
+        for number, row in enumerate(self.rows(file, split), start=1):
+            try:
+                self.check_row(columns, row)
+            except FaultyRow as error:
+                raise CorpusError(f"path={file}, row {number}: {error}. {_LEAVE_OUT}") from error
 
     def build(
         self, work: Path, folder: Path, report: Reporter
@@ -158,14 +187,16 @@ class ChatConfig(Preparation):
         """Tokenize all rows, divide them, and write the tokens."""
         faulty, file = Counter[str](), work / "parts" / "tokens.bin"
         origins, lengths, scores, characters = array("B"), array("q"), array("Q"), 0
+        images: list[list[Any]] = []
         with open(file, "wb") as stream:
             for origin, (path, split) in enumerate(self._sources()):
-                for digest, size, tokens in _encoded(self, path, split, faulty):
+                for digest, size, tokens, shown in _encoded(self, path, split, faulty):
                     tokens.tofile(stream)
                     origins.append(origin)
                     lengths.append(len(tokens))
                     scores.append(digest)
                     characters += size
+                    images.append(shown)
         if len(set(origins)) < len(self._sources()):
             raise CorpusError("the data have no conversation")
         held_out = np.array(origins, bool)
@@ -176,6 +207,9 @@ class ChatConfig(Preparation):
         for split, mask in zip(SPLITS, (~held_out, held_out), strict=True):
             runs = (all_tokens[ends[i] - lengths[i] : ends[i]] for i in np.flatnonzero(mask))
             count = write_chunks(folder / split, runs, chunk_tokens=CHUNK_TOKENS, dtype="int32")
+            if self.form == "image_chat":
+                shown = [images[index] for index in np.flatnonzero(mask)]
+                (folder / split / IMAGES_FILE).write_text(json.dumps(shown), "utf-8")
             splits[split] = SplitRecord(documents=int(mask.sum()), tokens=count, dtype="int32")
         for reason, number in faulty.most_common(3):
             report.say(f"{number:,} rows were left out: {reason}")
@@ -221,7 +255,9 @@ def _encoded(
     columns = config.find_columns(first, path)
     numbered = enumerate(chain(first, rows), start=1)
     batches = iter(lambda: list(islice(numbered, ROWS_AT_ONCE)), [])
-    form = ChatFormat(config.tokenizer(), template=config.chat_template, learn=config.learn)
+    form = config.format_class(
+        config.tokenizer(), template=config.chat_template, learn=config.learn
+    )
     task = partial(_encode, config, form, columns, path)
     for samples, reasons in ordered_map(task, batches, num_workers=config.num_workers):
         faulty.update(reasons)
@@ -238,16 +274,14 @@ def _encode(
     samples, reasons = [], []
     for number, row in rows:
         try:
-            content, tokens = config.encode(form, columns, row)
+            content, tokens, images = config.encode(form, columns, row)
         except FaultyRow as error:
             if config.faulty == "error":
-                raise CorpusError(
-                    f"path={path}, row {number}: {error}. To leave such rows out, use faulty: drop"
-                ) from error
+                raise CorpusError(f"path={path}, row {number}: {error}. {_LEAVE_OUT}") from error
             reasons.append(str(error))
             continue
         text = json.dumps(content, sort_keys=True, default=str)
-        samples.append((score(text, config.split_seed), len(text), tokens))
+        samples.append((score(text, config.split_seed), len(text), tokens, images))
     return samples, reasons
 
 

@@ -87,7 +87,7 @@ class ChatDataModule(PreparedDataModule):
         **kwargs: Any,
     ) -> None:
         check_arguments(ChatDataModule.__init__, locals())
-        config = self.config_class(
+        config = self._make_config(
             output=data_dir or "",
             tokenizer_dir=tokenizer_dir,
             path=path,
@@ -148,6 +148,9 @@ class ChatDataModule(PreparedDataModule):
                 f"{len(stream):,}",
                 note,
             )
+
+    def _make_config(self, **options: Any) -> ChatConfig:
+        return self.config_class(**options)
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> ChatStream:
         return self.stream_class(

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ class ChatStream(SampleStream):
     form: ClassVar[Form] = "chat"
     per_document: ClassVar[int] = 1
     """Samples that belong together."""
+    remedies: ClassVar[str] = "cut or drop"
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class ChatStream(SampleStream):
             ).hexdigest(),
         )
 
-    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+    def __getitems__(self, visits: Sequence[int]) -> Any:
         """Return inputs, labels and positions, int32 of shape (b, 3, s)."""
         numbers = [visit if visit == PADDING else visit % self._size for visit in visits]
         return self._rows(numbers)
@@ -144,7 +145,7 @@ class ChatStream(SampleStream):
             row[2, offset:] = np.arange(length - offset)
         return rows
 
-    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def as_batch(self, rows: Any) -> dict[str, torch.Tensor]:
         """Return ``input_ids``, ``labels`` and, with packing, ``position_ids``.
 
         All are int64 of shape (b, s).
@@ -167,8 +168,8 @@ class ChatStream(SampleStream):
         if too_long == "error" and longer.any():
             raise StoreError(
                 f"{subject} are longer than sequence_length={length} (+ 1); the longest has "
-                f"{self.lengths.max()} tokens. Use a greater sequence_length, or too_long: cut "
-                "or drop"
+                f"{self.lengths.max()} tokens. Use a greater sequence_length, or too_long: "
+                f"{self.remedies}"
             )
         if too_long == "cut":
             # The first token of a sample is never predicted.

@@ -22,7 +22,7 @@ from lightning_ptdp.data.corpus import Corpus, list_files
 from lightning_ptdp.data.data_error import CorpusError
 from lightning_ptdp.data.file_pieces import parse_row
 
-__all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows", "said"]
+__all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows", "said", "texts_of"]
 
 Conversation = list[dict[str, Any]]
 """Messages, each a mapping with ``role`` and ``content``."""
@@ -271,6 +271,12 @@ def said(value: object, role: str, column: str) -> Conversation:
         f"column {column!r} is {'empty' if value is None else 'a ' + type(value).__name__}, "
         "but must be text"
     )
+
+
+def texts_of(content: object) -> list[str]:
+    """Return the texts in the content of a message that is a list of parts."""
+    parts = content if isinstance(content, list) else []
+    return [part["text"] for part in parts if isinstance(part, Mapping) and "text" in part]
 
 
 def _messages(value: object, column: str) -> Conversation:

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from lightning_ptdp.base.requirements import RequirementError, import_optional
 from lightning_ptdp.base.untrusted import (
@@ -66,6 +66,10 @@ class HuggingFaceTokenizer:
         TokenizerError: The folder holds no tokenizer, or its files are damaged.
     """
 
+    patterns: ClassVar[tuple[str, ...]] = _FILES
+    """Names of the files that determine the ids, and are copied."""
+    auto_class: ClassVar[str] = "AutoTokenizer"
+
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
@@ -78,7 +82,7 @@ class HuggingFaceTokenizer:
         with reading(
             f"tokenizer folder {folder}", TokenizerError, "Replace them with files of a tokenizer"
         ):
-            self._files = read_files(self.folder, (*_FILES, "config.json"))
+            self._files = read_files(self.folder, (*self.patterns, "config.json"))
             small_files(self.folder, _READ)
             parse_json(self._files[_SETTINGS], most_values=MOST_SETTINGS)
             for name, content in self._files.items():
@@ -97,9 +101,17 @@ class HuggingFaceTokenizer:
         Raises:
             TokenizerError: transformers cannot read the files.
         """
+        return self._load()
+
+    @property
+    def chat_template(self) -> object:
+        """The chat template; None if there is none."""
+        return self.of_transformers.chat_template
+
+    def _load(self) -> Any:
         try:
             transformers = import_optional("transformers")
-            return transformers.AutoTokenizer.from_pretrained(
+            return getattr(transformers, self.auto_class).from_pretrained(
                 str(self.folder), local_files_only=True, trust_remote_code=False
             )
         except RequirementError:
@@ -174,7 +186,13 @@ class HuggingFaceTokenizer:
         return str(self.of_transformers.decode(list(ids), skip_special_tokens=True))
 
     def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[Path]]:
-        return HuggingFaceTokenizer, (self.folder,)
+        return type(self), (self.folder,)
+
+
+class CopiedTokenizer(HuggingFaceTokenizer):
+    """Tokenizer of a prepared folder, which holds copied files only."""
+
+    patterns: ClassVar[tuple[str, ...]] = ("*",)
 
 
 AnyTokenizer: TypeAlias = Tokenizer | HuggingFaceTokenizer
@@ -187,7 +205,7 @@ def load_tokenizer(folder: str | Path) -> AnyTokenizer:
         TokenizerError: A file is missing or damaged; the message names it.
     """
     if Path(folder, TOKENIZER_FOLDER).is_dir():
-        return HuggingFaceTokenizer(Path(folder, TOKENIZER_FOLDER))
+        return CopiedTokenizer(Path(folder, TOKENIZER_FOLDER))
     return (
         HuggingFaceTokenizer(folder)
         if Path(folder, _SETTINGS).is_file()

@@ -40,14 +40,16 @@ FORMAT = 3
 _REMEDY = "Prepare the data again with overwrite, or copy the folder again"
 _SHA256 = re.compile("[0-9a-f]{64}")
 
-Form = Literal["text", "chat", "preference"]
+Form = Literal["text", "chat", "preference", "image_chat"]
 """Text: documents, each followed by its end token. Chat: conversations, with marks of tokens.
 
-Preference: pairs of conversations, each like those of chat."""
+Preference: pairs of conversations, each like those of chat. Image chat: conversations, and a list
+of their images."""
 _READ_BY = {
     "text": "TextDataModule",
     "chat": "ChatDataModule",
     "preference": "PreferenceDataModule",
+    "image_chat": "ImageChatDataModule",
 }
 SplitName = Literal["train", "validation"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation")

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from lightning_ptdp.data.chat_build import ROWS_AT_ONCE, ChatConfig
+from lightning_ptdp.data.chat_build import ChatConfig
 from lightning_ptdp.data.chat_format import ChatFormat
 from lightning_ptdp.data.chat_stream import ChatStream
-from lightning_ptdp.data.conversations import (
-    Columns,
-    Conversation,
-    FaultyRow,
-    chat_files,
-    read_rows,
-    said,
-)
-from lightning_ptdp.data.data_error import CorpusError
+from lightning_ptdp.data.conversations import Columns, Conversation, FaultyRow, said
 from lightning_ptdp.data.manifest import Form
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
 from lightning_ptdp.data.token_store import mark_sample
@@ -98,16 +89,12 @@ class PreferenceConfig(ChatConfig):
     """
 
     columns_class: ClassVar[type[Columns]] = PreferenceColumns
+    checks_every_row: ClassVar[bool] = True
 
     @property
     def form(self) -> Form:
         """Pairs."""
         return "preference"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that determine the contents of the folder."""
-        return {**super().settings, "form": self.form}
 
     def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
         """Yield the rows; without a path, answers beside their words in reverse order."""
@@ -122,29 +109,14 @@ class PreferenceConfig(ChatConfig):
 
     def encode(
         self, form: ChatFormat, columns: Any, row: Mapping[str, Any]
-    ) -> tuple[Any, np.ndarray]:
+    ) -> tuple[Any, np.ndarray, list[Any]]:
         """Return the pair of a row, and the tokens of both conversations with their marks."""
         pair = columns.pair(row)
-        return pair, np.concatenate([mark_sample(*form.encode(part)) for part in pair])
+        return pair, np.concatenate([mark_sample(*form.encode(part)) for part in pair]), []
 
-    def check_source(self) -> None:
-        """Check the files, the template on the first rows, and that every row is a pair."""
-        super().check_source()
-        if self.faulty == "drop":
-            return
-        for path, split in self._sources():
-            for file in [] if path is None else map(str, chat_files(path)):
-                self._check_file(file, split)
-
-    def _check_file(self, file: str, split: str) -> None:
-        columns = self.find_columns(list(islice(read_rows(file, split=split), ROWS_AT_ONCE)), file)
-        for number, row in enumerate(read_rows(file, split=split), start=1):
-            try:
-                columns.pair(row)
-            except FaultyRow as error:
-                raise CorpusError(
-                    f"path={file}, row {number}: {error}. To leave such rows out, use faulty: drop"
-                ) from error
+    def check_row(self, columns: Any, row: Mapping[str, Any]) -> None:
+        """Check that a row is a pair."""
+        columns.pair(row)
 
 
 class PreferenceStream(ChatStream):

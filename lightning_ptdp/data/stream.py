@@ -13,11 +13,13 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_ptdp.base.nested import IMAGE_FIELDS
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
@@ -71,7 +73,10 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of {self._size}")
         rows = self.__getitems__(self.visits(np.array([index]), seed=0, shuffle=False).tolist())
-        return {name: tensor[0] for name, tensor in self.as_batch(rows).items()}
+        return {
+            name: tensor if name in IMAGE_FIELDS else tensor[0]
+            for name, tensor in self.as_batch(rows).items()
+        }
 
     def visits(self, numbers: np.ndarray, *, seed: int, shuffle: bool) -> np.ndarray:
         """Return the visits of sample numbers, which are counted over all epochs.
@@ -81,14 +86,14 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
         return sample_visits(numbers, size=self._size, seed=seed, shuffle=shuffle)
 
     @abstractmethod
-    def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
+    def __getitems__(self, visits: Sequence[int]) -> Any:
         """Return rows of samples (b, ...), given visits or ``PADDING``.
 
         Worker processes send the rows in this form.
         """
 
     @abstractmethod
-    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def as_batch(self, rows: Any) -> dict[str, torch.Tensor]:
         """Return the batch made of rows."""
 
 

@@ -18,8 +18,6 @@ from lightning_ptdp.base.function_replacement import PartialModelError
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.shims.torch import compares_storages
 
-__all__ = ["Access", "hide", "set_access", "show"]
-
 Access = Callable[[str | None], bool]
 """Called with the name of a torch function that needs the values; gathers them or raises.
 

@@ -15,9 +15,6 @@ from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.parameters.placement import Placement
 
-__all__ = ["HALF", "Bucket", "GradientState"]
-
-
 # ---- States of the gradients of a bucket ---------------------------------------------------------
 #
 # Their life is a circle, and every step is asserted::

@@ -37,8 +37,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.torch import set_gradient_dtype
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["GradientBuckets"]
-
 _MOST_WAITING = 64 * 2**20  # bytes of sharded gradients whose sums run at a time
 
 
@@ -273,7 +271,8 @@ class GradientBuckets:
         """
         kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
         for managed in parameters:
-            parameter, axes = managed.parameter, managed.placement.data_axes
+            parameter = managed.parameter
+            axes = managed.placement.data_axes
             alone = managed if self.reductions[axes].scatter and managed.placement.tied else None
             shared = self._flat_of.get(managed, alone)
             key = parameter.dtype, parameter.device, axes, shared, managed.stays_whole
@@ -288,7 +287,8 @@ class GradientBuckets:
                 nbytes = managed.parameter.numel() * self._dtype(managed.parameter).itemsize
                 if run and size + nbytes > limit:
                     yield run
-                    run, size = [], 0
+                    run = []
+                    size = 0
                 run.append(managed)
                 size += nbytes
             yield run
@@ -306,10 +306,10 @@ class GradientBuckets:
             if flat is None
             else ([flat.offset_of[member] for member in managed], flat.size)
         )
-        dtype, device = self._dtype(parameters[0]), parameters[0].device
+        dtype = self._dtype(parameters[0])
         shards = self.shards and reduction.scatter
         kept = size // reduction.parts if shards else size
-        buffer = torch.zeros(kept, dtype=dtype, device=device)
+        buffer = torch.zeros(kept, dtype=dtype, device=parameters[0].device)
         views = [
             buffer[offset : offset + p.numel()].view_as(p)
             for offset, p in zip(offsets, parameters, strict=True)

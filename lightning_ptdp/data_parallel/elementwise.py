@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.base.errors import PTDPError
 
-__all__ = ["Cut", "GroupTrial", "MixingOptimizerError", "check_elementwise", "constructed_state"]
-
 _RANKS = 2
 _SIZES = (4, 6, 2, 2, 2)
 _LEARNING_RATE = 0.1  # the group's own may be warming up from zero, or hide a difference
@@ -217,7 +215,8 @@ def _try(
 
 
 def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerError:
-    name, field = type(optimizer).__name__, cut.option.partition("=")[0]
+    name = type(optimizer).__name__
+    field = cut.option.partition("=")[0]
     if cut.along == "apart":
         return MixingOptimizerError(
             f"{cut.option} leaves each rank with some of the parameters, but {name} combines "
@@ -248,6 +247,27 @@ def _step(
     It has the hyperparameters of this group.
     """
     parameters = [nn.Parameter(start.to(device, copy=True)) for start in starts]
+    probe = equivalent_optimizer(optimizer, group, parameters)
+    probe.state.update({item: _state_like(item, state) for item in parameters})
+    options = probe.param_groups[0]
+    if "lr" in options:
+        options["lr"] = (
+            torch.full_like(options["lr"], _LEARNING_RATE)
+            if isinstance(options["lr"], Tensor)
+            else _LEARNING_RATE
+        )
+    with torch.random.fork_rng(devices=[]):
+        for scale in _SCALES:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.to(device) * scale
+            probe.step(_closure)
+    return [parameter.detach() for parameter in parameters]
+
+
+def equivalent_optimizer(
+    optimizer: Optimizer, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]
+) -> Optimizer:
+    """Return an optimizer of other parameters, without states, with this group's options."""
     probe = object.__new__(type(optimizer))
     # Copy its attributes, except a step that a scheduler has bound to the original, parameters of
     # the model, and containers that the steps would change.
@@ -256,24 +276,14 @@ def _step(
             isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value)
         ):
             vars(probe)[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
-    probe.state = defaultdict(dict, {item: _state_like(item, state) for item in parameters})
     options = {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "param_names"
     }
-    if "lr" in options:
-        options["lr"] = (
-            torch.full_like(options["lr"], _LEARNING_RATE)
-            if isinstance(options["lr"], Tensor)
-            else _LEARNING_RATE
-        )
-    options.pop("param_names", None)
-    probe.param_groups = [{**options, "params": parameters}]
-    with torch.random.fork_rng(devices=[]):
-        for scale in _SCALES:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient.to(device) * scale
-            probe.step(_closure)
-    return [parameter.detach() for parameter in parameters]
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**options, "params": list(parameters)}]
+    return probe
 
 
 def _closure() -> Any:

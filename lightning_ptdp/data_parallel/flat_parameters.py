@@ -22,8 +22,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.parameters.materialize import put_values
 from lightning_ptdp.parameters.placement import Placement
 
-__all__ = ["FlatParameters", "LateValue", "ParameterState", "aligned", "lay_out", "parts_of"]
-
 _ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
 
 
@@ -163,7 +161,8 @@ class FlatParameters:
     def wait(self) -> None:
         """Return when the parameters are whole; on CUDA, when the current stream waits for it."""
         self.start_gather()
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None:
             return
         pending.wait()
@@ -214,7 +213,8 @@ def lay_out(
     part that has least.
     """
     if whole:
-        parts, offset_of = [0] * reduction.parts, dict[int, tuple[int, int]]()
+        parts = [0] * reduction.parts
+        offset_of = dict[int, tuple[int, int]]()
         for index in sorted(range(len(parameters)), key=lambda one: -parameters[one].numel()):
             part = parts.index(min(parts))
             offset_of[index] = part, parts[part]
@@ -242,7 +242,8 @@ def parts_of(
     tells whether this rank is the first that holds these parts.
     """
     for managed, offset in zip(parameters, offsets, strict=True):
-        start, end = max(begin, offset), min(stop, offset + managed.parameter.numel())
+        start = max(begin, offset)
+        end = min(stop, offset + managed.parameter.numel())
         if start < end:
             part = (
                 replace(managed.placement, first_in_block=first)

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["add_up", "global_norm", "joined"]
-
 _LONG = 2**16
 
 
@@ -97,7 +95,8 @@ def joined(
     inside: dict[int, list[tuple[int, int]]] = {}
     tensors = []
     for gradient in gradients:
-        address, first = gradient.untyped_storage().data_ptr(), int(gradient.storage_offset())
+        address = gradient.untyped_storage().data_ptr()
+        first = int(gradient.storage_offset())
         if address in storages and gradient.is_contiguous():
             stop = first + gradient.numel()
             inside.setdefault(address, []).append((first, storages[address][1].get(stop, stop)))

@@ -25,8 +25,6 @@ from lightning_ptdp.data_parallel.step_gradients import StepGradients
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Gradients"]
-
 
 class Gradients:
     """Gradients of one rank and the tensors on which the optimizer steps.
@@ -63,8 +61,12 @@ class Gradients:
         flats: Sequence[FlatParameters] = (),
         computing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._flats, self._computing = flats, computing
-        self._module, self._config, self._mesh, self._parameters = module, config, mesh, parameters
+        self._flats = flats
+        self._computing = computing
+        self._module = module
+        self._config = config
+        self._mesh = mesh
+        self._parameters = parameters
         self._launched = launched
         self._store: GradientStore | None = None
         self.step = StepGradients(parameters, mesh=mesh, device=device)
@@ -72,7 +74,8 @@ class Gradients:
         self._gather: ParameterGather | None = None
         self._trainable: set[nn.Parameter] = set()
         self.accumulates = self.reduces = False
-        self._clears, self._open = True, False
+        self._clears = True
+        self._open = False
         self._left: dict[Tensor, Tensor] = {}
         self._images = ImageGradients(module, device)
 
@@ -94,7 +97,8 @@ class Gradients:
             and self._config.check_finite is None
         ):
             return False
-        self._optimizer, self._overlaps = optimizer, overlaps
+        self._optimizer = optimizer
+        self._overlaps = overlaps
         self._lay_out()
         return True
 
@@ -106,10 +110,8 @@ class Gradients:
             launched=self._launched,
             flats=self._flats,
         )
-        masters, tensor = (
-            needs_masters(self._config, self._parameters),
-            self._mesh.group("tensor"),
-        )
+        masters = needs_masters(self._config, self._parameters)
+        tensor = self._mesh.group("tensor")
         whole = any(is_cut_for_step(managed, tensor) for managed in self._store.parameters)
         if masters or whole or self._store.scatters:
             self.stepped = OptimizerParameters(self._store, masters=masters, tensor=tensor)
@@ -215,7 +217,8 @@ class Gradients:
         if self._store is None:
             yield
             return
-        store, last = self.start(), not self.accumulates
+        store = self.start()
+        last = not self.accumulates
         store.expect(0, last=last)
         with self._computing():
             yield

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ManualGradients", "ManualOptimizationError"]
-
 _BUCKET_BYTES = 25 << 20
 
 
@@ -42,9 +40,12 @@ class ManualGradients:
     """
 
     def __init__(self, module: nn.Module, group: Group, device: torch.device) -> None:
-        self._module, self._group, self._device = module, group, device
+        self._module = module
+        self._group = group
+        self._device = device
         self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
-        self._follows, self._unseen = False, False
+        self._follows = False
+        self._unseen = False
 
     @contextlib.contextmanager
     def backward(self, *, accumulates: bool) -> Iterator[None]:
@@ -131,7 +132,8 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
             parameter.dtype != bucket[0].dtype or size + parameter.nbytes > _BUCKET_BYTES
         ):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(parameter)
         size += parameter.nbytes
     if bucket:

@@ -36,8 +36,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.shims.lightning import LightningNames
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["OptimizerParameters", "ParameterGather", "is_cut_for_step", "overlaps_gather"]
-
 
 class OptimizerParameters:
     """Replacement of an optimizer's tensors; keeps the model's parameters up to date.
@@ -51,7 +49,8 @@ class OptimizerParameters:
     def __init__(
         self, gradients: GradientStore, *, masters: bool, tensor: Group | None = None
     ) -> None:
-        self._gradients, self._masters = gradients, masters
+        self._gradients = gradients
+        self._masters = masters
         self._flat: list[FlatParameters] = []
         self._flat_of: dict[nn.Parameter, FlatParameters] = {}
         for managed in gradients.parameters:
@@ -99,7 +98,8 @@ class OptimizerParameters:
         for flat in self._flat:
             flat.take_values()
         for managed in self._gradients.parameters:
-            stepped, gradient = managed.stepped, managed.gradient
+            stepped = managed.stepped
+            gradient = managed.gradient
             if stepped is not None and managed.steps_on_copy and not self._is_whole(managed):
                 gradient = managed.parameter.grad if gradient is None else gradient
                 stepped.grad = None if gradient is None else gradient.to(stepped.dtype)
@@ -116,7 +116,8 @@ class OptimizerParameters:
         self.wait()
         with torch.no_grad():
             for managed in self._gradients.parameters:
-                stepped, rounded = managed.stepped, managed.rounded
+                stepped = managed.stepped
+                rounded = managed.rounded
                 if rounded is not None and stepped is not None and not self._is_whole(managed):
                     rounded.copy_(stepped)
             if self._whole is not None:
@@ -139,7 +140,8 @@ class OptimizerParameters:
         """
         with torch.no_grad():
             for managed in self._gradients.parameters:
-                rounded, stepped = managed.rounded, managed.stepped
+                rounded = managed.rounded
+                stepped = managed.stepped
                 if rounded is not None and stepped is not None and not self._is_whole(managed):
                     unchanged = stepped.to(rounded.dtype) == rounded
                     stepped.copy_(torch.where(unchanged, stepped, rounded.float()))
@@ -232,7 +234,8 @@ class ParameterGather:
     """
 
     def __init__(self, module: nn.Module, stepped: OptimizerParameters, *, overlaps: bool) -> None:
-        self._stepped, self._module = stepped, module
+        self._stepped = stepped
+        self._module = module
         self._called: set[nn.Module] = set()
         self._hooks: list[Any] = [
             module.register_state_dict_pre_hook(lambda *_: stepped.wait()),

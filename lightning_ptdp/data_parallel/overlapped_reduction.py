@@ -29,8 +29,6 @@ import torch
 
 from lightning_ptdp.data_parallel.reduction import PendingReduction
 
-__all__ = ["OverlappedReduction"]
-
 
 class OverlappedReduction:
     """The reductions of one rank that are in progress.

@@ -30,8 +30,6 @@ from torch import Tensor
 from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["PendingReduction", "Reduction"]
-
 _BUCKET = 25 * 2**20
 """Enough for the bandwidth of a few ranks, and small enough to start early.
 
@@ -253,10 +251,12 @@ class _Direct:
         received: Sequence[Tensor],
         settle: Callable[[], None] | None = None,
     ) -> None:
-        self._kept, self._settle = sent, settle
+        self._kept = sent
+        self._settle = settle
         self._pending: list[Work | None] = []
         for step in range(1, group.size):
-            target, source = (group.rank + step) % group.size, (group.rank - step) % group.size
+            target = (group.rank + step) % group.size
+            source = (group.rank - step) % group.size
             self._pending.append(
                 dist.irecv(received[source], group.ranks[source], group=group.handle)
             )

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ReplicaBuffers"]
-
 
 class ReplicaBuffers:
     """The buffers of this rank's part of a module, broadcast from the first replica.

@@ -40,8 +40,6 @@ from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.pipeline.containers import Blocks
 
-__all__ = ["Direction", "GatheredForward", "LateValue", "ShardedParameters"]
-
 Direction = Literal[-1, 0, 1]
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a saved tensor in the flat tensor."""
@@ -136,7 +134,8 @@ class ShardedParameters(Surrounding):
 
     @contextlib.contextmanager
     def _passing(self, forward: Forward) -> Iterator[None]:
-        outer, self._direction = self._direction, 1
+        outer = self._direction
+        self._direction = 1
         blocks = [u for u in self._of(forward.stage) if u.block is not None]
         skipped = blocks[1:] if self._by_block else []
         for unit in self._of(forward.stage):
@@ -156,7 +155,8 @@ class ShardedParameters(Surrounding):
     @contextlib.contextmanager
     def computing(self, direction: Direction = -1) -> Iterator[None]:
         """Gather what is read inside the context, a backward unless a forward runs; then free."""
-        outer, self._direction = self._direction, direction
+        outer = self._direction
+        self._direction = direction
         try:
             yield
         finally:
@@ -302,7 +302,8 @@ def _make_units(
         unit = Unit(block=user, chunk=chunk, flats=list(_flats(group, reductions, make)))
         if user is not None:
             if before is not None and before.chunk == chunk:
-                before.after, unit.before = unit, before
+                before.after = unit
+                unit.before = before
             before = unit
         yield unit
 
@@ -315,7 +316,8 @@ def _flats(
     """Yield the storage of a unit; trained and frozen parameters, and tied ones, lie apart."""
     kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
     for managed in group:
-        parameter, placement = managed.parameter, managed.placement
+        parameter = managed.parameter
+        placement = managed.placement
         alone = managed if placement.tied else None
         key = (parameter.dtype, placement.data_axes, parameter.requires_grad, alone)
         kinds.setdefault(key, []).append(managed)

@@ -17,8 +17,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameter, Manage
 from lightning_ptdp.shims.torch import replaced_total_norm
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["GradientView", "StepGradients"]
-
 
 class StepGradients:
     """Norm, clipping and view of the gradients that ``stepped`` tensors show.
@@ -32,7 +30,9 @@ class StepGradients:
     def __init__(
         self, parameters: ManagedParameters, *, mesh: ProcessMesh, device: torch.device
     ) -> None:
-        self._parameters, self._mesh, self._device = parameters, mesh, device
+        self._parameters = parameters
+        self._mesh = mesh
+        self._device = device
         self._compared = False
         self.use(None)
 
@@ -138,7 +138,8 @@ def _holder(gradient: Tensor) -> Tensor:
 
 
 _Asks: Any = Tensor
-_GETS, _SETS = _Asks.grad.__get__, _Asks.grad.__set__
+_GETS = _Asks.grad.__get__
+_SETS = _Asks.grad.__set__
 
 
 class GradientView(PartialValues):
@@ -162,7 +163,8 @@ class GradientView(PartialValues):
             managed.stepped: managed for managed in parameters if managed.stepped is not None
         }
         self._stepped = {managed.parameter: value for value, managed in self._owned.items()}
-        self._everything, self._norm = everything, norm
+        self._everything = everything
+        self._norm = norm
         self._paused = False
 
     @contextlib.contextmanager
@@ -177,7 +179,8 @@ class GradientView(PartialValues):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Suspend the view, so that this package can compute with parts."""
-        before, self._paused = self._paused, True
+        before = self._paused
+        self._paused = True
         try:
             yield
         finally:

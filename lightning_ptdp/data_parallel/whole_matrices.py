@@ -20,8 +20,6 @@ from lightning_ptdp.parameters.placement import Piece, Placement, slice_full
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["WholeMatrices"]
-
 
 class WholeMatrices:
     """Whole parameters of one rank; replaces the tensors on which the optimizer steps.
@@ -57,7 +55,8 @@ class WholeMatrices:
 
     def show(self) -> None:
         """Show the whole gradients to the optimizer; collective."""
-        shown, gradients = [], []
+        shown = []
+        gradients = []
         for managed, gradient in self._gradients.items():
             gradient = managed.parameter.grad if gradient is None else gradient
             assert managed.stepped is not None
@@ -97,7 +96,8 @@ class WholeMatrices:
         flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
         received = flat.new_empty(self._group.size * flat.numel())
         all_gather_single(received, flat, self._group.handle)
-        wholes, begin = [], 0
+        wholes = []
+        begin = 0
         for managed, tensor in zip(parameters, tensors, strict=True):
             whole = tensor.new_empty(managed.placement.full_shape)
             for rank, pieces in enumerate(self._pieces):

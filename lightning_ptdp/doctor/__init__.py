@@ -7,7 +7,6 @@ name it in ``inspection.py``.
 """
 
 from lightning_ptdp.doctor.check import Check, Status
-from lightning_ptdp.doctor.doctor_report import as_json, render
-from lightning_ptdp.doctor.inspection import Inspection, Question, inspect_all
+from lightning_ptdp.doctor.inspection import Inspection, Question, as_json, inspect_all, render
 
 __all__ = ["Check", "Inspection", "Question", "Status", "as_json", "inspect_all", "render"]

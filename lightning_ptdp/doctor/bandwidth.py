@@ -15,12 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.base.rank_processes import Tell
+from lightning_ptdp.base.forked_processes import Tell
 from lightning_ptdp.doctor.check import Check, ok, warning
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
-
-__all__ = ["SIZES", "Measurement", "check_links", "collectives", "measure"]
 
 SIZES = (8 * 2**10, 2**20, 32 * 2**20)
 """Sizes in bytes."""
@@ -71,7 +69,8 @@ def check_links(measurements: Sequence[Measurement]) -> Check:
         if measurement.size == largest and measurement.operation.startswith("send")
     ]
     links.sort(key=lambda measurement: measurement.bytes_per_s)
-    slowest, quickest = links[0], links[-1]
+    slowest = links[0]
+    quickest = links[-1]
     rates = dict.fromkeys(
         f"{measurement.bytes_per_s / 1e9:.2f}" for measurement in (slowest, quickest)
     )

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from lightning_ptdp.base.rank_processes import Tell
+from lightning_ptdp.base.forked_processes import Tell
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.doctor.links import Links, measure_links
 from lightning_ptdp.models import GPT, GPTConfig
@@ -42,15 +42,17 @@ from lightning_ptdp.tensor_parallel import vocabulary_parallel_cross_entropy
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Figures", "calibrated", "cores_of", "describe", "measure_device", "memory_of"]
-
 _SIDES = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192)}
 _POSITIONS = {"cpu": (128, 256, 512, 2048), "cuda": (512, 2048, 8192)}
 _CHANNELS = (32, 64, 128)
 _ROUNDS = 3
 _BUDGET_S = 0.04
-_MOST, _LEAST = 20, 3
-_TOKENS, _WIDTH, _WORDS, _PARAMETERS = 256, 512, 8192, 2**20
+_MOST = 20
+_LEAST = 3
+_TOKENS = 256
+_WIDTH = 512
+_WORDS = 8192
+_PARAMETERS = 2**20
 _GIB = 2**30
 
 _Run = Callable[[], object]
@@ -107,7 +109,8 @@ def calibrated(
         (m, n, k, 2 * m * n * k / slowest["product", m, n, k])
         for m, n, k in itertools.product(_SIDES[kind], repeat=3)
     ]
-    best, side = max(rate for *_, rate in products), _SIDES[kind][1]
+    best = max(rate for *_, rate in products)
+    side = _SIDES[kind][1]
     other_rate = best * slowest["product", side, side, side] / slowest["other",]
     single, half = (best, other_rate) if kind == "cpu" else (other_rate, best)
     width = 4 if kind == "cpu" else 2

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Check", "Status", "enough", "failed", "ok", "warning"]
-
 
 class Status(StrEnum):
     """Severity of a result."""

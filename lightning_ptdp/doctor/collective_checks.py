@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 
-__all__ = ["COLLECTIVES", "GroupMember"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMember:
@@ -33,7 +31,8 @@ class GroupMember:
 
 
 def _all_reduce(place: GroupMember) -> bool:
-    summed, largest = place.full(5, place.rank + 1), place.full(5, place.rank)
+    summed = place.full(5, place.rank + 1)
+    largest = place.full(5, place.rank)
     dist.all_reduce(summed)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return _is(summed, place.size * (place.size + 1) / 2) and _is(largest, place.size - 1)

@@ -16,14 +16,6 @@ from pathlib import Path
 
 from lightning_ptdp.doctor.check import Check, enough, failed, ok, warning
 
-__all__ = [
-    "check_clock",
-    "check_data_folder",
-    "check_database_locks",
-    "check_root_dir",
-    "check_tracking_store",
-]
-
 _GIB = 2**30
 _DISK_BYTES = 5 * _GIB
 _CLOCK_S = 2.0
@@ -34,7 +26,8 @@ def check_root_dir(folder: Path) -> Check:
 
     The file is written, flushed, read and removed.
     """
-    subject, remedy = f"--root-dir {folder}", "use a folder with write permission: --root-dir"
+    subject = f"--root-dir {folder}"
+    remedy = "use a folder with write permission: --root-dir"
     existing = _existing(folder)
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".ptdp-doctor-") as file:

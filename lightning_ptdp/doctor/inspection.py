@@ -1,18 +1,20 @@
-"""All checks of the doctor, in order."""
+"""All checks of the doctor, in order, and their results as text and as JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
-from lightning_ptdp.base.rank_processes import Tell, run_ranks
+from lightning_ptdp.base.forked_processes import Tell, run_ranks
+from lightning_ptdp.base.output import columns
 from lightning_ptdp.doctor import folder_checks
 from lightning_ptdp.doctor.bandwidth import Measurement
 from lightning_ptdp.doctor.check import Check, Status, failed
@@ -29,8 +31,6 @@ from lightning_ptdp.doctor.machine_checks import (
     count_gpus,
 )
 from lightning_ptdp.doctor.ranks import check_ranks
-
-__all__ = ["Inspection", "Question", "Section", "inspect_all"]
 
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -177,3 +177,50 @@ def _folders(question: Question) -> Iterator[Check]:
 def _container_limit() -> int | None:
     text = _CONTAINER_LIMIT.read_text().strip() if _CONTAINER_LIMIT.is_file() else "max"
     return None if text == "max" else int(text)
+
+
+def render(inspection: Inspection) -> str:
+    """Return one line per check with its remedy below, and a table of the measurements."""
+    return "\n".join(_lines(inspection))
+
+
+def as_json(inspection: Inspection) -> str:
+    """Return an inspection as JSON.
+
+    The format is ``{"ok": bool, "sections": [{"title", "checks": [...]}], "measurements": [...]}``.
+    Sizes are in bytes, times in seconds.
+    """
+    return json.dumps({"ok": inspection.count(Status.FAILED) == 0, **asdict(inspection)}, indent=2)
+
+
+def _lines(inspection: Inspection) -> Iterator[str]:
+    width = max(len(check.subject) for section in inspection.sections for check in section.checks)
+    for section in inspection.sections:
+        yield section.title
+        for check in section.checks:
+            yield f"  {check.status:8} {check.subject:{width}}  {check.found}"
+            if check.remedy:
+                yield f"  {'':8} {'':{width}}  -> {check.remedy}"
+        yield ""
+    if inspection.measurements:
+        yield _table(inspection.measurements)
+        yield ""
+    yield ", ".join(f"{inspection.count(status)} {status}" for status in Status)
+
+
+def _table(measurements: Sequence[Measurement]) -> str:
+    sizes = dict.fromkeys(measurement.size for measurement in measurements)
+    rows = {
+        name: [f"  {name}"]
+        for name in ("between ranks", *(measurement.operation for measurement in measurements))
+    }
+    rows["between ranks"] += map(_size, sizes)
+    for measurement in measurements:  # grouped by size
+        rows[measurement.operation].append(
+            f"{measurement.seconds * 1e3:.3f} ms {measurement.bytes_per_s / 1e9:8.3f} GB/s"
+        )
+    return columns(list(rows.values()), words=(0,))
+
+
+def _size(size: int) -> str:
+    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.base.rank_processes import Tell
+from lightning_ptdp.base.forked_processes import Tell
 from lightning_ptdp.doctor.bandwidth import collectives
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.world.axes import divisors
-
-__all__ = ["LINK_SIZES", "Links", "measure_links"]
 
 LINK_SIZES = (16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 32 * 2**20)
 """Sizes in bytes."""
@@ -39,7 +37,9 @@ class Links:
 
 
 _ROUNDS = 3
-_MOST, _LEAST, _MOST_BYTES = 12, 4, 64 * 2**20
+_MOST = 12
+_LEAST = 4
+_MOST_BYTES = 64 * 2**20
 _PRODUCT = ((1024, 256), (256, 512), (1024, 512))
 
 
@@ -68,7 +68,8 @@ def measure_links(place: GroupMember, tell: Tell, *, cores: int) -> Links:
                     seconds, busy = _beyond_product(place, run, size)
                     times[name, 0 if name == "send" else members, size] = max(1e-9, share * seconds)
                     if members <= cores:
-                        used, waited = used + busy, waited + seconds
+                        used = used + busy
+                        waited = waited + seconds
         dist.barrier()
     return Links(seconds=times, waiting=min(1.0, used / waited) if waited else 0.0)
 

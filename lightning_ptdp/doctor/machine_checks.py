@@ -17,21 +17,6 @@ from lightning_ptdp.base.requirements import (
 )
 from lightning_ptdp.doctor.check import Check, enough, failed, ok, warning
 
-__all__ = [
-    "check_arithmetic",
-    "check_cores",
-    "check_devices",
-    "check_entry_points",
-    "check_memory",
-    "check_open_files",
-    "check_packages",
-    "check_python",
-    "check_recipes",
-    "check_shared_memory",
-    "count_gpus",
-]
-
-
 _GIB = 2**30
 # A process with torch and Lightning imported, and the activations of a nano model.
 _PROCESS_BYTES = 1 * _GIB
@@ -134,7 +119,8 @@ def check_packages(
 
 def check_entry_points(environment: Mapping[str, str]) -> Check:
     """Check that ``Trainer(strategy="ptdp")`` works without an import of this package."""
-    subject, remedy = 'strategy="ptdp"', "import lightning_ptdp before creating the Trainer"
+    subject = 'strategy="ptdp"'
+    remedy = "import lightning_ptdp before creating the Trainer"
     names = [entry.name for entry in metadata.entry_points(group="torch.backends")]
     if "lightning_ptdp" not in names:
         return warning(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.base.rank_processes import Outcome, Tell, run_ranks
+from lightning_ptdp.base.forked_processes import Outcome, Tell, run_ranks
 from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
 from lightning_ptdp.doctor.calibration import calibrated, cores_of, measure_device, memory_of
@@ -26,8 +26,6 @@ from lightning_ptdp.world.rendezvous_address import (
     meeting_store,
     reserved_port,
 )
-
-__all__ = ["RankCheck", "calibrate_ranks", "check_ranks"]
 
 _GROUP = "creating the group"
 
@@ -146,7 +144,8 @@ def _group(
 
 
 def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Iterator[Check]:
-    problem, steps = outcome.explain(), {step for log in outcome.reports.values() for step in log}
+    problem = outcome.explain()
+    steps = {step for log in outcome.reports.values() for step in log}
     started = [name for name in COLLECTIVES if name in steps]
     if problem:
         passed = f"; correct until then: {', '.join(started[:-1])}" if len(started) > 1 else ""

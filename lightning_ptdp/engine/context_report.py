@@ -18,9 +18,6 @@ from lightning_ptdp.engine.step_report import StepReport, numbers_on, reduce_val
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["PartReports", "whole_outputs"]
-
-
 _CAPACITY = 64  # numbers gathered at once, before the ranks know how many values each logs
 
 
@@ -44,7 +41,8 @@ class PartReports:
     def __init__(
         self, report: StepReport, *, weight: Tensor, group: Group, device: torch.device
     ) -> None:
-        self._group, calls = group, report.calls
+        self._group = group
+        calls = report.calls
         self._names = "\n".join(call.name for call in calls)
         sizes = [call.options.get("batch_size") or 0 for call in calls]
         numbers = [
@@ -62,7 +60,8 @@ class PartReports:
         if len(local) > _CAPACITY:
             self._check(gathered[:, 0].tolist())
             gathered = torch.cat([gathered, _gather(local[_CAPACITY:], group)], 1)
-        values, places = gathered[:, 3 : 3 + len(calls)], range(len(calls))
+        values = gathered[:, 3 : 3 + len(calls)]
+        places = range(len(calls))
         if not report.counted:
             report.loss = gathered[:, 1].mean()
         rank_weights = gathered[:, 2]
@@ -82,7 +81,9 @@ class PartReports:
             ContextParallelError: The ranks logged different names.
         """
         size = self._group.size
-        names, weights, totals = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
+        names = numbers[:size]
+        weights = numbers[size : 2 * size]
+        totals = numbers[2 * size :]
         self._check(names)
         report.calls = [
             call

@@ -18,8 +18,6 @@ from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Decoding"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Decoding:
@@ -57,10 +55,8 @@ class Decoding:
         """
         replace(runtime, surroundings=Surroundings()).run(schedule, self)
         # Replicas that share experts must continue together as well.
-        group, last = (
-            mesh.world if mesh.layout.blocked else mesh.group("model"),
-            mesh.layout.last_stage_rank,
-        )
+        group = mesh.world if mesh.layout.blocked else mesh.group("model")
+        last = mesh.layout.last_stage_rank
         tokens = (
             torch.empty(rows, dtype=self.dtype, device=device)
             if self._tokens is None

@@ -41,8 +41,6 @@ from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Engine"]
-
 MakesContext = Callable[[], Context]
 
 
@@ -77,10 +75,15 @@ class Engine:
         device: torch.device,
     ) -> None:
         module: LightningModule = parallel.module
-        self._module, self._config, self._mesh, self._parallel = module, config, mesh, parallel
-        self._seed, self._device = seed, device
+        self._module = module
+        self._config = config
+        self._mesh = mesh
+        self._parallel = parallel
+        self._seed = seed
+        self._device = device
         pipeline = mesh.group("pipeline")
-        self._surroundings, self._detach = surroundings, surroundings.attach(module)
+        self._surroundings = surroundings
+        self._detach = surroundings.attach(module)
         self.observers = Observers([watchdog])
         transport = None
         if pipeline.size > 1:
@@ -102,10 +105,8 @@ class Engine:
         )
         self._image_token = image_token_of(module)
         self._memory = ReportMemory()
-        self._owners, self._metrics = (
-            find_owners(module),
-            BatchMetrics(module, mesh.group("context")),
-        )
+        self._owners = find_owners(module)
+        self._metrics = BatchMetrics(module, mesh.group("context"))
         self.optimization = Optimization(
             config=config, mesh=mesh, parallel=parallel, observers=self.observers, device=device
         )
@@ -163,7 +164,8 @@ class Engine:
 
     def _check_kept(self) -> None:
         """Compare the modules that every stage keeps, at batches 1, 2, 4, 8 and so on."""
-        batch, kept = self._step("training_step"), self._parallel.kept
+        batch = self._step("training_step")
+        kept = self._parallel.kept
         if kept and batch and batch & (batch - 1) == 0:
             self.gradients.parameters_needed()
             with self._parallel.computing():
@@ -172,7 +174,8 @@ class Engine:
     def _scheduled_training_step(
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float
     ) -> Nested:
-        store, windows = self.gradients.start(), self._module.trainer.accumulate_grad_batches
+        store = self.gradients.start()
+        windows = self._module.trainer.accumulate_grad_batches
         replicas = self._mesh.group("replica_sum").size
         job = self._job(
             "training_step",
@@ -277,11 +280,9 @@ class Engine:
 
     def _straight_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
         """Run the user's step on the whole batch; a backward is left to Lightning."""
-        training, group, recorder = (
-            hook == "training_step",
-            self._mesh.group("replica_sum"),
-            LogRecorder(self._module),
-        )
+        training = hook == "training_step"
+        group = self._mesh.group("replica_sum")
+        recorder = LogRecorder(self._module)
         # With other ranks, random numbers must not depend on this process's earlier draws.
         draws = self._mesh.layout.world_size > 1
         seed = (
@@ -290,7 +291,8 @@ class Engine:
             else None
         )
         forward = Forward(hook=hook, step=self._step(hook), whole=args[0], seed=seed)
-        weighs, tokens = self._weighs(hook), None
+        weighs = self._weighs(hook)
+        tokens = None
         inspects = (
             training
             and self.optimization.manual is None
@@ -334,7 +336,9 @@ class Engine:
         """
         with self._parallel.computing():
             self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
-        pipeline, last, sent = self._mesh.group("pipeline"), self._mesh.layout.last_stage_rank, None
+        pipeline = self._mesh.group("pipeline")
+        last = self._mesh.layout.last_stage_rank
+        sent = None
         if pipeline.rank == last:
             sent = job.report(self._weigh if self._weighs(hook) else None)
         report = share_report(
@@ -348,9 +352,8 @@ class Engine:
     def _weigh(self, report: StepReport) -> None:
         """Replace the numbers of this replica with those of all replicas."""
         assert isinstance(report.weight, Tensor)
-        group = self._mesh.group("replica_sum")
         report.weight, report.loss = weigh_over_replicas(
-            report.calls, report.weight, report.loss, group=group
+            report.calls, report.weight, report.loss, group=self._mesh.group("replica_sum")
         )
 
     def _weighs(self, hook: str) -> bool:
@@ -369,7 +372,8 @@ class Engine:
             if hook == "training_step":
                 raise
             # An evaluation batch that cannot be split runs whole.
-            sizes, microbatches = (1,), [args[0]]
+            sizes = (1,)
+            microbatches = [args[0]]
         return LightningJob(
             module=self._module,
             hook=hook,
@@ -389,11 +393,9 @@ class Engine:
         )
 
     def _step(self, hook: str) -> int:
-        return (
-            self._module.trainer.fit_loop.epoch_loop.total_batch_idx
-            if hook == "training_step"
-            else 0
-        )
+        if hook == "training_step":
+            return self._module.trainer.fit_loop.epoch_loop.total_batch_idx
+        return 0
 
     def _step_seed(self, hook: str, args: Sequence[Nested]) -> tuple[object, ...]:
         # The batch index of an evaluation, and the index of its loader.

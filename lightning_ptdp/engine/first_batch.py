@@ -17,8 +17,6 @@ from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["FirstBatchInspection"]
-
 
 class FirstBatchInspection:
     """Choice of the batch and the ranks that are inspected.
@@ -38,7 +36,10 @@ class FirstBatchInspection:
         module: LightningModule,
         owners: Sequence[Owner],
     ) -> None:
-        self._config, self._mesh, self._module, self._owners = config, mesh, module, owners
+        self._config = config
+        self._mesh = mesh
+        self._module = module
+        self._owners = owners
         self._is_done = False
 
     def begin(self, job: LightningJob) -> StepHabits | None:
@@ -48,7 +49,8 @@ class FirstBatchInspection:
             The state of the module before the batch if the step may change it, else None.
         """
         recomputes = self._config.recompute in ("full", "selective")
-        changes, replicas = job.count > 1 or recomputes, self._mesh.group("replica_sum").size
+        changes = job.count > 1 or recomputes
+        replicas = self._mesh.group("replica_sum").size
         if not self.is_first(changes or replicas > 1):
             return None
         job.inspects = job.count > 1 or replicas > 1

@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.base.errors import PTDPError, listed
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import FiniteAction
 from lightning_ptdp.data_parallel import Gradients
 from lightning_ptdp.pipeline.program_observers import StepObserver
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule
 from lightning_ptdp.world.mesh import ProcessMesh
-
-__all__ = ["GradientChecks", "NonFiniteError"]
 
 _SHOWN = 5
 
@@ -44,7 +42,9 @@ class GradientChecks(StepObserver):
     def __init__(
         self, *, action: FiniteAction | None, mesh: ProcessMesh, gradients: Gradients
     ) -> None:
-        self._action, self._mesh, self._gradients = action, mesh, gradients
+        self._action = action
+        self._mesh = mesh
+        self._gradients = gradients
         self._notes: list[tuple[int, Tensor]] = []
         self._mixed = self._warned = False
 
@@ -52,7 +52,8 @@ class GradientChecks(StepObserver):
 
     def began(self, schedule: Schedule) -> None:
         """Discard the notes of the previous step."""
-        self._notes, self._mixed = [], False
+        self._notes = []
+        self._mixed = False
 
     def finished(self, action: Action) -> None:
         """Note the sum of the gradients, until a reduction adds those of other replicas."""
@@ -143,12 +144,12 @@ class GradientChecks(StepObserver):
         )
 
     def _warn_of_unused(self) -> None:
-        replicas, tensor = self._mesh.group("replica_sum"), self._mesh.group("tensor")
+        replicas = self._mesh.group("replica_sum")
+        tensor = self._mesh.group("tensor")
         names = self._gradients.unused()
         if names and replicas.rank == 0 and tensor.rank == 0:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             warnings.warn(
-                f"no loss depends on {', '.join(names[:_SHOWN])}{more} (seen on rank "
+                f"no loss depends on {listed(names, _SHOWN)} (seen on rank "
                 f"{self._mesh.rank}). Their gradient is zero, so only weight decay changes "
                 "them. If this is intended, freeze them with requires_grad=False",
                 stacklevel=2,

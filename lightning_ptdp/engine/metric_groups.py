@@ -17,8 +17,6 @@ from lightning_ptdp.world.mesh import Group, ProcessMesh
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["BatchMetrics", "scope_metrics"]
-
 
 def _never() -> bool:
     """Return False: a metric with a single replica has no other rank to sum with."""
@@ -50,7 +48,8 @@ def scope_metrics(module: nn.Module, mesh: ProcessMesh) -> Callable[[], None]:
 
     def undo() -> None:
         for metric, own_group, available in saved:
-            metric.process_group, metric.distributed_available_fn = own_group, available
+            metric.process_group = own_group
+            metric.distributed_available_fn = available
 
     return undo
 
@@ -68,7 +67,8 @@ class BatchMetrics:
 
     def __init__(self, module: nn.Module, context: Group) -> None:
         # Keyed by identity: metrics compare and hash by their states.
-        self._metrics, self._context = {id(metric): metric for metric in _metrics(module)}, context
+        self._metrics = {id(metric): metric for metric in _metrics(module)}
+        self._context = context
         self._copies: dict[int, Metric] = {}
         self._called: dict[int, None] = {}
         self._busy = False
@@ -95,7 +95,8 @@ class BatchMetrics:
 
         Call it after all microbatches have run. It is collective over the context group.
         """
-        called, self._called = self._called, {}
+        called = self._called
+        self._called = {}
         for key in called:
             self._metrics[key]._forward_cache = self._copies[key].compute()
             self._copies[key].reset()
@@ -128,10 +129,8 @@ class BatchMetrics:
         fresh = copy.deepcopy(metric, memo)
         for inner, original in zip(_metrics(fresh), _metrics(metric), strict=True):
             if metric.dist_sync_on_step:
-                inner.process_group, inner.distributed_available_fn = (
-                    original.process_group,
-                    original.distributed_available_fn,
-                )
+                inner.process_group = original.process_group
+                inner.distributed_available_fn = original.distributed_available_fn
             elif self._context.size > 1:
                 inner.process_group = self._context.handle
             else:

@@ -21,19 +21,6 @@ from lightning_ptdp.base.nested import (
 )
 from lightning_ptdp.engine.image_batch import holds_images, split_images
 
-__all__ = [
-    "describe_uneven",
-    "expected_tokens",
-    "is_uneven",
-    "label_spread",
-    "merge_outputs",
-    "microbatch_sizes",
-    "power_above",
-    "signature",
-    "split_batch",
-]
-
-
 _T = TypeVar("_T")
 
 

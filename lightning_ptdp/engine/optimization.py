@@ -22,14 +22,6 @@ from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
-__all__ = [
-    "Closure",
-    "Optimization",
-    "check_evaluates_again",
-    "counted_evaluations",
-    "may_evaluate_again",
-]
-
 
 class Optimization:
     """Gradients of one rank: kept, summed and checked.
@@ -58,13 +50,11 @@ class Optimization:
         observers: Observers,
         device: torch.device,
     ) -> None:
-        self._config, self._mesh, self._parallel, self._observers, self._device = (
-            config,
-            mesh,
-            parallel,
-            observers,
-            device,
-        )
+        self._config = config
+        self._mesh = mesh
+        self._parallel = parallel
+        self._observers = observers
+        self._device = device
         self.gradients = Gradients(
             module=parallel.module,
             config=config,
@@ -131,11 +121,9 @@ class Optimization:
         """Return the loss of a step, scaled by this replica's weight in the mean over replicas."""
         if self._mesh.group("replica_sum").size == 1:
             return loss
-        return (
-            loss * self.factor
-            if isinstance(self.factor, float)
-            else counted_loss(loss, self.factor) * self.factor
-        )
+        if isinstance(self.factor, float):
+            return loss * self.factor
+        return counted_loss(loss, self.factor) * self.factor
 
     def check(self, optimizer: Optimizer, *, scaled: bool) -> None:
         """Check the gradients of a batch if they complete a step.

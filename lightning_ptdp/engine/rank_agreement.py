@@ -19,17 +19,6 @@ from lightning_ptdp.engine.microbatches import (
 )
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
-__all__ = [
-    "BatchAgreement",
-    "BatchMismatchError",
-    "KeptModuleError",
-    "batch_sums",
-    "check_kept_alike",
-    "check_same_batch",
-    "is_same_length",
-]
-
-
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ = 65536
 """Elements of a tensor that are read; a larger tensor is read in equal steps."""
@@ -154,7 +143,9 @@ class BatchAgreement:
     def __init__(
         self, mesh: ProcessMesh, *, sizes: Callable[[Nested], Sequence[int]], device: torch.device
     ) -> None:
-        self._mesh, self._sizes, self._device = mesh, sizes, device
+        self._mesh = mesh
+        self._sizes = sizes
+        self._device = device
         self._is_uneven = self._warned = False
         self.expected_tokens = 0
 
@@ -164,7 +155,8 @@ class BatchAgreement:
         In training the maximum is over the world, in evaluation over a replica. None means that no
         rank needs the numbers of another.
         """
-        layout, parts = self._mesh.layout, list[Tensor]()
+        layout = self._mesh.layout
+        parts = list[Tensor]()
         if layout.model_parallel_size > 1:
             replica, replicas = (
                 (layout.replica(self._mesh.rank), layout.num_replicas) if training else (0, 1)

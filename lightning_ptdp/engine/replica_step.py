@@ -38,8 +38,6 @@ from lightning_ptdp.forward.surroundings import BatchPart, Context, Forward
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.tensor_parallel import gather_full
 
-__all__ = ["LightningJob", "counted_loss", "loss_and_weight", "num_tokens"]
-
 
 def loss_and_weight(output: Nested) -> tuple[Tensor, Tensor | None]:
     """Return the loss of a training step's output, and the number of tokens in its mean.
@@ -53,7 +51,8 @@ def loss_and_weight(output: Nested) -> tuple[Tensor, Tensor | None]:
     if isinstance(output, Tensor):
         return output, None
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-        tokens, loss = num_tokens(output), output["loss"]
+        tokens = num_tokens(output)
+        loss = output["loss"]
         return loss, None if tokens is None else tokens.to(loss.device, torch.float32)
     raise ValueError(
         f"training_step returned {type(output).__name__}, but with this strategy it must "
@@ -177,7 +176,8 @@ class LightningJob:
 
     def forward(self, forward: Forward) -> Nested:
         """Run the user's step on the microbatch."""
-        step, recorder = getattr(self.module, self.hook), LogRecorder(self.module)
+        step = getattr(self.module, self.hook)
+        recorder = LogRecorder(self.module)
         watched: Context = contextlib.nullcontext()
         if self.watches and forward.microbatch == 0 and forward.stage == self.stages - 1:
             watched = watch_samples(self.module, self.sizes[0], replicas=self.count == 1)
@@ -207,7 +207,8 @@ class LightningJob:
 
         The loss is scaled, and weighted by samples or tokens.
         """
-        microbatch, part = forward.microbatch, forward.part
+        microbatch = forward.microbatch
+        part = forward.part
         self._part = part
         if self.training and self._is_skipped(output):
             return None
@@ -288,7 +289,8 @@ class LightningJob:
             weigh: Replaces the numbers of a report that counts its tokens with those of all
                 replicas.
         """
-        counted, part = all(tokens is not None for tokens in self._tokens), self._part
+        counted = all(tokens is not None for tokens in self._tokens)
+        part = self._part
         weights = numbers_on(self.device, self._tokens if counted else self.sizes)
         shares = (
             weights if counted or part is None else weights * numbers_on(self.device, self._shares)
@@ -351,7 +353,8 @@ class LightningJob:
         (loss, weight, *values), microbatch_weights, part_weights = read_numbers(
             numbers, shares, numbers[:0] if parts is None else parts.numbers
         )
-        report.loss, report.weight = loss, weight
+        report.loss = loss
+        report.weight = weight
         values, report.spread = values[: len(report.calls)], values[len(report.calls) :]
         report.calls = [
             replace(call, value=value) if call.metric is None else call

@@ -22,8 +22,6 @@ from lightning_ptdp.engine.step_state import Change
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ReportMemory", "pack", "share_report", "unpack"]
-
 _T = TypeVar("_T")
 
 _CAPACITY = 62  # values that fit into the fixed-size message; longer reports need a second one
@@ -172,7 +170,8 @@ class _Unpacker(pickle.Unpickler):
         self, file: io.BytesIO, tensors: Sequence[Tensor], numbers: Sequence[float]
     ) -> None:
         super().__init__(file)
-        self._tensors, self._numbers = tensors, numbers
+        self._tensors = tensors
+        self._numbers = numbers
 
     def persistent_load(self, place: str) -> Tensor | float:
         kind, index = place.split()

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.nested import named_tensors
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
 from lightning_ptdp.shims.torch import is_compiled
-
-__all__ = ["StepHabits", "divisor_of", "warn_of_divisors", "warn_of_loss", "watch_samples"]
 
 _NORMS = (nn.modules.batchnorm._NormBase,)
 _SUM = 2
@@ -71,7 +70,8 @@ class StepHabits:
     def __init__(
         self, module: nn.Module, owners: Sequence[Owner], *, recomputes: bool, tells_own: bool
     ) -> None:
-        self._module, self._recomputes = module, recomputes
+        self._module = module
+        self._recomputes = recomputes
         tensors = [
             (name, value)
             for name, value in _tensors(module)
@@ -85,10 +85,9 @@ class StepHabits:
         names = dict.fromkeys(self._written(ignored=() if self._recomputes else _NORMS))
         if not names:
             return
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         again = " and recomputation runs blocks again" if self._recomputes else ""
         warnings.warn(
-            f"training_step writes {', '.join([*names][:_SHOWN])}{more}, but it runs once "
+            f"training_step writes {listed(names, _SHOWN)}, but it runs once "
             f"for each of {count} microbatches{again}. A run reads the value of the previous "
             "microbatch, not of the previous batch. Write it in on_train_batch_end, or use "
             f"num_microbatches=1 ({_PAGE})",
@@ -181,7 +180,8 @@ class _Reductions(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
         if (
             self.place is None
             and name in _DIM_AT
@@ -193,7 +193,8 @@ class _Reductions(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        value, index = args[0], _DIM_AT[name]
+        value = args[0]
+        index = _DIM_AT[name]
         axes = kwargs.get("dim", kwargs.get("axis", args[index] if len(args) > index else None))
         dims = axes if isinstance(axes, tuple | list) else (axes,)
         over_samples = any(isinstance(dim, int) and dim in (0, -value.dim()) for dim in dims)
@@ -202,14 +203,13 @@ class _Reductions(TorchFunctionMode):
 
 def _users_line() -> str:
     """Return the file and line of the innermost code outside of torch and this file."""
-    frame, torch_folder = inspect.currentframe(), os.path.dirname(torch.__file__) + os.sep
+    frame = inspect.currentframe()
+    torch_folder = os.path.dirname(torch.__file__) + os.sep
     while frame is not None and frame.f_code.co_filename.startswith((torch_folder, __file__)):
         frame = frame.f_back
-    return (
-        f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
-        if frame is not None
-        else "training_step"
-    )
+    if frame is not None:
+        return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
+    return "training_step"
 
 
 def divisor_of(loss: Tensor) -> Tensor | None:

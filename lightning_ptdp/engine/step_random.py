@@ -32,8 +32,6 @@ from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surr
 from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
 from lightning_ptdp.shims.torch import is_compiled, untraced
 
-__all__ = ["StepRandomness"]
-
 _LIBRARIES = ("torch", "builtins")
 _NUMPY: Any = np.random  # its stubs lack two functions
 
@@ -67,12 +65,16 @@ class StepRandomness(Surrounding):
         place: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        self._blocks, self._absent, self._place, self._device = blocks, absent, place, device
+        self._blocks = blocks
+        self._absent = absent
+        self._place = place
+        self._device = device
         names = {
             name for block in blocks.values() for name in _defined_in(module.get_submodule(block))
         }
         imports = {origin for name in names for origin in _known_by(name)}
-        self._python, self._numpy = random in imports, np in imports
+        self._python = random in imports
+        self._numpy = np in imports
         self._bits: list[Any] = []
         self._outer: list[_Outer] = []
         self._seed: int | None = None
@@ -87,9 +89,11 @@ class StepRandomness(Surrounding):
                 continue
             block = module.get_submodule(name)
             # Partials, because a method cannot be marked as untraced.
-            enter, leave = partial(self._enter, number), partial(self._leave)
+            enter = partial(self._enter, number)
+            leave = partial(self._leave)
             if is_compiled(block):
-                enter, leave = untraced(enter), untraced(leave)
+                enter = untraced(enter)
+                leave = untraced(leave)
             undo.enter_context(block.register_forward_pre_hook(enter, prepend=True))
             undo.enter_context(block.register_forward_hook(leave))
         for block in self._absent:
@@ -98,21 +102,22 @@ class StepRandomness(Surrounding):
 
     def around(self, forward: Forward) -> Context:
         """Draw from the microbatch's stream."""
-        return (
-            contextlib.nullcontext()
-            if forward.seed is None
-            else self._drawing(forward, forward.seed)
-        )
+        if forward.seed is None:
+            return contextlib.nullcontext()
+        return self._drawing(forward, forward.seed)
 
     @contextlib.contextmanager
     def _drawing(self, forward: Forward, seed: int) -> Iterator[None]:
         self._switch(seed, numpy=True, python=True)
-        self._forward, forward.draws_alike = forward, True
+        self._forward = forward
+        forward.draws_alike = True
         self._seed = derive_seed(seed, *self._place)
         try:
             yield
         finally:
-            self._seed, self._forward, forward.draws_alike = None, None, False
+            self._seed = None
+            self._forward = None
+            forward.draws_alike = False
             del self._outer[1:]  # states of a block that a stage left by an exception
             self._switch_back()
 

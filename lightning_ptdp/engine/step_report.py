@@ -23,18 +23,6 @@ from lightning_ptdp.engine.step_state import Change
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "LogCall",
-    "LogRecorder",
-    "StepReport",
-    "average_calls",
-    "numbers_on",
-    "read_numbers",
-    "reduce_values",
-    "replay",
-    "weigh_over_replicas",
-]
-
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
     "sum": torch.sum,
@@ -192,7 +180,9 @@ def average_calls(
         )
     merged = []
     for index, calls in enumerate(zip(*recorded, strict=True)):
-        first, options, shares = calls[0], calls[0].options, weights
+        first = calls[0]
+        options = calls[0].options
+        shares = weights
         batch_sizes = [call.options.get("batch_size") for call in calls]
         if all(size is not None for size in batch_sizes):
             options = {**options, "batch_size": sum(batch_sizes)}

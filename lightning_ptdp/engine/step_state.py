@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-__all__ = ["Change", "Owner", "StepState", "apply_changes", "find_owners"]
-
 _WATCHED = 256
 _DEPTH = 3
 _ARRAY_ITEMS = 65536
@@ -316,7 +314,8 @@ def _rebound(before: _Seen, now: object) -> bool:
 
 
 def _restore(before: _Seen) -> None:
-    value, items = before.value, before.items
+    value = before.value
+    items = before.items
     if isinstance(value, np.ndarray) and before.mark is not None:
         value[...] = before.mark
     elif isinstance(value, set):

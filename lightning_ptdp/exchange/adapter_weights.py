@@ -18,22 +18,20 @@ from lightning_ptdp.checkpoint import CheckpointError, TensorReader, files, read
 from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from lightning_ptdp.exchange.state_dict_files import converted
 from lightning_ptdp.exchange.tokenizers import tokenizer_files
-from lightning_ptdp.models.adapters import LoraOptions, as_lora
-from lightning_ptdp.models.pretrained_folder import BASE_WEIGHTS, fingerprint, local_folder
+from lightning_ptdp.models.adapters import ALL_LINEAR, LoraOptions, as_lora
+from lightning_ptdp.models.pretrained_folder import (
+    BASE_WEIGHTS,
+    fingerprint,
+    local_folder,
+    without_prefix,
+)
 
-__all__ = [
-    "ADAPTER_FILE",
-    "ADAPTER_WEIGHTS",
-    "base_of_adapters",
-    "is_adapter_folder",
-    "merge_adapters",
-    "read_adapter_folder",
-    "to_adapters",
-]
-
-
-ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_OURS, _THEIRS = "model/model.", "base_model.model."
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_OURS = "model/model."
+_THEIRS = "base_model.model."
+_AUTO_CLASSES = {"CAUSAL_LM": "AutoModelForCausalLM", None: "AutoModelForMaskedLM"}
+_WITH_IMAGES = "AutoModelForImageTextToText"
 
 
 def base_of_adapters(state: Mapping[str, Any]) -> str | None:
@@ -67,14 +65,19 @@ def to_adapters(
         TensorReader(source),
         Path(os.path.abspath(destination)),
     )
-    base, adapter = state[BASE_WEIGHTS], as_lora(state["hyper_parameters"]["adapter"])
+    base = state[BASE_WEIGHTS]
+    adapter = as_lora(state["hyper_parameters"]["adapter"])
     assert adapter is not None
     config = adapter.config(
-        base_model_name_or_path=base["path"].removeprefix("tiny:"),
+        base_model_name_or_path=without_prefix(base["path"]),
         task_type=base["task"],
         inference_mode=True,
     )
     names = {_peft_name(name): name for name in reader.tensors if name.startswith(_OURS)}
+    if base.get("auto_class") == _WITH_IMAGES and adapter.target_modules == ALL_LINEAR:
+        # For peft, these include the linear layers of the vision tower.
+        adapted = {name.removeprefix(_THEIRS).partition(".lora_")[0] for name in names}
+        config.target_modules = sorted(adapted)
     stored = {peft_name: reader.tensors[name] for peft_name, name in sorted(names.items())}
     entries = {
         name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in stored.items()
@@ -119,7 +122,8 @@ def merge_adapters(
     peft = import_optional("peft")
     transformers = import_optional("transformers")
 
-    base_weights, target = read_state(source)[BASE_WEIGHTS], Path(os.path.abspath(destination))
+    base_weights = read_state(source)[BASE_WEIGHTS]
+    target = Path(os.path.abspath(destination))
     folder = local_folder(str(base or base_weights["path"]))
     if fingerprint(folder) != base_weights["fingerprint"]:
         raise CheckpointError(
@@ -127,12 +131,10 @@ def merge_adapters(
         )
     files.check_apart(target, [folder])
     files.check_replaceable(target, marker=files.EXPORT_MARK)
-    model_class: Any = (
-        transformers.AutoModelForCausalLM
-        if base_weights["task"] == "CAUSAL_LM"
-        else transformers.AutoModelForMaskedLM
-    )
-    model = model_class.from_pretrained(
+    auto_class = _AUTO_CLASSES[base_weights["task"]]
+    if base_weights.get("auto_class") == _WITH_IMAGES:
+        auto_class = _WITH_IMAGES
+    model = getattr(transformers, auto_class).from_pretrained(
         folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
     )
     with tempfile.TemporaryDirectory() as scratch:
@@ -236,7 +238,8 @@ def read_adapter_folder(
 
 
 def _options(path: Path, config: Mapping[str, Any]) -> LoraOptions:
-    targets, saved_modules = config.get("target_modules"), config.get("modules_to_save") or ()
+    targets = config.get("target_modules")
+    saved_modules = config.get("modules_to_save") or ()
     options = {name: config[key] for key, name in _OPTIONS.items() if key in config}
     try:
         return LoraOptions(
@@ -260,8 +263,6 @@ def _module_name(name: str, adapter: LoraOptions) -> str:
         if separator:
             return f"{head}{part.rstrip('.')}.default" + (f".{tail}" if tail else "")
     owner, _, leaf = short.rpartition(".")
-    return (
-        f"{owner}.modules_to_save.default.{leaf}"
-        if any(owner.endswith(module) for module in adapter.modules_to_save)
-        else short
-    )
+    if any(owner.endswith(module) for module in adapter.modules_to_save):
+        return f"{owner}.modules_to_save.default.{leaf}"
+    return short

@@ -18,15 +18,13 @@ from typing import Any
 import torch
 
 from lightning_ptdp.base.checked_json import Json
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, read_full
 from lightning_ptdp.exchange.model_folder import read_config
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.transformers import as_in_files
-
-__all__ = ["View", "check_architecture", "verify_huggingface", "views_in_files"]
-
 
 _SHOWN = 3
 _LENGTH = 16
@@ -139,7 +137,8 @@ def verify_huggingface(
         message = "; ".join(f"{key} {_listed(names)}" for key, names in problems.items() if names)
         raise CheckpointError(f"{folder}: {name}.from_pretrained finds {message}")
     if model is None:
-        state, reader = hf_model.state_dict(), TensorReader(source)
+        state = hf_model.state_dict()
+        reader = TensorReader(source)
         for stored in sorted(reader.metadata.names("model/")):
             key = stored.removeprefix(f"model/{prefix}")
             if key in state and not torch.equal(
@@ -160,7 +159,8 @@ def verify_huggingface(
         % model.config.vocabulary_size
     )
     with torch.no_grad():
-        logits, output = native.to(hf_model.dtype).float().eval()(ids), hf_model.float().eval()(ids)
+        logits = native.to(hf_model.dtype).float().eval()(ids)
+        output = hf_model.float().eval()(ids)
     # BERT returns the logits of two heads.
     hf_logits = output["logits"] if "logits" in output else output["prediction_logits"]
     logits = logits[0] if isinstance(logits, tuple) else logits
@@ -187,8 +187,7 @@ def _architecture(description: Mapping[str, Json]) -> tuple[str, Any]:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more
+    return listed([repr(name) for name in names], _SHOWN)
 
 
 # ---- Correspondence of tensor names in transformers' files with those in its models --------------
@@ -249,7 +248,9 @@ def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     """
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     model_names = {name if tied.get(name, name) in shapes else tied[name]: name for name in shapes}
-    names, begins, end = [*model_names.values()], list[int](), 0
+    names = [*model_names.values()]
+    begins = list[int]()
+    end = 0
     for name in names:
         begins.append(end)
         end += max(math.prod(shapes[name]), 1)

@@ -23,8 +23,6 @@ from lightning_ptdp.exchange.name_tables import (
 from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.model_config import BertConfig
 
-__all__ = ["BERT", "MEGATRON_BERT"]
-
 
 def _qkv(config: BertConfig) -> tuple[int, int, int]:
     return config.hidden_size, config.hidden_size, config.hidden_size

@@ -28,8 +28,6 @@ from lightning_ptdp.exchange.state_dict_files import (
     to_state_dict,
 )
 
-__all__ = ["Kind", "convert", "kind_of", "kind_of_result"]
-
 Kind = Literal["checkpoint", "huggingface", "adapter", "state_dict", "lightning"]
 _MARKERS: Mapping[Kind, str] = {
     "checkpoint": METADATA_FILE,
@@ -169,7 +167,8 @@ def convert(  # noqa: PLR0913
     Raises:
         CheckpointError: The conversion failed. Nothing is left at ``destination``.
     """
-    kind, target_kind = kind_of(source), kind_of_result(source, destination, to=to, merge=merge)
+    kind = kind_of(source)
+    target_kind = kind_of_result(source, destination, to=to, merge=merge)
     files.check_apart(destination, [] if config is None else [config])
     if kind == "lightning" and target_kind != "checkpoint":
         options: Any = {

@@ -33,8 +33,6 @@ from lightning_ptdp.exchange.export_content import (
 from lightning_ptdp.exchange.export_writer import FolderPlan
 from lightning_ptdp.exchange.state_dict_files import as_folder, common_prefix
 
-__all__ = ["SHARD_BYTES", "FolderExport", "to_huggingface", "verify_export"]
-
 SHARD_BYTES = 5_000_000_000
 
 
@@ -66,7 +64,8 @@ def to_huggingface(
         CheckpointError: The checkpoint is damaged, or Hugging Face does not have its model. Nothing
             is left at ``destination``.
     """
-    reader, target = TensorReader(source), Path(os.path.abspath(destination))
+    reader = TensorReader(source)
+    target = Path(os.path.abspath(destination))
     entries = {name: entry for name, entry in reader.tensors.items() if name.startswith(MODEL)}
     described = _described(source, config)
     items = described.items(entries, prefix=prefix, dtype=dtype, source=str(source))
@@ -202,8 +201,6 @@ class FolderExport:
 
 
 def _described(source: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Described:
-    return (
-        described_by_state(read_state(source))
-        if config is None
-        else described_by_folder(Path(config))
-    )
+    if config is None:
+        return described_by_state(read_state(source))
+    return described_by_folder(Path(config))

@@ -24,8 +24,6 @@ from lightning_ptdp.exchange.state_dict_files import common_prefix, converted
 from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_of
 from lightning_ptdp.models.pretrained_folder import config_of_sizes, local_folder
 
-__all__ = ["MODEL", "Described", "described_by_folder", "described_by_module", "described_by_state"]
-
 MODEL = "model/"
 """Prefix of the module's tensors in a checkpoint."""
 _SHOWN = 3

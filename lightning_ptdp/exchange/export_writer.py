@@ -20,8 +20,6 @@ from lightning_ptdp.exchange.architecture import View
 from lightning_ptdp.exchange.model_folder import INDEX_FILE, ONE_FILE
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["FolderPlan", "Item"]
-
 _BLOCK = 1 << 24
 """Number of bytes of a rectangle that are copied to convert and gather them.
 
@@ -167,7 +165,8 @@ class FolderPlan:
         ):
             while first < last:
                 count = os.pwrite(handle, content[done : done + last - first], begin + first)
-                first, done = first + count, done + count
+                first = first + count
+                done = done + count
         assert done == len(content), name
         return done
 

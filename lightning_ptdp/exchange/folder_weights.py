@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     LocalRectangle,
@@ -30,8 +31,6 @@ from lightning_ptdp.exchange.huggingface import open_native
 from lightning_ptdp.exchange.model_folder import list_huggingface
 from lightning_ptdp.shims.peft import plain_name
 from lightning_ptdp.shims.transformers import ignored_names
-
-__all__ = ["HuggingFaceNames", "HuggingFaceWeights", "models_in", "names_in", "weights_opener"]
 
 _SHOWN = 8
 Parts = Sequence[tuple[StoredTensor, View]]
@@ -69,7 +68,13 @@ class HuggingFaceNames:
 
         A tied tensor occurs once.
         """
-        if self.base and not any(name.startswith(f"{self.base}.") for name in stored):
+        # Files of LLaVA have names of their own, also without this attribute.
+        renamed = self.views.keys() & stored.keys()
+        if (
+            self.base
+            and not renamed
+            and not any(name.startswith(f"{self.base}.") for name in stored)
+        ):
             stored = {f"{self.base}.{name}": value for name, value in stored.items()}
         if self.own_base and any(name.startswith(f"{self.own_base}.") for name in stored):
             stored = {
@@ -161,7 +166,8 @@ class HuggingFaceWeights:
             common = view.place.common(target.place)
             if common.numel:
                 overlap = target.within(common)
-                offset, values = view.in_file(common).begin, view.turned(overlap.values)
+                offset = view.in_file(common).begin
+                values = view.turned(overlap.values)
                 yield (
                     stored,
                     replace(overlap, full_shape=stored.entry.shape, offset=offset, values=values),
@@ -196,9 +202,13 @@ class HuggingFaceWeights:
             if stored.get(name, shape) != shape
         ]
         problems = [
-            *([f"the folder has no {_listed(map(repr, missing))}"] if missing else []),
-            *([f"the model has no {_listed(map(repr, unexpected))}"] if unexpected else []),
-            *([_listed(mismatches)] if mismatches else []),
+            *([f"the folder has no {listed([*map(repr, missing)], _SHOWN)}"] if missing else []),
+            *(
+                [f"the model has no {listed([*map(repr, unexpected)], _SHOWN)}"]
+                if unexpected
+                else []
+            ),
+            *([listed(mismatches, _SHOWN)] if mismatches else []),
         ]
         if problems:
             raise CheckpointError("the weights do not fit this model: " + "; ".join(problems))
@@ -302,10 +312,3 @@ def _wrapped(names: Iterable[str]) -> dict[str, list[str]]:
         if (original := plain_name(name)) != name:
             by_original.setdefault(original, []).append(name)
     return by_original
-
-
-def _listed(entries: Iterable[str]) -> str:
-    items = list(entries)
-    return ", ".join(items[:_SHOWN]) + (
-        f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    )

@@ -8,8 +8,6 @@ from lightning_ptdp.exchange.name_tables import NUMBER, SHARE, SIZE, Field, Mode
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.model_config import GPTConfig
 
-__all__ = ["GPT2"]
-
 _ROWS = (
     NameRow(ours="wte", theirs="transformer.wte"),
     NameRow(ours="wpe", theirs="transformer.wpe"),

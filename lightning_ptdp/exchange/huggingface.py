@@ -24,8 +24,6 @@ from lightning_ptdp.exchange.model_folder import CONFIG_FILE, open_huggingface, 
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.exchange.state_dict_files import weights_only_state
 
-__all__ = ["Names", "from_huggingface", "open_native"]
-
 _SHOWN = 3
 
 Names = Literal["ptdp", "hf"]
@@ -57,7 +55,8 @@ def from_huggingface(
     """
     folder = Path(source)
     if names == "hf":
-        config, tensors = read_config(folder), open_huggingface(folder)
+        config = read_config(folder)
+        tensors = open_huggingface(folder)
         tied = (
             HF_TIED.get(config.get("model_type") or "", {})
             if config.get("tie_word_embeddings", True)
@@ -98,7 +97,8 @@ def _our_rectangles(folder: Path, prefix: str) -> tuple[Model, list[LocalRectang
     Raises:
         CheckpointError: As for ``from_huggingface``.
     """
-    config, tensors = read_config(folder), open_huggingface(folder)
+    config = read_config(folder)
+    tensors = open_huggingface(folder)
     family = family_of_config_json(config, folder / CONFIG_FILE)
     with reading(folder / CONFIG_FILE, "cannot be one of our models"):
         model = family.read(config)
@@ -142,7 +142,8 @@ def _rectangles(
                     f"{name!r} belongs to an expert that does not exist, because {CONFIG_FILE} "
                     f"has {part.experts} experts"
                 )
-            full_shape, values = (part.experts, *full_shape), values[None]
+            full_shape = (part.experts, *full_shape)
+            values = values[None]
         yield LocalRectangle(
             name=prefix + part.ours,
             full_shape=full_shape,
@@ -172,7 +173,8 @@ def _check_complete(
             "different names"
         )
     actual = {part.name.removeprefix(prefix): part.full_shape for part in rectangles}
-    missing, extra = sorted(shapes.keys() - actual.keys()), sorted(actual.keys() - shapes.keys())
+    missing = sorted(shapes.keys() - actual.keys())
+    extra = sorted(actual.keys() - shapes.keys())
     if missing or extra:
         hf_names = [next(model.parts(name), (name,))[0] for name in missing[:_SHOWN]]
         more = f"has {extra[:_SHOWN]}, which the model of its {CONFIG_FILE} does not have"

@@ -12,8 +12,6 @@ from lightning_ptdp.exchange.gpt2_weights import GPT2
 from lightning_ptdp.exchange.llama_weights import LLAMA, MIXTRAL
 from lightning_ptdp.exchange.name_tables import Model, ModelTable
 
-__all__ = ["FAMILIES", "HF_TIED", "family_of_config_json", "model_of_hyper_parameters"]
-
 FAMILIES = (GPT2, LLAMA, MIXTRAL, BERT, MEGATRON_BERT)
 
 _BERT_TIED = {

@@ -24,8 +24,6 @@ from lightning_ptdp.exchange.name_tables import (
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.model_config import GPTConfig
 
-__all__ = ["LLAMA", "MIXTRAL"]
-
 
 def _qkv(config: GPTConfig) -> tuple[int, int, int]:
     kv_width = config.kv_heads * config.head_dim
@@ -36,11 +34,9 @@ def _gate_up(config: GPTConfig) -> tuple[int, int]:
     return config.expert_size, config.expert_size
 
 
-_ATTENTION, _MLP, _MOE = (
-    "model.layers.*.self_attn",
-    "model.layers.*.mlp",
-    "model.layers.*.block_sparse_moe",
-)
+_ATTENTION = "model.layers.*.self_attn"
+_MLP = "model.layers.*.mlp"
+_MOE = "model.layers.*.block_sparse_moe"
 _BESIDE = (
     NameRow(ours="wte", theirs="model.embed_tokens"),
     NameRow(ours="blocks.*.norm_1", theirs="model.layers.*.input_layernorm"),

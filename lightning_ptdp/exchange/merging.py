@@ -17,8 +17,6 @@ from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, rectangle
 from lightning_ptdp.parameters.placement import Piece, Placement
 from lightning_ptdp.shims.peft import adapters_of, copies_of, plain_name, replaced_by
 
-__all__ = ["merged_rectangles"]
-
 _BASE = "base_layer.weight"
 
 

@@ -23,18 +23,9 @@ from lightning_ptdp.checkpoint.safetensors_file import (
 )
 from lightning_ptdp.models.checked_config import check_quantization, check_sizes
 
-__all__ = [
-    "CONFIG_FILE",
-    "INDEX_FILE",
-    "ONE_FILE",
-    "list_huggingface",
-    "open_huggingface",
-    "read_config",
-    "reads_as_huggingface",
-]
-
 CONFIG_FILE = "config.json"
-ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _SHOWN = 3
 _T = TypeVar("_T")
 _MOST_INDEX = 1 << 26  # bytes
@@ -114,7 +105,8 @@ def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[s
         raise CheckpointError(f"{folder / INDEX_FILE} is damaged: it lists no tensors")
     absent = sorted({name for name in weight_map.values() if not os.path.lexists(folder / name)})
     if absent:
-        count, verb = len(set(weight_map.values())), "is" if len(absent) == 1 else "are"
+        count = len(set(weight_map.values()))
+        verb = "is" if len(absent) == 1 else "are"
         raise CheckpointError(
             f"{folder} is damaged: of the {count} files in {INDEX_FILE}, {len(absent)} {verb} "
             f"missing ({', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}). "

@@ -32,19 +32,6 @@ from lightning_ptdp.base.checked_json import Check, Json, integer, number, optio
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = [
-    "NUMBER",
-    "SHARE",
-    "SIZE",
-    "SIZES",
-    "Field",
-    "Model",
-    "ModelTable",
-    "NameRow",
-    "Part",
-    "check_choices",
-]
-
 _MOST_EXTENT = 1 << 28
 """Largest dimension of a model.
 
@@ -109,7 +96,9 @@ class Part:
         The order gives, for each dimension of the Hugging Face tensor, the native dimension.
         """
         first = 0 if self.experts is None else 1
-        begin, extents, dims = [0] * len(shape), list(shape), range(first, len(shape))
+        begin = [0] * len(shape)
+        extents = list(shape)
+        dims = range(first, len(shape))
         if self.rows is not None:
             begin[first], extents[first] = self.start, self.rows
         if first:

@@ -34,19 +34,6 @@ from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from lightning_ptdp.checkpoint.torch_file import load_saved
 
-__all__ = [
-    "as_folder",
-    "common_prefix",
-    "converted",
-    "file_metadata",
-    "from_state_dict",
-    "is_trained_file",
-    "open_state_dict",
-    "to_state_dict",
-    "verify_file",
-    "weights_only_state",
-]
-
 _SAFETENSORS = ".safetensors"
 # Entries of a Lightning checkpoint that another run can use. Loops and callbacks are left out,
 # because they belong to the optimizer states, which are keyed by index.

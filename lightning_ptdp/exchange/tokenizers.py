@@ -15,7 +15,6 @@ from lightning_ptdp.checkpoint import reading
 if TYPE_CHECKING:  # imported lazily
     from lightning_ptdp.data import Tokenizer
 
-__all__ = ["converted_tokenizer", "tokenizer_files", "tokenizer_folder", "tokenizer_of"]
 
 _TOKENIZER = (
     "tokenizer*",
@@ -93,11 +92,9 @@ def converted_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return files by name from which transformers reads a tokenizer of this package."""
     from lightning_ptdp.data.word_boundaries import CLS, MASK, SEP
 
-    document, settings, inputs = (
-        _document(tokenizer),
-        dict[str, Json](_SETTINGS),
-        ["input_ids", "attention_mask"],
-    )
+    document = _document(tokenizer)
+    settings = dict[str, Json](_SETTINGS)
+    inputs = ["input_ids", "attention_mask"]
     if CLS in tokenizer.pieces:
         document["post_processor"] = _template(
             {piece: tokenizer.control_id(piece) for piece in (CLS, SEP)}, CLS, SEP

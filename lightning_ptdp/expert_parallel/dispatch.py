@@ -29,8 +29,6 @@ from torch import Tensor
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Dispatched", "Faults", "dispatch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
@@ -233,7 +231,8 @@ class _Combine(torch.autograd.Function):
 class _TokenExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-        ctx.sizes, ctx.group = (received, sent), group
+        ctx.sizes = (received, sent)
+        ctx.group = group
         return _all_to_all(x, sent, received, group)
 
     @staticmethod

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from lightning_ptdp.shims.torch import grouped_product
 
-__all__ = ["inner_parts", "inner_width", "stores_as_usual", "usual_output"]
-
 _SAID = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
 _PARAMETERS = frozenset(
     ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")

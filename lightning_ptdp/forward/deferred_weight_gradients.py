@@ -36,8 +36,6 @@ from lightning_ptdp.forward.matrix_product import (
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.shims.torch import has_gradient_hooks, saved_tensor_hooks
 
-__all__ = ["Operand", "Products", "WeightGradients", "multiply"]
-
 Operand = Tensor | Callable[[], Callable[[], Tensor]]
 """A tensor, or a function that starts to fetch it and returns a function that waits."""
 Products = Callable[[Tensor, torch.dtype | None, bool], MatrixProduct]
@@ -289,14 +287,17 @@ class _DeferredProduct(torch.autograd.Function):
         store: WeightGradients | None,
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        ctx.product, ctx.bias, ctx.store = product, bias, store
+        ctx.product = product
+        ctx.bias = bias
+        ctx.store = store
         return product.output(x, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        product, store = ctx.product, ctx.store
+        product = ctx.product
+        store = ctx.store
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         with torch.autocast(grad.device.type, enabled=False):
             grad_x = product.input_gradient(grad) if wants_x else None

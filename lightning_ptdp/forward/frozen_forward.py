@@ -18,8 +18,6 @@ import torch
 
 from lightning_ptdp.forward.surroundings import Context
 
-__all__ = ["Within", "frozen_forward", "initial_values"]
-
 Within: TypeAlias = Callable[[], Context]
 """Function that returns the context of a forward."""
 

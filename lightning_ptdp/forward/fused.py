@@ -15,8 +15,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["fused", "missing_compiler"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

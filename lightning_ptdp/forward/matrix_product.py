@@ -13,8 +13,6 @@ from torch import Tensor
 
 from lightning_ptdp.shims.torch import adds_to_gradient, gradient_dtype
 
-__all__ = ["MatrixProduct", "add_product", "add_to_gradient", "autocast_dtype", "bias_gradient"]
-
 
 @dataclass(frozen=True, eq=False)
 class MatrixProduct:

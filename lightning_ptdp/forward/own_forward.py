@@ -16,8 +16,6 @@ from torch import nn
 
 from lightning_ptdp.forward.surroundings import Surroundings
 
-__all__ = ["OwnForward", "give_back_forwards", "replace_forward"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OwnForward:
@@ -44,11 +42,9 @@ class OwnForward:
         It is not named ``__wrapped__``, which ``inspect.signature`` follows on classes before
         CPython 3.11.7 and 3.12.1 (gh-112006).
         """
-        return (
-            self.replaced
-            if self.replaced is not None
-            else partial(type(self.module).forward, self.module)
-        )
+        if self.replaced is not None:
+            return self.replaced
+        return partial(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original forward; subclasses replace this method."""

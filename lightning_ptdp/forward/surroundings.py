@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["BatchPart", "Context", "Contexts", "Deferred", "Forward", "Surrounding", "Surroundings"]
-
 Context = AbstractContextManager[object]
 Contexts = tuple[Context, Context]
 
@@ -194,7 +192,8 @@ class Surroundings:
 
     @contextlib.contextmanager
     def _running_in(self, forward: Forward, contexts: Iterable[Context]) -> Iterator[None]:
-        outer, self._running = self._running, forward
+        outer = self._running
+        self._running = forward
         try:
             with contextlib.ExitStack() as stack:
                 for context in contexts:

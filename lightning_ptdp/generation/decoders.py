@@ -33,8 +33,6 @@ from lightning_ptdp.shims.transformers import (
     new_cache,
 )
 
-__all__ = ["Call", "Decoder", "decoder_of", "language_model", "longest_sequence"]
-
 Rows = Sequence[Sequence[int]]
 Call = Callable[[int], Tensor]
 """Function that runs the model as a pipeline stage.
@@ -182,7 +180,9 @@ class Cached:
         """Return the call and the shape of its input, as ``Decoder`` describes."""
         width = max(map(len, rows))
         if self.limit is not None and width > self.limit:
-            rows, width, self._done = [row[-self.limit :] for row in rows], self.limit, 0
+            rows = [row[-self.limit :] for row in rows]
+            width = self.limit
+            self._done = 0
         if not self._done:
             self.model.forget()
         padding = torch.tensor([width - len(row) for row in rows])
@@ -215,7 +215,8 @@ class _CachedGPT:
 
 class _CachedHuggingFace:
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._takes = model, inspect.signature(type(model).forward).parameters
+        self._model = model
+        self._takes = inspect.signature(type(model).forward).parameters
 
     def forget(self) -> None:
         self._caches: dict[int, Any] = {}

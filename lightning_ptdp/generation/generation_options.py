@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from lightning_ptdp.base.option_types import Count, check_types
 
-__all__ = ["Sampling"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:

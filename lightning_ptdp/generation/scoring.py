@@ -14,8 +14,6 @@ from tqdm import tqdm
 from lightning_ptdp.generation.decoders import language_model
 from lightning_ptdp.generation.write import RunningModel, check_ids, running
 
-__all__ = ["Row", "score"]
-
 _NOT_SCORED = -100
 
 

@@ -20,8 +20,6 @@ from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load
 from lightning_ptdp.exchange.tokenizers import converted_tokenizer, tokenizer_folder
 from lightning_ptdp.models.pretrained_folder import local_folder
 
-__all__ = ["Message", "TextTokenizer", "find_tokenizer"]
-
 Message: TypeAlias = Mapping[str, str]
 """``{"role": "user", "content": "…"}``."""
 
@@ -68,11 +66,9 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
     if folder is not None:
         return _load(folder)
     data_hparams = state.get("datamodule_hyper_parameters") or {}
-    template, data, model = (
-        data_hparams.get("chat_template"),
-        tokenizer_folder(state),
-        (state.get("hyper_parameters") or {}).get("path"),
-    )
+    template = data_hparams.get("chat_template")
+    data = tokenizer_folder(state)
+    model = (state.get("hyper_parameters") or {}).get("path")
     if data is not None and (Path(data).is_dir() or not isinstance(model, str)):
         # The tokenizer of the training data takes precedence, but a folder of conversations may
         # have none.
@@ -92,16 +88,15 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
 
 def _load(folder: str | Path, template: str | None = None) -> TextTokenizer:
     tokenizer = load_tokenizer(folder)
-    return (
-        _HuggingFace(tokenizer, template)
-        if isinstance(tokenizer, HuggingFaceTokenizer)
-        else _Own(tokenizer)
-    )
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return _HuggingFace(tokenizer, template)
+    return _Own(tokenizer)
 
 
 class _Own:
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self.eos_ids = tokenizer, frozenset([tokenizer.eos_id])
+        self._tokenizer = tokenizer
+        self.eos_ids = frozenset([tokenizer.eos_id])
 
     @cached_property
     def of_transformers(self) -> Any:
@@ -129,7 +124,8 @@ class _Own:
 
 class _HuggingFace:
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None) -> None:
-        self._folder, self.of_transformers = tokenizer.folder, tokenizer.of_transformers
+        self._folder = tokenizer.folder
+        self.of_transformers = tokenizer.of_transformers
         if template is not None:
             self.of_transformers.chat_template = read_template(template)
         eos_ids = [*_ends(self._folder), self.of_transformers.eos_token_id]

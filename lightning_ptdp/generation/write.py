@@ -15,9 +15,6 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.generation.decoders import Call, decoder_of, language_model
 from lightning_ptdp.generation.generation_options import Sampling
 
-__all__ = ["RunningModel", "check_ids", "choose", "draw_numbers", "generate", "running"]
-
-
 _DEFAULT = Sampling()
 
 Forward = Callable[..., Tensor]
@@ -124,10 +121,8 @@ def _write(
     is_end: Callable[[Sequence[int]], bool],
 ) -> list[list[int]]:
     check_ids(module, prompts)
-    decoder, rows = (
-        decoder_of(module, sequence_multiple=run.multiple),
-        [list(prompt) for prompt in prompts],
-    )
+    decoder = decoder_of(module, sequence_multiple=run.multiple)
+    rows = [list(prompt) for prompt in prompts]
     draws_bn = draw_numbers(sampling, len(rows)).to(run.device, non_blocking=True)
     lengths: list[int | None] = [None] * len(rows)
     for step in range(sampling.max_new_tokens):

@@ -35,8 +35,6 @@ from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
 from lightning_ptdp.tensor_parallel import give_randomness
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["KeyedDropout", "KeyedDropoutError"]
-
 _OTHERS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, F.rrelu)
 
 
@@ -73,12 +71,10 @@ class KeyedDropout(Surrounding):
     def __init__(
         self, *, tensor: Group, context: Group, sequence_parallel: bool, seed: int
     ) -> None:
-        self._tensor, self._context, self._sequence_parallel, self._seed = (
-            tensor,
-            context,
-            sequence_parallel,
-            seed,
-        )
+        self._tensor = tensor
+        self._context = context
+        self._sequence_parallel = sequence_parallel
+        self._seed = seed
         self._inside = False
         self._running: _Running | None = None
 
@@ -104,7 +100,8 @@ class KeyedDropout(Surrounding):
     @contextlib.contextmanager
     def within(self, *, split: bool) -> Iterator[None]:
         """Drop from a split (or a whole) activation, regardless of the next module."""
-        outer, self._inside = self._inside, split
+        outer = self._inside
+        self._inside = split
         yield
         self._inside = outer
 
@@ -144,7 +141,9 @@ class KeyedDropout(Surrounding):
 
     @contextlib.contextmanager
     def _dropping(self, running: _Running, *, inside: bool) -> Iterator[None]:
-        outer, self._running, self._inside = (self._running, self._inside), running, inside
+        outer = (self._running, self._inside)
+        self._running = running
+        self._inside = inside
         try:
             with Replacing(
                 {
@@ -196,7 +195,8 @@ class KeyedDropout(Surrounding):
     def _kept(self, x: Tensor, p: float) -> Tensor:
         """Return the factors 0 (dropped) or 1 / (1 - p) (kept), in the shape and dtype of ``x``."""
         running = self._now
-        caller, samples = self._caller(), running.samples.to(x.device)
+        caller = self._caller()
+        samples = running.samples.to(x.device)
         if p == 1.0:
             return torch.zeros_like(x)
         if x.dim() < 2 or x.size(0) != samples.numel():
@@ -234,7 +234,9 @@ class KeyedDropout(Surrounding):
 
     def _positions(self, indices: Tensor) -> Tensor:
         """Return the positions in the full sequence of the local tokens 0, 1, ..."""
-        running, context, tensor = self._now, self._context, self._tensor
+        running = self._now
+        context = self._context
+        tensor = self._tensor
         if running.length is None:
             return indices
         places = positions(running.length, context.rank, context.size, device=indices.device)

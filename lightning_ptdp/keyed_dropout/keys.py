@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["mix", "sample_keys", "uniform"]
-
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
 # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_FIRST, _SECOND = (-4658895280553007687, -7723592293110705685)
+_FIRST = -4658895280553007687
+_SECOND = -7723592293110705685
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:  # imported when used
     from mlflow.entities import Metric
 
-__all__ = ["BackgroundWriter", "append_metrics", "keep_metrics", "unwritten_file"]
-
 
 Item = TypeVar("Item")
 _PAUSE_S = 0.5
@@ -65,7 +63,8 @@ class BackgroundWriter(Generic[Item]):
         self._warned = False
         self._writing = threading.RLock()
         self._held = False
-        hold, go_on = weakref.WeakMethod(self._hold), weakref.WeakMethod(self._go_on)
+        hold = weakref.WeakMethod(self._hold)
+        go_on = weakref.WeakMethod(self._go_on)
         os.register_at_fork(before=partial(_call, hold), after_in_parent=partial(_call, go_on))
         self._thread = threading.Thread(
             target=self._loop, name="lightning-ptdp-log-writer", daemon=True

@@ -25,20 +25,6 @@ if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
     from mlflow.tracking import MlflowClient
 
-__all__ = [
-    "LIMIT_S",
-    "AbsentRun",
-    "Client",
-    "OpenRun",
-    "RunOptions",
-    "causes",
-    "connect",
-    "finish_monitor",
-    "is_unanswered",
-    "quiet",
-    "set_defaults",
-    "start_monitor",
-]
 
 Client: TypeAlias = "MlflowClient"
 
@@ -139,7 +125,8 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
                 f"{error.__cause__ or error}. A new run is started instead of {run_id}",
                 stacklevel=2,
             )
-            run_id, inner = None, _find(options, None)
+            run_id = None
+            inner = _find(options, None)
     if run_id is not None:
         inner.experiment.update_run(run_id, status="RUNNING")
         for key, value in options.tags.items():

@@ -56,8 +56,6 @@ from lightning_ptdp.loggers.tracking_store import (
     sqlite_uri,
 )
 
-__all__ = ["MLFlowLogger"]
-
 _PARAMS_PER_BATCH = 100
 _DESCRIPTION = "mlflow.note.content"
 # Lightning's exception has two namespaces; Terminated is the command line's.
@@ -193,10 +191,12 @@ class MLFlowLogger(Logger):
         It is possible if this logger wrote the checkpoint and no ``run_id`` was given. If the store
         no longer has the run, a new run is started, with a warning.
         """
-        root, path = Path(self._save_dir, self.name).resolve(), Path(checkpoint).resolve()
+        root = Path(self._save_dir, self.name).resolve()
+        path = Path(checkpoint).resolve()
         if self._run_id is not None or not path.is_relative_to(root) or path.parent == root:
             return False
-        self._run_id, self._may_be_gone = path.relative_to(root).parts[0], True
+        self._run_id = path.relative_to(root).parts[0]
+        self._may_be_gone = True
         return True
 
     def check(self) -> None:
@@ -239,7 +239,8 @@ class MLFlowLogger(Logger):
 
         MLflow refuses to change a parameter. If a resumed run has other values, there is a
         warning."""
-        client, run_id = self.experiment, self.run_id
+        client = self.experiment
+        run_id = self.run_id
         if isinstance(self._open().inner, AbsentRun):
             return
         new_params = new_parameters(params, client.get_run(run_id).data.params, run_id)
@@ -272,7 +273,8 @@ class MLFlowLogger(Logger):
     @rank_zero_only
     def _later(self, action: Callable[[Client, str | None], object]) -> None:
         """Queue a call with the client and the run id; returns at once."""
-        client, run_id = self.experiment, self.run_id
+        client = self.experiment
+        run_id = self.run_id
         self._open().writer.later(lambda: action(client, run_id), limit_s=LIMIT_S)
 
     @rank_zero_only
@@ -304,7 +306,8 @@ class MLFlowLogger(Logger):
         Metrics that an unavailable store does not accept are kept in the file
         ``unwritten_metrics.jsonl`` of the run's folder, with a warning. If that file cannot be
         written either, for example on a full disk, the warning names the lost metrics."""
-        run, final_status = self._here(), status
+        run = self._here()
+        final_status = status
         if run is None:
             return
         run.finalized = True

@@ -14,7 +14,6 @@ from lightning_ptdp.base.data_record import DatasetRecord
 if TYPE_CHECKING:  # imported when used
     from mlflow.entities import DatasetInput, Param
 
-__all__ = ["allowed_name", "as_input", "flat_parameters", "grouped_name", "new_parameters"]
 
 _VALUE_LIMIT = 500
 _MAX_LISTED = 5

@@ -10,8 +10,6 @@ from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.loggers.connection import quiet, set_defaults
 from lightning_ptdp.loggers.tracking_store import sqlite_uri
 
-__all__ = ["log_folder", "store_of"]
-
 _DATABASE = "mlflow.db"
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 _CHATTY = (
@@ -79,14 +77,10 @@ def log_folder(
                     folder, trust_remote_code=False
                 ),
             }
-            info, flavor = (
-                mlflow.transformers.log_model(components, task="text-generation", **options),
-                "transformers",
-            )
+            info = mlflow.transformers.log_model(components, task="text-generation", **options)
+            flavor = "transformers"
         else:
-            info, flavor = (
-                mlflow.pytorch.log_model(model, serialization_format="pickle", **options),
-                "pytorch",
-            )
+            info = mlflow.pytorch.log_model(model, serialization_format="pickle", **options)
+            flavor = "pytorch"
     uri = info.model_uri if name is None else f"models:/{name}/{info.registered_model_version}"
     return f"mlflow.{flavor}.load_model('{uri}')"

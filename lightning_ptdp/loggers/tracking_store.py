@@ -16,8 +16,6 @@ from urllib.parse import quote, unquote, urlsplit
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.option_types import nearest
 
-__all__ = ["SilentServerError", "check_store", "check_writable_folder", "sqlite_path", "sqlite_uri"]
-
 _SCHEMES = (
     "http",
     "https",
@@ -139,7 +137,8 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
     parts = urlsplit(tracking_uri)
     secure = parts.scheme == "https"
     try:
-        host, port = parts.hostname or "", parts.port or (443 if secure else 80)
+        host = parts.hostname or ""
+        port = parts.port or (443 if secure else 80)
         socket.create_connection((host, port), timeout=timeout_s).close()
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -8,13 +8,11 @@ GPT and BERT are in ``gpt.py`` and ``bert.py``, their LightningModules in ``lit_
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_ptdp.models.adamw_variants import HalfStateAdamW, MuonWithAdamW
 from lightning_ptdp.models.adapters import LoraOptions
 from lightning_ptdp.models.bert import Bert, BertOutput
 from lightning_ptdp.models.gpt import GPT
-from lightning_ptdp.models.half_states import HalfStateAdamW
-from lightning_ptdp.models.layers import KeyValueCache
-from lightning_ptdp.models.model_config import BertConfig, GPTConfig, check_tensor_parallel
-from lightning_ptdp.models.muon import MuonWithAdamW
+from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
 from lightning_ptdp.models.size import (
@@ -40,7 +38,6 @@ __all__ = [
     "BertConfig",
     "BertOutput",
     "GPTConfig",
-    "KeyValueCache",
     "LitBert",
     "LitCausalLM",
     "LitDPO",
@@ -51,7 +48,6 @@ __all__ = [
     "active_parameters",
     "bert_flops_per_sample",
     "bert_plan",
-    "check_tensor_parallel",
     "flops_per_sample",
     "gpt_plan",
     "make_tiny",

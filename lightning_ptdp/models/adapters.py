@@ -16,8 +16,6 @@ from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.tensor_parallel.patterns import nearest_names
 
-__all__ = ["ALL_LINEAR", "LoraOptions", "as_lora"]
-
 ALL_LINEAR = "all-linear"
 
 

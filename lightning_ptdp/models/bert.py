@@ -28,16 +28,6 @@ from lightning_ptdp.models.layers import (
 )
 from lightning_ptdp.models.model_config import BertConfig
 
-__all__ = [
-    "Bert",
-    "BertAttention",
-    "BertBlock",
-    "BertEmbeddings",
-    "BertOutput",
-    "MaskedHead",
-    "OrderHead",
-]
-
 
 class BertOutput(NamedTuple):
     """Logits of both heads.
@@ -117,7 +107,9 @@ class BertEmbeddings(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        h, std, truncated = config.hidden_size, config.init_std, config.truncated_init
+        h = config.hidden_size
+        std = config.init_std
+        truncated = config.truncated_init
         self.token = NormalEmbedding(config.vocabulary_size, h, std=std, truncated=truncated)
         self.position = NormalEmbedding(config.sequence_length, h, std=std, truncated=truncated)
         self.segment = NormalEmbedding(config.num_segments, h, std=std, truncated=truncated)
@@ -152,10 +144,8 @@ class BertBlock(nn.Module):
         self.norm_1 = make_norm(config)
         self.attention = BertAttention(config)
         self.norm_2 = make_norm(config)
-        up, down = (
-            make_linear(config, config.hidden_size, config.ffn_size),
-            residual_projection(config, config.ffn_size),
-        )
+        up = make_linear(config, config.hidden_size, config.ffn_size)
+        down = residual_projection(config, config.ffn_size)
         self.mlp = GeluMLP(up, down, approximate=gelu_name(config))
         self.dropout = nn.Dropout(config.dropout)
 

@@ -9,8 +9,6 @@ import torch
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.models.pretrained_folder import local_folder
 
-__all__ = ["check_causal", "with_values", "without_values"]
-
 
 def check_causal(config: Any, *, said: str) -> None:
     """Refuse an encoder such as BERT as a causal language model.

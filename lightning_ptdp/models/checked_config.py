@@ -11,9 +11,8 @@ from typing import Any
 from lightning_ptdp.base.checked_json import FILE_NAME, map_of, record, text
 from lightning_ptdp.base.untrusted import hub_blobs, parse_json, read_json, regular_size
 
-__all__ = ["check_quantization", "check_sizes", "stored_tensors"]
-
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _MOST_INDEX = 1 << 26  # bytes; the library that writes headers has a similar limit
 _SIZE = re.compile(
     r"(hidden|intermediate|vocab|embedding)_size|_(heads|experts|embd|inner)|head_dim|d_model|d_ff|ffn_dim|n_head"

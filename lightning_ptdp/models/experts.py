@@ -32,8 +32,6 @@ from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.tensor_parallel.sharded_experts import ExpertError
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["AUXILIARY", "ExpertWeights", "Mixture", "Router", "SequenceMean"]
-
 AUXILIARY = 3
 """Number of auxiliary values per sequence."""
 
@@ -53,11 +51,11 @@ class ExpertWeights(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         self.layer = layer
-        self.num_experts, h, f = config.num_experts, config.hidden_size, config.expert_size
-        self.std, self.std_down = (
-            config.init_std,
-            config.init_std / math.sqrt(2 * config.num_layers),
-        )
+        self.num_experts = config.num_experts
+        h = config.hidden_size
+        f = config.expert_size
+        self.std = config.init_std
+        self.std_down = config.init_std / math.sqrt(2 * config.num_layers)
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * f, h))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, h, f))
         self.reset_parameters()
@@ -81,7 +79,8 @@ class ExpertWeights(nn.Module):
                 f"the router of layer {self.layer} returned {routed.faults.not_finite} weights "
                 "that are not finite"
             )
-        ends, rows_rh = routed.counts.cumsum(0, dtype=torch.int32), routed.rows_rh
+        ends = routed.counts.cumsum(0, dtype=torch.int32)
+        rows_rh = routed.rows_rh
         return routed.combine(
             usual_output(
                 self, rows_rh, sizes=routed.sizes, ends=ends, dtype=autocast_dtype(rows_rh)
@@ -173,7 +172,8 @@ class Capacity(nn.Module):
 
     def __init__(self, num_experts: int, factor: float) -> None:
         super().__init__()
-        self.num_experts, self.factor = num_experts, factor
+        self.num_experts = num_experts
+        self.factor = factor
         self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def reset_parameters(self) -> None:
@@ -214,11 +214,9 @@ class Router(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.config, self.num_experts, self.top_k = (
-            config,
-            config.num_experts,
-            config.experts_per_token,
-        )
+        self.config = config
+        self.num_experts = config.num_experts
+        self.top_k = config.experts_per_token
         self.gate = NormalLinear(
             config.hidden_size, config.num_experts, bias=False, std=config.init_std
         )
@@ -233,7 +231,8 @@ class Router(nn.Module):
         )
 
     def forward(self, x_bsh: Tensor) -> Routing:
-        config, logits = self.config, self.gate(x_bsh)
+        config = self.config
+        logits = self.gate(x_bsh)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
         decisive = scores.detach() if self.balancer is None else self.balancer(scores.detach())
@@ -259,7 +258,8 @@ class Router(nn.Module):
         self, logits: Tensor, scores: Tensor, index: Tensor, kept: Tensor | None
     ) -> Tensor:
         """Return the auxiliary values; those that are not part of the loss have no gradient."""
-        config, size = self.config, self.num_experts
+        config = self.config
+        size = self.num_experts
         share = (
             scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
         )
@@ -293,15 +293,15 @@ class Mixture(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int, shared: nn.Module | None) -> None:
         super().__init__()
-        self.router, self.experts, self.shared = (
-            Router(config),
-            ExpertWeights(config, layer),
-            shared,
-        )
+        self.router = Router(config)
+        self.experts = ExpertWeights(config, layer)
+        self.shared = shared
 
     def forward(self, x_bsh: Tensor) -> tuple[Tensor, Tensor]:
         index, weights, kept, aux_b3 = self.router(x_bsh)
-        x_nh, index_nk, weights_nk = x_bsh.flatten(0, 1), index.flatten(0, 1), weights.flatten(0, 1)
+        x_nh = x_bsh.flatten(0, 1)
+        index_nk = index.flatten(0, 1)
+        weights_nk = weights.flatten(0, 1)
         if kept is None:
             y_nh = self.experts(x_nh, index_nk, weights_nk)
         else:

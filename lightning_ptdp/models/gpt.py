@@ -38,8 +38,6 @@ from lightning_ptdp.models.layers import (
 from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.models.rotary import Rotary
 
-__all__ = ["GPT", "Attention", "Block", "GPTConfig", "MixtureBlock", "SwiGLU"]
-
 
 class GPT(Transformer):
     """GPT with its head: token ids (b, s) int64 -> logits (b, s, V).

@@ -16,18 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.models.model_config import TransformerConfig
 
-__all__ = [
-    "AttentionCore",
-    "GeluMLP",
-    "KeyValueCache",
-    "NormalEmbedding",
-    "NormalLinear",
-    "RMSNorm",
-    "TiedLinear",
-    "Transformer",
-    "swiglu",
-]
-
 
 class Transformer(nn.Module):
     """A model with a maximum sequence length.
@@ -72,7 +60,8 @@ class AttentionCore(nn.Module):
 
     def __init__(self, dropout: float, *, is_causal: bool) -> None:
         super().__init__()
-        self.dropout, self.is_causal = dropout, is_causal
+        self.dropout = dropout
+        self.is_causal = is_causal
 
     def forward(
         self, q_bsnd: Tensor, k_bsnd: Tensor, v_bsnd: Tensor, mask_b1qs: Tensor | None = None
@@ -94,7 +83,9 @@ class GeluMLP(nn.Module):
 
     def __init__(self, up: nn.Linear, down: nn.Linear, *, approximate: str) -> None:
         super().__init__()
-        self.up, self.down, self.approximate = up, down, approximate
+        self.up = up
+        self.down = down
+        self.approximate = approximate
 
     def forward(self, x_bsh: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_bsh), approximate=self.approximate))
@@ -117,7 +108,8 @@ class NormalLinear(nn.Linear):
         truncated: bool = False,
     ) -> None:
         # before the base class, whose constructor calls reset_parameters
-        self.std, self.truncated = (std, truncated)
+        self.std = std
+        self.truncated = truncated
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -137,7 +129,8 @@ class NormalEmbedding(nn.Embedding):
         self, num_embeddings: int, embedding_dim: int, *, std: float, truncated: bool = False
     ) -> None:
         # before the base class, whose constructor calls reset_parameters
-        self.std, self.truncated = (std, truncated)
+        self.std = std
+        self.truncated = truncated
         super().__init__(num_embeddings, embedding_dim)
 
     def reset_parameters(self) -> None:
@@ -196,17 +189,16 @@ class KeyValueCache:
         ``real_bs`` (b, s) bool is False for padding. A padding token is visible only to itself.
         """
         positions = torch.arange(real_bs.size(1), device=real_bs.device)
-        before, itself = positions <= positions[-new:, None], positions == positions[-new:, None]
+        before = positions <= positions[-new:, None]
+        itself = positions == positions[-new:, None]
         self.mask_b1qs = ((before & real_bs[:, None]) | itself)[:, None]
 
     def extend(self, attention: nn.Module, k_bsnd: Tensor, v_bsnd: Tensor) -> tuple[Tensor, Tensor]:
         """Append new keys and values, and return all that ``attention`` has seen."""
         if attention in self._kept:
             earlier_k, earlier_v = self._kept[attention]
-            k_bsnd, v_bsnd = (
-                torch.cat((earlier_k, k_bsnd), dim=1),
-                torch.cat((earlier_v, v_bsnd), dim=1),
-            )
+            k_bsnd = torch.cat((earlier_k, k_bsnd), dim=1)
+            v_bsnd = torch.cat((earlier_v, v_bsnd), dim=1)
         self._kept[attention] = k_bsnd, v_bsnd
         return k_bsnd, v_bsnd
 

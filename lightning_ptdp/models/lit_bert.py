@@ -28,8 +28,6 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["LitBert"]
-
 _IGNORED_LABEL = -100
 
 _DEFAULT_OPTIMIZER = AdamWConfig()
@@ -88,13 +86,15 @@ class LitBert(pl.LightningModule):
         self.optimizer_config = (
             AdamWConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
         )
-        self.order_weight, self.loss_chunk_mb = order_weight, loss_chunk_mb
+        self.order_weight = order_weight
+        self.loss_chunk_mb = loss_chunk_mb
         arguments = {"config": asdict(self.config), "optimizer": asdict(self.optimizer_config)}
         self.save_hyperparameters(
             {**arguments, "order_weight": order_weight, "loss_chunk_mb": loss_chunk_mb}
         )
         self.model: Bert | None = None
-        self.val_metrics, self.test_metrics = _Metrics(), _Metrics()
+        self.val_metrics = _Metrics()
+        self.test_metrics = _Metrics()
 
     def configure_model(self) -> None:
         """Build the model, on the meta device if the strategy requests it."""
@@ -240,8 +240,11 @@ class _Metrics(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss, self.masked_loss, self.order_loss = MeanLoss(), MeanLoss(), MeanLoss()
-        self.masked_accuracy, self.order_accuracy = TokenAccuracy(), TokenAccuracy()
+        self.loss = MeanLoss()
+        self.masked_loss = MeanLoss()
+        self.order_loss = MeanLoss()
+        self.masked_accuracy = TokenAccuracy()
+        self.order_accuracy = TokenAccuracy()
 
     def update(self, outputs: Mapping[str, Tensor], batch: Batch) -> None:
         """Add the output of an evaluation step for ``batch``."""
@@ -261,7 +264,8 @@ def _positions(batch: Batch) -> Tensor | None:
     They are derived from the labels, which are sliced on a rank that holds a part of the sequence.
     The batch determines their number, so that no device is synchronized.
     """
-    positions, labels = batch.get("masked_positions"), batch.get("labels")
+    positions = batch.get("masked_positions")
+    labels = batch.get("labels")
     if positions is None or labels is None:
         return positions
     count = min(positions.size(1), labels.size(1))
@@ -270,7 +274,8 @@ def _positions(batch: Batch) -> Tensor | None:
 
 def _labels(batch: Batch) -> Tensor:
     """Return the labels of the positions where the decoder runs."""
-    labels, positions = batch["labels"], _positions(batch)
+    labels = batch["labels"]
+    positions = _positions(batch)
     return labels if positions is None else labels.gather(1, positions)
 
 
@@ -285,7 +290,8 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _most_likely(logits: Tensor, batch: Batch) -> Tensor:
     """Return the most likely tokens (b, s) at the positions of ``logits``, -1 elsewhere."""
-    tokens, positions = logits.argmax(-1), _positions(batch)
+    tokens = logits.argmax(-1)
+    positions = _positions(batch)
     if positions is None:
         return tokens
     return tokens.new_full(batch["input_ids"].shape, -1).scatter(1, positions, tokens)

@@ -23,8 +23,6 @@ from lightning_ptdp.shims.peft import adapters_off
 from lightning_ptdp.tensor_parallel import ParallelPlan, Sum
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["LitDPO", "Reference"]
-
 Reference: TypeAlias = Literal["auto", "adapters_off", "copy", "precomputed"]
 
 _ANSWERS = ("chosen", "rejected")
@@ -92,7 +90,9 @@ class LitDPO(LitCausalLM):
             reference = "copy" if self.adapter is None else "adapters_off"
         if reference == "adapters_off":
             self._check_adapters_off()
-        self.beta, self.label_smoothing, self.reference = beta, label_smoothing, reference
+        self.beta = beta
+        self.label_smoothing = label_smoothing
+        self.reference = reference
         self.save_hyperparameters(
             {"beta": beta, "label_smoothing": label_smoothing, "reference": reference}
         )

@@ -27,8 +27,6 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["LitGPT"]
-
 _DEFAULT_OPTIMIZER = AdamWConfig()
 
 

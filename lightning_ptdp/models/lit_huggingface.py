@@ -5,6 +5,7 @@ Nothing here depends on the parallel layout.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Mapping
@@ -251,7 +252,12 @@ class _LitHuggingFace(LitTokens):
             name: value for name, value in checkpoint["state_dict"].items() if name in trained
         }
         mark = fingerprint(local_folder(self._weights))
-        checkpoint[BASE_WEIGHTS] = {"path": self._weights, "fingerprint": mark, "task": self._task}
+        checkpoint[BASE_WEIGHTS] = {
+            "path": self._weights,
+            "fingerprint": mark,
+            "task": self._task,
+            "auto_class": self._auto_class,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Check that adapters and base weights of the checkpoint match this module.
@@ -387,15 +393,32 @@ class LitImageTextToText(_LitHuggingFace):
     """Language modelling with images, with any ``AutoModelForImageTextToText``.
 
     A batch has ``input_ids`` and ``labels`` as for ``LitCausalLM``, and the other tensors of the
-    model's processor. A batch without images has no ``pixel_values``. Everything else, including
-    the arguments, is as in ``LitCausalLM``, except that ``target_modules="all-linear"`` of an
-    adapter means the linear layers of the language model.
+    model's processor, of which the model gets those that its forward names. A batch without images
+    has no ``pixel_values``. Everything else, including the arguments, is as in ``LitCausalLM``,
+    except that ``target_modules="all-linear"`` of an adapter means the linear layers of the
+    language model.
     """
 
     _auto_class = "AutoModelForImageTextToText"
     _classes = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"
     _task = "CAUSAL_LM"
     _inputs = ("input_ids", "token_type_ids", "mm_token_type_ids", *IMAGE_FIELDS)
+
+    def check_data(self, datamodule: object) -> None:
+        """Check also that the data have the model's image tokens."""
+        super().check_data(datamodule)
+        ids, token = getattr(datamodule, "image_ids", None), self._model_config().image_token_id
+        if ids is not None and token not in ids:
+            raise ValueError(
+                f"the processor of the data stands for images with the ids {ids}, but the model in "
+                f"{self._said} has image_token_id={token}. Use the model's own processor "
+                "(data.tokenizer_dir)"
+            )
+
+    def _run(self, **inputs: Any) -> Any:
+        # Other models than those that need token types misread or refuse them.
+        accepted = inspect.signature(type(self.model).forward).parameters
+        return super()._run(**{name: inputs[name] for name in inputs if name in accepted})
 
     def _inject(self, model: Any, adapter: LoraOptions) -> None:
         if adapter.target_modules == ALL_LINEAR:

@@ -16,8 +16,6 @@ from torch import Tensor
 from lightning_ptdp.metrics import Perplexity
 from lightning_ptdp.models.optimizer_setup import AdamWConfig, configure_adamw
 
-__all__ = ["IGNORED_LABEL", "Batch", "LitTokens"]
-
 IGNORED_LABEL = -100
 
 Batch = Mapping[str, Tensor]
@@ -77,7 +75,8 @@ class LitTokens(pl.LightningModule):
         ``nll`` is the sum, ``loss`` the mean and ``perplexity`` its exponential, (b,) float32;
         ``token_count`` is (b,) int64.
         """
-        nll, token_count = outputs["token_nll"].sum(1), outputs["counted"].sum(1)
+        nll = outputs["token_nll"].sum(1)
+        token_count = outputs["counted"].sum(1)
         loss = nll / token_count.clamp(min=1)
         return {"nll": nll, "token_count": token_count, "loss": loss, "perplexity": loss.exp()}
 

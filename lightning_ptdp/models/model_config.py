@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from lightning_ptdp.base.option_types import Count, Size, check_types
 
-__all__ = ["BertConfig", "GPTConfig", "TransformerConfig", "check_tensor_parallel", "split_widths"]
-
 _OF_EXPERTS = frozenset(
     (
         "experts_per_token",

@@ -14,24 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_ptdp.base.option_types import Count, check_types
-from lightning_ptdp.models.half_states import HalfStateAdamW
-from lightning_ptdp.models.muon import MuonWithAdamW
+from lightning_ptdp.models.adamw_variants import HalfStateAdamW, MuonWithAdamW
 from lightning_ptdp.shims.torch import unscale_before_step
-
-__all__ = [
-    "AdamWConfig",
-    "Decay",
-    "Matrices",
-    "States",
-    "build_adamw",
-    "build_muon",
-    "build_schedule",
-    "configure_adamw",
-    "decay_groups",
-    "learning_rate_factor",
-    "resolve_decay_steps",
-    "samples_as_steps",
-]
 
 Decay = Literal["cosine", "linear"]
 """Shape of the learning rate's decay."""
@@ -59,10 +43,10 @@ class AdamWConfig:
         warmup_samples: Length of the warm-up in training samples instead of steps, for a global
             batch that ramps up. The warm-up has as many steps as these samples fill.
         decay_samples: ``decay_steps`` in training samples.
-        matrices: Optimizer of the matrices of the blocks: "adamw", or "muon" (muon.py), which takes
+        matrices: Optimizer of the matrices of the blocks: "adamw", or "muon" (adamw_variants.py), which takes
             the same learning rate.
         states: Type of AdamW's running means: "float32", or "bfloat16" with stochastic rounding
-            (half_states.py), which takes half of the memory and is slower on a CPU.
+            (adamw_variants.py), which takes half of the memory and is slower on a CPU.
 
     Raises:
         ValueError: A value is out of range; the message names the field.
@@ -199,7 +183,8 @@ def configure_adamw(module: nn.Module, config: AdamWConfig, trainer: Any) -> dic
         ValueError: As for ``samples_as_steps`` and ``resolve_decay_steps``.
     """
     build = build_muon if config.matrices == "muon" else build_adamw
-    optimizer, config = build(module, config), samples_as_steps(config, trainer)
+    optimizer = build(module, config)
+    config = samples_as_steps(config, trainer)
     schedule = build_schedule(optimizer, config, decay_steps=resolve_decay_steps(config, trainer))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

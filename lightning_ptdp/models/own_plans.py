@@ -22,14 +22,13 @@ from lightning_ptdp.tensor_parallel import (
     Whole,
 )
 
-__all__ = ["bert_plan", "gpt_plan"]
-
 
 def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
     """Return the plan of a ``GPT(config)`` with the name ``prefix`` ("" if it is the root)."""
     root = f"{prefix}." if prefix else ""
     block = f"{root}blocks.*"
-    q_width, kv_width = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
+    q_width = config.num_heads * config.head_dim
+    kv_width = config.kv_heads * config.head_dim
     heads = (config.num_heads, config.kv_heads, config.kv_heads)
     positions = {f"{root}wpe": Position()} if config.position == "learned" else {}
     tensor: dict[str, Kind] = {
@@ -58,7 +57,8 @@ def _feed_forward(config: GPTConfig, block: str) -> dict[str, Kind]:
     Under sequence parallelism a mixture receives the whole sequence: its router computes means over
     it, and tokens are distributed to the experts again.
     """
-    mixture, tensor = f"{block}.mixture", dict[str, Kind]()
+    mixture = f"{block}.mixture"
+    tensor = dict[str, Kind]()
     if config.layers_with_experts < config.num_layers:
         f = config.ffn_size
         up = (
@@ -90,7 +90,9 @@ def bert_plan(config: BertConfig, prefix: str = "model") -> ParallelPlan:
     positions.
     """
     root = f"{prefix}." if prefix else ""
-    block, h, n = f"{root}blocks.*", config.hidden_size, config.num_heads
+    block = f"{root}blocks.*"
+    h = config.hidden_size
+    n = config.num_heads
     tensor: dict[str, Kind] = {
         f"{root}embeddings.token": Vocabulary(),
         f"{root}embeddings.position": Position(),

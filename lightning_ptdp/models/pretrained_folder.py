@@ -24,19 +24,7 @@ from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.base.untrusted import MOST_SETTINGS, parse_json, small_files
 from lightning_ptdp.models.checked_config import check_sizes, stored_tensors
 from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
-
-__all__ = [
-    "ADAPTER_NAMES",
-    "BASE_WEIGHTS",
-    "TOO_MANY_IDS",
-    "InitialWeights",
-    "check_tokenizer",
-    "config_of_sizes",
-    "config_values",
-    "fingerprint",
-    "local_folder",
-    "read_model_config",
-]
+from lightning_ptdp.models.tiny_vision import make_tiny_vision
 
 ADAPTER_NAMES = ("*.lora_*",)
 """Patterns of the names that peft's adapters add to a model."""
@@ -49,14 +37,18 @@ TOO_MANY_IDS = (
     "Use the tokenizer of the model, or enlarge the embedding once "
     "(model.resize_token_embeddings({}), then save_pretrained)"
 )
-_TINY = "tiny:"
-_SAMPLES, _SAMPLE = 64, 4096
+_TINY = {"tiny": make_tiny, "tiny-vision": make_tiny_vision}
+"""Makers of small models by the prefix of a path."""
+_SAMPLES = 64
+_SAMPLE = 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _READ = ("*.json", "*.txt", "*.model", "*.jinja")
 _PATIENCE_S = 5
 _WORD = re.compile(r"\w+")
-_CONFIG, _ONE_FILE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_CONFIG = "config.json"
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -84,17 +76,23 @@ def local_folder(path: str) -> Path:
     For a name on the hub ("Qwen/Qwen3-8B"), it is in huggingface_hub's cache. Missing files are
     downloaded by one process per machine while the rest waits, unless the hub is offline
     (HF_HUB_OFFLINE). For ``tiny:FOLDER``, it is FOLDER with a small model, which is created if it
-    does not exist.
+    does not exist; for ``tiny-vision:FOLDER``, that model is a vision-language model.
 
     Raises:
         ValueError: There is no such folder.
     """
-    if path.startswith(_TINY):
-        folder = Path(path.removeprefix(_TINY))
-        if not folder.is_dir():
-            make_tiny(folder)
-        return folder
+    name = without_prefix(path)
+    if name != path:
+        if not os.path.isdir(name):
+            _TINY[path.partition(":")[0]](name)
+        return Path(name)
     return Path(path) if _is_here(path) else _of_hub(path)
+
+
+def without_prefix(path: str) -> str:
+    """Return the folder in ``tiny:FOLDER``; any other path unchanged."""
+    prefix, _, name = path.partition(":")
+    return name if name and prefix in _TINY else path
 
 
 def _is_here(path: str) -> bool:
@@ -147,7 +145,7 @@ def config_values(path: str) -> Mapping[str, Any]:
     Raises:
         ValueError: It is missing, damaged, or cannot be downloaded within a few seconds.
     """
-    name = path.removeprefix(_TINY)
+    name = without_prefix(path)
     if name != path and not os.path.isdir(name):
         return TINY_SIZES
     folder = Path(name) if _is_here(name) else _config_of_hub(name)
@@ -234,7 +232,8 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
         )
     kind = transformers.CONFIG_MAPPING[name]
     try:
-        config, known = kind(**values), vars(kind())
+        config = kind(**values)
+        known = vars(kind())
     except Exception as error:  # the checks of transformers raise many types
         reason = " ".join(str(error).split())[:300]
         raise ValueError(

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Rotary", "rotary_tables"]
-
 
 class Rotary(nn.Module):
     """Rotation of channel pairs by their position (arXiv 2104.09864, section 3.4).
@@ -26,7 +24,8 @@ class Rotary(nn.Module):
 
     def __init__(self, head_dim: int, base: float) -> None:
         super().__init__()
-        self.head_dim, self.base = head_dim, base
+        self.head_dim = head_dim
+        self.base = base
 
     def forward(
         self, heads_bsnd: Tensor, position_ids: Tensor | None = None, *, turned: int

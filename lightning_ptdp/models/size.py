@@ -23,17 +23,6 @@ from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.tensor_parallel import Experts
 
-__all__ = [
-    "Operations",
-    "active_parameters",
-    "bert_flops_per_sample",
-    "count_once",
-    "count_operations",
-    "flops_per_sample",
-    "num_parameters",
-]
-
-
 _PREDICTED_SHARE = 0.15
 """Share of the tokens that is predicted (arXiv 1810.04805, section 3.1)."""
 
@@ -166,7 +155,8 @@ def count_once(
     """
     with torch.device("meta"):
         model = build()
-    kind, expert_flops = Experts(), list[int]()
+    kind = Experts()
+    expert_flops = list[int]()
     modules = [module for module in model.modules() if kind.fits(module)]
 
     def visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:

@@ -7,13 +7,12 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from lightning_ptdp.base.requirements import import_optional
-
-__all__ = ["TINY_SIZES", "make_tiny"]
 
 TINY_SIZES: Mapping[str, Any] = MappingProxyType(
     {
@@ -60,15 +59,10 @@ def make_tiny(
         config: Fields of ``transformers.LlamaConfig``. Default: 4 layers of width 64 with 4 heads
             and 2 key/value heads, 256 positions.
     """
-    import torch
-
     transformers = import_optional("transformers")
 
-    target = Path(os.path.abspath(folder))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
-        tokenizer = _tokenizer(vocabulary_size)
+    with new_folder(folder, seed) as part:
+        tokenizer = tiny_tokenizer(vocabulary_size)
         tokenizer.save_pretrained(part)
         sizes = {
             **TINY_SIZES,
@@ -78,9 +72,7 @@ def make_tiny(
             "pad_token_id": tokenizer.pad_token_id,
         }
         del sizes["model_type"]
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(seed)
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **config}))
         # An answer ends at the end of its turn; without this id, generation continues with another
         # turn.
         model.generation_config.eos_token_id = [
@@ -88,6 +80,23 @@ def make_tiny(
             tokenizer.convert_tokens_to_ids("<|im_end|>"),
         ]
         model.save_pretrained(part)
+
+
+@contextmanager
+def new_folder(folder: str | os.PathLike[str], seed: int) -> Iterator[Path]:
+    """Provide a folder to write a model to, which then appears complete or not at all.
+
+    An existing folder is left unchanged. Random numbers follow ``seed``.
+    """
+    import torch
+
+    target = Path(os.path.abspath(folder))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(seed)
+            yield part
         part.chmod(0o755)
         if not target.exists():
             part.rename(target)
@@ -95,7 +104,8 @@ def make_tiny(
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _tokenizer(vocabulary_size: int) -> Any:
+def tiny_tokenizer(vocabulary_size: int, *special: str) -> Any:
+    """Return a byte-level tokenizer, with further special tokens, learned from Python's library."""
     import tokenizers
 
     transformers = import_optional("transformers")
@@ -105,7 +115,7 @@ def _tokenizer(vocabulary_size: int) -> Any:
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=list(_SPECIAL),
+        special_tokens=[*_SPECIAL, *special],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

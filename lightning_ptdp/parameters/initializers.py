@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from lightning_ptdp.parameters.shadow import shallow_copy, without_tensors
 from lightning_ptdp.shims.peft import adapter_initializer
 
-__all__ = ["Initializers", "why_without_values"]
-
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -160,9 +158,9 @@ def _in_dtype_of(value: Tensor | None, declared: Tensor | None) -> Tensor | None
     ):
         return value
     rounded = value.detach().to(declared.dtype)
-    return (
-        nn.Parameter(rounded, value.requires_grad) if isinstance(value, nn.Parameter) else rounded
-    )
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(rounded, value.requires_grad)
+    return rounded
 
 
 def _mark(dtype: torch.dtype) -> float:

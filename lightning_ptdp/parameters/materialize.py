@@ -20,15 +20,6 @@ from lightning_ptdp.parameters.initializers import Initializers, why_without_val
 from lightning_ptdp.shims.peft import original_name
 from lightning_ptdp.shims.torch import copy_gradient_hooks
 
-__all__ = [
-    "Materializer",
-    "agree_on_values",
-    "awaits_values",
-    "is_meta",
-    "make_room",
-    "put_values",
-]
-
 
 def is_meta(module: nn.Module) -> bool:
     """Return True if any of the module's own parameters or buffers is on the meta device."""
@@ -86,7 +77,10 @@ class Materializer:
         left: Collection[str] = (),
         late: bool = False,
     ) -> None:
-        self._seed, self._device, self._left, self._late = seed, device, frozenset(left), late
+        self._seed = seed
+        self._device = device
+        self._left = frozenset(left)
+        self._late = late
         self._last: tuple[str, nn.Module] | None = None
         self._owners: dict[int, tuple[str, str]] = {}
         # keys of a module's parameters that another module owns
@@ -171,7 +165,8 @@ def agree_on_values(
     if not named or not dist.is_initialized():
         return []
     sums = torch.stack([_checksum(tensor) for _, tensor in named]).to(device)
-    low, high = sums.clone(), sums.clone()
+    low = sums.clone()
+    high = sums.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
     differing = [i for i, same in enumerate((low == high).all(dim=1).tolist()) if not same]

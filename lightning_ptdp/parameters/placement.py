@@ -23,9 +23,6 @@ from torch import Tensor
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Piece", "Placement", "Shape", "Sum", "overlap", "range_rectangles", "slice_full"]
-
-
 Shape = tuple[int, ...]
 
 Sum = tuple[Rectangle | None, Group]
@@ -249,7 +246,8 @@ def range_rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]
     if not shape and start < stop:
         yield Rectangle((), ())
         return
-    row_size, zeros = math.prod(shape[1:]), (0,) * (len(shape) - 1)
+    row_size = math.prod(shape[1:])
+    zeros = (0,) * (len(shape) - 1)
     while start < stop:
         index, offset = divmod(start, row_size)
         whole_rows = 0 if offset else (stop - start) // row_size

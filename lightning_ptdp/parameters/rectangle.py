@@ -7,8 +7,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Rectangle"]
-
 
 class Rectangle(NamedTuple):
     """A part of a tensor.
@@ -58,7 +56,8 @@ class Rectangle(NamedTuple):
 
         For each dimension, the rest has a part before and a part after the inner rectangle.
         """
-        begin, end = list(self.begin), list(self.end)
+        begin = list(self.begin)
+        end = list(self.end)
         for dim, (first, last) in enumerate(zip(*hole, strict=True)):
             for low, high in ((begin[dim], first), (last, end[dim])):
                 if low < high:

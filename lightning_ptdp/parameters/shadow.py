@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["shallow_copy", "without_tensors"]
-
 
 def without_tensors(model: nn.Module) -> nn.Module:
     """Return a copy whose tensors are on the meta device, without hooks and not compiled.

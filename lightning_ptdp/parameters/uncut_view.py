@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 
-__all__ = ["UncutView"]
-
 
 class UncutView:
     """Structure of a module before it is cut.

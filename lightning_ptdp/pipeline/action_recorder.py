@@ -33,8 +33,6 @@ from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.schedule.spans import Number, Span, Timeline
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ActionRecorder", "ideal_timeline"]
-
 _ROUND_TRIPS = 10
 
 Moment = Any
@@ -122,9 +120,11 @@ class ActionRecorder(StepObserver):
             rank.
         """
         record = self._recorded() if self._ended else None
-        parts, offsets = [record], [0.0]
+        parts = [record]
+        offsets = [0.0]
         if group.size > 1:
-            parts, offsets = [None] * group.size, _clock_offsets(group, self._device)
+            parts = [None] * group.size
+            offsets = _clock_offsets(group, self._device)
             dist.gather_object(
                 record, parts if group.rank == 0 else None, dst=group.ranks[0], group=group.handle
             )

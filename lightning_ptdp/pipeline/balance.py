@@ -14,8 +14,6 @@ from lightning_ptdp.schedule.partition import check_num_layers, explicit_partiti
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["KnownParts", "layer_ranges", "multiply_adds"]
-
 
 def layer_ranges(
     module: nn.Module,
@@ -40,6 +38,10 @@ def layer_ranges(
     moves one byte (an accelerator at the rate that training reaches), and T tokens per microbatch.
     The embedding then costs 16 * 100 / (6 T) of such a head, about an eighth at T = 2048. T is not
     known here; the eighth means "little, but not nothing".
+
+    A vision tower counts like the layers, as if it computed one patch for each token of the sequence.
+    Samples with few images cost less. Later stages call the tower's parts on zeros, without its
+    matrices.
 
     Args:
         module: The whole module.
@@ -138,8 +140,6 @@ class KnownParts:
             for name, child in module.named_modules(remove_duplicate=False)
         )
         found_for = (*options.values(), *modules)
-        return (
-            known
-            if known is not None and known.found_for == found_for
-            else cls(find_parts(module, **options), found_for)
-        )
+        if known is not None and known.found_for == found_for:
+            return known
+        return cls(find_parts(module, **options), found_for)

@@ -26,8 +26,6 @@ from lightning_ptdp.pipeline.first_stage_values import FirstStageValue, Origin, 
 from lightning_ptdp.pipeline.stage_run import StageRun, computed_between
 from lightning_ptdp.shims.transformers import captured_outputs
 
-__all__ = ["Boundary"]
-
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
@@ -72,11 +70,9 @@ class Boundary:
         self, stages: frozenset[int], _module: nn.Module, _args: object, output: Tensor
     ) -> Tensor:
         """Mark the output of a module before the blocks, if one of its ``stages`` runs."""
-        return (
-            FirstStageValue.mark(output, self.run.true)
-            if self.run is not None and self.run.stage in stages
-            else output
-        )
+        if self.run is not None and self.run.stage in stages:
+            return FirstStageValue.mark(output, self.run.true)
+        return output
 
     # ---- blocks ----------------------------------------------------------------------------------
 
@@ -87,10 +83,8 @@ class Boundary:
         """
         run = self.running
         assert run.received is not None
-        is_received, is_entrance = (
-            layer.container == run.place.received,
-            layer.name == run.place.entrance,
-        )
+        is_received = layer.container == run.place.received
+        is_entrance = layer.name == run.place.entrance
         if layer.is_last or is_entrance:
             for kind, values in captured_outputs().items():
                 values[:] = run.captured.get(layer.container, {}).get(kind, [])
@@ -105,10 +99,8 @@ class Boundary:
                 else substitute(output, lambda _path, tensor: run.unknown(tensor))
             )
         elif output is None:
-            form, device = (
-                run.past[layer.container],
-                next((tensor.device for tensor in run.received.tensors), None),
-            )
+            form = run.past[layer.container]
+            device = next((tensor.device for tensor in run.received.tensors), None)
             zeros = [
                 torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
                 for tensor in form.tensors
@@ -180,7 +172,8 @@ class Boundary:
         def change(path: Path, tensor: Tensor) -> Tensor:
             return tensor if id(tensor) in returned_ids else run.argument(layer.name, path, tensor)
 
-        args, kwargs = substitute(args, change), substitute(kwargs, change)
+        args = substitute(args, change)
+        kwargs = substitute(kwargs, change)
         if not run.reached:
             run.reached = True
             run.check_entrance(layer.name, (args, kwargs))
@@ -196,7 +189,8 @@ class Boundary:
         Raises:
             StageError: An argument is neither a block's output nor a value from before the blocks.
         """
-        name, run = layer.name, self.running
+        name = layer.name
+        run = self.running
         if layer.container != run.container or (run.begun and not run.reached):
             raise StageError(
                 f"block '{name}' was called before any block of the first pipeline stage"
@@ -204,7 +198,8 @@ class Boundary:
                 else f"block '{name}' was called before the preceding blocks, which are on "
                 f"pipeline stage {run.stage}"
             )
-        collected, extras = run.collected, dict(run.known_extras())
+        collected = run.collected
+        extras = dict(run.known_extras())
         if (
             not (collected or extras or kwargs or run.past or len(args) != 1)
             and args[0] is run.output

@@ -18,8 +18,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptdp.base.nested import map_tensors
 from lightning_ptdp.parameters.shadow import without_tensors
 
-__all__ = ["call_order", "examples", "guesses", "on_meta", "trace_calls", "used_uncalled"]
-
 
 def call_order(model: nn.Module) -> list[str] | None:
     """Return the names of the modules that the model's forward calls, in call order.
@@ -157,10 +155,8 @@ def examples(
         if isinstance(inputs, Mapping):
             yield name, module, (), inputs
             # The forward may read the values of masks. The same modules are called without masks.
-            unmasked, pixels = (
-                {key: value for key, value in inputs.items() if "mask" not in key},
-                _pixels(module),
-            )
+            unmasked = {key: value for key, value in inputs.items() if "mask" not in key}
+            pixels = _pixels(module)
             if len(unmasked) < len(inputs):
                 yield name, module, (), unmasked
             if pixels:

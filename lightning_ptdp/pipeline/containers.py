@@ -15,8 +15,6 @@ from typing import TypeAlias
 
 from torch import nn
 
-__all__ = ["BlockPlace", "Blocks", "Layer", "as_names", "layers_of", "places_of"]
-
 Blocks: TypeAlias = str | Sequence[str]
 """Dotted name of the repeated container, or names of several in call order.
 
@@ -53,25 +51,21 @@ def layers_of(model: nn.Module, blocks: Blocks) -> list[Layer]:
 
     A module that occurs twice counts twice.
     """
-    layers, names = [], as_names(blocks)
+    layers = []
+    names = as_names(blocks)
     for index, name in enumerate(names):
         keys = [
             key for key, child in model.get_submodule(name)._modules.items() if child is not None
         ]
         for key in keys:
             layer_name = f"{name}.{key}" if name else key
-            is_first, is_last, is_followed = (
-                key == keys[0],
-                key == keys[-1],
-                key == keys[-1] and name != names[-1],
-            )
             layers.append(
                 Layer(
                     name=layer_name,
                     container=index,
-                    is_first=is_first,
-                    is_last=is_last,
-                    is_followed=is_followed,
+                    is_first=key == keys[0],
+                    is_last=key == keys[-1],
+                    is_followed=key == keys[-1] and name != names[-1],
                 )
             )
     return layers

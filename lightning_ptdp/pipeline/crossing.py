@@ -27,22 +27,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_ptdp.base.errors import PTDPError
 
-__all__ = [
-    "At",
-    "Crossing",
-    "Form",
-    "Path",
-    "Roots",
-    "StageError",
-    "StageExit",
-    "TensorForm",
-    "backward",
-    "describe",
-    "rebuild",
-    "substitute",
-    "tensors_in",
-]
-
 Path = tuple[int | str, ...]
 """Place of a tensor in a call: the argument's position or keyword, then indices and keys."""
 

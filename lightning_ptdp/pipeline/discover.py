@@ -18,8 +18,6 @@ from lightning_ptdp.pipeline.call_order import call_order, used_uncalled
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
 
-__all__ = ["find_blocks", "find_parts"]
-
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the dotted names of the repeated containers.
@@ -91,7 +89,8 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
         any(True for _ in child.children()) for child in container
     ):
         return False
-    parent, other_size = model, 0
+    parent = model
+    other_size = 0
     for step in name.split("."):
         composite = [
             child

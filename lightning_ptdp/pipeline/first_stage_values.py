@@ -19,8 +19,6 @@ from lightning_ptdp.base.nested import iterate_tensors, map_tensors
 from lightning_ptdp.pipeline.crossing import StageError, substitute
 from lightning_ptdp.shims.torch import storage_key
 
-__all__ = ["FirstStageValue", "Origin", "known", "plain", "put_instead", "replacement"]
-
 _INSTEAD = "_ptdp_instead"
 _LIKE = frozenset(
     {
@@ -87,7 +85,8 @@ class FirstStageValue(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
         sources = _foreign((args, kwargs))
         source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
         origin = source.origin

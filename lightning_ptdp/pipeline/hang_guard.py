@@ -43,8 +43,6 @@ from lightning_ptdp.pipeline.status import duration
 from lightning_ptdp.pipeline.status_board import Heard
 from lightning_ptdp.shims.torch_distributed import abort_process_groups
 
-__all__ = ["GuardObservation", "HangGuard", "HangJudge", "Heartbeat", "abort_groups", "give_up"]
-
 _FAILED_S = 10.0
 _FAILED_AT = 0.5  # of the limit: early enough that the stuck rank ends first for this reason
 _ABORT_S = 5.0
@@ -88,8 +86,11 @@ class HangJudge:
     """
 
     def __init__(self, *, limit_s: float, interval_s: float, waits_raise: bool) -> None:
-        self._limit_s, self._interval_s, self._waits_raise = limit_s, interval_s, waits_raise
-        self._clock, self._last = 0.0, float("inf")
+        self._limit_s = limit_s
+        self._interval_s = interval_s
+        self._waits_raise = waits_raise
+        self._clock = 0.0
+        self._last = float("inf")
         self._since: dict[object, tuple[object, float]] = {}
 
     def look(self, seen: GuardObservation) -> str:
@@ -97,17 +98,13 @@ class HangJudge:
         self._clock += min(max(seen.now - self._last, 0.0), 2 * self._interval_s)
         self._last = seen.now
         stuck = self._unchanged("note", (seen.note, seen.failed))
-        failures, silences, calls = (
-            self._failures(seen),
-            self._silences(seen),
-            self._in_one_call(seen),
-        )
+        failures = self._failures(seen)
+        silences = self._silences(seen)
+        calls = self._in_one_call(seen)
         if seen.failed:
-            return (
-                "it failed, but does not end"
-                if stuck > self._limit_s and not self._waits_raise
-                else ""
-            )
+            if stuck > self._limit_s and not self._waits_raise:
+                return "it failed, but does not end"
+            return ""
         if self._waits_raise and not seen.watched:
             return ""
         patience = _GRACE * self._limit_s if self._waits_raise else self._limit_s
@@ -213,7 +210,8 @@ class Heartbeat:
     """Detector of a main thread that is inside one call that does not return."""
 
     def __init__(self) -> None:
-        self.beats, self._asked = 0, False
+        self.beats = 0
+        self._asked = False
         self._call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._beat)
         # A pending call cannot be cancelled, so its callback must stay alive for ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._call))
@@ -226,7 +224,8 @@ class Heartbeat:
         return self.beats
 
     def _beat(self, _: object) -> int:
-        self.beats, self._asked = self.beats + 1, False
+        self.beats = self.beats + 1
+        self._asked = False
         return 0
 
 

@@ -36,8 +36,6 @@ from lightning_ptdp.schedule.actions import Channel, Direction, Schedule, receiv
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["PeerError", "Receipt", "Transport"]
-
 _MIN_OUTSTANDING = 4
 
 
@@ -117,7 +115,8 @@ class Receipt:
         assert self.works is not None
         for work in self.works:
             self.transport.wait(work, self.what, self.source)
-        buffers, self.buffers = self.buffers, []
+        buffers = self.buffers
+        self.buffers = []
         return buffers
 
 
@@ -183,7 +182,8 @@ class Transport:
         Raises:
             ValueError: Another form was sent for the same signature before.
         """
-        key, header = (what.partition(".")[0], signature), []
+        key = (what.partition(".")[0], signature)
+        header = []
         if key not in self.known:
             self.known[key] = crossing.form
             encoded = torch.frombuffer(bytearray(crossing.form.encode()), dtype=torch.uint8).to(
@@ -234,7 +234,8 @@ class Transport:
         """Return the number of ranks that send a tensor together, each an equal part of it."""
         if not self.scatter or not form.alike or not form.dtype.is_floating_point:
             return 1
-        numel, size = math.prod(form.shape), self.mesh.group("tensor").size
+        numel = math.prod(form.shape)
+        size = self.mesh.group("tensor").size
         return size if numel % size == 0 and numel >= size * self.scatter_minimum else 1
 
     def buffer(self, form: TensorForm) -> Tensor:

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.collected import UserHooks, user_hooks
 from lightning_ptdp.pipeline.containers import Layer
 from lightning_ptdp.pipeline.crossing import StageError, StageExit
-from lightning_ptdp.pipeline.remote_attributes import check_kept, plain_attributes
+from lightning_ptdp.pipeline.remote_modules import (
+    UserHooks,
+    check_kept,
+    plain_attributes,
+    user_hooks,
+)
 from lightning_ptdp.pipeline.stage_run import StageRun
-
-__all__ = ["Absent", "EarlierBlock", "LaterBlock", "Placeholder", "Stub", "stub_shape"]
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -38,7 +40,8 @@ class Placeholder(nn.Module):
             if key not in vars(self):
                 self.__dict__[key] = value
         self.training = original.training
-        self._ptdp_name, self._ptdp_boundary = name, boundary
+        self._ptdp_name = name
+        self._ptdp_boundary = boundary
         self._ptdp_hooks: dict[str, UserHooks] = {}
 
     def _keep_hooks(self, original: nn.Module, *, inside: bool = True) -> None:
@@ -87,7 +90,8 @@ class EarlierBlock(Placeholder):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Return the output of the last block of this container on the earlier stages."""
-        passes, layer = self._running().passes, self._ptdp_layer
+        passes = self._running().passes
+        layer = self._ptdp_layer
         if layer.is_first:
             passes[layer.container] += 1
             if passes[layer.container] > 1:
@@ -162,8 +166,7 @@ def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         if type(module).forward is not nn.Embedding.forward and not module.weight.requires_grad:
             # A fixed table that may be called with positions as numbers: every stage keeps it.
             return None
-        width, dtype = module.embedding_dim, module.weight.dtype
-        return partial(_zeros_after_lookup, width=width, dtype=dtype)
+        return partial(_zeros_after_lookup, width=module.embedding_dim, dtype=module.weight.dtype)
     if isinstance(module, nn.Linear):
         out = module.out_features
         return partial(_zeros_after_linear, width=out)

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from lightning_ptdp.schedule.actions import Action, Schedule
 
-__all__ = ["Observers", "StepObserver"]
-
 
 class StepObserver:
     """Receiver of events of the runtime, the transport and the gradient buckets.

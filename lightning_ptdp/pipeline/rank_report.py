@@ -17,9 +17,6 @@ from lightning_ptdp.pipeline.status import RankStatus, duration
 from lightning_ptdp.pipeline.status_board import Heard
 from lightning_ptdp.shims.torch_distributed import flight_record, is_communication_error
 
-__all__ = ["LOST", "RankReport", "keep_flight_record", "place_of", "summary"]
-
-
 LOST = "lost another rank"
 _MOST_LINES = 16
 _MOST_CHARACTERS = 4000  # of an error, which every rank publishes
@@ -121,11 +118,9 @@ class RankReport:
 
         def suspicion(rank: int) -> tuple[bool, bool, float]:
             heard = self.heard.get(rank)
-            return (
-                (True, True, 0.0)
-                if heard is None
-                else (False, bool(heard.status.failure), heard.status.age_s - heard.at)
-            )
+            if heard is None:
+                return (True, True, 0.0)
+            return (False, bool(heard.status.failure), heard.status.age_s - heard.at)
 
         return sorted(ranks, key=suspicion, reverse=True)[: _MOST_LINES - 1]
 

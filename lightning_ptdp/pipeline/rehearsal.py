@@ -17,8 +17,6 @@ from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
 from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
 
-__all__ = ["Rehearsal"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:

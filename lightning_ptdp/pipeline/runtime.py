@@ -20,8 +20,6 @@ from lightning_ptdp.pipeline.stage import PipelineCut, WholeModel
 from lightning_ptdp.schedule.actions import MESSAGES, Action, ActionKind, Schedule
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["PipelineRuntime", "StepJob"]
-
 
 class StepJob(Protocol):
     """Work of one step of one replica; the runtime calls it in the order of the schedule."""
@@ -84,11 +82,9 @@ class PipelineRuntime:
 
     def run(self, schedule: Schedule, job: StepJob) -> None:
         """Execute this rank's program of ``schedule``; return when all its messages have left."""
-        program, observer, transport = (
-            schedule.programs[self.group.rank],
-            self.observer,
-            self.transport,
-        )
+        program = schedule.programs[self.group.rank]
+        observer = self.observer
+        transport = self.transport
         handlers = _Step(self, schedule, job, _final_gradients(program)).handlers()
         observer.began(schedule)
         if transport is not None:
@@ -162,14 +158,17 @@ class _Step:
 
     def _hand(self, kind: ActionKind, stage: int, microbatch: int, result: Crossing) -> None:
         """Keep the result of a computation for its send, or for the next stage if it is local."""
-        message, target = MESSAGES[kind], stage + MESSAGES[kind].step
+        message = MESSAGES[kind]
+        target = stage + MESSAGES[kind].step
         is_local = self.schedule.rank_of(target) == self.runtime.group.rank
         self.handed[
             (message.receive, target, microbatch) if is_local else (message.send, stage, microbatch)
         ] = result
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        job, key, received = self.job, (stage, microbatch), None
+        job = self.job
+        key = (stage, microbatch)
+        received = None
         forward = job.begin(stage, microbatch)
         training = forward.training
         forward.splits_backward = training and self.schedule.splits_backward
@@ -197,13 +196,12 @@ class _Step:
                 self.deferred[key] = forward.deferred
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        key, last = (stage, microbatch), stage == self.schedule.num_stages - 1
+        key = (stage, microbatch)
+        last = stage == self.schedule.num_stages - 1
         gradients = None if last else self._take(ActionKind.RECEIVE_BACKWARD, stage, microbatch)
-        roots, received, deferred = (
-            self.roots.pop(key),
-            self.inputs.pop(key),
-            self.deferred.get(key),
-        )
+        roots = self.roots.pop(key)
+        received = self.inputs.pop(key)
+        deferred = self.deferred.get(key)
         final = (ActionKind.BACKWARD, stage, microbatch) in self.final
         if final or deferred is None:
             self.job.before_gradients(stage, None, last=final)
@@ -215,11 +213,9 @@ class _Step:
             self._hand(ActionKind.BACKWARD, stage, microbatch, received.gradients())
 
     def _weight(self, stage: int, microbatch: int) -> None:
-        key, job, last = (
-            (stage, microbatch),
-            self.job,
-            (ActionKind.WEIGHT, stage, microbatch) in self.final,
-        )
+        key = (stage, microbatch)
+        job = self.job
+        last = (ActionKind.WEIGHT, stage, microbatch) in self.final
         deferred = self.deferred.pop(key, None)
         if last or deferred is not None:
             awaited = [] if deferred is None else deferred.parameters(key)
@@ -230,17 +226,16 @@ class _Step:
                 job.reduce(stage, last=False)
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
-        crossing, target = (
-            self.handed.pop((ActionKind.SEND_FORWARD, stage, microbatch)),
-            self._rank_of(stage + 1),
-        )
+        crossing = self.handed.pop((ActionKind.SEND_FORWARD, stage, microbatch))
+        target = self._rank_of(stage + 1)
         signature = self.job.signature(microbatch)
         self._transport.send_forward(
             f"F{stage + 1}.{microbatch}", crossing, target=target, signature=signature
         )
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
-        source, signature = self._rank_of(stage - 1), self.job.signature(microbatch)
+        source = self._rank_of(stage - 1)
+        signature = self.job.signature(microbatch)
         receipt = self._transport.receive_forward(
             f"F{stage}.{microbatch}", source=source, signature=signature
         )
@@ -264,11 +259,9 @@ class _Step:
         """
         while self.awaited and self.awaited[0] in self.sent:
             stage, microbatch = key = self.awaited.pop(0)
-            action_name, source, awaited = (
-                f"B{stage}.{microbatch}",
-                self._rank_of(stage + 1),
-                self.sent.pop(key),
-            )
+            action_name = f"B{stage}.{microbatch}"
+            source = self._rank_of(stage + 1)
+            awaited = self.sent.pop(key)
             receipt = self._transport.receive_backward(action_name, source=source, awaited=awaited)
             self.posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
 

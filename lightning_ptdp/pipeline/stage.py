@@ -23,7 +23,6 @@ from typing import Any
 from torch import nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.collected import eager, user_hooks
 from lightning_ptdp.pipeline.containers import layers_of, places_of
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, StageExit
 from lightning_ptdp.pipeline.first_stage_values import known
@@ -35,11 +34,9 @@ from lightning_ptdp.pipeline.placeholders import (
     Stub,
     stub_shape,
 )
-from lightning_ptdp.pipeline.remote_attributes import watch_left
+from lightning_ptdp.pipeline.remote_modules import eager, user_hooks, watch_left
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.shims.transformers import install_capture
-
-__all__ = ["ModelParts", "PipelineCut", "Placeholder", "StageError", "WholeModel"]
 
 _WHOLE_MODEL_ONCE = (
     "every step, also in evaluation, must run the whole model once. Move code that needs no "
@@ -153,9 +150,12 @@ class PipelineCut:
         stages: Sequence[int],
         collects: bool = False,
     ) -> None:
-        self.stages, self.num_stages, self.parts = tuple(stages), len(ranges), parts
+        self.stages = tuple(stages)
+        self.num_stages = len(ranges)
+        self.parts = parts
         keep_padded(model)
-        self._layers, self.ranges = layers_of(model, parts.blocks), tuple(ranges)
+        self._layers = layers_of(model, parts.blocks)
+        self.ranges = tuple(ranges)
         self._boundary = Boundary(places_of(self._layers, ranges), collects=collects)
         container_starts = [
             index for index, layer in enumerate(self._layers) if layer.is_first and layer.container
@@ -313,10 +313,8 @@ class PipelineCut:
         for stage, (start, stop) in enumerate(self.ranges):
             for layer in self._layers[start:stop]:
                 original = model.get_submodule(layer.name)
-                earlier, later = (
-                    EarlierBlock(layer, original, self._boundary),
-                    LaterBlock(layer, original, self._boundary),
-                )
+                earlier = EarlierBlock(layer, original, self._boundary)
+                later = LaterBlock(layer, original, self._boundary)
                 yield _Slot.of(model, layer.name, [stage], earlier, later)
 
     def _early_slots(self, model: nn.Module) -> Iterator[_Slot]:

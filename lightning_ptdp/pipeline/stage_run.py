@@ -21,16 +21,6 @@ from lightning_ptdp.pipeline.first_stage_values import (
 )
 from lightning_ptdp.shims.transformers import captured_outputs
 
-__all__ = [
-    "LOST",
-    "NOT_PASSED",
-    "StageRun",
-    "changed_argument",
-    "computed_between",
-    "lost_argument",
-    "unsent_argument",
-]
-
 
 @dataclass(eq=False)
 class StageRun:
@@ -88,7 +78,10 @@ class StageRun:
 
     def begin_container(self, container: int) -> None:
         """Start another container, whose blocks are called from now on."""
-        self.container, self.begun, self.reached, self.output = container, True, False, None
+        self.container = container
+        self.begun = True
+        self.reached = False
+        self.output = None
         self._given.clear()
 
     def end(self) -> None:

@@ -13,8 +13,6 @@ from typing import Literal
 
 from lightning_ptdp.schedule.actions import Action
 
-__all__ = ["LiveStatus", "RankStatus", "cause_first", "duration"]
-
 _CAUSE = "The cause is on rank"
 _SHOWN = 200  # characters of an error in the line of its rank
 
@@ -53,7 +51,8 @@ class LiveStatus:
             name: getattr(self, name)
             for name in ("during", "latest", "failure", "raised_at", "ended")
         }
-        age_s, beat = time.monotonic() - since, next(self._beats)
+        age_s = time.monotonic() - since
+        beat = next(self._beats)
         return RankStatus(
             **fields, phase=phase, action=str(action), peer=peer, age_s=age_s, beat=beat
         )

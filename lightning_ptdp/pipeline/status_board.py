@@ -19,8 +19,6 @@ from typing import Any
 
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 
-__all__ = ["Heard", "StatusBoard", "StatusStore"]
-
 _POLL_S = 0.02
 # Reads of single keys, by all ranks together, that the store's host should have to serve.
 _READS_PER_SECOND = 50_000
@@ -90,9 +88,9 @@ class StatusStore:
     def serve(self) -> None:
         """Publish and listen until the board is closed or the store is gone."""
         request: threading.Event | None = threading.Event()
-        listened_at, listens_every_s = (
-            0.0,
-            max(self.interval_s, self.world_size * len(self.others) / _READS_PER_SECOND),
+        listened_at = 0.0
+        listens_every_s = max(
+            self.interval_s, self.world_size * len(self.others) / _READS_PER_SECOND
         )
         try:
             while not self.closing.is_set():
@@ -101,7 +99,8 @@ class StatusStore:
                 if request is not None or time.monotonic() - listened_at >= listens_every_s:
                     listened_at = time.monotonic()
                     self._listen()
-                self.answered_at, self.asking_since = time.monotonic(), None
+                self.answered_at = time.monotonic()
+                self.asking_since = None
                 if request is not None:
                     request.set()
                 try:
@@ -117,10 +116,10 @@ class StatusStore:
                 request.set()
 
     def _listen(self) -> None:
-        store, ranks = (
-            self.store,
-            [rank for rank in self.others if rank in self.heard or self.store.check([_key(rank)])],
-        )
+        store = self.store
+        ranks = [
+            rank for rank in self.others if rank in self.heard or self.store.check([_key(rank)])
+        ]
         keys = [_key(rank) for rank in ranks]
         texts = (
             store.multi_get(keys)
@@ -141,10 +140,8 @@ class StatusStore:
         """
         with contextlib.suppress(Exception):
             topic = f"lightning_ptdp/world/meeting/{topic}"
-            keys, deadline = (
-                [f"{topic}/{rank}" for rank in range(self.world_size)],
-                time.monotonic() + limit_s,
-            )
+            keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+            deadline = time.monotonic() + limit_s
             self.store.set(f"{topic}/{self.rank}", "")
             while not (joined := self.store.check(keys)) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)

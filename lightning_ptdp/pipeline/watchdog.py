@@ -46,8 +46,6 @@ from lightning_ptdp.schedule.actions import Action
 from lightning_ptdp.shims.torch_distributed import default_store, is_communication_error
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Watchdog"]
-
 _INTERVAL_S = 0.5
 _PUBLISH_LIMIT_S = 1.0
 _ANSWER_LIMIT_S = 2.0
@@ -91,9 +89,12 @@ class Watchdog(StepObserver):
 
     def __post_init__(self, store: dist.Store | None) -> None:
         peers = tuple(sorted({*self.ranks} - {self.rank}))
-        self._progress, self._pulse, self._thread = LiveStatus(), Heartbeat(), threading.get_ident()
+        self._progress = LiveStatus()
+        self._pulse = Heartbeat()
+        self._thread = threading.get_ident()
         self._action: Action | None = None
-        self._reported, self._is_over = 0.0, False
+        self._reported = 0.0
+        self._is_over = False
         self.interval_s = self.interval_s or max(
             min(_INTERVAL_S, self.limit_s / 10), self.world_size / _RANKS_PER_SECOND
         )
@@ -122,7 +123,8 @@ class Watchdog(StepObserver):
         If that is not possible (a store type of the user's own), the other ranks' actions are not
         known.
         """
-        world_size, waits_raise = mesh.layout.world_size, True
+        world_size = mesh.layout.world_size
+        waits_raise = True
         if world_size > 1:
             if store is None:
                 with contextlib.suppress(RuntimeError):
@@ -160,8 +162,10 @@ class Watchdog(StepObserver):
                 ranks which miss this one can name the cause.
         """
         progress = self._progress
-        outer, action = progress.during, self._action
-        progress.during, progress.latest = what, what
+        outer = progress.during
+        action = self._action
+        progress.during = what
+        progress.latest = what
         if not self._is_over:
             progress.failure = progress.raised_at = ""
         progress.set("")
@@ -179,7 +183,8 @@ class Watchdog(StepObserver):
             raise PeerError(
                 cause_first(f"{self._name} lost another rank ({place}): {error}", self.explain())
             ) from error
-        progress.during, self._action = outer, action
+        progress.during = outer
+        self._action = action
         if action is None:
             progress.set("")
         else:
@@ -243,7 +248,8 @@ class Watchdog(StepObserver):
             min(_ROLL_CALL * self.interval_s, _ANSWER_LIMIT_S), min(silent_after, _PUBLISH_LIMIT_S)
         )
         board = self._status_board.board
-        heard, as_of = dict(board.heard), board.answered_at
+        heard = dict(board.heard)
+        as_of = board.answered_at
         silent = missing
         if silent is None:
             silent = {
@@ -331,8 +337,10 @@ class Watchdog(StepObserver):
         """
         if self._status_board is None:
             return False
-        board, progress = self._status_board.board, self._progress
-        now, since = time.monotonic(), progress.note[3]
+        board = self._status_board.board
+        progress = self._progress
+        now = time.monotonic()
+        since = progress.note[3]
         stuck = now - since
         asks = stuck > self.limit_s / 4 and self._thread == threading.main_thread().ident
         observation = GuardObservation(
@@ -366,7 +374,8 @@ class Watchdog(StepObserver):
         )
 
     def _end(self, stuck: float, reason: str) -> None:
-        text, frame = self._stuck(stuck), sys._current_frames().get(self._thread)
+        text = self._stuck(stuck)
+        frame = sys._current_frames().get(self._thread)
         place = (
             place_of(traceback.extract_stack(frame)) if frame is not None else "an unknown place"
         )
@@ -380,12 +389,12 @@ class Watchdog(StepObserver):
 
     def _recorded(self) -> str:
         path = "" if self.waits_raise else keep_flight_record(self.rank)
-        return (
-            "\nThe last NCCL operations, recorded by torch's flight recorder (torchfrtrace "
-            f"reads the file): {path}"
-            if path
-            else ""
-        )
+        if path:
+            return (
+                "\nThe last NCCL operations, recorded by torch's flight recorder (torchfrtrace "
+                f"reads the file): {path}"
+            )
+        return ""
 
 
 def _say(text: str) -> None:

@@ -16,7 +16,6 @@ estimate has its own file: activations, parameters, memory, layers, links, sched
 of them read the model as the record in ``shapes.py``.
 """
 
-from lightning_ptdp.planner.activations import LayerActivations, layer_activations, logits_bytes
 from lightning_ptdp.planner.calibrated_device import (
     MACHINE_FILE,
     Calibration,
@@ -34,24 +33,12 @@ from lightning_ptdp.planner.device_presets import (
 )
 from lightning_ptdp.planner.devices import Cluster, Device, Link, Measured
 from lightning_ptdp.planner.job import RESERVE, Choice, Job
-from lightning_ptdp.planner.layer_time import head_time, input_time, layer_time
-from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
-from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
-from lightning_ptdp.planner.pass_time import PassTime
+from lightning_ptdp.planner.layer_time import layer_time
+from lightning_ptdp.planner.memory import RankMemory, fullest_rank
 from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision, find_precision
-from lightning_ptdp.planner.product_duration import product_time
 from lightning_ptdp.planner.search import Candidate, Plan, search
 from lightning_ptdp.planner.search_space import Space, UnfitSize
-from lightning_ptdp.planner.shapes import (
-    AttentionShape,
-    Bytes,
-    Divided,
-    EndShape,
-    LayerShape,
-    ModelShape,
-    Parameters,
-    Product,
-)
+from lightning_ptdp.planner.shapes import ModelShape
 from lightning_ptdp.planner.software import SOFTWARE, Software, find_software
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 
@@ -61,26 +48,17 @@ __all__ = [
     "PRECISIONS",
     "RESERVE",
     "SOFTWARE",
-    "AttentionShape",
-    "Bytes",
     "Calibration",
     "Candidate",
     "Choice",
     "Cluster",
     "Device",
-    "Divided",
-    "EndShape",
     "Job",
-    "LayerActivations",
-    "LayerShape",
     "Link",
     "Measured",
     "ModelShape",
-    "Parameters",
-    "PassTime",
     "Plan",
     "Precision",
-    "Product",
     "RankMemory",
     "Software",
     "Space",
@@ -92,21 +70,13 @@ __all__ = [
     "find_software",
     "fullest_rank",
     "gpt_sizes",
-    "head_time",
-    "input_time",
     "known_device",
     "known_peak_flops",
-    "layer_activations",
     "layer_time",
-    "layers_by_stage",
     "load_calibration",
-    "logits_bytes",
-    "product_time",
     "save_calibration",
     "search",
     "simulated_step_time",
-    "stage_parameters",
-    "static_bytes",
     "step_time",
     "figures_source",
 ]

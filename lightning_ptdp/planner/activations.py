@@ -9,8 +9,6 @@ from lightning_ptdp.planner.expert_cost import expert_kept
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import Bytes, LayerShape
 
-__all__ = ["LayerActivations", "kept_on", "layer_activations", "logits_bytes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerActivations:
@@ -91,7 +89,9 @@ def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
     keeps the loss in fp32. With a split vocabulary the gradient is computed in fp32 and then cast.
     (arXiv 2205.05198, section 4.3, counts 4 s b V / t.)
     """
-    t, width, head = choice.layout.tensor_parallel_size, job.precision.compute, job.shape.head
+    t = choice.layout.tensor_parallel_size
+    width = job.precision.compute
+    head = job.shape.head
     logits = 0.0
     if head.products:
         last = head.products[-1]

@@ -15,20 +15,11 @@ from __future__ import annotations
 from lightning_ptdp.attention import ATTENTIONS, AttentionTraffic
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.product_duration import product_time
+from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.planner.shapes import MASK, AttentionShape
 
-__all__ = [
-    "attention_time",
-    "core_bytes",
-    "exchange_operations",
-    "exchange_time",
-    "held_heads",
-    "input_bytes",
-]
-
-
-_LOG_SUM_EXP, _SINGLE = 4, 4
+_LOG_SUM_EXP = 4
+_SINGLE = 4
 _FUSED_BACKWARD = 2.5
 """Ratio of the products in the backward of fused attention to those in its forward.
 
@@ -51,11 +42,9 @@ def _inputs(choice: Choice, attention: AttentionShape) -> float:
 
 def core_bytes(job: Job, choice: Choice, attention: AttentionShape) -> float:
     """Return the bytes that the attention keeps for its backward, including its inputs."""
-    w, t, c = (
-        job.precision.compute,
-        choice.layout.tensor_parallel_size,
-        choice.layout.context_parallel_size,
-    )
+    w = job.precision.compute
+    t = choice.layout.tensor_parallel_size
+    c = choice.layout.context_parallel_size
     heads, _ = attention.local_heads(t)
     queries = choice.micro_batch_size * attention.queries / c
     if job.fuses(attention):
@@ -77,8 +66,11 @@ def attention_time(
 
     The result is (forward, backward, added to the forward, added to the backward).
     """
-    device, software, width = job.device, job.software, job.precision.compute
-    t, c = choice.layout.tensor_parallel_size, choice.layout.context_parallel_size
+    device = job.device
+    software = job.software
+    width = job.precision.compute
+    t = choice.layout.tensor_parallel_size
+    c = choice.layout.context_parallel_size
     heads, _ = attention.local_heads(t)
     if job.fuses(attention) and device.measured is not None:
         # Rates are measured with a causal mask, but given per operation of the whole square.
@@ -92,7 +84,8 @@ def attention_time(
         )
         speed = device.peak(width) / device.peak(4 if device.kind == "cpu" else 2)
         rate, rate_back = device.measured.attention_rates(attention.keys, attention.head_dim)
-        forward, backward = square / (rate * speed), _FUSED_BACKWARD * square / (rate_back * speed)
+        forward = square / (rate * speed)
+        backward = _FUSED_BACKWARD * square / (rate_back * speed)
     elif job.fuses(attention):
         queries = choice.micro_batch_size * attention.queries / c
         work = 2 * queries * attention.keys * heads * (attention.head_dim + attention.value_dim)
@@ -101,7 +94,8 @@ def attention_time(
         forward = work / (device.peak(width) * (tuned or device.attention_share) * device.sustained)
         backward = _FUSED_BACKWARD * forward
     else:
-        batch, rows = choice.micro_batch_size * heads, round(attention.queries / c)
+        batch = choice.micro_batch_size * heads
+        rows = round(attention.queries / c)
         scores = product_time(device, width, rows, attention.keys, attention.head_dim, batch)
         values = product_time(device, width, rows, attention.value_dim, attention.keys, batch)
         read, read_back = _traffic(job, choice, attention)

@@ -18,16 +18,6 @@ from typing import Any
 from lightning_ptdp.planner.device_presets import known_device
 from lightning_ptdp.planner.devices import Cluster, Device, Link, Measured
 
-__all__ = [
-    "MACHINE_FILE",
-    "Calibration",
-    "device_here",
-    "load_calibration",
-    "machine",
-    "save_calibration",
-    "figures_source",
-]
-
 MACHINE_FILE = Path("ptdp-machine.json")
 """File of ``ptdp doctor --calibrate``, which plan, bench and ``layout="auto"`` read."""
 
@@ -64,11 +54,9 @@ class Calibration:
                 "machine, run ptdp doctor --calibrate"
             )
         age = datetime.now(UTC) - datetime.fromisoformat(self.made)
-        return (
-            f"is {age.days} days old. To measure again, run ptdp doctor --calibrate"
-            if age > _STALE
-            else ""
-        )
+        if age > _STALE:
+            return f"is {age.days} days old. To measure again, run ptdp doctor --calibrate"
+        return ""
 
 
 def machine() -> dict[str, str]:
@@ -146,7 +134,8 @@ def figures_source(device: Device, processes: int) -> str:
         device: The device of an estimate.
         processes: Number of processes per node in that estimate.
     """
-    measured, remedy = device.measured, f"ptdp doctor --calibrate --devices {processes}"
+    measured = device.measured
+    remedy = f"ptdp doctor --calibrate --devices {processes}"
     if measured is None:
         return f"data sheet of {device.name}, not calibrated; to calibrate, run {remedy}"
     if measured.processes != processes:

@@ -27,8 +27,6 @@ from lightning_ptdp.planner.shapes import Divided, ModelShape
 from lightning_ptdp.planner.software import Software
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan
 
-__all__ = ["Latent", "PlannedGPT", "configured_shape", "gpt_sizes"]
-
 
 @functools.lru_cache(maxsize=64)
 def configured_shape(
@@ -70,14 +68,14 @@ def configured_shape(
         Divided(name="num_kv_heads", size=config.kv_heads, copied=True),
         *(Divided(name=name, size=size) for name, size in split_widths(config).items()),
     )
-    runs = tuple(zip(counts, shape.layers, strict=True))
-    return replace(shape, divided=divided, runs=runs)
+    return replace(shape, divided=divided, runs=tuple(zip(counts, shape.layers, strict=True)))
 
 
 def _built(config: GPTConfig | BertConfig) -> tuple[nn.Module, ParallelPlan]:
     if isinstance(config, BertConfig):
         return Bert(config), bert_plan(config, prefix="")
-    model, plan = GPT(config), gpt_plan(config, prefix="")
+    model = GPT(config)
+    plan = gpt_plan(config, prefix="")
     if isinstance(config, PlannedGPT) and config.latent is not None:
         for block in model.blocks:
             block.attention = _LatentAttention(config, config.latent)
@@ -92,8 +90,10 @@ class _LatentAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, latent: Latent) -> None:
         super().__init__()
-        self.latent, self.heads = latent, config.num_heads
-        h, n = config.hidden_size, config.num_heads
+        self.latent = latent
+        self.heads = config.num_heads
+        h = config.hidden_size
+        n = config.num_heads
         self.query_down: nn.Module = nn.Identity()
         if latent.queries:
             self.query_down = nn.Sequential(
@@ -233,8 +233,10 @@ def gpt_sizes(config: object) -> GPTConfig | BertConfig:
     sizes |= _mixture(values)
     tied = bool(values.get("tie_word_embeddings", True))
     if fields["num_kv_heads"] is not None or "num_experts" in sizes:
-        head, latent = values.get("head_dim"), _latent(values)
-        return PlannedGPT.llama(**sizes, tie_embeddings=tied, head_size=head, latent=latent)
+        head = values.get("head_dim")
+        return PlannedGPT.llama(
+            **sizes, tie_embeddings=tied, head_size=head, latent=_latent(values)
+        )
     return GPTConfig.gpt2(
         **sizes, tie_embeddings=tied, mlp="swiglu" if values.get("hidden_act") in _GATED else "gelu"
     )

@@ -7,25 +7,26 @@ to change a figure.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from lightning_ptdp.base.errors import did_you_mean
 from lightning_ptdp.planner.devices import Cluster, Device, Link
-
-__all__ = ["DEVICES", "find_device", "known_device", "known_peak_flops"]
 
 _GIB = 2**30
 
 # Start of a collective and one step of its ring. All-reduces of 1 to 64 MiB on 2, 4 and 8 A100s
 # connected by NVSwitch take 30 us + 5 us per step longer than their bytes (published with arXiv
 # 2312.12391). The same measurements reach 229 of 300 GB/s at 1 GiB.
-_START_S, _STEP_S, _NODE_SHARE = 30e-6, 5e-6, 0.77
+_START_S = 30e-6
+_STEP_S = 5e-6
+_NODE_SHARE = 0.77
 # Between nodes: NCCL's own model takes 14 us per step of a ring over the network
 # (src/graph/tuning.cc, hwLat). Collectives reach about 90 % of InfiniBand's rate because of the
 # encoding (64 of 66 bits), headers and the time to fill the ring.
-_HOP_S, _CARD_SHARE = 14e-6, 0.9
+_HOP_S = 14e-6
+_CARD_SHARE = 0.9
 # Share of the memory bandwidth that reads and writes reach: arXiv 2402.13499, table 5 (A100 and
 # H100, PCIe).
 _MEMORY_SHARE = 0.9
@@ -200,8 +201,7 @@ def find_device(name: str) -> Device:
     ]
     if matches:
         return matches[0]
-    near = difflib.get_close_matches(prefix, DEVICES, n=1, cutoff=0.4)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(prefix, DEVICES)
     raise ValueError(f"device={name!r} is unknown. {hint}The devices are {', '.join(DEVICES)}")
 
 
@@ -227,8 +227,6 @@ def known_peak_flops(device: str, precision: str) -> float | None:
         precision: Lightning's name of the precision.
     """
     preset = known_device(device)
-    return (
-        None
-        if preset is None or preset.name == "cpu"
-        else preset.peak(2 if "16" in precision else 4)
-    )
+    if preset is None or preset.name == "cpu":
+        return None
+    return preset.peak(2 if "16" in precision else 4)

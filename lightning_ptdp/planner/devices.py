@@ -9,8 +9,6 @@ from typing import Literal
 
 from lightning_ptdp.base.option_types import Count, Size, check_types
 
-__all__ = ["Cluster", "Device", "Link", "Measured"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Link:

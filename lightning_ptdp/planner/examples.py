@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ptdp.planner.traced_blocks import Run
 
-__all__ = ["Example", "call_with", "longest_sample"]
-
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 """Arguments of a module's forward: one, several, or several by name.
 

@@ -22,19 +22,7 @@ from typing import Literal
 from lightning_ptdp.planner.communication import GroupLink, strided_link
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.product_duration import product_time
-
-__all__ = [
-    "ExpertTime",
-    "expert_buffers",
-    "expert_kept",
-    "expert_link",
-    "expert_shards",
-    "expert_time",
-    "expert_traffic",
-    "local_experts",
-    "rows",
-]
+from lightning_ptdp.planner.pass_time import product_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +64,10 @@ def expert_link(job: Job, choice: Choice, axis: Literal["expert", "expert_replic
     These are blocks of the data- and context-parallel ranks, one for each tensor-parallel rank. If
     the software folds experts, they are blocks of all ranks of a stage.
     """
-    layout, fold = choice.layout, job.software.folds_experts
-    e, first = layout.expert_parallel_size, 1 if fold else layout.tensor_parallel_size
+    layout = choice.layout
+    fold = job.software.folds_experts
+    e = layout.expert_parallel_size
+    first = 1 if fold else layout.tensor_parallel_size
     size, stride = (e, first) if axis == "expert" else (expert_shards(job, choice), first * e)
     return strided_link(size, stride, job.cluster)
 
@@ -93,7 +83,9 @@ def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
 
     ``expert_traffic`` counts the operations between them.
     """
-    device, width, r = job.device, job.precision.compute, rows(experts, job, choice)
+    device = job.device
+    width = job.precision.compute
+    r = rows(experts, job, choice)
     num_local = local_experts(experts, choice)
     expert_rows = max(1, round(job.imbalance * r / num_local))
     forward = backward = weight = 0.0
@@ -118,7 +110,8 @@ def _split(experts: ExpertShape, choice: Choice) -> ExpertShape:
 
 def expert_traffic(experts: ExpertShape, job: Job, choice: Choice) -> tuple[float, float]:
     """Return the bytes that a forward and its backward read and write around the products."""
-    w, r = job.precision.compute, rows(experts, job, choice)
+    w = job.precision.compute
+    r = rows(experts, job, choice)
     orders = 5 + (4 if choice.layout.expert_parallel_size > 1 else 0)
     moved = (orders * r + r / experts.chosen) * experts.hidden * w
     eager = job.software.elementwise == "eager"
@@ -130,7 +123,8 @@ def expert_traffic(experts: ExpertShape, job: Job, choice: Choice) -> tuple[floa
 
 def expert_kept(experts: ExpertShape, job: Job, choice: Choice) -> float:
     """Return the bytes kept for the backward on the fullest rank."""
-    w, r = job.precision.compute, rows(experts, job, choice)
+    w = job.precision.compute
+    r = rows(experts, job, choice)
     inner = (3 if experts.gated else 2) * _split(experts, choice).width
     activations = job.imbalance * r * (experts.hidden + inner) * w
     return activations + r * experts.hidden * w
@@ -142,7 +136,8 @@ def expert_buffers(experts: ExpertShape, job: Job, choice: Choice) -> float:
     These are the sent and received rows during an exchange, and the widest gradients between
     products.
     """
-    w, r = job.precision.compute, rows(experts, job, choice)
+    w = job.precision.compute
+    r = rows(experts, job, choice)
     travelling = (
         (1 + job.imbalance) * r * experts.hidden * w
         if choice.layout.expert_parallel_size > 1

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["ExpertShape"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:

@@ -18,8 +18,6 @@ from lightning_ptdp.planner.software import SOFTWARE, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
-__all__ = ["RESERVE", "Choice", "Job"]
-
 RESERVE = 0.2
 """Default reserve: published bf16 trainings use 17 to 23 % more memory than estimated.
 
@@ -213,7 +211,8 @@ class Choice:
 
         ``num_microbatches`` is always included.
         """
-        arguments, defaults = self.all_options(), self.layout.options() | _DEFAULTS
+        arguments = self.all_options()
+        defaults = self.layout.options() | _DEFAULTS
         return {name: value for name, value in arguments.items() if value != defaults.get(name)}
 
     def all_options(self) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Seconds that one rank spends on a layer or an end of the model, per microbatch.
 
-The device computes products by their shapes (``product_duration.py``), and reads and writes the
+The device computes products by their shapes (``pass_time.py``), and reads and writes the
 bytes of the operations between them (``shapes.py``). Collectives of tensor parallelism add the time
 that no concurrent product hides. If the host needs longer to launch all of it, the host's time
 counts.
@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from lightning_ptdp.planner.activations import kept_on
 from lightning_ptdp.planner.attention_cost import attention_time, exchange_operations
-from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.communication import (
+    expert_collectives,
+    group_link,
+    late_biases,
+    tensor_collectives,
+    transposes,
+)
 from lightning_ptdp.planner.expert_cost import expert_time, expert_traffic, local_experts
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.job import Choice, Job
@@ -21,17 +27,9 @@ from lightning_ptdp.planner.pass_time import (
     product_passes,
 )
 from lightning_ptdp.planner.shapes import LayerShape
-from lightning_ptdp.planner.tensor_cost import (
-    expert_collectives,
-    late_biases,
-    tensor_collectives,
-    transposes,
-)
 
-__all__ = ["head_time", "input_time", "layer_time"]
-
-
-_DISPATCH_OPERATIONS, _EXPERT_OPERATIONS = 50, 5
+_DISPATCH_OPERATIONS = 50
+_EXPERT_OPERATIONS = 5
 """Operations of a dispatch and of one call to experts.
 
 They are counted in ``expert_parallel/dispatch.py`` and a router. A dispatch has scores, choice,
@@ -42,7 +40,8 @@ and its product.
 
 def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> PassTime:
     """Return the time of one layer; None means the model's first layer."""
-    layer, software = layer or job.shape.runs[0][1], job.software
+    layer = layer or job.shape.runs[0][1]
+    software = job.software
     stream = _layer_stream(job, layer)
     products = [
         product_passes(job, choice, product, float8=job.software.float8)
@@ -56,7 +55,8 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     if layer.experts is not None:
         expert_sent, count = expert_collectives(job, choice, layer)
         collectives += count
-        sent, sent_backward = sent + expert_sent, sent_backward + expert_sent
+        sent = sent + expert_sent
+        sent_backward = sent_backward + expert_sent
     moved, moved_backward = transposes(job, choice, layer.products)
     experts, travel, operations = (
         (NOTHING, 0.0, 0) if layer.experts is None else _experts(job, choice, layer, layer.experts)
@@ -66,15 +66,14 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     operation_s = software.operation_s if measured is None else measured.operation_s
     operations += software.operations + len(layer.attentions) * exchange_operations(choice)
     host = operation_s * (operations + collectives * software.collective_operations)
-    between, between_backward = (
-        kept_on(choice, layer.forward) + late_biases(job, choice, layer.products),
-        kept_on(choice, layer.backward),
-    )
+    between = kept_on(choice, layer.forward) + late_biases(job, choice, layer.products)
+    between_backward = kept_on(choice, layer.backward)
     forward = (
         sum(time.forward for time in products) + core + between / stream + moved + sent + exposed
     )
     forward += experts.forward + travel
-    forward, waited = _host_and_device(job, host, forward), sent + exposed
+    forward = _host_and_device(job, host, forward)
+    waited = sent + exposed
     weight = (
         sum(time.weight_gradient for time in products)
         + experts.weight
@@ -92,7 +91,8 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     )
     recomputes = choice.recompute == "full"
     if recomputes:
-        backward, waited = backward + forward, 2 * waited
+        backward = backward + forward
+        waited = 2 * waited
     elif choice.recompute == "selective":
         backward += _selected(job, sum(time.forward for time in products), core, between / stream)
     forward, backward, weight = (
@@ -123,11 +123,9 @@ def _experts(
     The result is (products and the operations between them; all-to-alls of one direction;
     number of operations of a forward).
     """
-    time, traffic, stream = (
-        expert_time(experts, job, choice),
-        expert_traffic(experts, job, choice),
-        _layer_stream(job, layer),
-    )
+    time = expert_time(experts, job, choice)
+    traffic = expert_traffic(experts, job, choice)
+    stream = _layer_stream(job, layer)
     passes = PassTime(
         forward=time.forward + traffic[0] / stream,
         backward=time.backward + traffic[1] / stream,
@@ -170,7 +168,9 @@ def input_time(job: Job, choice: Choice) -> PassTime:
 
     The work is a look-up, the sum over the split vocabulary, and the gradient of the table.
     """
-    first, stream, t = job.shape.input, job.device.stream, choice.layout.tensor_parallel_size
+    first = job.shape.input
+    stream = job.device.stream
+    t = choice.layout.tensor_parallel_size
     nbytes = choice.samples * job.shape.runs[0][1].crossing
     products = [product_passes(job, choice, product) for product in first.products]
     table = (
@@ -198,7 +198,9 @@ def input_time(job: Job, choice: Choice) -> PassTime:
 
 def head_time(job: Job, choice: Choice) -> PassTime:
     """Return the time of the work after the layers: the output head and the loss."""
-    head, stream, t = job.shape.head, job.device.stream, choice.layout.tensor_parallel_size
+    head = job.shape.head
+    stream = job.device.stream
+    t = choice.layout.tensor_parallel_size
     products = [product_passes(job, choice, product) for product in head.products]
     gathered, exposed, _ = tensor_collectives(job, choice, head.products, products)
     elements = sum(product.elements(t) for product in head.products)

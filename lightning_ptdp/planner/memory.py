@@ -27,11 +27,10 @@ from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.communicators import communicators
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["RankMemory", "fullest_rank", "rank_memory", "static_bytes"]
-
 # Memory of a communicator of two GPUs and of more, measured on A100s connected by NVLink
 # (github.com/NVIDIA/nccl, question 964).
-_PAIR, _LARGER = 544 * 2**20, 688 * 2**20
+_PAIR = 544 * 2**20
+_LARGER = 688 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,8 @@ def static_bytes(
         parameters: Number of parameters on the rank.
         experts: Number of expert parameters among them.
     """
-    precision, layout = job.precision, choice.layout
+    precision = job.precision
+    layout = choice.layout
     shards, of_experts = (
         (layout.size("replica_sum"), expert_shards(job, choice))
         if is_sharded(job, choice)
@@ -158,10 +158,12 @@ def rank_memory(
     be as large as its largest one. On the last stage, the peak is in the backward of the head or of
     the last layer.
     """
-    layout, balanced = choice.layout, job.software.balances_stages
+    layout = choice.layout
+    balanced = job.software.balances_stages
     local_stages = layout.stages_of(pipeline_rank)
     by_stage = stage_layers(job.shape, layout.num_stages, balanced=balanced)
-    layers, kinds = [by_stage[stage] for stage in local_stages], kinds or _kinds(job, choice)
+    layers = [by_stage[stage] for stage in local_stages]
+    kinds = kinds or _kinds(job, choice)
     stages, of_experts = (
         count(job.shape, layout, balanced=balanced)
         for count in (stage_parameters, expert_parameters)
@@ -212,7 +214,8 @@ def _communicators(layout: ParallelLayout, pipeline_rank: int) -> float:
 
 def _held(choice: Choice, pipeline_rank: int) -> int:
     layout = choice.layout
-    p, v = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    p = layout.pipeline_parallel_size
+    v = layout.virtual_pipeline_size
     if p == 1:
         return 1
     return FAMILIES[choice.schedule].cost.held(p, v, choice.num_microbatches, pipeline_rank)
@@ -241,7 +244,8 @@ def _between_operations(job: Job, choice: Choice, layer: LayerShape) -> float:
     matrix's gradient before it is accumulated. For experts, they are the exchanged rows and the
     gradient of the larger of their matrices.
     """
-    t, width = choice.layout.tensor_parallel_size, job.precision.compute
+    t = choice.layout.tensor_parallel_size
+    width = job.precision.compute
     widest = max(
         (
             product.rows * product.local(t)[0]

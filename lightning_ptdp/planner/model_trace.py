@@ -24,14 +24,21 @@ from lightning_ptdp.planner.planned_parameters import (
     tables,
 )
 from lightning_ptdp.planner.precision_bytes import Precision
-from lightning_ptdp.planner.shapes import Bytes, EndShape, LayerShape, ModelShape, Parameters
+from lightning_ptdp.planner.shapes import (
+    Bytes,
+    EndShape,
+    LayerShape,
+    ModelShape,
+    Parameters,
+    Product,
+)
 from lightning_ptdp.planner.software import Software
 from lightning_ptdp.planner.traced_blocks import Followed, Following, Run
+from lightning_ptdp.shims.transformers import image_parts
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["trace_shape"]
-
-_FEW, _MANY = 2, 4
+_FEW = 2
+_MANY = 4
 
 
 def trace_shape(
@@ -86,7 +93,8 @@ def trace_shape(
     runs = list[tuple[int, LayerShape]]()
     shapes = dict[object, LayerShape]()
     for index, (kind, name) in enumerate(zip(small.order, small.names, strict=True)):
-        parameters, cost = of_layers[name], multiply_adds(module.get_submodule(name)) or 1.0
+        parameters = of_layers[name]
+        cost = multiply_adds(module.get_submodule(name)) or 1.0
         key = (kind, parameters, cost)
         layer = shapes.setdefault(key, replace(layers[kind], parameters=parameters, cost=cost))
         if index and runs[-1][1] is layer:
@@ -125,6 +133,23 @@ def trace_shape(
         splits_sequence=plan.sequence is not None and len(parts.blocks) == 1,
         uncut=plan.why_not.get("pipeline", ""),
     )
+
+
+def with_images(shape: ModelShape, module: nn.Module) -> ModelShape:
+    """Return a shape traced from texts with the products of the module's vision tower.
+
+    The tower runs on the first stage, by assumption for one patch per token of the sequence, as in
+    ``layer_ranges``.
+    """
+    towers = [module.get_submodule(name.rstrip(".")) for name in image_parts(module)]
+    products = [
+        Product(rows=shape.sequence_length, outputs=len(matrix), inputs=matrix[0].numel())
+        for tower in towers
+        for matrix in tower.parameters()
+        if matrix.dim() > 1
+    ]
+    first = replace(shape.input, products=(*products, *shape.input.products))
+    return replace(shape, input=first)
 
 
 def _layer(small: Followed, large: Followed) -> LayerShape:

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_ptdp.planner.shapes import AttentionShape, Product
 from lightning_ptdp.shims.torch import storage_key
 
-__all__ = ["OperationRecorder", "Trace", "Weight"]
-
 _aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution.default
 _PRODUCTS = (
@@ -121,13 +119,18 @@ class OperationRecorder(TorchDispatchMode):
         self.trace: Trace | None = None
         self.is_backward = self.whole = False
         self._sizes = {tuple(sorted(size)) for size in sizes}
-        self._weights, self._samples = weights, samples
-        self._elementwise, self._norm_reads = elementwise, norm_reads
+        self._weights = weights
+        self._samples = samples
+        self._elementwise = elementwise
+        self._norm_reads = norm_reads
         self._split = {key for key, weight in weights.items() if weight.split}
         self._of_weights = dict(weights)
-        self._cores, self._entered, self._alive = set[int](), set[int](), list[object]()
+        self._cores = set[int]()
+        self._entered = set[int]()
+        self._alive = list[object]()
         # what the running pass has read and made, and what no pass has written yet
-        self._read, self._made = set[tuple[int, int]](), set[int]()
+        self._read = set[tuple[int, int]]()
+        self._made = set[int]()
         self._unwritten = dict[int, int]()
 
     def __torch_dispatch__(
@@ -231,7 +234,8 @@ class OperationRecorder(TorchDispatchMode):
             trace.products.append(Product(rows=rows, outputs=channels, inputs=inputs[1][0].numel()))
             return
         left, right = inputs[-2:]
-        outputs, width = right.size(-1), left.size(-1)
+        outputs = right.size(-1)
+        width = left.size(-1)
         keys = [storage_key(tensor) for tensor in (left, right)]
         split = (keys[0] in self._split, keys[1] in self._split)
         if right.dim() == 3:

@@ -13,16 +13,6 @@ from lightning_ptdp.planner.shapes import LayerShape, ModelShape
 from lightning_ptdp.schedule.partition import partition_layers
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = [
-    "expert_parameters",
-    "gathered_bytes",
-    "layers_by_stage",
-    "sharding_time",
-    "stage_layers",
-    "stage_parameters",
-    "whole_bytes",
-]
-
 
 @functools.lru_cache(maxsize=64)
 def stage_parameters(
@@ -82,10 +72,13 @@ def stage_layers(
         balanced: If False, all layers count the same, and the ends count nothing.
     """
     layers = model.layers
-    costs, first, last = (1.0,) * len(layers), 0.0, 0.0
+    costs = (1.0,) * len(layers)
+    first = 0.0
+    last = 0.0
     if balanced:
         costs = tuple(layer.cost or 1.0 for layer in layers)
-        first, last = model.input.cost, model.head.cost
+        first = model.input.cost
+        last = model.head.cost
     return tuple(
         tuple((count, layers[start + index]) for index, count in _firsts(layers[start:stop]))
         for start, stop in _split(costs, num_stages, first, last)
@@ -157,7 +150,8 @@ def num_gathers(choice: Choice) -> int:
 
     Two are whole at a time. Of more, each passes groups of p microbatches forward and backward.
     """
-    p, v = choice.layout.pipeline_parallel_size, choice.layout.virtual_pipeline_size
+    p = choice.layout.pipeline_parallel_size
+    v = choice.layout.virtual_pipeline_size
     return v if v <= 2 else 2 * v * -(-choice.num_microbatches // p)
 
 
@@ -170,7 +164,8 @@ def kept_whole_bytes(job: Job, choice: Choice, stages: Sequence[int], parameters
         return 0.0
     if not gathers_layers(job, choice):
         return parameters * min(2, len(stages)) / len(stages) * job.precision.weight
-    t, last = choice.layout.tensor_parallel_size, choice.layout.num_stages - 1
+    t = choice.layout.tensor_parallel_size
+    last = choice.layout.num_stages - 1
     tables = job.shape.input.table_elements(t) if 0 in stages else 0
     if last in stages and not (job.shape.tied and 0 in stages):
         tables += job.shape.head.table_elements(t)
@@ -194,7 +189,8 @@ def sharding_time(
         return 0.0, 0.0
     regathers = 0
     if job.software.shards == "modules":
-        group, regathers = replace(group, link=group.hop), int(choice.recompute == "full")
+        group = replace(group, link=group.hop)
+        regathers = int(choice.recompute == "full")
     nbytes = gathered_bytes(job, choice, layer)
     gather = group.all_gather(nbytes)
     scatter = group.all_gather(

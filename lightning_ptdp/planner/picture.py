@@ -15,7 +15,6 @@ from lightning_ptdp.planner.search import Candidate, Plan
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["bars", "draw", "draw_what_if"]
 
 _WIDTH = 60
 _BAR_INCHES = 0.25
@@ -86,7 +85,8 @@ def draw(plan: Plan, path: Path, *, count: int = 8) -> None:
 
 def _mark_limits(axes: Axes, job: Job) -> None:
     """Draw lines at the start of the reserve and at the end of the usable memory."""
-    limit, usable = job.limit_bytes / _GIB, job.device.usable_bytes / _GIB
+    limit = job.limit_bytes / _GIB
+    usable = job.device.usable_bytes / _GIB
     if job.reserve:
         axes.axvline(limit, color="black", linestyle="--", label=f"limit {limit:.3g}")
     axes.axvline(usable, color="black", label=f"usable {usable:.3g}")
@@ -160,7 +160,8 @@ def _bar(parts: Mapping[str, float], total: float) -> str:
     The ends of the parts are rounded, not their lengths, so that the whole bar has the right
     length.
     """
-    text, end = "", 0.0
+    text = ""
+    end = 0.0
     for name, value in parts.items():
         end += value
         text += _letter(name) * (round(_WIDTH * end / total) - len(text))

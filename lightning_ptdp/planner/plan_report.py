@@ -7,12 +7,11 @@ from dataclasses import asdict
 
 import yaml
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
-
-__all__ = ["as_data", "explain_rejected", "fit_options", "room", "strategy_arguments", "table"]
 
 _GIB = 2**30
 
@@ -85,11 +84,9 @@ def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
 def room(job: Job) -> str:
     """Return the memory that a layout may take, as ``60 GiB (75 less a reserve of 20%)``."""
     limit = f"{_gib(job.limit_bytes)} GiB"
-    return (
-        f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})"
-        if job.reserve
-        else limit
-    )
+    if job.reserve:
+        return f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})"
+    return limit
 
 
 def strategy_arguments(candidate: Candidate) -> str:
@@ -134,11 +131,7 @@ def explain_rejected(plan: Plan) -> str:
     reasons: dict[str, list[str]] = {}
     for misfit in plan.rejected:
         reasons.setdefault(misfit.reason, []).append(misfit.what)
-    rows = []
-    for reason, names in reasons.items():
-        names = list(dict.fromkeys(names))
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        rows.append(f"  {shown}: {reason}")
+    rows = [f"  {listed(dict.fromkeys(names), 4)}: {reason}" for reason, names in reasons.items()]
     slower = [f"  {misfit.what}: {misfit.reason}" for misfit in plan.slower]
     return "\n".join(["rejected:", *(rows or ["  nothing"]), "slower:", *(slower or ["  nothing"])])
 
@@ -171,7 +164,9 @@ def as_data(plan: Plan) -> dict[str, object]:
 
 
 def _candidate(candidate: Candidate) -> dict[str, object]:
-    layout, memory, time = candidate.choice.layout, candidate.memory, candidate.time
+    layout = candidate.choice.layout
+    memory = candidate.memory
+    time = candidate.time
     return {
         "layout": layout.describe(),
         "data_parallel_size": layout.data_parallel_size,
@@ -188,7 +183,8 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
 
 
 def _job(job: Job) -> str:
-    total, active = job.shape.parameters, job.shape.active_parameters
+    total = job.shape.parameters
+    active = job.shape.active_parameters
     size = f"{_count(total)} parameters" + (
         f", {_count(active)} of them active" if active < total else ""
     )
@@ -208,7 +204,8 @@ def _count(number: float) -> str:
 
 
 def _row(index: int, candidate: Candidate, *, sharded: bool) -> tuple[str, ...]:
-    choice, time = candidate.choice, candidate.time
+    choice = candidate.choice
+    time = candidate.time
     recompute = choice.recompute + (" 1/t" if choice.distribute_saved_activations else "")
     return (
         str(index),

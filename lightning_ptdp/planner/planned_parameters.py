@@ -20,8 +20,6 @@ from lightning_ptdp.tensor_parallel.kinds import AttentionHeads as AttentionKind
 from lightning_ptdp.tensor_parallel.kinds import Column, Row
 from lightning_ptdp.tensor_parallel.linear_like import output_input_sizes
 
-__all__ = ["counted", "divided", "parameters_of", "split_weights", "tables"]
-
 
 def _kinds(module: nn.Module, plan: ParallelPlan) -> dict[str, Kind]:
     return plan.resolve(module) if plan.tensor else {}
@@ -61,7 +59,8 @@ def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
     if not kind.copy_heads or not isinstance(kind.heads, tuple):
         return 0, 0
     outputs, _ = output_input_sizes(module)
-    parts, fewest = kind.parts or (outputs,), min(kind.heads)
+    parts = kind.parts or (outputs,)
+    fewest = min(kind.heads)
     copied = [
         (part, part // count)
         for part, count in zip(parts, kind.heads, strict=True)
@@ -90,11 +89,9 @@ def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]
         elif weight.copied:
             outputs = max(size for size in p.shape if size >= weight.copied)
             copied_numel = p.numel() * weight.copied // outputs
-            copied, split, heads = (
-                copied + copied_numel,
-                split + p.numel() - copied_numel,
-                max(1, weight.copied // weight.least),
-            )
+            copied = copied + copied_numel
+            split = split + p.numel() - copied_numel
+            heads = max(1, weight.copied // weight.least)
         else:
             split += p.numel()
     return Parameters(whole=whole, split=split, copied=copied, heads=heads)
@@ -102,7 +99,8 @@ def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]
 
 def counted(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> dict[str, Parameters]:
     """Return the parameters of each layer by its name, without experts."""
-    weights, counts = split_weights(module, plan), dict[str, Parameters]()
+    weights = split_weights(module, plan)
+    counts = dict[str, Parameters]()
     seen = set[int]()
     for layer in layers_of(module, parts.blocks):
         child = module.get_submodule(layer.name)
@@ -136,7 +134,8 @@ def divided(module: nn.Module, plan: ParallelPlan) -> Sequence[Divided]:
     """Return the sizes that t has to divide."""
     sizes = Counter[Divided]()
     for name, kind in _kinds(module, plan).items():
-        child, short = module.get_submodule(name), name.rpartition(".")[2]
+        child = module.get_submodule(name)
+        short = name.rpartition(".")[2]
         if isinstance(kind, Column):
             outputs, _ = output_input_sizes(child)
             parts = kind.parts or (outputs,)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-__all__ = ["PRECISIONS", "Precision", "find_precision"]
+from lightning_ptdp.base.errors import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +68,8 @@ def find_precision(name: str, *, states: str = "float32") -> Precision:
     """
     full = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}.get(str(name), str(name))
     if full not in PRECISIONS:
-        near = difflib.get_close_matches(full, PRECISIONS, n=1, cutoff=0.4)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"precision={name!r} is unknown to the planner. {hint}It supports "
+            f"precision={name!r} is unknown to the planner. {did_you_mean(full, PRECISIONS)}It supports "
             f"{', '.join(PRECISIONS)}"
         )
     found = PRECISIONS[full]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.plan_report import room
 from lightning_ptdp.planner.search import Plan, search
 from lightning_ptdp.planner.search_space import Space
-
-__all__ = ["why_nothing_fits"]
 
 _GIB = 2**30
 _PLENTY = 1e18
@@ -60,7 +59,7 @@ def _smallest(space: Space) -> Space:
 
 def _indivisible(plan: Plan) -> str:
     reasons = list(dict.fromkeys(f"{misfit.what}: {misfit.reason}" for misfit in plan.rejected))
-    return "; ".join(reasons[:3]) + (f" and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+    return listed(reasons, 3, "; ")
 
 
 def _other_sizes(job: Job, space: Space) -> str:
@@ -92,11 +91,9 @@ def _other_sizes(job: Job, space: Space) -> str:
 
 def _smaller_reserve(job: Job, needed: float) -> str:
     share = math.floor(100 * (1 - needed / job.device.usable_bytes)) / 100
-    return (
-        f"with --reserve {share:g} it fits, if the estimate is exact"
-        if 0 <= share < job.reserve
-        else ""
-    )
+    if 0 <= share < job.reserve:
+        return f"with --reserve {share:g} it fits, if the estimate is exact"
+    return ""
 
 
 def _unrestricted(job: Job) -> str:

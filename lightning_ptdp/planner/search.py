@@ -15,8 +15,6 @@ from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step
 from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.axes import AXES
 
-__all__ = ["Candidate", "Plan", "search"]
-
 _SIMULATED = 800
 """Largest p v m of a simulated schedule, which takes some 20 ms."""
 _DIGITS = 9
@@ -178,7 +176,8 @@ def _slower(best: Sequence[Candidate], candidates: Sequence[Candidate]) -> Itera
         item.degrees: item for item in sorted(candidates, key=_order, reverse=True)
     }.items():
         if degrees not in shown:
-            first, time = best[0].time, candidate.time
+            first = best[0].time
+            time = candidate.time
             excess = {name: seconds - first.parts[name] for name, seconds in time.parts.items()}
             part = max(excess, key=lambda name: excess[name])
             reason = (
@@ -202,7 +201,8 @@ def _order(candidate: Candidate) -> tuple[float, int, int, int, float]:
     Among equally fast ones, the order is: fewer ways of splitting the model, fewer parts, the
     simpler schedule, less memory.
     """
-    layout, schedules = candidate.choice.layout, list(FAMILIES)
+    layout = candidate.choice.layout
+    schedules = list(FAMILIES)
     degrees = [layout.size(axis.name) for axis in AXES if axis.name != "data"]
     return (
         float(f"{candidate.time.total:.{_DIGITS}g}"),

@@ -15,8 +15,6 @@ from lightning_ptdp.schedule.generators import FAMILIES, schedule_placement
 from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
-__all__ = ["Space", "UnfitSize", "layouts", "pipelines"]
-
 _CONTEXT_FROM = 8192
 _MOST_CHUNKS = 8
 
@@ -112,7 +110,8 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
 
     The layout defines (t, c, p, e).
     """
-    t, p = layout.tensor_parallel_size, layout.pipeline_parallel_size
+    t = layout.tensor_parallel_size
+    p = layout.pipeline_parallel_size
     of_replica = job.global_batch_size // layout.data_parallel_size
     split = (
         t > 1
@@ -162,11 +161,9 @@ def _tensor_misfit(job: Job, t: int) -> UnfitSize | None:
             return UnfitSize(
                 what=f"t{t}", reason=f"{divided.name}={divided.size} is not divisible by it"
             )
-    return (
-        None
-        if job.world_size % t == 0
-        else UnfitSize(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
-    )
+    if job.world_size % t == 0:
+        return None
+    return UnfitSize(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
 
 
 def _context_sizes(job: Job, space: Space) -> Sequence[int]:
@@ -177,7 +174,8 @@ def _context_sizes(job: Job, space: Space) -> Sequence[int]:
 
 def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[AttentionKind]:
     """Yield the possible exchanges; some need heads for all of their ranks."""
-    t, c = layout.tensor_parallel_size, layout.context_parallel_size
+    t = layout.tensor_parallel_size
+    c = layout.context_parallel_size
     if c == 1:
         yield "ring"
         return
@@ -228,7 +226,8 @@ def _expert_splits(
     job: Job, space: Space, layout: ParallelLayout
 ) -> Iterator[ParallelLayout | UnfitSize]:
     """Yield layouts with whole experts, and layouts with experts split over t ranks."""
-    t, experts = layout.tensor_parallel_size, job.shape.experts
+    t = layout.tensor_parallel_size
+    experts = job.shape.experts
     sizes = space.expert_tensor_parallel_sizes
     for size in dict.fromkeys((1, t)) if sizes is None else sizes:
         if size == 1 or (size == t and experts is not None and experts.width % t == 0):
@@ -247,7 +246,8 @@ def _expert_splits(
 def _expert_sizes(
     job: Job, space: Space, layout: ParallelLayout
 ) -> Iterator[ParallelLayout | UnfitSize]:
-    ranks, experts = layout.size("replica_sum"), job.shape.experts
+    ranks = layout.size("replica_sum")
+    experts = job.shape.experts
     number = 1 if experts is None else experts.number
     valid_sizes = divisors(math.gcd(ranks, number))
     for e in valid_sizes if space.expert_parallel_sizes is None else space.expert_parallel_sizes:

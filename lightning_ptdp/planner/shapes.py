@@ -13,18 +13,6 @@ from typing import Literal
 
 from lightning_ptdp.planner.expert_shape import ExpertShape
 
-__all__ = [
-    "MASK",
-    "AttentionShape",
-    "Bytes",
-    "Divided",
-    "EndShape",
-    "LayerShape",
-    "ModelShape",
-    "Parameters",
-    "Product",
-]
-
 MASK = 1
 """Bytes per element of a dropout's mask, on an accelerator."""
 

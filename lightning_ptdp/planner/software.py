@@ -7,15 +7,13 @@ slowly than small kernels run. The source of each number is named next to it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from lightning_ptdp.base.errors import did_you_mean
 from lightning_ptdp.base.option_types import check_types
-
-__all__ = ["SOFTWARE", "Software", "find_software"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +247,5 @@ def find_software(name: str) -> Software:
     """
     if name in SOFTWARE:
         return SOFTWARE[name]
-    near = difflib.get_close_matches(name, SOFTWARE, n=1, cutoff=0.4)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(name, SOFTWARE)
     raise ValueError(f"software={name!r} is unknown. {hint}It must be one of {', '.join(SOFTWARE)}")

@@ -16,15 +16,14 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptdp.planner.operation_recorder import OperationRecorder
 from lightning_ptdp.tensor_parallel import Experts
 
-__all__ = ["replace_modules", "replacing_functions"]
-
 
 class replacing_functions(TorchFunctionMode):  # noqa: N801, it is used as a context
     """Attention as one operation, and on accelerators dropout that keeps one byte per element."""
 
     def __init__(self, recorder: OperationRecorder, *, on_cpu: bool) -> None:
         super().__init__()
-        self._recorder, self._on_cpu = recorder, on_cpu
+        self._recorder = recorder
+        self._on_cpu = on_cpu
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

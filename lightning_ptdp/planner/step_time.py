@@ -21,10 +21,9 @@ from lightning_ptdp.planner.parameters import (
 from lightning_ptdp.planner.pass_time import NOTHING, PassTime
 from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
-from lightning_ptdp.schedule.simulate import Costs, Timeline, simulate
+from lightning_ptdp.schedule.simulate import Costs, simulate
+from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.world.layout import ParallelLayout
-
-__all__ = ["StepTime", "simulated_step_time", "step_time"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +106,10 @@ def step_time(job: Job, choice: Choice) -> StepTime:
     Raises:
         KeyError: The schedule has no closed form; use ``simulated_step_time``.
     """
-    layout, m = choice.layout, choice.num_microbatches
-    p, v = layout.pipeline_parallel_size, layout.virtual_pipeline_size
+    layout = choice.layout
+    m = choice.num_microbatches
+    p = layout.pipeline_parallel_size
+    v = layout.virtual_pipeline_size
     stages = _stages(job, choice)
     bubble = messages = 0.0
     if p > 1:
@@ -131,7 +132,8 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
     Raises:
         ValueError: The schedule does not support these sizes.
     """
-    layout, m = choice.layout, choice.num_microbatches
+    layout = choice.layout
+    m = choice.num_microbatches
     stages = _stages(job, choice)
     schedule = build_schedule(
         choice.schedule,
@@ -150,14 +152,20 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
         )
         return simulate(schedule, costs)
 
-    slowest, ideal = _slowest(stages, layout), timeline(0.0)
+    slowest = _slowest(stages, layout)
+    ideal = timeline(0.0)
     ideal_s = float(ideal.step_time)
-    bubble = max(0.0, ideal_s - m * (slowest.forward + slowest.backward))
     waited = (
         float(timeline(_message(job, choice)).step_time) - ideal_s if _hides_messages(job) else 0.0
     )
-    sharing = _shared(ideal, _busy(job, choice, slowest), job.shared_cores)
-    return _whole_step(job, choice, slowest, bubble=bubble, messages=waited, sharing=sharing)
+    return _whole_step(
+        job,
+        choice,
+        slowest,
+        bubble=max(0.0, ideal_s - m * (slowest.forward + slowest.backward)),
+        messages=waited,
+        sharing=_shared(ideal, _busy(job, choice, slowest), job.shared_cores),
+    )
 
 
 def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
@@ -185,7 +193,8 @@ def _shared(timeline: Timeline, rank_cores: float, cores: int) -> float:
         for span in spans
         for time, step in ((span.start, 1), (span.end, -1))
     )
-    extra, busy = 0.0, 0
+    extra = 0.0
+    busy = 0
     for (time, step), (after, _) in itertools.pairwise(changes):
         busy += step
         extra += (after - time) * max(0.0, busy * rank_cores / cores - 1)
@@ -238,7 +247,8 @@ def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
 def _whole_step(
     job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float, sharing: float
 ) -> StepTime:
-    layout, m = choice.layout, choice.num_microbatches
+    layout = choice.layout
+    m = choice.num_microbatches
     counts = [
         count(job.shape, layout, balanced=job.software.balances_stages)
         for count in (stage_parameters, expert_parameters)
@@ -248,11 +258,9 @@ def _whole_step(
         tuple(sum(count[stage] for stage in layout.stages_of(rank)) for count in counts)
         for rank in ranks
     )
-    waiting, experts, dispatch = (
-        m * slowest.communication,
-        m * slowest.experts,
-        m * slowest.dispatch,
-    )
+    waiting = m * slowest.communication
+    experts = m * slowest.experts
+    dispatch = m * slowest.dispatch
     blocked = (
         0.0
         if _hides_messages(job)
@@ -294,7 +302,8 @@ def _message(job: Job, choice: Choice) -> float:
     Each tensor-parallel rank sends 1/t of it, and the receivers gather it unless the sequence is
     split.
     """
-    layout, t = choice.layout, choice.layout.tensor_parallel_size
+    layout = choice.layout
+    t = choice.layout.tensor_parallel_size
     if layout.pipeline_parallel_size == 1:
         return 0.0
     nbytes = choice.samples * max(layer.crossing for _, layer in job.shape.runs)
@@ -324,7 +333,8 @@ def _gradients(
         (group, job.trained * count)
         for group, count in zip(groups, (parameters - experts, experts), strict=True)
     ]
-    weight, gradient = job.precision.weight, job.gradient
+    weight = job.precision.weight
+    gradient = job.gradient
     tied = 0.0
     layout = choice.layout
     if job.shape.tied and layout.last_stage_rank != layout.rank_of_stage(0):
@@ -370,7 +380,8 @@ def _exposed(seconds: float, choice: Choice, pass_s: float) -> float:
     each chunk runs its last p microbatches before those of another chunk, which hide its reduction.
     Only its own pass hides the reduction of the last chunk.
     """
-    p, v = choice.layout.pipeline_parallel_size, choice.layout.virtual_pipeline_size
+    p = choice.layout.pipeline_parallel_size
+    v = choice.layout.virtual_pipeline_size
     if v == 1:
         return max(0.0, seconds - pass_s / 2)
     return max(seconds - pass_s * p * (v - 1) / v, seconds / v - pass_s / (2 * v), 0.0)

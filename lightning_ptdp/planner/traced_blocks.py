@@ -26,8 +26,6 @@ from lightning_ptdp.planner.stand_ins import replace_modules, replacing_function
 from lightning_ptdp.shims.torch import storage_key, without_data
 from lightning_ptdp.tensor_parallel import ParallelPlan, Whole
 
-__all__ = ["Followed", "Following", "Run"]
-
 Run = Callable[[nn.Module, int], object]
 """Calls a module with a batch of a given number of samples."""
 
@@ -70,15 +68,15 @@ class Following:
         self.names = [layer.name for layer in layers_of(module, parts.blocks)]
         self.order: list[int] = []
         self.layers: list[Followed] = []
-        self.input, self.head = Trace(), Trace()
+        self.input = Trace()
+        self.head = Trace()
         self._kinds: dict[object, int] = {}
-        self._samples, self._precision, self._software, self._on_cpu = (
-            samples,
-            precision,
-            software,
-            on_cpu,
-        )
-        self._module, self._plan = module, plan
+        self._samples = samples
+        self._precision = precision
+        self._software = software
+        self._on_cpu = on_cpu
+        self._module = module
+        self._plan = plan
         self._running = ""
 
     def follow(self, run: Run) -> None:
@@ -99,10 +97,9 @@ class Following:
                 storage_key(model.get_parameter(name)): weights.get(key, Weight())
                 for key, name in parameter_names.items()
             }
-            sizes = [p.shape for p in model.parameters() if p.dim() > 1]
             recorder = OperationRecorder(
                 storage_weights,
-                sizes=sizes,
+                sizes=[p.shape for p in model.parameters() if p.dim() > 1],
                 samples=self._samples,
                 elementwise=self._software.elementwise,
                 norm_reads=self._software.norm_reads,
@@ -152,9 +149,8 @@ class Following:
         for child in model.modules():
             for key, p in child._parameters.items():
                 if p is not None:
-                    dtype = half or p.dtype
                     empty = nn.Parameter(
-                        torch.empty(p.shape, dtype=dtype, device="cpu"), p.requires_grad
+                        torch.empty(p.shape, dtype=half or p.dtype, device="cpu"), p.requires_grad
                     )
                     child._parameters[key] = replacements.setdefault(id(p), empty)
             for key, b in child._buffers.items():
@@ -212,11 +208,13 @@ class Following:
             recorder.write(outputs)
         recorder.trace = None
         grad_outputs = [torch.empty_like(leaf) for leaf in outputs]
-        recorder.trace, recorder.is_backward = layer.trace, True
+        recorder.trace = layer.trace
+        recorder.is_backward = True
         sources = [*inputs, *(p for p in layer.module.parameters() if p.requires_grad)]
         gradients = torch.autograd.grad(outputs, sources, grad_outputs, allow_unused=True)
         recorder.write(gradient for gradient in gradients[: len(inputs)] if gradient is not None)
-        recorder.trace, recorder.is_backward = None, False
+        recorder.trace = None
+        recorder.is_backward = False
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -21,20 +21,6 @@ from typing import Literal, NamedTuple
 
 from lightning_ptdp.world.stage_placement import StagePlacement, Stages
 
-__all__ = [
-    "COMPUTE",
-    "MESSAGES",
-    "OF_STAGES",
-    "Action",
-    "ActionKind",
-    "Channel",
-    "Direction",
-    "Message",
-    "Schedule",
-    "peak_in_flight",
-    "receives_ahead",
-]
-
 Direction = Literal["forward", "backward"]
 
 
@@ -113,11 +99,9 @@ class Action:
     microbatch: int | None = None
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind}{self.stage}"
-            if self.microbatch is None
-            else f"{self.kind}{self.stage}.{self.microbatch}"
-        )
+        if self.microbatch is None:
+            return f"{self.kind}{self.stage}"
+        return f"{self.kind}{self.stage}.{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -195,7 +179,8 @@ class Schedule(Stages):
             for message in MESSAGES.values()
             if action.kind in (message.send, message.receive)
         )
-        stage, step = action.stage, message.step
+        stage = action.stage
+        step = message.step
         source, target = (
             (stage, stage + step) if action.kind is message.send else (stage - step, stage)
         )

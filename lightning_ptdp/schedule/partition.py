@@ -12,8 +12,6 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
 
-__all__ = ["check_num_layers", "explicit_partition", "partition_layers"]
-
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of layers, one per stage."""
 
@@ -26,7 +24,8 @@ def check_num_layers(
     Raises:
         ValueError: There are fewer layers than p * v; the message proposes sizes that fit.
     """
-    p, v = pipeline_parallel_size, virtual_pipeline_size
+    p = pipeline_parallel_size
+    v = virtual_pipeline_size
     if num_layers >= p * v:
         return
     remedies = [f"at least {p * v} layers"]
@@ -213,13 +212,15 @@ def _smallest_limit(sums: Sequence[int], num_stages: int) -> int:
             if sums[start + 1] - sums[start] > limit:
                 return False
             # Leave one layer for each following stage.
-            stop, furthest = start + 1, num_layers - (num_stages - stage - 1)
+            stop = start + 1
+            furthest = num_layers - (num_stages - stage - 1)
             while stop < furthest and sums[stop + 1] - sums[start] <= limit:
                 stop += 1
             start = stop
         return start == num_layers
 
-    low, high = 0, sums[-1]
+    low = 0
+    high = sums[-1]
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if possible(middle) else (middle + 1, high)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.schedule.actions import OF_STAGES, Action, Schedule
 
-__all__ = ["ScheduleError", "schedule_error", "why_illegal"]
-
 
 class ScheduleError(PTDPError, ValueError):
     """A schedule that is incomplete, out of order, or would hang.
@@ -38,7 +36,8 @@ def schedule_error(
         if len(schedule.programs) > 16 and rank not in marks:
             continue
         center = marks.get(rank, 0)
-        start, stop = max(center - around, 0), max(center, around) + around
+        start = max(center - around, 0)
+        stop = max(center, around) + around
         words = [
             ("--> " if marks.get(rank) == i else "") + str(program[i])
             for i in range(start, min(stop, len(program)))

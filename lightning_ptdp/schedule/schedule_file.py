@@ -26,8 +26,6 @@ from lightning_ptdp.schedule.unit_run import run_compute_order
 from lightning_ptdp.schedule.verifier import verify_schedule
 from lightning_ptdp.world.stage_placement import PLACEMENTS
 
-__all__ = ["dump_schedule", "load_schedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Line:
@@ -182,11 +180,9 @@ def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) 
 
 def _check_complete(path: str | Path, lines: list[_Line], order: Schedule) -> None:
     line_numbers = {action: line.number for line in lines for action in line.actions}
-    kinds, stages, microbatches = (
-        COMPUTE if order.splits_backward else COMPUTE[:2],
-        order.num_stages,
-        order.num_microbatches,
-    )
+    kinds = COMPUTE if order.splits_backward else COMPUTE[:2]
+    stages = order.num_stages
+    microbatches = order.num_microbatches
     expected = itertools.starmap(
         Action, itertools.product(kinds, range(stages), range(microbatches))
     )

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_ptdp.schedule.actions import ActionKind
-from lightning_ptdp.schedule.spans import KIND_NAMES, Number, Span, Timeline, chrome_trace
+from lightning_ptdp.schedule.spans import KIND_NAMES, Number, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-__all__ = ["chrome_trace", "draw_timelines"]
 
 Color = tuple[float, float, float]
 _Pair: TypeAlias = "tuple[Axes, Axes | None]"
@@ -35,8 +34,13 @@ _COLORS: dict[ActionKind, tuple[Color, Color]] = {
 _IDLE: Color = (0.93, 0.93, 0.93)
 _RANK_COLORS: tuple[Color, Color] = ((0.12, 0.12, 0.35), (0.93, 0.55, 0.25))
 _DPI = 160
-_ROW_INCHES, _GAP_INCHES, _CURVE_INCHES, _TITLE_INCHES, _FOOT_INCHES = 0.3, 0.06, 0.79, 0.36, 0.5
-_LEFT_INCHES, _RIGHT_INCHES = 0.62, 0.12
+_ROW_INCHES = 0.3
+_GAP_INCHES = 0.06
+_CURVE_INCHES = 0.79
+_TITLE_INCHES = 0.36
+_FOOT_INCHES = 0.5
+_LEFT_INCHES = 0.62
+_RIGHT_INCHES = 0.12
 
 
 def draw_timelines(
@@ -89,7 +93,8 @@ def draw_timelines(
 
 def _summary(timeline: Timeline, *, measured: bool) -> str:
     """Return one line: sizes, step time, bubble and the most activations that a rank holds."""
-    schedule, v = timeline.schedule, timeline.schedule.virtual_pipeline_size
+    schedule = timeline.schedule
+    v = timeline.schedule.virtual_pipeline_size
     time = (
         f"{float(timeline.step_time) * 1e3:.1f} ms"
         if measured
@@ -121,9 +126,11 @@ def _figure(timelines: Sequence[Timeline], width: int, memory: bool) -> tuple[Fi
         (_TITLE_INCHES, max(len(timeline.spans), 1) * _ROW_INCHES, *memory_rows)
         for timeline in timelines
     ]
-    heights, width_inches = [*itertools.chain(*parts), _FOOT_INCHES], width / _DPI
+    heights = [*itertools.chain(*parts), _FOOT_INCHES]
+    width_inches = width / _DPI
     figure = Figure(figsize=(width_inches, sum(heights)), dpi=_DPI)
-    left, right = _LEFT_INCHES / width_inches, 1 - _RIGHT_INCHES / width_inches
+    left = _LEFT_INCHES / width_inches
+    right = 1 - _RIGHT_INCHES / width_inches
     grid = figure.add_gridspec(
         len(heights), height_ratios=heights, left=left, right=right, bottom=0, top=1, hspace=0
     )
@@ -194,7 +201,8 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
 
     The line shows the held activations in microbatches through all stages of the rank.
     """
-    v, origin = timeline.schedule.virtual_pipeline_size, float(timeline.origin)
+    v = timeline.schedule.virtual_pipeline_size
+    origin = float(timeline.origin)
     curves = timeline.memory()
     for rank, curve in enumerate(curves):
         # Of several points at one time, the last one counts: an activation that ends is released

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from lightning_ptdp.base.option_types import check_types
 from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Schedule
 from lightning_ptdp.schedule.schedule_error import ScheduleError
-from lightning_ptdp.schedule.spans import MemoryCurve, Number, Span, Timeline
-
-__all__ = ["Costs", "MemoryCurve", "Number", "Span", "Timeline", "ideal_bubble", "simulate"]
+from lightning_ptdp.schedule.spans import Number, Span, Timeline
 
 _SENDS = tuple(message.send for message in MESSAGES.values())
 _RECEIVES = tuple(message.receive for message in MESSAGES.values())
@@ -88,7 +86,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     stage_costs = costs.by_stage(schedule.num_stages)
-    traffic, waiting, ready = _Traffic(), dict[Action, int](), list(range(len(schedule.programs)))
+    traffic = _Traffic()
+    waiting = dict[Action, int]()
+    ready = list(range(len(schedule.programs)))
     spans: list[list[Span]] = [[] for _ in ready]
     reductions: list[list[Span]] = [[] for _ in ready]
     runs = [

@@ -12,9 +12,6 @@ from typing import Any
 
 from lightning_ptdp.schedule.actions import Action, ActionKind, Schedule, in_flight, peak_in_flight
 
-__all__ = ["KIND_NAMES", "MemoryCurve", "Number", "Span", "Timeline", "chrome_trace"]
-
-
 Number = int | float | Fraction
 
 
@@ -87,11 +84,9 @@ class Timeline:
         idle = self.step_time * len(self.spans) - busy
         if not busy:
             return 0
-        return (
-            idle / busy
-            if isinstance(idle, float) or isinstance(busy, float)
-            else Fraction(idle) / Fraction(busy)
-        )
+        if isinstance(idle, float) or isinstance(busy, float):
+            return idle / busy
+        return Fraction(idle) / Fraction(busy)
 
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -124,10 +119,8 @@ class Timeline:
         for rank, spans in enumerate(self.spans):
             cells = [""] * round(self.step_time / unit)
             for span in spans:
-                start, end = (
-                    round((span.start - self.origin) / unit),
-                    round((span.end - self.origin) / unit),
-                )
+                start = round((span.start - self.origin) / unit)
+                end = round((span.end - self.origin) / unit)
                 cells[start:end] = [str(span.action), *["=" * width] * (end - start - 1)][
                     : end - start
                 ]

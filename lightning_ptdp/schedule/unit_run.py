@@ -12,9 +12,6 @@ from collections.abc import Iterator
 from lightning_ptdp.schedule.actions import COMPUTE, OF_STAGES, Action, ActionKind, Schedule
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 
-__all__ = ["Numbers", "UnitTimes", "run_compute_order"]
-
-
 _KINDS = tuple(ActionKind)
 _POSITION = {kind: position for position, kind in enumerate(_KINDS)}
 _NEEDS = {
@@ -36,7 +33,8 @@ class Numbers:
     """
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
-        self.num_stages, self.num_microbatches = num_stages, num_microbatches
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
 
     def block(self, kind: ActionKind, stage: int) -> int:
         """Return the number of a stage's action for the first microbatch."""
@@ -89,7 +87,8 @@ class UnitTimes(Numbers):
 
     def ready(self, action: Action) -> int | None:
         """Return the earliest start of ``action``; None if a requirement has not run yet."""
-        latest, number = 0, self.number(action)
+        latest = 0
+        number = self.number(action)
         for distance in self.needs[number // self.num_microbatches]:
             end = self.ends[number + distance]
             if not end:
@@ -153,7 +152,9 @@ def _advance(
     Returns:
         The missing requirement of the next computation, or None at the end.
     """
-    ends, needs, m = times.ends, times.needs, times.num_microbatches
+    ends = times.ends
+    needs = times.needs
+    m = times.num_microbatches
     now = rank_ends[-1] if rank_ends else 0
     for position in range(len(rank_ends), len(program)):
         number = program[position]
@@ -208,7 +209,8 @@ def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytea
         }
         numbers: list[int] = []
         for action in program:
-            block, microbatch = blocks.get((action.kind, action.stage)), action.microbatch
+            block = blocks.get((action.kind, action.stage))
+            microbatch = action.microbatch
             if block is None or microbatch is None or microbatch not in microbatches:
                 reason = (
                     f"{action} is not a computation. Communication and reductions are added by "

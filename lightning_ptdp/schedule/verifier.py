@@ -20,13 +20,12 @@ from lightning_ptdp.schedule.actions import (
     Schedule,
     peak_in_flight,
 )
-from lightning_ptdp.schedule.gathering import check_gathers, without_gathers
+from lightning_ptdp.schedule.lowering import check_gathers, without_gathers
 from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 from lightning_ptdp.schedule.unit_run import Numbers
 
-__all__ = ["ScheduleError", "verify_schedule"]
-
-_F, _R = ActionKind.FORWARD, ActionKind.REDUCE
+_F = ActionKind.FORWARD
+_R = ActionKind.REDUCE
 
 
 def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tuple[int, ...]:
@@ -80,7 +79,8 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
     return tuple(peak_in_flight(program) for program in schedule.programs)
 
 
-_NEVER, _ALWAYS = -2, -1
+_NEVER = -2
+_ALWAYS = -1
 """Indices behind all actions in the bytes that mark the actions that have happened."""
 
 
@@ -156,26 +156,21 @@ class _Proof:
 
     def _rule(self, schedule: Schedule, kind: ActionKind, stage: int) -> None:
         """Add the rule of a computation and, if it takes a remote result, those of its messages."""
-        block, microbatches, local, remote = (
-            self.of.block,
-            range(schedule.num_microbatches),
-            [],
-            None,
-        )
+        block = self.of.block
+        microbatches = range(schedule.num_microbatches)
+        local = []
+        remote = None
         for needed, source in self.of.needed(kind, stage):
             if schedule.rank_of(source) == schedule.rank_of(stage):
                 local.append(block(needed, source))
                 continue
-            message, channel = (
-                MESSAGES[kind],
-                schedule.channel(Action(MESSAGES[kind].receive, stage, 0)),
-            )
-            receive, remote = block(message.receive, stage), block(message.send, source)
+            message = MESSAGES[kind]
+            channel = schedule.channel(Action(MESSAGES[kind].receive, stage, 0))
+            receive = block(message.receive, stage)
+            remote = block(message.send, source)
             local.append(receive)
-            sent, received = (
-                self.sent.setdefault(channel, []),
-                self.received.setdefault(channel, []),
-            )
+            sent = self.sent.setdefault(channel, [])
+            received = self.received.setdefault(channel, [])
             before = self.before.setdefault(channel, [_ALWAYS])
             self.rules[message.receive, stage] = _Rule(
                 microbatches, receive, (), remote, queue=received, message=receive, before=before
@@ -278,10 +273,8 @@ def _check_channels(schedule: Schedule, proof: _Proof) -> None:
         matching, second = map(proof.of.action, mismatch)
         message = next(message for message in MESSAGES.values() if message.receive is second.kind)
         first = Action(message.send, matching.stage - message.step, matching.microbatch)
-        source, destination = (
-            schedule.programs[channel.source],
-            schedule.programs[channel.destination],
-        )
+        source = schedule.programs[channel.source]
+        destination = schedule.programs[channel.destination]
         raise schedule_error(
             schedule,
             {channel.source: source.index(first), channel.destination: destination.index(second)},
@@ -302,7 +295,8 @@ def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
     ready = list(range(len(proof.numbers)))
     while ready:
         rank = ready.pop()
-        program, needs = proof.numbers[rank], proof.needs[rank]
+        program = proof.numbers[rank]
+        needs = proof.needs[rank]
         position = reached[rank]
         while position < len(program):
             if not done[needs[position]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-__all__ = ["Heap"]
-
 # Parameters from malloc.h, and the values that glibc's own adjustment reaches at most.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_MMAP_MAX = -4
 _KEEP_ALL = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1}
 _USUAL = {_MMAP_MAX: 65_536, _MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26}
 _GROWTH = 1.1

@@ -23,32 +23,6 @@ else:
     # the class of a namespace adds its own base.
     LightningCLI = LightningModule = Trainer = Precision = StrategyBase = Launcher = object
 
-__all__ = [
-    "CLIS",
-    "LOADERS",
-    "NAMESPACES",
-    "SAVERS",
-    "TRAINERS",
-    "LightningNames",
-    "StrategyBase",
-    "announce_sigterm",
-    "count_replicas",
-    "fits",
-    "is_compiled",
-    "is_profiling",
-    "keep_model_summary",
-    "layer_sync",
-    "lightning_names",
-    "load_only_named_checkpoints",
-    "logs_graph",
-    "register_signal_handlers",
-    "place_of_saves",
-    "replace_after_closure",
-    "replace_once",
-    "replace_signal_handlers",
-    "requeue_handler",
-    "trainer_options",
-]
 
 REPLACED = "_replaced_by_lightning_ptdp"
 

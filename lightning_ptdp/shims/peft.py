@@ -12,18 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = [
-    "adapter_initializer",
-    "adapters_off",
-    "adapters_of",
-    "copies_of",
-    "original_name",
-    "plain_name",
-    "replaced_by",
-    "seen_through",
-    "set_magnitudes",
-]
-
 _BASES = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_module"}
 
 

@@ -15,29 +15,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-__all__ = [
-    "adds_to_gradient",
-    "compares_storages",
-    "copy_gradient_hooks",
-    "forward_hooks",
-    "forward_pre_hooks",
-    "found_inf",
-    "gradient_dtype",
-    "grouped_product",
-    "has_gradient_hooks",
-    "has_module_hooks",
-    "is_compiled",
-    "keep_padded",
-    "replaced_total_norm",
-    "saved_tensor_hooks",
-    "set_gradient_dtype",
-    "storage_key",
-    "unscale_before_step",
-    "untraced",
-    "with_late_waits",
-    "without_data",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

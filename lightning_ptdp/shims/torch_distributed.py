@@ -9,24 +9,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "abort_process_groups",
-    "all_gather_product",
-    "all_gather_single",
-    "binds_device",
-    "connect_symmetric_memory",
-    "default_store",
-    "flight_record",
-    "has_symmetric_products",
-    "is_communication_error",
-    "nccl_options",
-    "reduce_scatter_product",
-    "reduce_scatter_single",
-    "resolve_group",
-    "start_traced",
-    "wait_traced",
-]
-
 _PLAIN_ERROR = re.compile(
     r"(Gloo \w+ failed with )?\[[^\]]*gloo/[^\]]*:\d+\]|Application timeout caused pair closure"
     r"|(Watchdog caught [^:]*: |Failed to \w+ )?NCCL (communicator|operation|[\w ]+ failed)"

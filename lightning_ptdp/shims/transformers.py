@@ -13,22 +13,6 @@ from torch import Tensor, nn
 
 from lightning_ptdp.base.function_replacement import Replacing
 
-__all__ = [
-    "advance_cache",
-    "as_in_files",
-    "captured_outputs",
-    "collects_by_itself",
-    "has_sdpa",
-    "ignored_names",
-    "image_parts",
-    "image_token_of",
-    "install_capture",
-    "is_capture",
-    "is_causal_model",
-    "is_huggingface_model",
-    "new_cache",
-]
-
 _CAPTURING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -92,7 +76,8 @@ def image_parts(module: nn.Module) -> tuple[str, ...]:
 
     These are all parts of a vision-language model but its language model and head."""
     for name, model in _image_models(module):
-        base, embedding = model.base_model, model.get_input_embeddings()
+        base = model.base_model
+        embedding = model.get_input_embeddings()
         path = [name, "" if base is model else model.base_model_prefix]
         prefix = "".join(f"{part}." for part in path if part)
         return tuple(
@@ -126,11 +111,9 @@ def new_cache(config: Any) -> Any:
 
     cache = DynamicCache(config=config)
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-    return (
-        cache
-        if plain and len(cache.layers) == config.get_text_config(decoder=True).num_hidden_layers
-        else None
-    )
+    if plain and len(cache.layers) == config.get_text_config(decoder=True).num_hidden_layers:
+        return cache
+    return None
 
 
 def advance_cache(cache: Any, length: int, device: torch.device) -> None:

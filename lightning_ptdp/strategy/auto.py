@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from lightning_ptdp.base.forked_processes import in_child
 from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import device_here
@@ -14,7 +15,6 @@ from lightning_ptdp.shims.lightning import Trainer
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.checks import check_data, check_model, check_trainer
 from lightning_ptdp.strategy.checks.whole_model import whole_model
-from lightning_ptdp.strategy.fork_safety import in_child
 from lightning_ptdp.strategy.layout_choice import (
     Forecast,
     LayoutChoice,
@@ -25,8 +25,6 @@ from lightning_ptdp.strategy.layout_choice import (
 )
 from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.world.axes import divisors
-
-__all__ = ["chosen_layout", "report_forecast", "wants_choice"]
 
 
 def wants_choice(layout: LayoutChoice | None, config: PTDPConfig) -> bool:

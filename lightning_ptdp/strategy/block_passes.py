@@ -25,14 +25,6 @@ from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.parameters.materialize import put_values
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = [
-    "BLOCK_PASSES",
-    "BlockPass",
-    "BlockSetting",
-    "apply_block_passes",
-    "shard_parameters",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSetting:
@@ -75,7 +67,8 @@ def _overlap(to: BlockSetting) -> None:
 
 
 def _float8(to: BlockSetting) -> str:
-    scaling, blocks = to.config.fp8, to.parallel.blocks
+    scaling = to.config.fp8
+    blocks = to.parallel.blocks
     assert scaling is not None
     return apply_fp8(to.parallel.module, scaling=scaling, blocks=blocks, device=to.device)
 
@@ -96,7 +89,8 @@ def _shard(to: BlockSetting) -> None:
 
 
 def _recompute(to: BlockSetting) -> None:
-    config, parallel = to.config, to.parallel
+    config = to.config
+    parallel = to.parallel
     apply_recomputation(
         parallel.module,
         policy=config.recompute,

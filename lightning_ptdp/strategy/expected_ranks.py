@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["ExpectedRanks", "has_ended", "listed", "this_process"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedRanks:
@@ -56,11 +54,9 @@ class ExpectedRanks:
         The first rank of a machine watches all other ranks of it. They watch the first rank."""
         node_size = self.world_size // self.num_nodes
         first = self.rank // node_size * node_size
-        return (
-            [rank for rank in range(first, first + node_size) if rank != self.rank]
-            if self.rank == first
-            else [first]
-        )
+        if self.rank == first:
+            return [rank for rank in range(first, first + node_size) if rank != self.rank]
+        return [first]
 
     def missing(self, ranks: list[int]) -> str:
         """Return rank 0's message about ranks that have not joined."""
@@ -87,11 +83,9 @@ class ExpectedRanks:
         """Return the reason why the store, or rank 0 in it, does not answer."""
         if reached:
             return "rank 0 did not join"
-        return (
-            f"{self.keeper} does not answer"
-            if self.rank
-            else f"the store at {self.where} does not answer"
-        )
+        if self.rank:
+            return f"{self.keeper} does not answer"
+        return f"the store at {self.where} does not answer"
 
     def _how(self, nodes: list[int]) -> str:
         if not nodes or self.num_nodes == 1:

@@ -17,10 +17,8 @@ from lightning_ptdp.exchange import (
     models_in,
 )
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.shims.quantized import quantized_parameters
+from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.strategy.model_space import MODEL, ModelSpace
-
-__all__ = ["export_model"]
 
 
 def export_model(

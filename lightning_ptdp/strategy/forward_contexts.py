@@ -19,14 +19,12 @@ from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.pipeline.stage import Placeholder
+from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.schedule.generators import may_split_backward
 from lightning_ptdp.tensor_parallel import SplitRandomness
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 from lightning_ptdp.tensor_parallel.region import is_whole
 from lightning_ptdp.world.mesh import ProcessMesh
-
-__all__ = ["check_surroundings", "make_surroundings"]
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head")
 
@@ -49,7 +47,8 @@ def make_surroundings(
       splits that attention over slices of the sequence.
     - Deferred weight gradients are before both of these modes, because any product with which they
       replace a call must be deferrable."""
-    context, tensor = mesh.group("context"), mesh.group("tensor")
+    context = mesh.group("context")
+    tensor = mesh.group("tensor")
     shards = [] if parallel.shards is None else [parallel.shards]
     entries: list[Surrounding] = [*shards, _step_randomness(config, mesh, parallel, device)]
     if may_split_backward(config.schedule):
@@ -93,7 +92,8 @@ def make_surroundings(
 def _step_randomness(
     config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, device: torch.device
 ) -> StepRandomness:
-    module, names = parallel.module, parallel.blocks
+    module = parallel.module
+    names = parallel.blocks
     draws = mesh.layout.world_size > 1 or config.runs_backward
     try:
         layers = [

@@ -30,9 +30,6 @@ from lightning_ptdp.strategy.stopping import (
     not_handing_on,
 )
 
-__all__ = ["InProcessLauncher", "make_launcher", "shared_file"]
-
-
 _LAST_WORD_S = 5.0
 _FORKED_TOO_LATE = "pytorch/wiki/Autograd-and-Fork"
 _T = TypeVar("_T")

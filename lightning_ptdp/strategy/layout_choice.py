@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lightning_ptdp.base.forked_processes import in_child
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import (
     RESERVE,
@@ -25,20 +26,9 @@ from lightning_ptdp.planner import (
     find_software,
     search,
 )
-from lightning_ptdp.strategy.fork_safety import in_child
 from lightning_ptdp.strategy.planning import described, trained_share, type_of_states
 from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.layout import ParallelLayout
-
-__all__ = [
-    "Forecast",
-    "LayoutChoice",
-    "Training",
-    "choose",
-    "fastest_layouts",
-    "refuse_given",
-    "replica_rows",
-]
 
 LayoutChoice = Literal["auto"]
 _CHOSEN = (
@@ -160,7 +150,8 @@ def choose(
         ValueError: The model's sizes are unknown, no layout fits, or the model accepts none of
             those that fit.
     """
-    candidates, device = fastest_layouts(training), training.device
+    candidates = fastest_layouts(training)
+    device = training.device
     if not candidates:
         raise ValueError(
             f"layout='auto' found no layout that fits on {training.world_size} x {device.name} "

@@ -18,11 +18,9 @@ from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.shims.quantized import quantized_parameters
+from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-
-__all__ = ["MASTER", "MODEL", "Checkpoint", "ModelSpace", "PathLike", "checked_tensor"]
 
 Checkpoint = dict[str, Any]
 """A complete or partial checkpoint, as Lightning and the hooks compose it."""
@@ -163,7 +161,8 @@ class ModelSpace:
         the last stage's value is saved, because that stage sees the whole step."""
         if not self.is_cut:
             return False
-        mesh, cut = self.mesh, self.part.cut
+        mesh = self.mesh
+        cut = self.part.cut
         assert mesh is not None
         if mesh.group("replica_sum").rank or mesh.group("tensor").rank:
             return True

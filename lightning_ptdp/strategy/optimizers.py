@@ -22,8 +22,6 @@ from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["OptimizerGroupsError", "settle_groups"]
-
 Description = dict[str, object]
 """One group: its options by name, and in ``"params"`` its parameters' uncut names."""
 
@@ -126,7 +124,8 @@ def _drop_foreign(
     for parameter in foreign:
         optimizer.state.pop(parameter, None)
     for parameter, managed in parameters.items():
-        full_shape, local_shape = managed.placement.full_shape, managed.placement.local_shape
+        full_shape = managed.placement.full_shape
+        local_shape = managed.placement.local_shape
         for key, value in (
             optimizer.state[parameter].items() if parameter in optimizer.state else ()
         ):
@@ -228,11 +227,9 @@ def _difference(group: Description, peer_group: Description, peer: int) -> str:
     for left, right, rank, other_rank in ((*names, 0, peer), (*reversed(names), peer, 0)):
         if missing := [name for name in left if name not in right]:
             return f"'{missing[0]}' on rank {rank}, but not on rank {other_rank}"
-    return (
-        f"its parameters in another order on rank {peer} than on rank 0"
-        if names[0] != names[1]
-        else ""
-    )
+    if names[0] != names[1]:
+        return f"its parameters in another order on rank {peer} than on rank 0"
+    return ""
 
 
 def _refusal(reason: str) -> OptimizerGroupsError:

@@ -26,17 +26,19 @@ from lightning_ptdp.strategy.planning import type_of_states
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
-__all__ = ["explain_memory", "memory_note"]
-
 _ACTIVATIONS = "activations"
-_GIB, _MUCH, _SHOWN = 2**30, 1.1, 3
+_GIB = 2**30
+_MUCH = 1.1
+_SHOWN = 3
 
 Parts = dict[str, float]
 
 
 def explain_memory(strategy: RunningStrategy) -> str:
     """Return the note for the error of a rank that is out of memory."""
-    config, layout, engine = strategy.config, strategy.layout, strategy._engine
+    config = strategy.config
+    layout = strategy.layout
+    engine = strategy._engine
     mixture = any(_experts(strategy.model))
     if engine is None:
         larger = _larger_layout(layout, mixture=mixture)
@@ -49,12 +51,11 @@ def explain_memory(strategy: RunningStrategy) -> str:
     b = config.micro_batch_size or (
         -(-batch // config.microbatches(batch)) if isinstance(batch, int) else None
     )
-    rank = layout.coordinates(strategy.global_rank)["pipeline"]
     expected = _expected(
         strategy.model,
         config,
         layout,
-        rank=rank,
+        rank=layout.coordinates(strategy.global_rank)["pipeline"],
         precision=str(trainer.precision),
         micro_batch_size=b,
     )
@@ -245,11 +246,13 @@ def memory_note(
         if found.get(name, 0.0) > _MUCH * expected[name]
     }
     if excess:
-        part, reason = max(excess, key=lambda name: excess[name]), "more than expected"
+        part = max(excess, key=lambda name: excess[name])
+        reason = "more than expected"
     else:
         # The allocation that failed is not counted in what is held.
         sizes = {_ACTIVATIONS: found.get(_ACTIVATIONS, float("inf")), **expected}
-        part, reason = max(sizes, key=lambda name: sizes[name]), "the largest part"
+        part = max(sizes, key=lambda name: sizes[name])
+        reason = "the largest part"
     table = columns([["GiB on this rank", "expected", "held"], *rows], words=(0,))
     return (
         f"{table}\n{part}: {reason}. Use "
@@ -274,11 +277,9 @@ def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout, *, mixture:
 
 
 def _larger_layout(layout: ParallelLayout, *, mixture: bool) -> str:
-    t, p, e = (
-        layout.tensor_parallel_size,
-        layout.pipeline_parallel_size,
-        layout.expert_parallel_size,
-    )
+    t = layout.tensor_parallel_size
+    p = layout.pipeline_parallel_size
+    e = layout.expert_parallel_size
     experts = f"expert_parallel_size (it is {e}), " if mixture else ""
     return (
         f"a larger {experts}tensor_parallel_size (it is {t}) or pipeline_parallel_size (it is {p})"

@@ -19,8 +19,6 @@ from lightning_ptdp.base.function_replacement import PartialModelError
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
 
-__all__ = ["ParameterGuard"]
-
 
 class ParameterGuard:
     """Guard of the modules of which this rank holds a part.

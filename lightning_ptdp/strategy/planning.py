@@ -23,10 +23,8 @@ from lightning_ptdp.planner import (
     search,
 )
 from lightning_ptdp.planner.examples import Example, call_with, longest_sample
-from lightning_ptdp.planner.model_trace import trace_shape
+from lightning_ptdp.planner.model_trace import trace_shape, with_images
 from lightning_ptdp.strategy.checks.whole_model import CUT_MARK, plan_of, whole_model
-
-__all__ = ["described", "plan", "trained_share", "type_of_states"]
 
 
 def plan(  # noqa: PLR0913
@@ -146,7 +144,7 @@ def described(
     try:
         if CUT_MARK in vars(module):
             raise ValueError("it was already cut for a layout, so its forward covers only a part")
-        return trace_shape(
+        shape = trace_shape(
             module,
             plan_of(cast(Any, module), config),
             call_with(module, example, sequence_length=tokens),
@@ -155,6 +153,7 @@ def described(
             on_cpu=device.kind == "cpu",
             sequence_length=tokens or 1,
         )
+        return shape if example is not None else with_images(shape, module)
     except ValueError as error:
         for model_config in configs:
             try:

@@ -20,9 +20,6 @@ from lightning_ptdp.shims.torch import found_inf, unscale_before_step
 from lightning_ptdp.strategy.world import World
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["convert", "loss_scale", "prepare_loss_scaling", "replacing"]
-
-
 _INITIAL_SCALE = 2.0**12
 """Initial loss scale of "16-true".
 

@@ -9,11 +9,13 @@ there."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from inspect import Parameter, Signature
+from typing import Any, get_type_hints
 
 import torch
 
@@ -41,6 +43,7 @@ from lightning_ptdp.strategy.checks import (
     check_trainer,
     warn_of_objects,
 )
+from lightning_ptdp.strategy.checks.trial_step import verify_first_step
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.layout_choice import Forecast, LayoutChoice
 from lightning_ptdp.strategy.out_of_memory import explain_memory
@@ -48,10 +51,33 @@ from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.strategy.saving import FolderSaves
 from lightning_ptdp.strategy.setup_hooks import SetupHooks
 from lightning_ptdp.strategy.snapshots import check_nodes
-from lightning_ptdp.strategy.strategy_arguments import constructor
-from lightning_ptdp.strategy.verifying import verify_first_step
 
-__all__ = ["PTDPStrategy", "strategy_class"]
+
+def constructor(
+    construct: Callable[..., None], lightning: Callable[..., None]
+) -> Callable[..., None]:
+    """Return ``construct`` with the signature that ``inspect`` and jsonargparse read.
+
+    ``lightning`` is the constructor of Lightning's class."""
+
+    @wraps(construct)
+    def init(self: StrategyBase, **options: Any) -> None:
+        construct(self, **options)
+
+    all_parameters = [
+        Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
+        Parameter("layout", Parameter.KEYWORD_ONLY, default=None, annotation=LayoutChoice | None),
+    ]
+    for source in (PTDPConfig.__init__, lightning):
+        hints = get_type_hints(source)
+        parameters = list(inspect.signature(source).parameters.values())[1:]
+        all_parameters += [
+            parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+            for parameter in parameters
+        ]
+    init.__qualname__ = "PTDPStrategy.__init__"
+    vars(init)["__signature__"] = Signature(all_parameters)
+    return init
 
 
 class _PTDPStrategy(SetupHooks):
@@ -224,15 +250,11 @@ class _PTDPStrategy(SetupHooks):
         return {**state, **dict.fromkeys(of_a_run), **saves}
 
 
-def strategy_class(namespace: str = "lightning.pytorch") -> type[StrategyBase]:
+@lru_cache(maxsize=2)
+def strategy_class(namespace: str) -> type[StrategyBase]:
     """Return the strategy for one of Lightning's two namespaces.
 
     These are ``lightning.pytorch`` and ``pytorch_lightning``."""
-    return _make_class(namespace)
-
-
-@lru_cache(maxsize=2)
-def _make_class(namespace: str) -> type[StrategyBase]:
     names = lightning_names(namespace)
     # pickle finds a class by its qualified name in this module.
     qualified = "PTDPStrategy" if namespace == "lightning.pytorch" else _OTHER_NAME
@@ -247,7 +269,7 @@ def _make_class(namespace: str) -> type[StrategyBase]:
 
 
 _OTHER_NAME = "PyTorchLightningPTDPStrategy"
-PTDPStrategy: Any = strategy_class()
+PTDPStrategy: Any = strategy_class("lightning.pytorch")
 
 
 def __getattr__(name: str) -> type[StrategyBase]:

@@ -34,12 +34,15 @@ from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks, has_ended, listed, this_process
 
-__all__ = ["join"]
-
-_CALL, _ANSWER = "lightning_ptdp/call", "lightning_ptdp/answer"
-_CAME, _ALL, _LOST = "lightning_ptdp/came", "lightning_ptdp/all", "lightning_ptdp/lost"
+_CALL = "lightning_ptdp/call"
+_ANSWER = "lightning_ptdp/answer"
+_CAME = "lightning_ptdp/came"
+_ALL = "lightning_ptdp/all"
+_LOST = "lightning_ptdp/lost"
 _VERSIONS = "lightning_ptdp/versions"
-_ROLL, _HERE, _KNOWS = "lightning_ptdp/roll", "lightning_ptdp/here", "lightning_ptdp/knows"
+_ROLL = "lightning_ptdp/roll"
+_HERE = "lightning_ptdp/here"
+_KNOWS = "lightning_ptdp/knows"
 _ANSWERS_S = 2.0
 _POLL_S = 0.02
 _LOOK_S = 0.1
@@ -121,7 +124,9 @@ class _InThread:
     """Runner of blocking calls in another thread, which are abandoned after a limit."""
 
     def __init__(self, crowd: ExpectedRanks, limit: timedelta, ended: Callable[[], str]) -> None:
-        self._crowd, self._limit, self._ended = crowd, limit.total_seconds(), ended
+        self._crowd = crowd
+        self._limit = limit.total_seconds()
+        self._ended = ended
         self._notes: dist.Store | None = None
         self._closed = threading.Event()
         self._listening: threading.Thread | None = None
@@ -261,7 +266,8 @@ def _compare_versions(life_store: dist.Store, rank: int) -> None:
     Raises:
         RequirementError: They differ. The other ranks report the same reason.
     """
-    mine, first = versions_that_matter(), json.loads(life_store.get(_VERSIONS))
+    mine = versions_that_matter()
+    first = json.loads(life_store.get(_VERSIONS))
     for name in sorted(mine.keys() | first.keys()):
         here, there = (found.get(name, "none") for found in (mine, first))
         if here != there:

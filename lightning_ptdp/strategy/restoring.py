@@ -44,16 +44,6 @@ from lightning_ptdp.models.pretrained_folder import ADAPTER_NAMES
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike
 
-__all__ = [
-    "check_trained",
-    "fill_part",
-    "fill_whole",
-    "load_initial_weights",
-    "load_optimizers",
-    "needs_initial_values",
-    "read_checkpoint",
-]
-
 
 def read_checkpoint(
     path: Place, space: ModelSpace, *, keeper: SaveFolders, on_damage: OnDamage, resuming: bool

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,13 +18,41 @@ from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context, Surroundings
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.shims.lightning import LightningNames, StrategyBase
+from lightning_ptdp.shims.lightning import (
+    LightningNames,
+    StrategyBase,
+    Trainer,
+    set_last_validation,
+    validation_times,
+)
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.stopping import Interruption, StopRequest
-from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["Run", "RunningStrategy"]
+
+class ValidationClock:
+    """Decision before each batch whether a validation follows it.
+
+    Lightning is shown a time that enforces the decision."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._since = -math.inf
+
+    def agree(self, all_say: Callable[[bool], bool]) -> None:
+        """Agree before a batch, on all ranks, whether a validation follows.
+
+        Args:
+            all_say: Collective; returns True if its argument is true on all ranks.
+        """
+        seconds, last = validation_times(self._trainer)
+        if seconds is None:
+            return
+        if math.isfinite(last):
+            self._since = last  # set by Lightning: the fit has begun, or a validation has ended
+        due = all_say(time.monotonic() - self._since >= seconds)
+        set_last_validation(self._trainer, -math.inf if due else math.inf)
+
 
 _T = TypeVar("_T")
 
@@ -130,7 +160,8 @@ class RunningStrategy(StrategyBase):
             with context():
                 yield
         finally:
-            self._running_step, self._answers_for_rank_zero = None, False
+            self._running_step = None
+            self._answers_for_rank_zero = False
             self._guard_parameters(None)
 
     def _guard_parameters(self, hook: str | None) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import RandomSampler
 
 from lightning_ptdp.checkpoint import same_outcome
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
@@ -34,15 +37,12 @@ from lightning_ptdp.strategy.checks import (
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
-from lightning_ptdp.strategy.distributed_sampling import read_alike
 from lightning_ptdp.strategy.forward_contexts import make_surroundings
 from lightning_ptdp.strategy.optimizers import settle_groups
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import load_initial_weights, needs_initial_values
 from lightning_ptdp.strategy.steps import StepHooks
-
-__all__ = ["SetupHooks"]
 
 
 class SetupHooks(StepHooks):
@@ -166,7 +166,8 @@ class SetupHooks(StepHooks):
         """Make the optimizer with the groups that the uncut model would have.
 
         There is one optimizer, except under manual optimization."""
-        parallel, parameters = self.parallel, self.parallel.parameters
+        parallel = self.parallel
+        parameters = self.parallel.parameters
         for managed in parameters.values():
             managed.stays_whole = False
         view = (
@@ -201,7 +202,8 @@ class SetupHooks(StepHooks):
         self, view: UncutView
     ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
         """Return a context in which the module looks uncut."""
-        parameters, pipeline = self.parallel.parameters, self.mesh.group("pipeline")
+        parameters = self.parallel.parameters
+        pipeline = self.mesh.group("pipeline")
         trained = {managed.name: p.requires_grad for p, managed in parameters.items()}
         if pipeline.size > 1:  # stages may have frozen parameters since the cut
             with self.waiting_in("exchanging the names of frozen parameters"):
@@ -265,3 +267,38 @@ class SetupHooks(StepHooks):
             replica = self.layout.replica(self.global_rank)
             read_alike(dataloader, seed_worker=partial(self._names.seed_worker, rank=replica))
         return dataloader
+
+
+# ---- One order of samples in every layout --------------------------------------------------------
+
+
+def read_alike(dataloader: object, *, seed_worker: Callable[[int], None]) -> None:
+    """Let all ranks of a replica read the same samples in the same order.
+
+    ``seed_worker`` seeds a worker of the loader by its number and the replica. Lightning would seed
+    each rank's workers differently."""
+    sampler = getattr(dataloader, "sampler", None)
+    if isinstance(sampler, RandomSampler):
+        _draw_like_replicas(sampler)
+    unseeded = getattr(dataloader, "worker_init_fn", 0) is None
+    if unseeded and os.getenv("PL_SEED_WORKERS", "0") == "1":
+        vars(dataloader)["worker_init_fn"] = seed_worker
+
+
+def _draw_like_replicas(sampler: RandomSampler) -> None:
+    """Let a random sampler without a generator draw the order of ``DistributedSampler``.
+
+    Lightning gives that sampler to replicas; its order depends on the seed of ``seed_everything``
+    and on the epoch. Without a generator the sampler would draw from the process's random state,
+    which pipeline stages consume differently."""
+    if sampler.generator is not None:
+        return
+    sampler.generator = torch.Generator()
+    # Lightning seeds its own sampler in the same way, and calls ``set_epoch`` if a sampler has it.
+    begin = partial(_begin, sampler.generator, int(os.getenv("PL_GLOBAL_SEED", "0")))
+    vars(sampler)["set_epoch"] = begin
+    begin(0)
+
+
+def _begin(generator: torch.Generator, seed: int, epoch: int) -> None:
+    generator.manual_seed(seed + epoch)

@@ -20,8 +20,6 @@ from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
 from lightning_ptdp.strategy.snapshot_hooks import SnapshotHooks
 
-__all__ = ["StepHooks"]
-
 
 class StepHooks(SnapshotHooks):
     """Layer of the strategy: training and evaluation steps, gradients and their norm."""
@@ -51,7 +49,8 @@ class StepHooks(SnapshotHooks):
 
         It does so for the first batch of an accumulation, unless the user overrides
         ``optimizer_zero_grad``."""
-        trainer, names = self.lightning_module.trainer, self._names
+        trainer = self.lightning_module.trainer
+        names = self._names
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         return first and not names.is_overridden("optimizer_zero_grad", self.lightning_module)
 
@@ -59,7 +58,8 @@ class StepHooks(SnapshotHooks):
         self, closure_loss: Tensor, optimizer: Optimizer, *args: object, **kwargs: object
     ) -> Tensor:
         """Leave the batch's gradients, summed over the replicas, in ``.grad``."""
-        plugin, module = self.precision_plugin, self.lightning_module
+        plugin = self.precision_plugin
+        module = self.lightning_module
         if not module.automatic_optimization:
             closure_loss = plugin.pre_backward(closure_loss, module)
             with self._during("step"), self.engine.optimization.manual_backward():

@@ -28,16 +28,6 @@ from lightning_ptdp.shims.lightning import (
     replace_signal_handlers,
 )
 
-__all__ = [
-    "INTERRUPTED",
-    "Interruption",
-    "StopRequest",
-    "ending_children_on_sigterm",
-    "handing_on_ctrl_c",
-    "not_handing_on",
-]
-
-
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that ended by Ctrl-C."""
 
@@ -46,7 +36,8 @@ _ANNOUNCEMENT = (
     "first). Press it again to end now"
 )
 _HANDED_ON = "Ctrl-C: the processes end after their step. Press it again to end them now"
-_TERMINATE, _INTERRUPT = 1, 2
+_TERMINATE = 1
+_INTERRUPT = 2
 
 
 class StopRequest:
@@ -198,7 +189,9 @@ def not_handing_on() -> None:
 
 class _HandsOn:
     def __init__(self, launcher: Launcher, notes: SignalNotes) -> None:
-        self._launcher, self._notes, self._owner = launcher, notes, os.getpid()
+        self._launcher = launcher
+        self._notes = notes
+        self._owner = os.getpid()
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         # A rank was just forked, or no rank has been started yet.
@@ -232,12 +225,10 @@ class Interruption:
     """
 
     def __init__(self, trainer: Trainer, watchdog: Watchdog, *, run: str, on_device: bool) -> None:
-        self._trainer, self._watchdog, self._run, self._on_device = (
-            trainer,
-            watchdog,
-            run,
-            on_device,
-        )
+        self._trainer = trainer
+        self._watchdog = watchdog
+        self._run = run
+        self._on_device = on_device
         self._alone: bool | None = None
 
     def is_of_this_rank_alone(self) -> bool:

@@ -25,9 +25,8 @@ from lightning_ptdp.strategy.checks.machine_limits import (
 )
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
 from lightning_ptdp.strategy.rendezvous import join
-from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy
+from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy, ValidationClock
 from lightning_ptdp.strategy.stopping import Interruption, StopRequest
-from lightning_ptdp.strategy.validation_clock import ValidationClock
 from lightning_ptdp.world.launched import launched_processes
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh, default_group_options
@@ -38,8 +37,6 @@ from lightning_ptdp.world.rendezvous_address import (
     meeting_store,
     torchrun_keeps_store,
 )
-
-__all__ = ["World"]
 
 
 class World(RunningStrategy):
@@ -104,7 +101,8 @@ class World(RunningStrategy):
     @property
     def layout(self) -> ParallelLayout:
         """Return the degrees of parallelism in this world."""
-        config, world_size = self.config, max(1, self.num_nodes * self.num_processes)
+        config = self.config
+        world_size = max(1, self.num_nodes * self.num_processes)
         if self._layout is None or self._layout[0] is not config or self._layout[1] != world_size:
             self._layout = config, world_size, config.layout(world_size)
         return self._layout[2]
@@ -122,7 +120,8 @@ class World(RunningStrategy):
 
         These are one node, and one device on a CPU or with a single visible GPU. No process is
         forked or spawned if the launcher has started all."""
-        found, devices = launched_processes(os.environ), self.parallel_devices
+        found = launched_processes(os.environ)
+        devices = self.parallel_devices
         if found is None or not self.cluster_environment.creates_processes_externally:
             return
         if len(devices) == 1 and (devices[0].type == "cpu" or torch.cuda.device_count() == 1):
@@ -192,9 +191,11 @@ class World(RunningStrategy):
         if layout.world_size > 1 and not dist.is_initialized():
             mesh, board = self._join(layout)
         elif before is not None:
-            mesh, board = before.mesh, before.board
+            mesh = before.mesh
+            board = before.board
         else:
-            mesh, board = self._make_mesh(layout), None
+            mesh = self._make_mesh(layout)
+            board = None
         if before is None or before.watchdog.closed:
             watchdog = Watchdog.create(mesh=mesh, limit_s=self.config.timeout_s, store=board)
         else:
@@ -210,7 +211,8 @@ class World(RunningStrategy):
             # The ranks of a replica must augment their samples alike. seed_everything has given all
             # ranks the same seed.
             seed_process(derive_seed(seed, "process", layout.replica(self.global_rank)))
-        trainer, on_device = self.lightning_module.trainer, self.root_device.type == "cuda"
+        trainer = self.lightning_module.trainer
+        on_device = self.root_device.type == "cuda"
         return Run(
             mesh=mesh,
             board=board,
@@ -241,7 +243,8 @@ class World(RunningStrategy):
 
     def _join(self, layout: ParallelLayout) -> tuple[ProcessMesh, dist.Store | None]:
         backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
-        environment, limit = self.cluster_environment, self.config.timeout
+        environment = self.cluster_environment
+        limit = self.config.timeout
         assert environment is not None
         one_machine, by_torchrun = self.num_nodes == 1, torchrun_keeps_store()
         expected = ExpectedRanks(
@@ -289,9 +292,11 @@ class World(RunningStrategy):
         """Restore the network interfaces that the user or torch chose, and the C library's heap.
 
         Groups that are made later use these interfaces."""
-        chosen, self._interfaces = self._interfaces, []
+        chosen = self._interfaces
+        self._interfaces = []
         listen_anywhere(chosen)
-        heap, self._heap = self._heap, None
+        heap = self._heap
+        self._heap = None
         if heap is not None:
             heap.close()
 

@@ -8,7 +8,6 @@ the part of the full parameter that this rank holds (``tensor_shards.py``). The 
 does not change.
 """
 
-from lightning_ptdp.tensor_parallel.captured_outputs import check_captured, refuse_captured_parts
 from lightning_ptdp.tensor_parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from lightning_ptdp.tensor_parallel.kinds import (
     SPLIT_AXES,
@@ -39,7 +38,9 @@ from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
 from lightning_ptdp.tensor_parallel.swap import (
+    check_captured,
     is_in_region,
+    refuse_captured_parts,
     replace_aliases,
     shard_module,
     split_sequence,

@@ -36,22 +36,6 @@ from lightning_ptdp.shims.torch_distributed import (
 )
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "PendingCollective",
-    "check_divisible",
-    "copy",
-    "gather_last",
-    "gather_sequence",
-    "join_sequence",
-    "reduce",
-    "scatter_sequence",
-    "split_sequence",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_reduce_scatter",
-    "total",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCollective:
@@ -236,7 +220,9 @@ class _ShardExchange(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, function: Exchange, gradient: Exchange, group: Group, dim: int
     ) -> Tensor:
-        ctx.gradient, ctx.group, ctx.dim = gradient, group, dim
+        ctx.gradient = gradient
+        ctx.group = group
+        ctx.dim = dim
         return function(x, group, dim)
 
     @staticmethod
@@ -274,7 +260,8 @@ def check_divisible(x: Tensor, dim: int, group: Group) -> None:
             are.
     """
     if x.size(dim) % group.size:
-        length, below = x.size(dim), x.size(dim) // group.size * group.size
+        length = x.size(dim)
+        below = x.size(dim) // group.size * group.size
         multiples = " or ".join(str(n) for n in (below, below + group.size) if n)
         raise ValueError(
             f"a sequence of length {length} cannot be split over tensor_parallel_size={group.size} "

@@ -25,16 +25,6 @@ from lightning_ptdp.tensor_parallel.collectives import start_all_reduce
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "Reduction",
-    "TokenLoss",
-    "checked_targets",
-    "reduced",
-    "sum_over",
-    "vocabulary_parallel_cross_entropy",
-    "vocabulary_parallel_logsumexp",
-]
-
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -75,7 +65,8 @@ def vocabulary_parallel_cross_entropy(
     """
     assert logits.size(-1) == vocabulary.rows, (tuple(logits.shape), vocabulary)
     assert logits.shape[:-1] == target.shape, (tuple(logits.shape), tuple(target.shape))
-    logits_nw, target_n = logits.reshape(-1, vocabulary.rows), target.reshape(-1)
+    logits_nw = logits.reshape(-1, vocabulary.rows)
+    target_n = target.reshape(-1)
     counted_n, target_n = checked_targets(target_n, ignore_index, vocabulary)
     formula = TokenLoss(vocabulary, label_smoothing, z_loss)
     return reduced(

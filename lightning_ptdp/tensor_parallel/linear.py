@@ -38,8 +38,6 @@ from lightning_ptdp.tensor_parallel.parallel_product import (
 from lightning_ptdp.tensor_parallel.randomness import Randomness
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ColumnParallelLinear", "ParallelLayer", "RowParallelLinear"]
-
 
 class ParallelLayer(nn.Module):
     """Base class of layers that hold a shard of their weights and compute its products.
@@ -58,7 +56,9 @@ class ParallelLayer(nn.Module):
         self, *, transposed: bool = False, group: Group, sequence_parallel: bool = False
     ) -> None:
         super().__init__()
-        self.transposed, self.group, self.sequence_parallel = transposed, group, sequence_parallel
+        self.transposed = transposed
+        self.group = group
+        self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradients | None = None
         self.products: Products = MatrixProduct
         self.pieces: Pieces = 1
@@ -173,7 +173,8 @@ class ColumnParallelLinear(ParallelLayer):
         super().__init__(transposed=transposed, group=group, sequence_parallel=sequence_parallel)
         local, self.in_features = reversed(weight.shape) if transposed else weight.shape
         self.parts = tuple(parts) if parts is not None else (local * group.size,)
-        self.out_features, self.enters = sum(self.parts), enters
+        self.out_features = sum(self.parts)
+        self.enters = enters
         self.weight = weight
         self.register_parameter("bias", bias)
 

@@ -38,8 +38,6 @@ from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelHead
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["DEFAULT_CHUNK_MB", "check_chunk", "linear_cross_entropy"]
-
 DEFAULT_CHUNK_MB = 256.0
 """Size of the logits that exist at a time: enough rows for a product that fills a GPU."""
 
@@ -158,9 +156,11 @@ def _parts_of(head: nn.Module, rows: int) -> _Parts | None:
     if has_module_hooks(head):
         return None
     if isinstance(head, VocabularyParallelHead):
-        words, group = head.vocabulary, head.group
+        words = head.vocabulary
+        group = head.group
     elif isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        words, group = VocabularyRange(size=head.weight.size(0)), Group()
+        words = VocabularyRange(size=head.weight.size(0))
+        group = Group()
     else:
         return None
     return _Parts(head.weight, head.bias, words, group, rows) if rows < words.rows else None
@@ -195,7 +195,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             log_sum_n = largest_n + z_n.log()
         ctx.save_for_backward(x_nh, target_n, counted_n, log_sum_n)
-        ctx.parts, ctx.formula = parts, formula
+        ctx.parts = parts
+        ctx.formula = formula
         return formula.value(log_sum_n, picked_n, [total_n], log_sum_n).masked_fill(~counted_n, 0.0)
 
     @staticmethod

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["has_own_forward", "is_conv1d", "is_linear", "output_input_sizes", "stores_outputs_last"]
-
 # Subclasses of nn.Linear with a different forward that computes the same result.
 _AS_LINEAR = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
 

@@ -15,8 +15,6 @@ from torch import nn
 
 from lightning_ptdp.tensor_parallel.patterns import matches
 
-__all__ = ["Number", "Numbers", "PerCopy", "PerRank", "local_numbers", "set_numbers"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PerRank:
@@ -72,7 +70,8 @@ def local_numbers(
                         f"attribute of '{name}' ({type(module).__name__}); it has: "
                         f"{', '.join(_plain(module)) or 'none'}"
                     )
-                value, parts = vars(module)[key], number.parts(tensor_parallel_size)
+                value = vars(module)[key]
+                parts = number.parts(tensor_parallel_size)
                 if value % parts:
                     raise ValueError(
                         f"'{name}': {key}={value} is not divisible by "

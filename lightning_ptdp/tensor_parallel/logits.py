@@ -34,8 +34,6 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["VocabularyParallelLogits", "gather_full", "keeps_vocabulary", "local_logits"]
-
 
 class VocabularyParallelLogits(torch.Tensor):
     """This rank's columns of logits (..., V); created by ``wrap``.
@@ -55,14 +53,16 @@ class VocabularyParallelLogits(torch.Tensor):
         """Wrap local logits (..., ceil(V/t)) as logits (..., V)."""
         assert local.size(-1) == vocabulary.rows, (tuple(local.shape), vocabulary)
         logits = local.as_subclass(VocabularyParallelLogits)
-        logits.vocabulary, logits.group = vocabulary, group
+        logits.vocabulary = vocabulary
+        logits.group = group
         return logits
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping | None = None
     ) -> object:
-        name, kwargs = _name_of(func), dict(kwargs or {})
+        name = _name_of(func)
+        kwargs = dict(kwargs or {})
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         first = args[0] if args else None
@@ -122,11 +122,9 @@ def _like(logits: VocabularyParallelLogits, local: Tensor) -> VocabularyParallel
 def _name_of(func: Callable) -> str:
     """Return ``"shape"`` for the getter of ``Tensor.shape``, else the function's own name."""
     name = getattr(func, "__name__", "")
-    return (
-        str(getattr(getattr(func, "__self__", None), "__name__", name))
-        if name == "__get__"
-        else name
-    )
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,9 @@ def _as_whole(call: _Call) -> object:
 
 def _view(call: _Call) -> object:
     """Reshape all dimensions except the last one, which must remain the vocabulary."""
-    logits, local, full = call.logits, call.local, call.on(_whole(call.logits))
+    logits = call.logits
+    local = call.local
+    full = call.on(_whole(call.logits))
     if full.dtype is not logits.dtype or not full.dim() or full.size(-1) != logits.vocabulary.size:
         return NotImplemented
     sizes = (*full.shape[:-1], local.size(-1))
@@ -234,7 +234,8 @@ def keeps_vocabulary(index: tuple, dims: int) -> bool:
 
     After the ellipsis is expanded, the last item must be ``:``.
     """
-    consumed, ellipses = 0, 0
+    consumed = 0
+    ellipses = 0
     for item in index:
         if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
             if item.dim() == 0:
@@ -260,10 +261,13 @@ def _cross_entropy(call: _Call) -> object:
 
     Unsupported cases (class weights, class probabilities, (N, C, d)) gather the logits.
     """
-    logits, bound = call.logits, _LOSS.bind(call.logits, *call.args, **call.kwargs)
+    logits = call.logits
+    bound = _LOSS.bind(call.logits, *call.args, **call.kwargs)
     bound.apply_defaults()
     args = bound.arguments
-    target, reduction, smoothing = args["target"], args["reduction"], args["label_smoothing"]
+    target = args["target"]
+    reduction = args["reduction"]
+    smoothing = args["label_smoothing"]
     plain = all(args[name] is None for name in ("weight", "size_average", "reduce"))
     valid = reduction in get_args(Reduction) and 0.0 <= smoothing <= 1.0
     indices = isinstance(target, Tensor) and not target.is_floating_point()
@@ -284,7 +288,9 @@ def _cross_entropy(call: _Call) -> object:
 
 def _argmax(call: _Call) -> object:
     """Return the best of all ranks' maxima; among equal logits, the smallest id."""
-    keepdim, words, group = call.over_vocabulary(), call.logits.vocabulary, call.logits.group
+    keepdim = call.over_vocabulary()
+    words = call.logits.vocabulary
+    group = call.logits.group
     if keepdim is None:
         return NotImplemented
     local = call.local.detach()[..., : words.count]
@@ -292,10 +298,8 @@ def _argmax(call: _Call) -> object:
         value, column = local.max(-1)
         column = column + words.start
     else:
-        value, column = (
-            local.new_full(local.shape[:-1], -torch.inf),
-            local.new_zeros(local.shape[:-1], dtype=torch.int64),
-        )
+        value = local.new_full(local.shape[:-1], -torch.inf)
+        column = local.new_zeros(local.shape[:-1], dtype=torch.int64)
     values = start_all_gather(value.unsqueeze(0), dim=0, group=group)
     columns = start_all_gather(column.unsqueeze(0), dim=0, group=group)
     best = columns.wait().gather(0, values.wait().argmax(0, keepdim=True)).squeeze(0)
@@ -303,7 +307,8 @@ def _argmax(call: _Call) -> object:
 
 
 def _logsumexp(call: _Call) -> object:
-    keepdim, logits = call.over_vocabulary(), call.logits
+    keepdim = call.over_vocabulary()
+    logits = call.logits
     if keepdim is None:
         return NotImplemented
     result = vocabulary_parallel_logsumexp(

@@ -29,8 +29,6 @@ from lightning_ptdp.tensor_parallel.collectives import (
 )
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Pieces", "add_bias", "multiply_gathered", "sum_product"]
-
 Pieces = Size | Literal["symmetric"]
 _SEQUENCE = 1
 
@@ -70,7 +68,8 @@ def multiply_gathered(
         gathered = [_by_member(pending.wait(), group) for pending in gathering]
         y = torch.cat([_multiply(piece, matrix, bias) for piece in gathered], dim=_SEQUENCE)
     else:
-        gathered, y = [], x.new_empty((x.size(0) * group.size, x.size(_SEQUENCE), matrix.size(1)))
+        gathered = []
+        y = x.new_empty((x.size(0) * group.size, x.size(_SEQUENCE), matrix.size(1)))
         for pending, place in zip(gathering, y.tensor_split(count, dim=_SEQUENCE), strict=True):
             piece = _by_member(pending.wait(), group)
             _multiply(piece, matrix, bias, out=place)
@@ -115,11 +114,9 @@ def _multiply(
     sequence.
     """
     matrices = matrix.expand(x.size(0), -1, -1)
-    return (
-        torch.bmm(x, matrices, out=out)
-        if bias is None
-        else torch.baddbmm(bias, x, matrices, out=out)
-    )
+    if bias is None:
+        return torch.bmm(x, matrices, out=out)
+    return torch.baddbmm(bias, x, matrices, out=out)
 
 
 def _by_member(x: Tensor, group: Group) -> Tensor:

@@ -16,8 +16,6 @@ from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
 from lightning_ptdp.tensor_parallel.plan_table import explain
 from lightning_ptdp.tensor_parallel.sharded_adapters import adapter_kinds, check_adapters
 
-__all__ = ["ParallelPlan", "matches", "nearest_names"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:

@@ -29,8 +29,6 @@ from lightning_ptdp.tensor_parallel.collectives import (
 from lightning_ptdp.tensor_parallel.overlap import Pieces, add_bias, multiply_gathered, sum_product
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ColumnProduct", "ParallelProduct", "RowProduct"]
-
 _SEQUENCE = 1
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-__all__ = ["matches", "nearest_names"]
-
 
 def matches(name: str, pattern: str) -> bool:
     """Return True if the glob ``pattern`` names the module ``name``, component by component."""
-    parts, globs = name.split("."), pattern.split(".")
+    parts = name.split(".")
+    globs = pattern.split(".")
     return len(parts) == len(globs) and all(
         fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True)
     )
@@ -23,8 +22,6 @@ def nearest_names(wanted: str, modules: Iterable[str]) -> str:
     if not names:
         return "it has no submodules"
     close = get_close_matches(wanted, names, n=3, cutoff=0.4)
-    return (
-        f"nearest names: {', '.join(close)}"
-        if close
-        else f"it has: {', '.join(names[:5])}" + (", ..." if len(names) > 5 else "")
-    )
+    if close:
+        return f"nearest names: {', '.join(close)}"
+    return f"it has: {', '.join(names[:5])}" + (", ..." if len(names) > 5 else "")

@@ -13,8 +13,6 @@ from lightning_ptdp.tensor_parallel.kinds import Kind
 from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
 from lightning_ptdp.tensor_parallel.linear_like import stores_outputs_last
 
-__all__ = ["explain"]
-
 
 def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[str], bool]) -> str:
     """Return a table with one row per parameter; equal rows of repeated layers are merged.

@@ -29,8 +29,6 @@ from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surr
 from lightning_ptdp.shims.torch import untraced
 from lightning_ptdp.tensor_parallel.region import is_whole
 
-__all__ = ["PlacedDropout", "Randomness", "SplitRandomness", "give_randomness"]
-
 
 class Randomness(Protocol):
     """Interface notified when a forward enters and leaves tensor-parallel regions."""
@@ -59,7 +57,10 @@ class SplitRandomness(Surrounding):
     def __init__(
         self, *, rank: int, device: torch.device, blocks: str | None = None, returns: bool = False
     ) -> None:
-        self._rank, self._device, self._blocks, self._returns = rank, device, blocks, returns
+        self._rank = rank
+        self._device = device
+        self._blocks = blocks
+        self._returns = returns
         self._shared: States | None = None
         self._drops = True
 
@@ -87,7 +88,8 @@ class SplitRandomness(Surrounding):
 
     @contextlib.contextmanager
     def _from(self, shared: States | None) -> Iterator[None]:
-        outer, self._shared = self._shared, shared
+        outer = self._shared
+        self._shared = shared
         try:
             yield
         finally:
@@ -124,7 +126,8 @@ class SplitRandomness(Surrounding):
     def _leave(self) -> None:
         if self._shared is None:
             return
-        shared, self._shared = self._shared, None
+        shared = self._shared
+        self._shared = None
         set_states(shared, self._device)
 
 
@@ -182,7 +185,8 @@ def give_randomness(
             vars(layer)["randomness"] = randomness
             undo.callback(setattr, layer, "randomness", None)
     if blocks is not None:
-        enter, leave = partial(_enter, randomness), partial(_leave, randomness)
+        enter = partial(_enter, randomness)
+        leave = partial(_leave, randomness)
         for block in blocks.children():
             _around(block, enter, leave, undo)
             for child in (module for module in block.modules() if is_whole(module)):

@@ -32,8 +32,6 @@ from lightning_ptdp.tensor_parallel.collectives import (
 )
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["enter", "enter_region", "is_whole", "join_around", "split_sequence_in_blocks"]
-
 _WHOLE = "_ptdp_whole_sequence"
 
 Positional: TypeAlias = tuple[object, ...]
@@ -107,11 +105,9 @@ def _change_input(
 def _change_output(
     change: Callable[[Tensor], Tensor], _module: nn.Module, _args: object, output: Any
 ) -> object:
-    return (
-        change(output)
-        if isinstance(output, Tensor)
-        else type(output)((change(output[0]), *output[1:]))
-    )
+    if isinstance(output, Tensor):
+        return change(output)
+    return type(output)((change(output[0]), *output[1:]))
 
 
 def enter(group: Group, sequence_parallel: bool, x: Tensor) -> Tensor:

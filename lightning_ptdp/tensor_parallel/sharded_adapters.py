@@ -33,8 +33,6 @@ from lightning_ptdp.tensor_parallel.kinds import (
 from lightning_ptdp.tensor_parallel.linear_like import is_linear
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 
-__all__ = ["adapter_kinds", "check_adapters"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WholeMatrix(Kind):

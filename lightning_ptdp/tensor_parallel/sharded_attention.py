@@ -15,8 +15,6 @@ from lightning_ptdp.attention import additive
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer, RowParallelLinear
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ParallelMultiheadAttention", "why_not"]
-
 
 class ParallelMultiheadAttention(ParallelLayer):
     """This rank's heads, with the parameter names of ``nn.MultiheadAttention``.
@@ -44,12 +42,11 @@ class ParallelMultiheadAttention(ParallelLayer):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(group=group, sequence_parallel=sequence_parallel)
-        self.embed_dim, self.num_heads, self.head_dim = (
-            whole.embed_dim,
-            whole.num_heads,
-            whole.head_dim,
-        )
-        self.dropout, self.batch_first = whole.dropout, whole.batch_first
+        self.embed_dim = whole.embed_dim
+        self.num_heads = whole.num_heads
+        self.head_dim = whole.head_dim
+        self.dropout = whole.dropout
+        self.batch_first = whole.batch_first
         # nn.TransformerEncoderLayer reads this before it passes all weights to a fused kernel,
         # which would ignore the group.
         self._qkv_same_embed_dim = False
@@ -101,11 +98,9 @@ class ParallelMultiheadAttention(ParallelLayer):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         if self.randomness is not None and self.training:
             self.randomness.enter()  # the output projection leaves the region
-        weight, bias, width = (
-            self.in_proj_weight,
-            self.in_proj_bias,
-            self.in_proj_weight.size(0) // 3,
-        )
+        weight = self.in_proj_weight
+        bias = self.in_proj_bias
+        width = self.in_proj_weight.size(0) // 3
         if query is key and key is value:
             return list(self.column(query, weight, bias).split(width, dim=-1))
         biases = bias.split(width) if bias is not None else (None, None, None)

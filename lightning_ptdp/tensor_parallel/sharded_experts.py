@@ -15,9 +15,6 @@ from lightning_ptdp.forward.own_forward import OwnForward
 from lightning_ptdp.tensor_parallel.collectives import copy, join_sequence, reduce, split_sequence
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["ExpertError", "ExpertsForward"]
-
-
 _GROUPED = "grouped_mm"
 """The default one of transformers' implementations of experts."""
 

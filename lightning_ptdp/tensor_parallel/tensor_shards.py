@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from lightning_ptdp.parameters.placement import Piece, Placement, Shape
 
-__all__ = ["VocabularyRange", "shard_columns", "shard_twice", "shard_vocabulary"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyRange:
@@ -79,7 +77,9 @@ def shard_columns(
     assert all(
         size % c == 0 and part % (size // c) == 0 for part, c in zip(parts, copies, strict=True)
     ), (parts, copies, size)
-    pieces, local, full = [], 0, 0
+    pieces = []
+    local = 0
+    full = 0
     for part, c in zip(parts, copies, strict=True):
         extent = part // (size // c)
         pieces.append(
@@ -91,7 +91,8 @@ def shard_columns(
                 copy=index % c,
             )
         )
-        local, full = local + extent, full + part
+        local = local + extent
+        full = full + part
     return Placement(
         full_shape=tuple(shape),
         local_shape=_at(dim, local, shape),

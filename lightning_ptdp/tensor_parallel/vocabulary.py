@@ -20,8 +20,6 @@ from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["SequenceShardedEmbedding", "VocabularyParallelEmbedding", "VocabularyParallelHead"]
-
 
 class VocabularyParallelEmbedding(ParallelLayer):
     """Token ids (b, s) int64 -> (b, s, h), or (b, s/t, h) under sequence parallelism.
@@ -36,7 +34,10 @@ class VocabularyParallelEmbedding(ParallelLayer):
 
     shown = ("num_embeddings", "embedding_dim", "padded_vocabulary")
     # attributes of nn.Embedding that adapters read
-    max_norm, norm_type, scale_grad_by_freq, sparse = (None, 2.0, False, False)
+    max_norm = None
+    norm_type = 2.0
+    scale_grad_by_freq = False
+    sparse = False
 
     def __init__(
         self,
@@ -49,8 +50,10 @@ class VocabularyParallelEmbedding(ParallelLayer):
     ) -> None:
         super().__init__(group=group, sequence_parallel=sequence_parallel)
         assert weight.size(0) == vocabulary.rows, (tuple(weight.shape), vocabulary)
-        self.num_embeddings, self.embedding_dim = vocabulary.size, weight.size(1)
-        self.vocabulary, self.padded_vocabulary = vocabulary, vocabulary.padded
+        self.num_embeddings = vocabulary.size
+        self.embedding_dim = weight.size(1)
+        self.vocabulary = vocabulary
+        self.padded_vocabulary = vocabulary.padded
         self.padding_idx = padding_idx
         self.weight = weight
 
@@ -62,7 +65,8 @@ class VocabularyParallelEmbedding(ParallelLayer):
                 ``nn.Embedding``).
             ValueError: s is not a multiple of t (sequence parallelism only).
         """
-        words, padding = self.vocabulary, self.padding_idx
+        words = self.vocabulary
+        padding = self.padding_idx
         valid = (ids >= 0) & (ids < words.size)
         local = (ids >= words.start) & (ids < words.stop)
         # Map an id outside of the vocabulary to -1 on every rank, so that the look-up itself fails.
@@ -102,20 +106,16 @@ class VocabularyParallelHead(ColumnParallelLinear):
     ) -> None:
         super().__init__(weight, bias, group=group, sequence_parallel=sequence_parallel)
         assert weight.size(0) == vocabulary.rows, (tuple(weight.shape), vocabulary)
-        self.vocabulary, self.padded_vocabulary, self.out_features = (
-            vocabulary,
-            vocabulary.padded,
-            vocabulary.size,
-        )
+        self.vocabulary = vocabulary
+        self.padded_vocabulary = vocabulary.padded
+        self.out_features = vocabulary.size
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits that report the full vocabulary as their shape."""
         local = self.column(x, self.weight, self.bias)
-        return (
-            local
-            if self.group.size == 1
-            else VocabularyParallelLogits.wrap(local, vocabulary=self.vocabulary, group=self.group)
-        )
+        if self.group.size == 1:
+            return local
+        return VocabularyParallelLogits.wrap(local, vocabulary=self.vocabulary, group=self.group)
 
 
 class SequenceShardedEmbedding(ParallelLayer):

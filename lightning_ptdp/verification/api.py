@@ -21,9 +21,8 @@ from lightning_ptdp.verification.record import Record
 from lightning_ptdp.verification.report import Evidence, Report, find_causes
 from lightning_ptdp.verification.training import Subject, VerificationError
 
-__all__ = ["verify"]
-
-_DOUBLE_EPS, _HALF_EPS = 1e-10, 1e-4
+_DOUBLE_EPS = 1e-10
+_HALF_EPS = 1e-4
 """Machine epsilons between those of float64, float32 and the half-precision dtypes."""
 _FAR = 1e3
 """A difference of more than this number of tolerances is not rounding."""
@@ -151,7 +150,8 @@ class _Verification:
     # ---- trainings -------------------------------------------------------------------------------
 
     def _fit_into_memory(self) -> None:
-        blocks, config = self.case.blocks, self.case.config
+        blocks = self.case.blocks
+        config = self.case.config
         if blocks is None and not self.subject.fits_one_process():
             blocks = max(config.num_stages, 2)
         if blocks is not None:
@@ -192,7 +192,8 @@ class _Verification:
 
     def _in_double(self, trained: Comparison) -> Comparison:
         """Repeat the training in float64 if rounding may cause or hide differences."""
-        eps, differences = trained.expected.eps, trained.differences
+        eps = trained.expected.eps
+        differences = trained.differences
         near = bool(differences) and all(diff.excess <= _FAR for diff in differences)
         if not near and eps < _HALF_EPS:
             return trained

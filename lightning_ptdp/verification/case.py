@@ -12,9 +12,6 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import merge_outputs
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["Captured", "Case", "Replay", "combine", "smaller_layouts"]
-
-
 _AXES = {
     "t": "tensor_parallel_size sequence_parallel tensor_overlap distribute_saved_activations",
     "p": "pipeline_parallel_size virtual_pipeline_size schedule partition microbatch_group_size "

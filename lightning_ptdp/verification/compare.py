@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_ptdp.verification.record import Held, Key, Pairs, Record
 
-__all__ = ["KINDS", "Comparison", "Difference"]
-
 KINDS = (
     "batch",
     "initial value",
@@ -65,9 +63,9 @@ class Difference:
         """Return the error as a multiple of the tolerance."""
         if not self.error:
             return 0.0
-        return (
-            self.error / self.tolerance if self.tolerance and self.error == self.error else math.inf
-        )
+        if self.tolerance and self.error == self.error:
+            return self.error / self.tolerance
+        return math.inf
 
     @property
     def differs(self) -> bool:
@@ -105,10 +103,12 @@ class Comparison:
     def __init__(
         self, found: Sequence[Record], expected: Record, noise: Sequence[Difference] = ()
     ) -> None:
-        self.found, self.expected = found, expected
+        self.found = found
+        self.expected = expected
         # Modules in float64 often compute parts in float32.
         eps = max(expected.eps, 1e-8)
-        value, tensor = min(128 * eps, 0.05), min(1024 * eps, 0.5)
+        value = min(128 * eps, 0.05)
+        tensor = min(1024 * eps, 0.5)
         self._tolerances = {
             **dict.fromkeys(("loss", "logged value", "metric"), value),
             "gradient": tensor,
@@ -177,7 +177,8 @@ class Comparison:
         if key[0] == "gradient":
             self._mark(expected)
         if key[0] == "weight":
-            expected, ranks = self._ways(expected), [self._ways(rank) for rank in ranks]
+            expected = self._ways(expected)
+            ranks = [self._ways(rank) for rank in ranks]
         if key[0] in ("gradient", "weight"):
             floor = _FLOOR * _rms(expected)
         for rank, tensors in zip(self.found, ranks, strict=True):
@@ -236,7 +237,8 @@ class Comparison:
             values, weights = (set(column) for column in zip(*actual[name], strict=True))
             if key[0] != "loss" and self.expected.counted and len(values) > len(weights) == 1:
                 continue  # These are means over unknown numbers of tokens.
-            value, reference = _mean(actual[name]), _mean(expected[name])
+            value = _mean(actual[name])
+            reference = _mean(expected[name])
             error = _error(_scalar(value), _scalar(reference), _FLOOR)
             yield self._difference(
                 key, name, error, text=f"is {value:.8g} instead of {reference:.8g}"

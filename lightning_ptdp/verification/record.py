@@ -13,8 +13,6 @@ from lightning_ptdp.base.nested import Nested, iterate_tensors, map_tensors
 from lightning_ptdp.shims.lightning import replace_once
 from lightning_ptdp.verification.case import Captured, Case
 
-__all__ = ["Held", "Key", "Pairs", "Record", "Recorder", "digest"]
-
 Held = list[tuple[tuple[int, ...], Tensor]]
 """(offset in the full tensor, value) of the rectangles that a rank holds."""
 Key = tuple[str, int, str]
@@ -72,13 +70,17 @@ class Recorder:
     """
 
     def __init__(self, record: Record, case: Case, steps: int) -> None:
-        self.record, self.case, self.steps = record, case, steps
+        self.record = record
+        self.case = case
+        self.steps = steps
         self._tokens = 1.0
         self._gradients: dict[str, Held] = {}
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self._trainer, self._strategy = trainer, trainer.strategy
-        rank, layout = self._strategy.global_rank, self._strategy.layout
+        self._trainer = trainer
+        self._strategy = trainer.strategy
+        rank = self._strategy.global_rank
+        layout = self._strategy.layout
         self.record.place = f"rank {rank} ({self._strategy.mesh.where})"
         self.record.replica = layout.replica(rank)
         self.record.context = layout.coordinates(rank)["context"]

@@ -15,9 +15,6 @@ from lightning_ptdp.engine.microbatches import describe_uneven, is_uneven, label
 from lightning_ptdp.verification.compare import KINDS, Difference
 from lightning_ptdp.verification.record import Record
 
-__all__ = ["Cause", "Evidence", "Report", "find_causes"]
-
-
 _SHOWN = 5
 
 
@@ -188,7 +185,9 @@ class Evidence:
 
 def find_causes(evidence: Evidence) -> Iterator[Cause]:
     """Yield the known causes that explain the difference, the most likely first."""
-    first, seen, differing = evidence.first, evidence.alone, evidence.first_of
+    first = evidence.first
+    seen = evidence.alone
+    differing = evidence.first_of
     if first.kind == "random numbers" or not evidence.repeats:
         yield _cause("random numbers", seen.random)
     elif first.kind == "optimizer option":
@@ -220,7 +219,8 @@ def _cause(name: str, names: Collection[str] = ()) -> Cause:
 
 
 def _of_batches(evidence: Evidence, first: Difference) -> Cause:
-    seen, losses = evidence.alone, evidence.losses
+    seen = evidence.alone
+    losses = evidence.losses
     if first.kind in ("logged value", "metric"):
         return _cause("logged values", [first.name])
     expected = seen.numbers["loss", 0, ""][""][-1][0]
@@ -228,7 +228,8 @@ def _of_batches(evidence: Evidence, first: Difference) -> Cause:
         return _cause("sum over samples")
     if seen.written and first.step > 0:
         return _cause("hidden state", seen.written)
-    parts, size = len(losses) or 1, batch_size(evidence.batch)
+    parts = len(losses) or 1
+    size = batch_size(evidence.batch)
     spread = label_spread(evidence.batch, [size // parts] * parts, device=torch.device("cpu"))
     if not seen.counted and is_uneven(*spread.tolist()):
         return Cause(name="uneven labels", text=describe_uneven(evidence.batch, size))

@@ -17,15 +17,13 @@ import psutil
 import torch
 
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.base.rank_processes import Tell, run_ranks
+from lightning_ptdp.base.forked_processes import Tell, run_ranks
 from lightning_ptdp.pipeline.containers import as_names
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.verification.case import Case, Replay
 from lightning_ptdp.verification.record import Record, Recorder
 from lightning_ptdp.verification.watch import StepWatch
 from lightning_ptdp.world.rendezvous_address import LOOPBACK, reserved_port
-
-__all__ = ["Subject", "VerificationError"]
 
 _LEFT_OUT = (
     "num_nodes profiler max_time fast_dev_run overfit_batches limit_train_batches "
@@ -132,7 +130,8 @@ class Subject:
         return needed <= available
 
     def _train_rank(self, rank: int, case: Case) -> None:
-        names, module = self.strategy._names, self.module
+        names = self.strategy._names
+        module = self.module
         warnings.filterwarnings("ignore")
         os.environ.setdefault("PL_GLOBAL_SEED", str(torch.initial_seed() % 2**32))
         if case.blocks is not None:

@@ -25,8 +25,6 @@ from lightning_ptdp.engine.step_state import StepState, find_owners
 from lightning_ptdp.shims.lightning import replace_once
 from lightning_ptdp.verification.record import Record, digest
 
-__all__ = ["StepWatch"]
-
 _RANDOM = (
     "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial "
     "poisson uniform_ normal_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_"
@@ -46,7 +44,9 @@ class StepWatch(TorchFunctionMode):
 
     def __init__(self, module: Any, record: Record, *, frozen: bool) -> None:
         super().__init__()
-        self._module, self._record, self._frozen = module, record, frozen
+        self._module = module
+        self._record = record
+        self._frozen = frozen
         # Metrics change in every step, so their modules are not watched.
         self._owners = [
             replace(find_owners(child)[0], name=name)
@@ -88,7 +88,8 @@ class StepWatch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        kwargs = dict(kwargs or {})
         draws = name in _RANDOM.split()
         if draws or (name != "__get__" and any(isinstance(arg, nn.Parameter) for arg in args)):
             place, inside = _caller(self._watched.__code__)
@@ -96,11 +97,9 @@ class StepWatch(TorchFunctionMode):
                 self._record.random.add(place)
             elif not inside:
                 self._record.parameters.add(place)
-        return (
-            _constant(function, name, args, kwargs)
-            if draws and self._frozen
-            else function(*args, **kwargs)
-        )
+        if draws and self._frozen:
+            return _constant(function, name, args, kwargs)
+        return function(*args, **kwargs)
 
 
 def _switch_dropout_off(module: nn.Module) -> None:
@@ -113,7 +112,8 @@ def _switch_dropout_off(module: nn.Module) -> None:
 def _caller(end: object) -> tuple[str, bool]:
     """Return the user's line that called torch, and True if a module is being called."""
     frame: FrameType | None = sys._getframe(2)
-    place, inside = "", False
+    place = ""
+    inside = False
     while frame is not None and frame.f_code is not end:
         file = frame.f_code.co_filename
         if not place and not file.startswith(_SKIPPED):

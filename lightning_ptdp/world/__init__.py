@@ -1,7 +1,5 @@
 """Degrees of parallelism, coordinates of ranks, placement of stages, and process groups."""
 
-from lightning_ptdp.world.axes import Axis
-from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.stage_placement import StagePlacement
+from __future__ import annotations
 
-__all__ = ["Axis", "ParallelLayout", "StagePlacement"]
+__all__: list[str] = []

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["AXES", "SETS", "Axis", "divisors", "nearest_divisors"]
-
 Reads = Literal["same", "tokens", "samples"]
 
 

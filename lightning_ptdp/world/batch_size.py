@@ -13,8 +13,6 @@ from itertools import islice
 from lightning_ptdp.base.option_types import Size, check_arguments, check_types
 from lightning_ptdp.world.axes import nearest_divisors
 
-__all__ = ["BatchPlan", "RampUp"]
-
 _MOST_GROWTHS = 10_000
 _MOST_SAMPLES = 2**63 - 1
 
@@ -209,7 +207,8 @@ class RampUp:
         while steps:
             size, count = self.stretch(end)
             count = steps if count is None else min(count, steps)
-            end, steps = end + count * size, steps - count
+            end = end + count * size
+            steps = steps - count
         return end - start
 
     def steps(self, samples: int, *, start: int = 0) -> int:
@@ -223,7 +222,9 @@ class RampUp:
             available = samples // size
             if count is None or available < count:
                 return steps + available
-            steps, start, samples = steps + count, start + count * size, samples - count * size
+            steps = steps + count
+            start = start + count * size
+            samples = samples - count * size
 
     def epoch_steps(self, consumed: int, *, samples: int) -> int:
         """Return the steps of the epoch that contains the step after ``consumed`` samples.

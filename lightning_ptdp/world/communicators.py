@@ -28,16 +28,6 @@ from __future__ import annotations
 from lightning_ptdp.world.axes import SETS
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = [
-    "CHANNEL",
-    "CHANNEL_CTAS",
-    "URGENT",
-    "channel_rounds",
-    "communicators",
-    "group_names",
-    "shared_name",
-]
-
 CHANNEL = "channel"
 CHANNEL_CTAS = 4
 """Thread blocks of a message. A rank has up to 8 channels (4 if the stages are in a loop).
@@ -55,7 +45,8 @@ _REDUCES_TOO = frozenset({"context", "expert"})
 
 def group_names(layout: ParallelLayout) -> tuple[str, ...]:
     """Return the names of a rank's groups, in the order of their creation."""
-    axes, replica_axes = (row.name for row in layout.axes), (row.others for row in layout.blocked)
+    axes = (row.name for row in layout.axes)
+    replica_axes = (row.others for row in layout.blocked)
     return *axes, *SETS, *replica_axes
 
 

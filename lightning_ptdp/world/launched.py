@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["MPI", "SLURM_TASKS", "WORLD", "launched_processes", "number_in"]
-
 MPI = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
     "PMI_SIZE": "MPI_LOCALNRANKS",
@@ -26,11 +24,13 @@ def launched_processes(variables: Mapping[str, str]) -> tuple[int, int] | None:
     a shell in an allocation is a step of one task.
     """
     for of_all, of_node in {WORLD: "LOCAL_WORLD_SIZE", **MPI}.items():
-        world, local = number_in(variables, of_all), number_in(variables, of_node)
+        world = number_in(variables, of_all)
+        local = number_in(variables, of_node)
         if world and local:
             nodes = number_in(variables, "GROUP_WORLD_SIZE") or world // local
             return (local, nodes) if local * nodes == world else None
-    world, nodes = number_in(variables, SLURM_TASKS), number_in(variables, "SLURM_STEP_NUM_NODES")
+    world = number_in(variables, SLURM_TASKS)
+    nodes = number_in(variables, "SLURM_STEP_NUM_NODES")
     return (world // nodes, nodes) if world > 1 and nodes and world % nodes == 0 else None
 
 

@@ -23,8 +23,6 @@ from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.world.axes import AXES, SETS, Axis, nearest_divisors
 from lightning_ptdp.world.stage_placement import StagePlacement, Stages, check_interleaving
 
-__all__ = ["Degrees", "ParallelLayout", "Sharding"]
-
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """State that replicas share instead of each keeping all of it; a value includes those before it."""
 
@@ -102,7 +100,8 @@ class ParallelLayout(Degrees, Stages):
         sizes = [getattr(self, name) for name in names]
         model = math.prod(sizes)
         if self.world_size % model:
-            lower, upper = self.world_size // model * model, -(-self.world_size // model) * model
+            lower = self.world_size // model * model
+            upper = -(-self.world_size // model) * model
             nearest = " or ".join(str(n) for n in (lower, upper) if n)
             raise ValueError(
                 f"world_size={self.world_size} is not divisible by {' * '.join(names)} = "
@@ -252,7 +251,8 @@ class ParallelLayout(Degrees, Stages):
         It is computed without listing the other groups.
         """
         if (blocked := self._blocked(axis)) is not None:
-            ranks, size = self.group_of(blocked.within or (), rank), self.size(blocked.name)
+            ranks = self.group_of(blocked.within or (), rank)
+            size = self.size(blocked.name)
             first, place = divmod(ranks.index(rank), size)
             return ranks[first * size :][:size] if axis == blocked.name else ranks[place::size]
         if axis == "shards" and self.blocked:
@@ -262,7 +262,8 @@ class ParallelLayout(Degrees, Stages):
                 for peer in self.group_of(block.name, rank)
             )
             return tuple(sorted(itertools.chain(*members)))
-        coordinates, moving = self.coordinates(rank), self._moving(axis)
+        coordinates = self.coordinates(rank)
+        moving = self._moving(axis)
         places = itertools.product(*(range(self.size(name)) for name in moving))
         return tuple(
             self.rank({**coordinates, **dict(zip(moving, place, strict=True))}) for place in places
@@ -277,7 +278,8 @@ class ParallelLayout(Degrees, Stages):
             return self.stride(blocked.within or "") * (
                 1 if axis == blocked.name else self.size(blocked.name)
             )
-        order, moving = self._order, self._moving(axis)
+        order = self._order
+        moving = self._moving(axis)
         return math.prod(map(self.size, order[order.index(moving[-1]) + 1 :]))
 
     def named_axes(self) -> tuple[Axis, ...]:
@@ -331,7 +333,8 @@ class ParallelLayout(Degrees, Stages):
 
     def _check_blocks(self, axis: Axis) -> None:
         assert axis.within is not None
-        count, size = self.size(axis.within), self.size(axis.name)
+        count = self.size(axis.within)
+        size = self.size(axis.name)
         if count % size:
             axes = [row.name for row in self._dimensions if row.reads in SETS[axis.within]]
             raise ValueError(

@@ -26,8 +26,6 @@ from lightning_ptdp.world.communicators import (
 )
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["Group", "ProcessMesh", "default_group_options"]
-
 _BEYOND_GUARD = 2  # times the limit: later than any of the hang guard's
 _CPU = torch.device("cpu")
 
@@ -189,7 +187,8 @@ class ProcessMesh:
         size = parent.size // nodes
         assert size * nodes == parent.size, (nodes, parent.ranks)
         node, place = divmod(parent.rank, size)
-        inside, between = parent.ranks[node * size : (node + 1) * size], parent.ranks[place::size]
+        inside = parent.ranks[node * size : (node + 1) * size]
+        between = parent.ranks[place::size]
         if size == 1:
             return Group(None, inside, 0), parent
         # A thread reduces over them, so they share no communicator with the other groups.
@@ -231,7 +230,8 @@ def _new_group(
 def _unconnected_group(
     ranks: tuple[int, ...], timeout: timedelta | None, axis: str, max_ctas: int | None = None
 ) -> Any:
-    options, backend = None, None
+    options = None
+    backend = None
     if len(ranks) == 1:
         backend = "gloo"  # it is only counted; NCCL may allocate even for one rank
     elif dist.get_backend() == "nccl":
@@ -288,7 +288,8 @@ def _channels(
         members = (rank,) if pair is None else tuple(sorted((ranks[pair[0]], ranks[pair[1]])))
         handle = _unconnected_group(members, timeout, CHANNEL, max_ctas)
         if pair is not None:
-            source, target = ranks[pair[0]], ranks[pair[1]]
+            source = ranks[pair[0]]
+            target = ranks[pair[1]]
             _connect_channel(source, target, rank, handle, device)
             channels[source, target, pair[2]] = handle
     return channels

@@ -14,15 +14,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = [
-    "LOOPBACK",
-    "listen_anywhere",
-    "listen_on_loopback",
-    "meeting_store",
-    "reserved_port",
-    "torchrun_keeps_store",
-]
-
 LOOPBACK = "127.0.0.1"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["PLACEMENTS", "StagePlacement", "Stages", "check_interleaving", "stages_of_rank"]
-
 StagePlacement = Literal["loop", "v"]
 PLACEMENTS: tuple[StagePlacement, ...] = ("loop", "v")
 
@@ -34,9 +32,9 @@ class Stages:
     def rank_of(self, stage: int) -> int:
         """Return the pipeline rank that holds ``stage``."""
         chunk, rank = divmod(stage, self.pipeline_parallel_size)
-        return (
-            self.pipeline_parallel_size - 1 - rank if self.placement == "v" and chunk % 2 else rank
-        )
+        if self.placement == "v" and chunk % 2:
+            return self.pipeline_parallel_size - 1 - rank
+        return rank
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """Return the stages that a pipeline rank holds, in ascending order: one per chunk."""

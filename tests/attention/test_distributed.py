@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.attention import ATTENTIONS, AttentionCall, ContextParallelError
+from lightning_ptdp.attention import ATTENTIONS, ContextParallelError
+from lightning_ptdp.attention.attention_protocol import AttentionCall
 from lightning_ptdp.world.mesh import Group
 from tests.context_parallel.toy import (
     assert_close,

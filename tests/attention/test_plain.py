@@ -11,14 +11,13 @@ from torch import Tensor
 
 from lightning_ptdp.attention import (
     ATTENTIONS,
-    AttentionCall,
     AttentionKind,
     KeyedAttention,
     document_mask,
     find_documents,
     intercepted,
-    plain_attention,
 )
+from lightning_ptdp.attention.attention_protocol import AttentionCall, plain_attention
 from lightning_ptdp.base.function_replacement import Replacing
 
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ptdp.attention import (
-    check_sequence,
-    gather_sequence,
-    positions,
-    shard_sequence,
-    unshard_sequence,
-)
+from lightning_ptdp.attention import check_sequence, gather_sequence, positions, shard_sequence
+from lightning_ptdp.attention.sequence_chunks import unshard_sequence
 from tests.context_parallel.toy import context_group
 from tests.pool import Pool
 

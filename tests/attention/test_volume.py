@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.attention import ATTENTIONS, AttentionCall, AttentionKind
+from lightning_ptdp.attention import ATTENTIONS, AttentionKind
+from lightning_ptdp.attention.attention_protocol import AttentionCall
 from tests.context_parallel.toy import context_group, counted_messages, own, qkv
 from tests.pool import Pool
 

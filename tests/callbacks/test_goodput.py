@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_ptdp.callbacks import Goodput, goodput
+from lightning_ptdp.callbacks import Goodput, step_metrics
 from tests.callbacks.toys import Tokens
 
 
@@ -46,7 +46,7 @@ class Timed(Tokens):
 
 def test_share_counts_steps_of_final_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(goodput, "time", clock)
+    monkeypatch.setattr(step_metrics, "time", clock)
 
     def fit(*, began: float, path: str | None = None, fail_at: int | None = None) -> L.Trainer:
         measured = Goodput()

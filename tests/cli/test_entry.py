@@ -20,9 +20,10 @@ from torch.multiprocessing import ProcessExitedException
 
 import lightning_ptdp
 from lightning_ptdp import PTDPError
+from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.cli import recipe_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
-from lightning_ptdp.cli.error_messages import UserError, explain, nearest, worker_failure
+from lightning_ptdp.cli.error_messages import UserError, explain, worker_failure
 from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 from lightning_ptdp.cli.short_help import options_in_source
 from lightning_ptdp.config import PTDPConfig

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 
 from lightning_ptdp.checkpoint import read_full, to_lightning_file
+from lightning_ptdp.pipeline.crossing import StageError
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.stage import StageError
 from tests.conformance.toys import (
     P2,
     Conformance,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.context_parallel import count_targets, sequence_length, shard_batch
-from lightning_ptdp.context_parallel.sequence_batch import is_padded
+from lightning_ptdp.context_parallel import sequence_length
+from lightning_ptdp.context_parallel.sequence_batch import count_targets, is_padded, shard_batch
 
 LENGTH = 8
 MINE = [0, 1, 6, 7]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_ptdp.attention import AttentionKind, ContextParallelError
-from lightning_ptdp.context_parallel import ContextForward, ContextParallel
+from lightning_ptdp.context_parallel import ContextParallel
+from lightning_ptdp.context_parallel.context import ContextForward
 from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from tests.context_parallel.models import VOCABULARY, Encoder, Toy, local_causal_mask
 from tests.context_parallel.toy import assert_close, context_group, own

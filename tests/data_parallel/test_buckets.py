@@ -11,15 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ptdp.data_parallel import (
-    GradientBuckets,
-    GradientState,
-    Reduction,
-    UnbucketedGradients,
-    global_norm,
-)
+from lightning_ptdp.data_parallel.bucket import GradientState
+from lightning_ptdp.data_parallel.buckets import GradientBuckets
+from lightning_ptdp.data_parallel.gradient_store import UnbucketedGradients
+from lightning_ptdp.data_parallel.gradient_sums import global_norm
 from lightning_ptdp.data_parallel.overlapped_reduction import OverlappedReduction
-from lightning_ptdp.data_parallel.reduction import PendingReduction
+from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.data_parallel.managed import managed

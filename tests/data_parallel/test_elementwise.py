@@ -156,3 +156,22 @@ def test_non_elementwise_optimizer_is_detected_at_zero_lr() -> None:
         return optimizer
 
     check(make, ROWS, whole=True)
+
+
+class _Counting(torch.optim.SGD):
+    """SGD that notes its steps in a list."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.steps: list[int] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps.append(len(self.steps))
+        return super().step(closure)
+
+
+def test_trial_does_not_change_lists_of_optimizer() -> None:
+    optimizer = _Counting([nn.Parameter(torch.ones(4, 4))])
+    trial = GroupTrial(cuts=frozenset({FLAT}))
+    assert check_elementwise(optimizer, [trial], device=torch.device("cpu")) == []
+    assert optimizer.steps == []

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.data_parallel import (
-    GradientBuckets,
-    OptimizerParameters,
-    Reduction,
-)
+from lightning_ptdp.data_parallel.buckets import GradientBuckets
+from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters
+from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.parameters.placement import range_rectangles
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 from lightning_ptdp.world.mesh import Group, ProcessMesh

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.base.rank_processes import Tell, run_ranks
+from lightning_ptdp.base.forked_processes import Tell, run_ranks
 from lightning_ptdp.doctor import Status
 from lightning_ptdp.doctor.bandwidth import measure
 from lightning_ptdp.doctor.collective_checks import COLLECTIVES, GroupMember
@@ -51,7 +51,7 @@ def meet_without(rank: int, tell: Tell, absent: int, how: str) -> int:
 def test_failing_or_hanging_rank_is_named(
     how: str, explained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_ptdp.base.rank_processes._ENDING_S", 0.5)
+    monkeypatch.setattr("lightning_ptdp.base.forked_processes._ENDING_S", 0.5)
     before = set(psutil.Process().children())
     outcome = run_ranks(meet_without, count=3, args=(1, how), timeout_s=1.5)
     assert outcome.explain() == explained

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_ptdp import ParallelLayout
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import split_batch
 from lightning_ptdp.models import LitImageTextToText, LoraOptions
-from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.models.plans import find_plan
+from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
+from lightning_ptdp.planner import find_device
+from lightning_ptdp.shims.transformers import image_parts
+from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.checks import check_first_batch, check_model
+from lightning_ptdp.strategy.planning import described
 from tests.huggingface.round_trip import OPTIMIZER
 from tests.huggingface.runs import LAYOUTS
 from tests.huggingface.vision import (
     FAMILIES,
     IMAGE,
+    LENGTH,
     ImageSamples,
     LitVision,
     VisionRun,
     build_vision,
     collate,
 )
-from tests.parity import Parity
+from tests.parity import Parity, make_trainer
 
 pytestmark = pytest.mark.thorough
 
@@ -47,6 +58,27 @@ def test_context_parallelism_is_refused_before_launch() -> None:
     module = LitVision(VisionRun(model="qwen2_5_vl"))
     with pytest.raises(ValueError, match=r"merges images into its sequence.*_parallel_size=1"):
         check_model(module, config, config.layout(2))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_partition_and_planner_count_tower_on_first_stage(family: str) -> None:
+    """The tower has more multiply-adds than a layer, so the first stage has one layer of four."""
+    module = LitVision(VisionRun(model=family))
+    module.configure_model()
+    layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
+    known = KnownParts.of(module, find_plan(module))
+    assert layer_ranges(module, parts=known.parts, layout=layout) == ((0, 1), (1, 4))
+    shape = described(
+        module,
+        PTDPConfig(),
+        length=LENGTH,
+        precision="32-true",
+        software="ours",
+        device=find_device("h100"),
+    )
+    towers = [module.get_submodule(name.rstrip(".")) for name in image_parts(module)]
+    elements = sum(p.numel() for tower in towers for p in tower.parameters() if p.dim() > 1)
+    assert shape.input.flops >= 2 * LENGTH * elements > 0
 
 
 def _batch(images: list[int], rows: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -76,6 +108,33 @@ def test_patches_follow_their_images_into_microbatches() -> None:
 def test_images_of_unknown_sample_are_refused() -> None:
     with pytest.raises(ValueError, match=r"3 rows for 8 image tokens.*Use num_microbatches=1"):
         split_batch(_batch([2, 2], 3), (1, 1), image_token=IMAGE)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_batch_is_split_before_launch(
+    rows: int, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is built only in the ranks, and its tensor-parallel plan is still found."""
+    # The trial is not run beside other threads, such as those of pytest.
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    module = image_text(VisionRun(model="llava", pretrained=str(folders / "llava")))
+    config = PTDPConfig(tensor_parallel_size=2, pipeline_parallel_size=2, num_microbatches=2)
+    layout = config.layout(4)
+    expected = pytest.raises(ValueError, match=r"3 rows for 8 image tokens.*num_microbatches=1")
+    with expected if rows == 3 else nullcontext():
+        check_first_batch(
+            make_trainer(PTDPStrategy()),
+            module,
+            DataLoader(_Batches([_batch([2, 2], rows)]), batch_size=None),
+            config=config,
+            layout=layout,
+            known=check_model(module, config, layout),
+        )
+    assert module.model is None
+
+
+class _Batches(list, Dataset):
+    """Batches of a loader."""
 
 
 TEXT_STEP = (1, 2, 0, 1, 0, 0, 0, 0, 1, 0, 0, 2)
@@ -111,7 +170,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a folder of each family."""
     folder = tmp_path_factory.mktemp("vision")
     torch.manual_seed(5)
-    for family in ("qwen2_5_vl", "idefics3"):
+    for family in FAMILIES:
         build_vision(family).save_pretrained(folder / family)
     return folder
 
@@ -125,7 +184,7 @@ def logits(folder: Path, family: str) -> torch.Tensor:
         return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_exported_folder_reloads_with_equal_logits(
     family: str, folders: Path, parity: Parity, tmp_path: Path
 ) -> None:

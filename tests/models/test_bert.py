@@ -8,14 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.models import (
-    Bert,
-    BertConfig,
-    bert_flops_per_sample,
-    bert_plan,
-    check_tensor_parallel,
-    num_parameters,
-)
+from lightning_ptdp.models import Bert, BertConfig, bert_flops_per_sample, bert_plan, num_parameters
+from lightning_ptdp.models.model_config import check_tensor_parallel
 from lightning_ptdp.pipeline.discover import find_parts
 from tests.errors import raises_with
 from tests.models.builds import eager_and_lazy, nested

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptdp.models import GPTConfig, check_tensor_parallel
+from lightning_ptdp.models import GPTConfig
+from lightning_ptdp.models.model_config import check_tensor_parallel
 from tests.errors import raises_with
 
 GATED = {"mlp": "swiglu", "bias": False}

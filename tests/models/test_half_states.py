@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.models import AdamWConfig
-from lightning_ptdp.models.half_states import HalfStateAdamW, round_stochastically
+from lightning_ptdp.models.adamw_variants import HalfStateAdamW, round_stochastically
 from tests.letters import M, P, T, Z
 from tests.parity import Parity
 from tests.tiny_gpt import Run

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.pipeline.crossing import StageError
 from lightning_ptdp.pipeline.discover import find_blocks, find_parts
 from lightning_ptdp.pipeline.placeholders import stub_shape
-from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, StageError
+from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
 from tests.pipeline.crossing_models import crossing_of
 
 

@@ -26,13 +26,13 @@ from lightning_ptdp.planner import (
     find_device,
     layer_time,
     load_calibration,
-    product_time,
     save_calibration,
     simulated_step_time,
     step_time,
 )
 from lightning_ptdp.planner.calibrated_device import MACHINE_FILE
 from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import choice, small_job
 from tests.pool import Pool

@@ -15,19 +15,17 @@ from lightning_ptdp.planner import (
     Space,
     UnfitSize,
     fullest_rank,
-    layer_activations,
     layer_time,
-    product_time,
     search,
-    stage_parameters,
-    static_bytes,
     step_time,
 )
+from lightning_ptdp.planner.activations import layer_activations
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.expert_cost import expert_kept, expert_time
 from lightning_ptdp.planner.expert_shape import ExpertShape
-from lightning_ptdp.planner.memory import rank_memory
-from lightning_ptdp.planner.parameters import expert_parameters
+from lightning_ptdp.planner.memory import rank_memory, static_bytes
+from lightning_ptdp.planner.parameters import expert_parameters, stage_parameters
+from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.planner.remedies import why_nothing_fits
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.memory import kept_bytes

@@ -8,15 +8,10 @@ import torch
 from lightning_ptdp.models import GPT, gpt_plan, num_parameters
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.planner import (
-    find_precision,
-    fullest_rank,
-    layer_activations,
-    layers_by_stage,
-    stage_parameters,
-    static_bytes,
-)
-from lightning_ptdp.planner.memory import rank_memory
+from lightning_ptdp.planner import find_precision, fullest_rank
+from lightning_ptdp.planner.activations import layer_activations
+from lightning_ptdp.planner.memory import rank_memory, static_bytes
+from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.models.configs import VARIANTS
 from tests.planner.jobs import MIXTURE, TABLE_1, Row, choice, choice_of, job_of, small_job

@@ -16,16 +16,10 @@ import lightning_ptdp
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.models.size import flops_per_sample, num_parameters
-from lightning_ptdp.planner import (
-    ModelShape,
-    Space,
-    find_precision,
-    find_software,
-    gpt_sizes,
-    stage_parameters,
-)
+from lightning_ptdp.planner import ModelShape, Space, find_precision, find_software, gpt_sizes
 from lightning_ptdp.planner.examples import call_with
 from lightning_ptdp.planner.model_trace import trace_shape
+from lightning_ptdp.planner.parameters import stage_parameters
 from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.tensor_parallel import ParallelPlan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from decimal import Decimal
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from lightning_ptdp import ParallelLayout, PTDPStrategy
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.recipe_files import find_config, recipe_names
-from lightning_ptdp.models import LitCausalLM, LitDPO
+from lightning_ptdp.models import LitCausalLM
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_model
@@ -86,14 +87,14 @@ def test_recipe_layout_fits_model(
         arguments["path"] = str(tmp_path)
     strategy = PTDPStrategy(**trainer["strategy"]["init_args"])
     layout = strategy.config.layout(trainer["devices"] * trainer["num_nodes"])
-    kind = LitDPO if values["model"]["class_path"].endswith(".LitDPO") else LitCausalLM
-    module = kind(**arguments)
+    module = resolve_name(values["model"]["class_path"])(**arguments)
     with torch.device("meta"):
         module.configure_model()
     check_model(module, strategy.config, layout)
     data = values["data"]["init_args"]
     assert data["num_microbatches"] == strategy.config.num_microbatches
-    assert data["sequence_length"] <= module.model.config.max_position_embeddings
+    sizes = module.model.config.get_text_config()
+    assert data["sequence_length"] <= sizes.max_position_embeddings
     schedule = strategy.config.build_schedule(
         min(strategy.config.num_microbatches, 2 * layout.pipeline_parallel_size)
     )

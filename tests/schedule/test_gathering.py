@@ -17,8 +17,7 @@ from lightning_ptdp.schedule import (
     simulate,
     verify_schedule,
 )
-from lightning_ptdp.schedule.gathering import num_gathers, with_gathers, without_gathers
-from lightning_ptdp.schedule.lowering import lower
+from lightning_ptdp.schedule.lowering import lower, num_gathers, with_gathers, without_gathers
 from tests.schedule.builders import build, from_text
 from tests.schedule.nccl import every
 from tests.schedule.orders import compute_orders

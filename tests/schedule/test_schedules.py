@@ -17,13 +17,19 @@ from lightning_ptdp.schedule import (
     Costs,
     actions,
     check_schedule,
-    generators,
     peak_in_flight,
     schedule_microbatches,
     schedule_placement,
     simulate,
 )
 from lightning_ptdp.schedule.generators import may_split_backward
+from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+    forward_only,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+)
+from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
 from tests.errors import raises_with
 from tests.processes import run
 from tests.schedule.builders import build
@@ -110,7 +116,7 @@ def test_peak_in_flight_is_maximum_over_program() -> None:
 def test_1f1b_peak_memory_matches_paper() -> None:
     for p in range(1, 9):
         for m in range(1, 18):
-            orders = generators.one_f_one_b(p, 1, m)
+            orders = one_f_one_b(p, 1, m)
             assert [peak_in_flight(order) for order in orders] == [
                 min(m, p - rank) for rank in range(p)
             ]
@@ -121,7 +127,7 @@ def test_interleaved_peak_memory_matches_docstring() -> None:
         for v in range(2, 5):
             for m in range(1, 18):
                 largest = m if m < 2 * p else -(-m // (m // p))
-                for rank, order in enumerate(generators.interleaved_one_f_one_b(p, v, m)):
+                for rank, order in enumerate(interleaved_one_f_one_b(p, v, m)):
                     assert peak_in_flight(order) == min(
                         v * m, (v - 1) * largest + 2 * (p - rank - 1) + 1
                     )
@@ -159,13 +165,13 @@ def in_parts(timeline: str, columns: int) -> list[str]:
 @pytest.mark.parametrize(
     ("function", "names", "v", "m", "training", "columns"),
     [
-        (generators.gpipe, ["gpipe"], 1, 8, True, 99),
-        (generators.one_f_one_b, ["1f1b"], 1, 8, True, 99),
-        (generators.interleaved_one_f_one_b, ["interleaved_1f1b"], 2, 4, True, 99),
-        (generators.forward_only, ["auto", "zb_v"], 2, 8, False, 99),
-        (generators.zb_h1, ["zb_h1"], 1, 6, True, 99),
-        (generators.zb_v, ["zb_v"], 2, 8, True, 17),
-        (generators.dualpipe_v, ["dualpipe_v"], 2, 8, True, 17),
+        (gpipe, ["gpipe"], 1, 8, True, 99),
+        (one_f_one_b, ["1f1b"], 1, 8, True, 99),
+        (interleaved_one_f_one_b, ["interleaved_1f1b"], 2, 4, True, 99),
+        (forward_only, ["auto", "zb_v"], 2, 8, False, 99),
+        (zb_h1, ["zb_h1"], 1, 6, True, 99),
+        (zb_v, ["zb_v"], 2, 8, True, 17),
+        (dualpipe_v, ["dualpipe_v"], 2, 8, True, 17),
     ],
 )
 def test_docstrings_show_simulated_timeline(
@@ -270,7 +276,7 @@ def test_placement_and_microbatches_of_named_schedules() -> None:
 def test_group_size_keeps_bubble_and_bounds_memory(p: int, v: int) -> None:
     for m in (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 17, 20):
         for group_size in (p, p + 1, 2 * p, 3 * p - 1, 40):
-            orders = generators.interleaved_one_f_one_b(p, v, m, group_size)
+            orders = interleaved_one_f_one_b(p, v, m, group_size)
             largest = max(len(group) for group in microbatch_groups(orders[0], p))
             assert largest <= max(group_size, 2 * p - 1)
             assert p == 1 or peak_in_flight(orders[0]) == min(

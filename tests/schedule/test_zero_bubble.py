@@ -10,10 +10,12 @@ from lightning_ptdp.schedule import (
     ActionKind,
     Costs,
     Timeline,
-    generators,
     peak_in_flight,
     simulate,
 )
+from lightning_ptdp.schedule.generators.one_forward_one_backward import one_f_one_b
+from lightning_ptdp.schedule.generators.orders import weights_in_gaps
+from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
 from tests.schedule.builders import UNIT, build, simulated
 
 
@@ -101,7 +103,7 @@ def test_dualpipe_v_memory_and_bubble_match_docstring(
 def test_dualpipe_v_defers_only_last_weight_gradients() -> None:
     for p in range(2, 7):
         for m in range(2 * p, 3 * p):
-            for rank, order in enumerate(generators.dualpipe_v(p, 2, m)):
+            for rank, order in enumerate(dualpipe_v(p, 2, m)):
                 waiting = [
                     action
                     for action, following in zip(order, (*order[1:], None), strict=True)
@@ -129,9 +131,9 @@ def test_step_time_and_memory_grow_with_microbatches() -> None:
 
 def test_single_rank_finishes_each_microbatch_before_next() -> None:
     for m in (1, 2, 5):
-        (order,) = generators.zb_h1(1, 1, m)
+        (order,) = zb_h1(1, 1, m)
         assert [str(action) for action in order[:3]] == ["F0.0", "B0.0", "W0.0"]
-        for function in (generators.zb_v, generators.dualpipe_v):
+        for function in (zb_v, dualpipe_v):
             (order,) = function(1, 2, m)
             assert len(order) == 6 * m
             assert peak_in_flight(order) <= 3
@@ -139,13 +141,13 @@ def test_single_rank_finishes_each_microbatch_before_next() -> None:
 
 
 def test_weights_in_gaps_respects_memory_limit() -> None:
-    orders = generators.one_f_one_b(2, 1, 3)
-    roomy = generators.weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=9)
-    tight = generators.weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=2)
+    orders = one_f_one_b(2, 1, 3)
+    roomy = weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=9)
+    tight = weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=2)
     assert " ".join(map(str, roomy[1])) == "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 W1.0 W1.1 W1.2"
     assert [peak_in_flight(order) for order in tight] == [2, 2]
     with pytest.raises(AssertionError, match="limit of 1"):
-        generators.weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=1)
+        weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=1)
 
 
 def test_evaluation_bubble_of_v_placement_matches_docstring() -> None:

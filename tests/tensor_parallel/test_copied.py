@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.data_parallel import (
-    GradientBuckets,
-    Reduction,
-    UnbucketedGradients,
-    global_norm,
-)
+from lightning_ptdp.data_parallel.buckets import GradientBuckets
+from lightning_ptdp.data_parallel.gradient_store import UnbucketedGradients
+from lightning_ptdp.data_parallel.gradient_sums import global_norm
+from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.tensor_parallel import Column
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns

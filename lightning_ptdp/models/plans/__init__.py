@@ -4,26 +4,12 @@ To support another model of Hugging Face, add a row to ``families.py``. Nothing 
 transformers: classes are recognized by the module that defines them.
 """
 
-from lightning_ptdp.models.plans.declared import declared_plan
-from lightning_ptdp.models.plans.encoder_decoder import encoder_decoder_plan
-from lightning_ptdp.models.plans.families import FAMILIES, Family, family_plan
-from lightning_ptdp.models.plans.plan_registry import (
-    find_plan,
-    plan_for,
-    suggested_tensor,
-    transformer_encoder_plan,
-    transformer_plan,
-)
+from lightning_ptdp.models.plans.families import FAMILIES
+from lightning_ptdp.models.plans.plan_registry import find_plan, plan_for, suggested_tensor
 
 __all__ = [
     "FAMILIES",
-    "Family",
-    "declared_plan",
-    "encoder_decoder_plan",
-    "family_plan",
     "find_plan",
     "plan_for",
     "suggested_tensor",
-    "transformer_encoder_plan",
-    "transformer_plan",
 ]

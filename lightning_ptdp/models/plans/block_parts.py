@@ -24,31 +24,6 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.tensor_parallel.local_sizes import Number
 
-__all__ = [
-    "Block",
-    "Config",
-    "OfConfig",
-    "WhyNot",
-    "attention",
-    "by_heads",
-    "by_kv_heads",
-    "ends_of",
-    "falcon_fused",
-    "feed_forward",
-    "fused",
-    "gated",
-    "has_one_kv_head",
-    "joined",
-    "kinds_of",
-    "per_rank",
-    "present",
-    "spread_ends",
-    "vocabulary_of",
-    "with_bias",
-    "with_sinks",
-]
-
-
 Config: TypeAlias = Any
 OfConfig: TypeAlias = Callable[[Config], Kind]
 Block: TypeAlias = Mapping[str, Kind | OfConfig]
@@ -99,11 +74,9 @@ def falcon_fused(config: Config) -> Kind:
             heads=(config.num_attention_heads, 1, 1),
             copy_heads=True,
         )
-    return (
-        Column(heads=config.num_kv_heads)
-        if getattr(config, "new_decoder_architecture", False)
-        else by_heads(config)
-    )
+    if getattr(config, "new_decoder_architecture", False):
+        return Column(heads=config.num_kv_heads)
+    return by_heads(config)
 
 
 def has_one_kv_head(config: Config) -> bool:

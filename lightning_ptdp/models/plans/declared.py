@@ -27,8 +27,6 @@ from lightning_ptdp.tensor_parallel import (
     matches,
 )
 
-__all__ = ["declared_plan", "declares_plan"]
-
 # In these models, ``chunk`` halves the fused projection of the gated feed-forward part; it halves
 # the part of a rank as well.
 _GATE_UP_IN_HALVES = ("phi3", "glm", "glm4")
@@ -57,7 +55,8 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     """
     ends = ends_of(module)
     tensor: dict[str, Kind] = {}
-    numbers, unusual = {}, set()
+    numbers = {}
+    unusual = set()
     for pattern, style in module.tp_plan.items():
         modules = {name: child for name, child in module.named_modules() if matches(name, pattern)}
         if not modules or modules.keys() & ends.keys():

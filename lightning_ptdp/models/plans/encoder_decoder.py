@@ -26,8 +26,6 @@ from lightning_ptdp.models.plans.block_parts import (
 from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Vocabulary, fits
 from lightning_ptdp.tensor_parallel.local_sizes import Number, Numbers
 
-__all__ = ["ENCODER_DECODERS", "EncoderDecoder", "encoder_decoder_plan"]
-
 _SIDES = ("encoder", "decoder")
 
 
@@ -74,11 +72,9 @@ def _attentions(self_attn: str, memory: str, split: str, out: str, *, heads: str
 
 
 def _t5(name: str) -> EncoderDecoder:
-    self_attn, memory, dense = (
-        "layer.*.SelfAttention",
-        "layer.*.EncDecAttention",
-        "layer.*.DenseReluDense",
-    )
+    self_attn = "layer.*.SelfAttention"
+    memory = "layer.*.EncDecAttention"
+    dense = "layer.*.DenseReluDense"
     # The first block of a stack looks up the position bias, and passes the bias of its heads to the
     # next blocks.
     attentions = _attentions(
@@ -162,8 +158,10 @@ ENCODER_DECODERS: Mapping[str, EncoderDecoder] = MappingProxyType(
 def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = "") -> ParallelPlan:
     """Return the plan of an encoder-decoder with the name ``prefix``, bare or with a head."""
     inner = pair.base if pair.base and hasattr(module, pair.base) else ""
-    base, bare = joined(prefix, inner), module.get_submodule(inner)
-    fronts, tails = {}, {}
+    base = joined(prefix, inner)
+    bare = module.get_submodule(inner)
+    fronts = {}
+    tails = {}
     tensor: dict[str, Kind] = {}
     numbers: dict[str, Mapping[str, Number]] = {}
     for side, block in zip(_SIDES, pair.block, strict=True):
@@ -207,8 +205,6 @@ def _words(module: nn.Module, prefix: str) -> dict[str, Kind]:
         for name, child in module.named_modules()
         if name.rpartition(".")[2] in ("shared", "embed_tokens", "lm_head", "proj_out")
     }
-    return (
-        {name: Vocabulary() for name in ends}
-        if all(fits(end, Vocabulary()) for end in ends.values())
-        else {}
-    )
+    if all(fits(end, Vocabulary()) for end in ends.values()):
+        return {name: Vocabulary() for name in ends}
+    return {}

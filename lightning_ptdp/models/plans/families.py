@@ -29,8 +29,6 @@ from lightning_ptdp.models.plans.block_parts import (
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Partial, PerCopy, PerRank, Row, Whole
 from lightning_ptdp.tensor_parallel.local_sizes import Numbers
 
-__all__ = ["FAMILIES", "Family", "family_plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -238,7 +236,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def family_plan(family: Family, module: nn.Module, prefix: str = "") -> ParallelPlan:
     """Return the plan of a model of the family with the name ``prefix``, bare or with a head."""
     inner = family.base if _has(module, family.base) else ""
-    base, config = joined(prefix, inner), module.get_submodule(inner).config
+    base = joined(prefix, inner)
+    config = module.get_submodule(inner).config
     container = joined(base, family.blocks)
     block = joined(container, "*")
     tensor = of.kinds_of(family.block, config, block) | of.kinds_of(family.beside, config, base)
@@ -272,7 +271,8 @@ def _order(
     """
     after_blocks = {joined(base, name) for name in after}
     groups: tuple[list[str], list[str], list[str]] = ([], [], [])
-    parent, path = module, prefix
+    parent = module
+    path = prefix
     relative = blocks.removeprefix(f"{prefix}.") if prefix else blocks
     for step in relative.split("."):
         for key, child in parent.named_children():
@@ -280,5 +280,6 @@ def _order(
             if key != step and any(True for _ in child.parameters()):
                 outside = bool(base) and not f"{name}.".startswith(f"{base}.")
                 groups[2 if outside else name in after_blocks].append(name)
-        parent, path = getattr(parent, step, nn.Module()), joined(path, step)
+        parent = getattr(parent, step, nn.Module())
+        path = joined(path, step)
     return tuple(groups[0]), (*groups[1], *groups[2])

@@ -17,14 +17,6 @@ from lightning_ptdp.shims.peft import replaced_by
 from lightning_ptdp.shims.transformers import collects_by_itself
 from lightning_ptdp.tensor_parallel import AttentionHeads, Column, Experts, Kind, ParallelPlan, Row
 
-__all__ = [
-    "find_plan",
-    "plan_for",
-    "suggested_tensor",
-    "transformer_encoder_plan",
-    "transformer_plan",
-]
-
 
 def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
     """Return the plan of a module with the name ``prefix``.
@@ -64,11 +56,9 @@ def _plan_for(module: nn.Module, prefix: str) -> ParallelPlan | None:
         pair = ENCODER_DECODERS.get(folder)
         if pair is not None and kind.__name__ in pair.classes:
             return encoder_decoder_plan(pair, module, prefix)
-    return (
-        declared_plan(module, prefix)
-        if _is_hugging_face(module) and declares_plan(module)
-        else None
-    )
+    if _is_hugging_face(module) and declares_plan(module):
+        return declared_plan(module, prefix)
+    return None
 
 
 def find_plan(model: nn.Module) -> ParallelPlan | None:
@@ -174,7 +164,8 @@ def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
 
     Encoder and decoder are torch's own.
     """
-    encoder, decoder = joined(prefix, "encoder"), joined(prefix, "decoder")
+    encoder = joined(prefix, "encoder")
+    decoder = joined(prefix, "decoder")
     return ParallelPlan(
         blocks=(f"{encoder}.layers", f"{decoder}.layers"),
         tensor={
@@ -251,7 +242,8 @@ def _feed_forward(module: nn.Module) -> dict[str, str]:
     if len(linear) not in (2, 3) or "" in linear:
         return {}
     *ups, down = linear.values()
-    wide, narrow = down.in_features, down.out_features
+    wide = down.in_features
+    narrow = down.out_features
     fits = wide > narrow and all((up.in_features, up.out_features) == (narrow, wide) for up in ups)
     shapes = [
         tuple(p.shape)

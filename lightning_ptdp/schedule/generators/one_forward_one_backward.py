@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning_ptdp.schedule.generators.orders import Orders, groups, in_groups, in_turns
 from lightning_ptdp.world.stage_placement import StagePlacement, stages_of_rank
 
-__all__ = ["forward_only", "gpipe", "interleaved_one_f_one_b", "one_f_one_b"]
-
 
 def one_f_one_b(p: int, v: int, m: int) -> Orders:
     """Return 1F1B: backwards as early as possible, then one forward and one backward in turn.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from lightning_ptdp.schedule.actions import Action, ActionKind
 from lightning_ptdp.schedule.unit_run import UnitTimes
 
-__all__ = ["Orders", "groups", "in_groups", "in_turns", "weights_in_gaps"]
-
 Orders = tuple[tuple[Action, ...], ...]
 """Compute actions of each rank, in order."""
 
@@ -39,7 +37,8 @@ def in_turns(
                 stage, microbatch = deferred.popleft()
             else:
                 chunk = int(word[1:])
-                stage, microbatch = stages[chunk], next_microbatch[word[0], chunk]
+                stage = stages[chunk]
+                microbatch = next_microbatch[word[0], chunk]
                 next_microbatch[word[0], chunk] += 1
             if word[0] == "B":
                 deferred.append((stage, microbatch))
@@ -109,7 +108,8 @@ class _Rank:
     """One rank of ``weights_in_gaps``."""
 
     def __init__(self, todo: deque[Action], limit: int) -> None:
-        self.todo, self._room = todo, limit
+        self.todo = todo
+        self._room = limit
         self.put_off: deque[Action] = deque()
         self.done: list[Action] = []
 

@@ -6,15 +6,14 @@ Errors name the mistake and its fix.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import gc
 from collections.abc import Iterator
 from typing import TypeGuard
 
+from lightning_ptdp.base.errors import did_you_mean
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
-from lightning_ptdp.schedule.gathering import with_gathers
 from lightning_ptdp.schedule.generators.one_forward_one_backward import (
     forward_only,
     interleaved_one_f_one_b,
@@ -26,21 +25,10 @@ from lightning_ptdp.schedule.generators.schedule_families import (
     CustomSchedule,
     ScheduleFamily,
 )
-from lightning_ptdp.schedule.lowering import lower
+from lightning_ptdp.schedule.lowering import lower, with_gathers
 from lightning_ptdp.schedule.schedule_file import load_schedule
 from lightning_ptdp.schedule.verifier import verify_schedule
 from lightning_ptdp.world.stage_placement import StagePlacement, check_interleaving
-
-__all__ = [
-    "SCHEDULES",
-    "build_schedule",
-    "check_schedule",
-    "may_split_backward",
-    "schedule_microbatches",
-    "schedule_name",
-    "schedule_placement",
-]
-
 
 SCHEDULES: tuple[str, ...] = (*FAMILIES, "auto")
 """The names that ``build_schedule`` takes.
@@ -77,14 +65,16 @@ def build_schedule(
             the next chunk's turn; p or more, by default p. The strategy's
             ``microbatch_group_size``.
         whole_chunks: Chunks of a rank that may be whole at a time if parameters are sharded; adds
-            gathers (gathering.py).
+            gathers (lowering.py).
 
     Raises:
         ValueError: ``check_schedule`` raises an error, or a user's order is incomplete, out of
             order or deadlocks (then a ``ScheduleError`` that marks the place).
     """
     check_arguments(build_schedule, locals())
-    p, v, m = pipeline_parallel_size, virtual_pipeline_size, num_microbatches
+    p = pipeline_parallel_size
+    v = virtual_pipeline_size
+    m = num_microbatches
     # Evaluation accepts any number of microbatches, even if the training schedule does not.
     check_schedule(
         name,
@@ -123,7 +113,8 @@ def check_schedule(
             schedule cannot use. The message names the field, the value and the fix.
     """
     check_arguments(check_schedule, locals())
-    p, v = pipeline_parallel_size, virtual_pipeline_size
+    p = pipeline_parallel_size
+    v = virtual_pipeline_size
     spec = _found(name, v)
     check_interleaving(p, v)
     if group_size is not None:
@@ -179,8 +170,7 @@ def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
     if _is_file(name):
         return _loaded(name)
     if name not in SCHEDULES:
-        nearest = difflib.get_close_matches(str(name), SCHEDULES, n=1, cutoff=0.4)
-        hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
+        hint = did_you_mean(str(name), SCHEDULES)
         raise ValueError(
             f"schedule={name!r:.100} is unknown. {hint}Use one of "
             f"{', '.join(map(repr, SCHEDULES))}, a CustomSchedule, or the path of a .csv file"

@@ -22,9 +22,6 @@ from lightning_ptdp.schedule.generators.one_forward_one_backward import (
 from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
 from lightning_ptdp.world.stage_placement import StagePlacement
 
-__all__ = ["FAMILIES", "INTERLEAVED", "ClosedForm", "CustomSchedule", "ScheduleFamily"]
-
-
 # ---- User-defined schedules ----------------------------------------------------------------------
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from lightning_ptdp.schedule.generators.orders import Orders, in_turns, weights_in_gaps
 from lightning_ptdp.world.stage_placement import stages_of_rank
 
-__all__ = ["dualpipe_v", "zb_h1", "zb_v"]
-
 
 def zb_h1(p: int, v: int, m: int) -> Orders:
     """Return ZB-H1: 1F1B with the same memory and a third of the bubble.

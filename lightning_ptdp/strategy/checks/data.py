@@ -17,8 +17,6 @@ from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.strategy.checks.whole_model import whole_model
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["check_data", "check_packing", "why_not_packed"]
-
 
 def check_data(data: object, config: PTDPConfig, layout: ParallelLayout) -> None:
     """Check the sizes of batches and sequences against the layout.
@@ -131,7 +129,8 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
     source = _written(kind)
     if source and not re.search(rf"{_POSITIONS}|\*\*[a-z]|super\(\)\.training_step", source):
         yield f"{kind.__name__} does not pass the batch's {_POSITIONS} to its model"
-    name, settings = type(models[0]).__name__, getattr(models[0], "config", None)
+    name = type(models[0]).__name__
+    settings = getattr(models[0], "config", None)
     stateful = sorted(
         {str(layer) for layer in getattr(settings, "layer_types", None) or ()} - _ATTENTION
     )

@@ -17,15 +17,13 @@ import torch.distributed as dist
 
 from lightning_ptdp.world.launched import MPI, SLURM_TASKS, WORLD, number_in
 
-__all__ = ["check_device", "check_gpu", "check_machine", "check_other_gpus", "check_processes"]
-
-
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 5.0
 # Measured with torch 2.15 and gloo, recipe gpt/nano: rank 0 of 4 has 85 open files, the other ranks
 # have 70. Each group connects all of its ranks with each other, so that the number grows with the
 # world.
-_FILES, _FILES_PER_RANK = 64, 16
+_FILES = 64
+_FILES_PER_RANK = 16
 
 
 def check_machine(*, world_size: int, start_method: str, accelerator: str) -> None:

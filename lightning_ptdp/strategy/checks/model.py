@@ -38,8 +38,6 @@ from lightning_ptdp.strategy.forward_contexts import check_surroundings
 from lightning_ptdp.tensor_parallel import SPLIT_AXES, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 
-__all__ = ["check_initial_weights", "check_model", "open_initial_weights"]
-
 
 def check_model(
     module: nn.Module,
@@ -122,10 +120,8 @@ def check_model(
         check_skipped_layers(whole)
         known_parts = KnownParts.of(whole, plan)
         parts = known_parts.parts
-        blocks, ranges = (
-            parts.blocks,
-            layer_ranges(whole, parts=parts, layout=layout, partition=config.partition),
-        )
+        blocks = parts.blocks
+        ranges = layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
         Rehearsal(
             model=whole,
             parts=parts,

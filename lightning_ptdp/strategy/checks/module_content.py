@@ -9,29 +9,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.requirements import check_installed
 from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, same_outcome
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parameters.initializers import Initializers, why_without_values
-from lightning_ptdp.shims.quantized import is_four_bit, quantized_parameters
+from lightning_ptdp.shims.quantization import is_four_bit, quantized_parameters
 from lightning_ptdp.shims.torch import forward_hooks
 from lightning_ptdp.shims.transformers import is_capture
 from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
 from lightning_ptdp.world.layout import ParallelLayout
-
-__all__ = [
-    "check_compiled",
-    "check_gradient_hooks",
-    "check_hooks",
-    "check_late",
-    "check_libraries",
-    "check_quantized",
-    "check_same_model",
-    "check_skipped_layers",
-    "warn_of_balance_losses",
-    "warn_of_batch_norm",
-]
 
 
 def check_late(model: nn.Module, *, built: Collection[str]) -> None:
@@ -75,7 +63,8 @@ def check_same_model(model: nn.Module) -> None:
     expected = from_rank_zero(lambda: parameters)
     with same_outcome("comparing the models of all ranks"):
         for name in {**expected, **parameters}:
-            there, here = expected.get(name, "missing"), parameters.get(name, "missing")
+            there = expected.get(name, "missing")
+            here = parameters.get(name, "missing")
             if there != here:
                 raise ValueError(
                     f"'{name}' is {here} here, but {there} on rank 0. All ranks need the same code "
@@ -180,14 +169,15 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
     if not names:
         return
     if config.has_microbatches:
-        part, remedy = "one microbatch", "num_microbatches=1 without a pipeline"
+        part = "one microbatch"
+        remedy = "num_microbatches=1 without a pipeline"
     elif layout.size("replica_sum") > 1:
-        part, remedy = "one replica's part", "Trainer(sync_batchnorm=True) on GPUs"
+        part = "one replica's part"
+        remedy = "Trainer(sync_batchnorm=True) on GPUs"
     else:
         return
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
-        f"{', '.join(names[:3])}{more} normalize over the batch, which here is {part}, so the "
+        f"{listed(names, 3)} normalize over the batch, which here is {part}, so the "
         f"model differs slightly from the same model on one device. Use {remedy}, or a "
         "normalization that does not depend on other samples",
         stacklevel=2,

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ptdp.base.forked_processes import try_in_child
 from lightning_ptdp.checkpoint import CheckpointError, left_out, optimizer_tensors
 from lightning_ptdp.data_parallel import GroupTrial
+from lightning_ptdp.data_parallel.elementwise import equivalent_optimizer
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.strategy.fork_safety import try_in_child
-
-__all__ = ["check_extra_state", "check_optimizer_state", "check_save_hook", "warn_of_objects"]
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _SIDE = 4
@@ -102,13 +100,7 @@ def check_optimizer_state(
         shape = (_SIDE, _SIDE) if any(dims > 1 for dims in trial.dims) else (_SIDE,)
         weight = nn.Parameter(torch.ones(shape, device=device))
         weight.grad = torch.ones_like(weight)
-        probe = object.__new__(type(optimizer))
-        vars(probe).update({key: value for key, value in vars(optimizer).items() if key != "step"})
-        options = {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-        }
-        probe.state, probe.param_groups = defaultdict(dict), [{**options, "params": [weight]}]
+        probe = equivalent_optimizer(optimizer, group, [weight])
         try:
             probe.step()
         except Exception:

@@ -20,8 +20,6 @@ from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.checks.saved_content import check_extra_state
 from lightning_ptdp.world.axes import nearest_divisors
 
-__all__ = ["check_numbers", "check_trainer"]
-
 
 def check_trainer(strategy: CheckpointHooks, trainer: Trainer) -> None:
     """Refuse options that the schedule cannot honour.
@@ -165,7 +163,8 @@ def _check_compiled(strategy: CheckpointHooks, trainer: Trainer) -> None:
 def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if strategy.config.tensor_overlap != "symmetric":
         return
-    size, node_size = strategy.config.tensor_parallel_size, strategy.num_processes
+    size = strategy.config.tensor_parallel_size
+    node_size = strategy.num_processes
     if strategy.root_device.type != "cuda":
         reason = f"the device is {strategy.root_device.type!r}"
     elif node_size % size:
@@ -184,7 +183,8 @@ def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> None:
     _check_pruning(strategy, trainer)
     _check_finetuning(strategy, trainer)
     if strategy.shards_parameters:
-        reason, remedy = "with shard='parameters'", "shard='gradients'"
+        reason = "with shard='parameters'"
+        remedy = "shard='gradients'"
     elif strategy.layout.divides_model:
         reason = "under tensor or pipeline parallelism"
         remedy = "tensor_parallel_size=1 and pipeline_parallel_size=1"
@@ -339,7 +339,8 @@ def _check_place(strategy: CheckpointHooks, place: Place) -> None:
 
 
 def _check_replicas(strategy: CheckpointHooks, trainer: Trainer) -> None:
-    nodes, replicas = strategy.config.data_parallel_replicas, strategy.layout.num_replicas
+    nodes = strategy.config.data_parallel_replicas
+    replicas = strategy.layout.num_replicas
     if replicas % nodes:
         raise strategy.refusal(
             f"data_parallel_replicas={nodes} does not divide the data_parallel_size of "

@@ -1,31 +1,31 @@
-"""Rehearsal of the first training step before launch."""
+"""Rehearsal of the first training step before launch, and its comparison with one process."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import random
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_ptdp.base.forked_processes import try_in_child
 from lightning_ptdp.base.nested import Nested, batch_size
+from lightning_ptdp.base.random import seed_process
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.rehearsal import Rehearsal
-from lightning_ptdp.shims.lightning import LightningModule, Trainer
+from lightning_ptdp.shims.lightning import LightningModule, Trainer, trainer_options
 from lightning_ptdp.shims.transformers import image_token_of
-from lightning_ptdp.strategy.checks.whole_model import plan_of
-from lightning_ptdp.strategy.fork_safety import try_in_child
+from lightning_ptdp.strategy.checks.whole_model import plan_of, whole_model
+from lightning_ptdp.strategy.running_strategy import RunningStrategy
+from lightning_ptdp.verification import VerificationError, verify
 from lightning_ptdp.world.layout import ParallelLayout
-
-__all__ = ["check_first_batch"]
 
 _LARGEST = 50_000_000
 """Parameters of the largest model whose forward is run before launch."""
@@ -42,9 +42,9 @@ def check_first_batch(
 ) -> None:
     """Run all pipeline stages on a microbatch of the first batch.
 
-    Nothing is run without a pipeline, if the plan names the blocks, or for a large model. Nothing
-    is known if the trial fails (see ``try_in_child``), for example because the data module's
-    ``prepare_data`` was not called.
+    Nothing is run without a pipeline, if the plan names the blocks, or for a large model. A batch
+    with images is then only split. Nothing is known if the trial fails (see ``try_in_child``), for
+    example because the data module's ``prepare_data`` was not called.
 
     Args:
         trainer: The Trainer of the fit.
@@ -59,8 +59,12 @@ def check_first_batch(
     """
     if known is None or isinstance(source, Mapping):
         return
-    plan = plan_of(module, config)
-    if plan.blocks is not None or sum(p.numel() for p in module.parameters()) > _LARGEST:
+    # A part that configure_model builds may be missing here.
+    whole = whole_model(module, config)
+    plan = plan_of(whole, config)
+    image_token = image_token_of(whole)
+    runs = plan.blocks is None and sum(p.numel() for p in module.parameters()) <= _LARGEST
+    if not runs and image_token is None:
         return
     parts = known.parts
 
@@ -73,9 +77,11 @@ def check_first_batch(
         try:
             samples = batch_size(batch)
             sizes = microbatch_sizes(samples, config.microbatches(samples))
-            microbatch = split_batch(batch, sizes, image_token=image_token_of(module))[0]
+            microbatch = split_batch(batch, sizes, image_token=image_token)[0]
         except ValueError as error:
             return error
+        if not runs:
+            return None
         microbatch = module.on_after_batch_transfer(microbatch, 0)
         rehearsal = Rehearsal(
             model=module,
@@ -98,7 +104,8 @@ def _first_batch(trainer: Trainer, module: LightningModule, source: Any) -> Nest
     module.setup("fit")
     if isinstance(source, DataLoader):
         source = copy.copy(source)
-        source.num_workers, source.pin_memory = 0, False
+        source.num_workers = 0
+        source.pin_memory = False
     return next(islice(source, 1))
 
 
@@ -108,9 +115,7 @@ def _step_of(module: LightningModule, batch: Nested) -> Callable[[], object]:
     call = partial(module.training_step, batch, *([0] if len(names) > 1 else []))
 
     def step() -> object:
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
+        seed_process(0)
         return call()
 
     return step
@@ -118,3 +123,42 @@ def _step_of(module: LightningModule, batch: Nested) -> Callable[[], object]:
 
 def _drop(*_: object, **__: object) -> None:
     """Log nothing, because no loop runs."""
+
+
+_log = logging.getLogger(__name__)
+
+
+def verify_first_step(
+    strategy: RunningStrategy, trainer: Trainer, arguments: Sequence[object]
+) -> None:
+    """Compare the first step with one process; ``arguments`` are those of the Trainer's fit.
+
+    Raises:
+        MisconfigurationException: This process does not start all ranks.
+        VerificationError: The steps differ; contains the report.
+    """
+    environment: Any = strategy.cluster_environment
+    option = f"verify={strategy.config.verify!r}"
+    starts_ranks = isinstance(environment, strategy._names.LightningEnvironment)
+    if strategy.num_nodes > 1 or not starts_ranks:
+        reason = (
+            f"{type(environment).__name__} has started the ranks"
+            if not starts_ranks
+            else f"num_nodes={strategy.num_nodes}"
+        )
+        raise strategy.refusal(
+            f"{option} forks processes on this machine before training, but {reason}. Leave it "
+            "out, and first run ptdp verify, or lightning_ptdp.verify, on one machine"
+        )
+    if strategy.num_processes > 1 and environment.creates_processes_externally:
+        return  # started by rank 0, which has verified
+    report = verify(
+        strategy.lightning_module,
+        *arguments[1:4],
+        strategy=strategy,
+        steps=1,
+        **trainer_options(trainer),
+    )
+    if not report.equal:
+        raise VerificationError(f"{option}: {report}")
+    _log.info("verify: %s", str(report).partition("\n")[0])

@@ -15,8 +15,6 @@ from lightning_ptdp.models.plans import find_plan, suggested_tensor
 from lightning_ptdp.shims.lightning import NAMESPACES, LightningModule
 from lightning_ptdp.tensor_parallel import ParallelPlan
 
-__all__ = ["CUT_MARK", "converted_copy", "on_meta", "plan_of", "whole_model"]
-
 CUT_MARK = "_ptdp_layout"
 _LIGHTNING = tuple(name.partition(".")[0] for name in NAMESPACES)
 

@@ -16,8 +16,6 @@ from lightning_ptdp.tensor_parallel.vocabulary import (
     VocabularyParallelHead,
 )
 
-__all__ = ["Position", "Vocabulary"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary(Kind):
@@ -46,7 +44,9 @@ class Vocabulary(Kind):
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
-        weight, words, group = local["weight"], _words(module, place), place.group
+        weight = local["weight"]
+        words = _words(module, place)
+        group = place.group
         if isinstance(module, nn.Embedding):
             return VocabularyParallelEmbedding(
                 weight,
@@ -87,11 +87,9 @@ class Position(Kind):
     def shard(
         self, module: nn.Module, place: ModulePlace
     ) -> tuple[nn.Module, dict[str, Placement]]:
-        return (
-            super().shard(module, place)
-            if place.sequence_parallel
-            else (module, self.placements(module, place))
-        )
+        if place.sequence_parallel:
+            return super().shard(module, place)
+        return (module, self.placements(module, place))
 
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace

@@ -16,8 +16,6 @@ from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_d
 from lightning_ptdp.tensor_parallel.sharded_experts import ExpertsForward
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns, shard_twice
 
-__all__ = ["Experts"]
-
 _ARGUMENTS = 3
 _COUNT = "num_experts"
 
@@ -50,9 +48,9 @@ class Experts(Kind):
 
     def at(self, degrees: Mapping[str, int]) -> Kind | None:
         split_over = degrees["expert_tensor"]
-        return (
-            replace(self, split_over=split_over) if max(degrees["expert"], split_over) > 1 else None
-        )
+        if max(degrees["expert"], split_over) > 1:
+            return replace(self, split_over=split_over)
+        return None
 
     def fits(self, module: nn.Module) -> bool:
         number = getattr(module, _COUNT, None)

@@ -15,16 +15,6 @@ from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.axes import nearest_divisors
 from lightning_ptdp.world.mesh import Group
 
-__all__ = [
-    "SPLIT_AXES",
-    "Kind",
-    "ModulePlace",
-    "SplitAxis",
-    "check_divides",
-    "check_embedding",
-    "shape_text",
-]
-
 SplitAxis = Literal["tensor", "expert", "context"]
 SPLIT_AXES = (*get_args(SplitAxis), "expert_tensor")
 """Axes over whose ranks kinds split, and the tensor-parallel split of the experts."""

@@ -25,8 +25,6 @@ from lightning_ptdp.tensor_parallel.linear_like import (
 )
 from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention, why_not
 
-__all__ = ["AttentionHeads", "Column", "Row"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Column(Kind):
@@ -167,7 +165,8 @@ class Row(Kind):
         check_divides(name, "in_features", output_input_sizes(module)[1], size)
 
     def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        shape, dim = module.get_parameter("weight").shape, 0 if is_conv1d(module) else 1
+        shape = module.get_parameter("weight").shape
+        dim = 0 if is_conv1d(module) else 1
         return super().placements(module, place) | {
             "weight": place.columns(shape, (shape[dim],), dim=dim)
         }
@@ -231,7 +230,8 @@ class AttentionHeads(Kind):
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         assert isinstance(module, nn.MultiheadAttention)
-        group, split = place.group, place.sequence_parallel
+        group = place.group
+        split = place.sequence_parallel
         out = RowParallelLinear(
             local["out_proj.weight"],
             local.get("out_proj.bias"),

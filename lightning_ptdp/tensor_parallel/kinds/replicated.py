@@ -16,8 +16,6 @@ from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_d
 from lightning_ptdp.tensor_parallel.region import enter_region, join_around
 from lightning_ptdp.world.mesh import Group
 
-__all__ = ["Alias", "Mean", "Partial", "Region", "Sum", "Whole"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Partial(Kind):

@@ -1,15 +1,41 @@
-"""Parts of torchao's float8 training that this package uses.
+"""Quantized parameters of other libraries, and the parts of torchao's float8 training in use.
 
-torchao is imported on demand; tests/test_fp8.py checks these names."""
+Parameters are recognized by name, so that no library need be imported. torchao is imported on
+demand. tests/huggingface/test_quantized.py and tests/test_fp8.py check the names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Recipe", "Role", "make_recipe", "scaled"]
+
+def quantized_parameters(model: object) -> dict[str, nn.Parameter]:
+    """Return the parameters of ``model`` that bitsandbytes or torchao has quantized, by name."""
+    return {
+        name: parameter
+        for name, parameter in (model.named_parameters() if isinstance(model, nn.Module) else ())
+        if type(parameter).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
+    }
+
+
+def scales_of(parameter: nn.Parameter) -> Iterator[Tensor]:
+    """Yield the scales of a weight of bitsandbytes, which it holds beside its elements.
+
+    With double quantization, scales are quantized and have scales themselves.
+    """
+    state: Any = getattr(parameter, "quant_state", None)
+    while state is not None:
+        yield from (value for value in (state.absmax, state.offset) if value is not None)
+        state = state.state2
+
+
+def is_four_bit(parameter: nn.Parameter) -> bool:
+    """Return True for a weight of bitsandbytes' ``Linear4bit``, which has plain bytes."""
+    return type(parameter).__name__ == "Params4bit"
+
 
 Role = Literal["input", "weight", "grad_output"]
 

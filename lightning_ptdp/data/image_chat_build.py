@@ -1,0 +1,147 @@
+"""Preparation of conversations with images.
+
+The tokens are stored, with as many image tokens as the processor gives each image. The images stay
+in their files, and are read and processed with each batch: pixels in float32 have 20 to 50 times
+the bytes of a compressed image, and processing takes a few milliseconds in the loader's workers.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lightning_ptdp.base.option_types import Size
+from lightning_ptdp.data.chat_build import ChatConfig
+from lightning_ptdp.data.chat_format import ChatFormat
+from lightning_ptdp.data.conversations import (
+    Columns,
+    Conversation,
+    FaultyRow,
+    chat_files,
+    read_rows,
+    texts_of,
+)
+from lightning_ptdp.data.huggingface_processor import HuggingFaceProcessor
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
+from lightning_ptdp.data.image_chat_format import ImageChatFormat
+from lightning_ptdp.data.image_files import absolute, image_size, images_of, open_image
+from lightning_ptdp.data.manifest import Form
+from lightning_ptdp.data.token_store import mark_sample
+
+__all__ = ["ImageChatConfig", "ImageColumns"]
+
+
+@dataclass(frozen=True)
+class ImageColumns(Columns):
+    """Names of the columns that hold a conversation, whose messages may have images."""
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        """Return the messages of a row, each with a list of texts and images.
+
+        Raises:
+            FaultyRow: There is no answer, or a part is neither text nor image.
+        """
+        messages = [
+            {**message, "content": _parts(message.get("content"), number)}
+            for number, message in enumerate(super().conversation(row), start=1)
+        ]
+        if not any(
+            message["role"] == "assistant" and "".join(texts_of(message["content"])).strip()
+            for message in messages
+        ):
+            raise FaultyRow(
+                "no message of the role assistant has a text, so there is nothing to learn. Add "
+                "an answer, or remove the row"
+            )
+        return messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageChatConfig(ChatConfig):
+    """Source, destination and options of a preparation of conversations with images.
+
+    ``ImageChatDataModule`` documents the fields.
+    """
+
+    max_images: Size | None = None
+
+    columns_class: ClassVar[type[Columns]] = ImageColumns
+    tokenizer_class: ClassVar[type[HuggingFaceTokenizer]] = HuggingFaceProcessor
+    format_class: ClassVar[type[ChatFormat]] = ImageChatFormat
+    checks_every_row: ClassVar[bool] = True
+    about: ClassVar[str] = "colors"
+
+    @property
+    def form(self) -> Form:
+        """Conversations with images."""
+        return "image_chat"
+
+    def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows with absolute paths of images; without a path, those about colors."""
+        if path is None:
+            yield from _questions_about_colors()
+            return
+        for file in chat_files(path):
+            folder = file if file.is_dir() else file.parent
+            for row in read_rows(str(file), split=split):
+                yield absolute(row, folder)
+
+    def check_row(self, columns: Any, row: Mapping[str, Any]) -> None:
+        """Check the messages of a row and its images."""
+        self._checked_images(columns.conversation(row))
+
+    def encode(
+        self, form: ChatFormat, columns: Any, row: Mapping[str, Any]
+    ) -> tuple[Any, np.ndarray, list[Any]]:
+        """Return the content of a row, its tokens with their marks, and its images with sizes."""
+        conversation = columns.conversation(row)
+        images = self._checked_images(conversation)
+        # Equal conversations are equal in any folder.
+        texts = [[message["role"], texts_of(message["content"])] for message in conversation]
+        content = [texts, [Path(image).name for image in images]]
+        tokens = mark_sample(*form.encode(conversation))
+        return content, tokens, [[image, image_size(image)] for image in images]
+
+    def _checked_images(self, conversation: Conversation) -> list[str]:
+        images = images_of(conversation)
+        if self.max_images is not None and len(images) > self.max_images:
+            raise FaultyRow(f"it has {len(images)} images, more than max_images={self.max_images}")
+        for image in images:
+            open_image(image, decode=False)
+        return images
+
+
+def _parts(content: object, number: int) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    parts = content if isinstance(content, list) else []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "image" and (kind != "text" or not isinstance(part.get("text"), str)):
+            raise FaultyRow(
+                f"message {number} has a part of the type {kind!r}, but only text and images are "
+                "learned. Use {'type': 'text', 'text': ...} and {'type': 'image', 'path': ...}"
+            )
+    return parts
+
+
+def _questions_about_colors() -> Iterator[dict[str, Any]]:
+    """Yield questions about images of one color each, some without an image."""
+    for color in product((0, 85, 170, 255), repeat=3):
+        pixels = b"P6 16 16 255 " + bytes(color) * 256  # in the format PPM
+        path = f"data:image/ppm;base64,{base64.b64encode(pixels).decode()}"
+        names = "red {} green {} blue {}".format(*color)
+        shown = [{"type": "image", "path": path}, {"type": "text", "text": "Which color?"}]
+        asked = shown if any(color[1:]) else f"Which color is {names}?"
+        yield {
+            "messages": [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": names},
+            ]
+        }
