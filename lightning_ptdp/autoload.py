@@ -16,10 +16,16 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from lightning_ptdp.base.requirements import check_core
-from lightning_ptdp.checkpoint_folders import parse_folders, read_folders, upload_folders
+from lightning_ptdp.checkpoint_folders import (
+    find_last_remotely,
+    parse_folders,
+    read_folders,
+    upload_folders,
+)
 from lightning_ptdp.shims.lightning import (
     CLIS,
     LOADERS,
+    SAVERS,
     TRAINERS,
     UPLOADERS,
     StrategyBase,
@@ -101,6 +107,7 @@ _CHANGES: dict[str, Callable[[ModuleType], None]] = {
     **dict.fromkeys(LOADERS, read_folders),
     **dict.fromkeys(UPLOADERS, upload_folders),
     **dict.fromkeys(CLIS, parse_folders),
+    **dict.fromkeys(SAVERS, find_last_remotely),
     **dict.fromkeys(TRAINERS, take_compiled),
 }
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from lightning_ptdp.shims.lightning import CLIS, LOADERS, UPLOADERS, LightningCLI, replace_once
+from lightning_ptdp.shims.lightning import (
+    CLIS,
+    LOADERS,
+    SAVERS,
+    UPLOADERS,
+    LightningCLI,
+    Trainer,
+    place_of_saves,
+    replace_once,
+)
 
 # key checkpoint.single_file.TYPES, repeated here because that module imports torch
 _TYPES = "lightning_ptdp_types"
@@ -39,10 +49,6 @@ def _load_file_or_folder(
         else ""
     )
     if not _is_checkpoint(path):
-        if "://" in path:
-            from lightning_ptdp.base.requirements import check_url
-
-            check_url(path)
         checkpoint = load(path_or_url, map_location=map_location, weights_only=weights_only)
         if not isinstance(checkpoint, dict) or _TYPES not in checkpoint:
             return checkpoint
@@ -56,6 +62,29 @@ def _with_types(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
     from lightning_ptdp.checkpoint import with_types
 
     return with_types(checkpoint, path)
+
+
+def find_last_remotely(savers: ModuleType) -> None:
+    """Let ``ckpt_path="last"`` find checkpoints in object storage, in a module of savers."""
+    class_name, method = SAVERS[savers.__name__]
+    replace_once(getattr(savers, class_name, None), method, _find_last)
+
+
+def _find_last(find: Callable[..., set[str]], saver: Any, trainer: Trainer) -> set[str]:
+    """Return the addresses of the last checkpoints of a saver.
+
+    A folder is named by its ``metadata.json``, because folders in object storage have no time."""
+    from lightning_ptdp.checkpoint.remote_path import RemotePath, located
+
+    folder = located(place_of_saves(saver, trainer))
+    if not isinstance(folder, RemotePath):
+        return find(saver, trainer)
+    last = re.compile(rf"{saver.CHECKPOINT_NAME_LAST}(-\d+)?{re.escape(saver.FILE_EXTENSION)}")
+    return {
+        entry.url if entry.is_file() else f"{entry.url}/metadata.json"
+        for entry in folder.iterdir()
+        if last.fullmatch(entry.name)
+    }
 
 
 def upload_folders(logger: ModuleType) -> None:
@@ -127,7 +156,11 @@ def _new_folders(callback: object, uploaded: Mapping[str, float]) -> Iterator[Fo
         },
     }
     for path, (score, tag) in checkpoints.items():
-        if _is_checkpoint(path) and (written := os.stat(path).st_mtime) > uploaded.get(path, 0.0):
+        if (
+            os.path.isdir(path)
+            and _is_checkpoint(path)
+            and (written := os.stat(path).st_mtime) > uploaded.get(path, 0.0)
+        ):
             yield written, path, score, tag
 
 
@@ -153,7 +186,8 @@ def _artifacts_of_folders() -> Iterator[None]:
 
 
 def _is_checkpoint(path: str) -> bool:
-    if not os.path.isdir(path):
+    is_remote = "://" in path and not path.startswith("http")
+    if not is_remote and not os.path.isdir(path):
         return False
     from lightning_ptdp.checkpoint import is_checkpoint
 

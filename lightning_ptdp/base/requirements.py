@@ -199,9 +199,11 @@ def check_url(path: object) -> None:
         import_module("fsspec").get_filesystem_class(protocol.rpartition("::")[2])
     except ImportError as error:
         name = getattr(error.__cause__, "name", None) or getattr(error, "name", None) or protocol
+        package = name.partition(".")[0]
+        extras = [f"'{DISTRIBUTION}[{one.extra}]'" for one in _declared() if one.name == package]
         raise RequirementError(
-            f"reading {path} needs {name}, which is not installed. Run: pip install "
-            f"{name.partition('.')[0]}",
+            f"{path} needs {name}, which is not installed. Run: pip install "
+            f"{next(iter(extras), package)}",
             name=name,
         ) from error
     except ValueError as error:

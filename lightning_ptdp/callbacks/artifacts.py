@@ -12,22 +12,26 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_ptdp.checkpoint.remote_path import Place, is_url, located
 from lightning_ptdp.loggers import MLFlowLogger
 
 
 def run_folder(trainer: Trainer) -> Path:
     """Return the folder of this run, above Lightning's ``checkpoints``.
 
-    Call it on global rank 0 only; it is not collective."""
-    if not trainer.loggers:
-        return Path(trainer.default_root_dir)
-    logger = trainer.loggers[0]
+    It is ``lightning_logs`` in the working directory if the run's own folder is in object storage,
+    which this package's callbacks do not write to. Call this function on global rank 0 only; it is
+    not collective."""
+    logger = next(iter(trainer.loggers), None)
     log_dir = getattr(logger, "log_dir", None)
-    if log_dir is not None:
-        return Path(log_dir)
+    root = log_dir or getattr(logger, "save_dir", None) or trainer.default_root_dir
+    if is_url(root):
+        return Path("lightning_logs")
+    if logger is None or log_dir is not None:
+        return Path(root)
     version = logger.version
     name = version if isinstance(version, str) else f"version_{version}"
-    return Path(logger.save_dir or trainer.default_root_dir) / str(logger.name) / name
+    return Path(root) / str(logger.name) / name
 
 
 def store_text(logger: Logger, text: str, name: str) -> None:
@@ -67,10 +71,10 @@ def store_table(logger: Logger, table: Mapping[str, list[Any]], name: str, *, st
         logger.experiment.add_text(name, "\n".join(lines), step)
 
 
-def checkpoint_dirs(trainer: Trainer) -> list[Path]:
+def checkpoint_dirs(trainer: Trainer) -> list[Place]:
     """Return the folders that a run's ``ModelCheckpoint`` callbacks have."""
     return [
-        Path(callback.dirpath)
+        located(callback.dirpath)
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None
     ]

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_ptdp.base.signals import HeldSignal, SignalNotes
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import CheckpointError, CheckpointMetadata, read_metadata
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.shims.lightning import requeue_handler
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
@@ -170,9 +171,9 @@ class SaveOnSignal(pl.Callback):
             strategy.remove_checkpoint(path)
 
     def _save(self, trainer: pl.Trainer, reason: str) -> None:
-        path = next(iter(checkpoint_dirs(trainer)), Path(trainer.default_root_dir)) / self._name
+        path = next(iter(checkpoint_dirs(trainer)), located(trainer.default_root_dir)) / self._name
         rank_zero_info(f"{reason}: saving {path}")
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(str(path))
         _finish_saving(trainer)
         rank_zero_info(f"{reason}: saved {path}. To resume, use fit(..., ckpt_path=...)")
 

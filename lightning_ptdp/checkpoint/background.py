@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import Json
+from lightning_ptdp.checkpoint.remote_path import Place
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
 from lightning_ptdp.checkpoint.save_agreement import same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
@@ -65,7 +67,7 @@ class BackgroundSaver:
         self._is_writing = False
         self._lock = threading.Lock()
         self._then: list[Callable[[], object]] = []
-        self._target = Path()
+        self._target: Place = Path()
         # At exit, Python does not join daemon threads, and joins other threads without a time
         # limit. Processes of multiprocessing do not run atexit functions.
         self._at_exit = util.Finalize(None, self._finish, exitpriority=_EXIT_PRIORITY)
@@ -97,7 +99,7 @@ class BackgroundSaver:
             RuntimeError: As for :meth:`wait`.
         """
         self.wait()
-        self._target = Path(os.path.abspath(path))
+        self._target = files.absolute(path)
         content = checked_content(path, state=state, metadata=metadata, group=self._group)
         with same_outcome(f"copying the tensors of the checkpoint {path}", self._group):
             copies = self._copies({name: tensor for name, (tensor, _) in tensors.items()})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from lightning_ptdp.base.errors import PTDPError
 
-__all__ = ["CheckpointError", "MissingCheckpointError", "explain", "reading"]
+__all__ = ["CheckpointError", "MissingCheckpointError", "StorageError", "explain", "reading"]
 
 
 class CheckpointError(PTDPError, ValueError):
@@ -22,8 +22,12 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """Error of a checkpoint that does not exist."""
 
 
+class StorageError(CheckpointError):
+    """Error of object storage, which says nothing about the checkpoints there."""
+
+
 @contextmanager
-def reading(file: Path, says: str = "is damaged") -> Iterator[None]:
+def reading(file: os.PathLike[str], says: str = "is damaged") -> Iterator[None]:
     """Return a context that turns errors of reading a file into a ``CheckpointError``.
 
     Args:

@@ -11,13 +11,13 @@ the bytes before them."""
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -26,6 +26,8 @@ import torch
 from lightning_ptdp.base.checked_json import Misfit
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.fetched_ranges import FetchedRanges
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
 
 __all__ = [
     "BLOCK",
@@ -79,7 +81,7 @@ class SummingFile:
 
 
 @contextmanager
-def summing(path: Path) -> Iterator[SummingFile]:
+def summing(path: Place) -> Iterator[SummingFile]:
     """Return a context with a data file to write; its sums are written beside it at the end."""
     with files.open_synced(path) as stream, closing(files.EarlySync(stream)) as sync:
         file = SummingFile(stream, sync)
@@ -116,8 +118,13 @@ class RawFile:
     This memory is faster than new memory while it is in the processor's cache.
     """
 
-    def __init__(self, stream: io.FileIO, path: Path) -> None:
-        self._handle, self.path = stream.fileno(), path
+    def __init__(self, stream: io.FileIO | FetchedRanges, path: Place) -> None:
+        self.path = path
+        self._preadv = (
+            stream.preadv
+            if isinstance(stream, FetchedRanges)
+            else functools.partial(os.preadv, stream.fileno())
+        )
         self._scratch = np.empty(0, dtype=np.uint8)
 
     def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
@@ -131,7 +138,7 @@ class RawFile:
         content = into if into is not None else self._scratch.data[: stop - start]
         at = start
         while at < stop:
-            count = os.preadv(self._handle, [content[at - start :]], at)
+            count = self._preadv([content[at - start :]], at)
             if not count:
                 raise CheckpointError(
                     f"{self.path} is damaged: it ends at byte {at} instead of {stop} or later"
@@ -148,7 +155,9 @@ class SummedFile(RawFile):
         size: Size of the file in bytes.
     """
 
-    def __init__(self, stream: io.FileIO, path: Path, sums: Sums, size: int) -> None:
+    def __init__(
+        self, stream: io.FileIO | FetchedRanges, path: Place, sums: Sums, size: int
+    ) -> None:
         super().__init__(stream, path)
         self._sums, self.size = sums, size
 
@@ -193,8 +202,19 @@ class SummedFile(RawFile):
 
 
 @contextmanager
-def open_summed(path: Path, sums: Sums, *, size: int) -> Iterator[SummedFile]:
-    """Return a context with a data file of ``size`` bytes to read and compare with its sums."""
+def open_summed(
+    path: Place, sums: Sums, *, size: int, ranges: Iterable[tuple[int, int]] = ()
+) -> Iterator[SummedFile]:
+    """Return a context with a data file of ``size`` bytes to read and compare with its sums.
+
+    From object storage, only the blocks with the bytes ``ranges`` can be read.
+    """
+    if isinstance(path, RemotePath):
+        blocks = (
+            (start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, size)) for start, stop in ranges
+        )
+        yield SummedFile(FetchedRanges(path, blocks), path, sums, size)
+        return
     with open(path, "rb", buffering=0) as stream:
         yield SummedFile(stream, path, sums, size)
 

@@ -7,10 +7,9 @@ cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,13 +19,16 @@ from lightning_ptdp.checkpoint.checksums import BLOCK, DATA_SUFFIX, pieces_of, s
 from lightning_ptdp.checkpoint.index import StoredRectangle
 from lightning_ptdp.checkpoint.local_rectangles import Held, LocalRectangle, check_held, share_out
 from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
 from lightning_ptdp.checkpoint.safetensors_file import header_of, is_storable
 from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank, same_outcome
+from lightning_ptdp.parameters.rectangle import Rectangle
 
 __all__ = ["Written", "write_data_file", "write_rectangles"]
 
 # In larger files, a header that fills whole blocks is negligible.
 _ALIGNED_BYTES = 1 << 20
+_OBJECT_BYTES = 1 << 26  # of a file in object storage, which is in memory until it is sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Written:
 
 
 def write_rectangles(
-    folder: Path,
+    folder: Place,
     rectangles: Iterable[LocalRectangle],
     *,
     doing: str,
@@ -79,8 +81,7 @@ def write_rectangles(
         by_name.setdefault(name, []).append(stored_rectangle)
     with same_outcome(doing, group):
         names = {rectangle.file for parts in by_name.values() for rectangle in parts}
-        unseen = sorted(name for name in names if not (folder / name).is_file())
-        if is_rank_zero(group) and unseen:
+        if is_rank_zero(group) and (unseen := _unseen(folder, names)):
             raise CheckpointError(
                 f"{folder / unseen[0]} was written but is not visible to this rank. All ranks "
                 "must write to one shared file system"
@@ -89,7 +90,7 @@ def write_rectangles(
 
 
 def write_data_file(
-    path: Path, rectangles: Sequence[LocalRectangle]
+    path: Place, rectangles: Sequence[LocalRectangle]
 ) -> list[tuple[str, StoredRectangle]]:
     """Write one file and its checksums; return the name and place of each rectangle."""
     # Tensors of whole blocks come first, and the largest of the others next, to begin at a block.
@@ -115,18 +116,42 @@ def write_data_file(
 
 
 def _write(
-    folder: Path, rank: int, rectangles: Sequence[LocalRectangle], num_files: int
+    folder: Place, rank: int, rectangles: Sequence[LocalRectangle], num_files: int
 ) -> list[tuple[str, StoredRectangle]]:
     folder.mkdir(parents=True, exist_ok=True)  # rank 0 looks whether it sees the same one
+    if isinstance(folder, RemotePath):
+        rectangles = [piece for rectangle in rectangles for piece in _pieces(rectangle)]
+        total = sum(rectangle.values.nbytes for rectangle in rectangles)
+        num_files = max(num_files, -(-total // _OBJECT_BYTES))
     shares = [share for share in _shares(rectangles, num_files) if share]
     names = [f"rank{rank}-{number}{DATA_SUFFIX}" for number in range(len(shares))]
     paths = [folder / name for name in names]
     if len(shares) < 2:
         written = list(map(write_data_file, paths, shares))
+    elif isinstance(folder, RemotePath):
+        written = each(folder, lambda pair: write_data_file(*pair), zip(paths, shares, strict=True))
     else:
         with ThreadPoolExecutor(len(shares)) as pool:
             written = list(pool.map(write_data_file, paths, shares))
     return [pair for pairs in written for pair in pairs]
+
+
+def _unseen(folder: Place, names: set[str]) -> list[str]:
+    if isinstance(folder, RemotePath):
+        return sorted(names - {entry.name for entry in folder.iterdir()})
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
+def _pieces(rectangle: LocalRectangle) -> Iterator[LocalRectangle]:
+    """Yield a rectangle as pieces along its first dimension, each about as large as an object."""
+    if not rectangle.offset or rectangle.values.nbytes <= _OBJECT_BYTES:
+        yield rectangle
+        return
+    begin, end = rectangle.place
+    rows = max(1, len(rectangle.values) * _OBJECT_BYTES // rectangle.values.nbytes)
+    for first in range(begin[0], end[0], rows):
+        last = min(first + rows, end[0])
+        yield rectangle.within(Rectangle((first, *begin[1:]), (last, *end[1:])))
 
 
 def _shares(rectangles: Sequence[LocalRectangle], count: int) -> list[list[LocalRectangle]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -11,14 +12,17 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, is_url, located
 
 __all__ = [
     "EXPORT_MARK",
+    "SAVE_NAME",
     "EarlySync",
+    "absolute",
     "check_apart",
     "check_replaceable",
     "discard",
@@ -29,6 +33,7 @@ __all__ = [
     "leftovers",
     "local_path",
     "lock_name",
+    "new_number",
     "open_synced",
     "part_name",
     "remove",
@@ -47,6 +52,8 @@ Only folders that have it are replaced, because any other folder may be the only
 _PART, _OLD, _GONE, _LOCK = "tmp", "old", "gone", ".lock"
 _TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]+(?:{re.escape(_LOCK)})?")
 _SYNC_BYTES = 1 << 25
+SAVE_NAME = re.compile(r"save-([0-9a-f]{8})-[0-9a-f]+")
+"""Folder of one save's files in object storage; the first number is its time in seconds."""
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
@@ -55,15 +62,19 @@ def local_path(path: str | os.PathLike[str]) -> str:
     Raises:
         CheckpointError: The path is the URL of something other than a mounted file system.
     """
-    text = os.fspath(path)
-    protocol, separator, local = text.partition("://")
-    if not separator or protocol == "file":
-        return local or text
+    place = located(path)
+    if isinstance(place, Path):
+        return str(place)
     raise CheckpointError(
-        f"{text} is not on a file system that all ranks share, which checkpoints of this "
-        "strategy need. Use a folder that is mounted on every machine, and copy the "
-        "checkpoints to other storage afterwards"
+        f"{place} is not on a file system that all ranks share, which is needed here. Use a "
+        "folder that is mounted on every machine, and copy it to other storage afterwards"
     )
+
+
+def absolute(path: str | os.PathLike[str]) -> Place:
+    """Return the place of a path or an address, independent of the working directory."""
+    place = located(path)
+    return Path(os.path.abspath(place)) if isinstance(place, Path) else place
 
 
 def sha256(content: bytes) -> str:
@@ -72,8 +83,16 @@ def sha256(content: bytes) -> str:
 
 
 @contextmanager
-def open_synced(path: Path) -> Iterator[IO[bytes]]:
-    """Return a context with a file to write, which ends when the disk has the file."""
+def open_synced(path: Place) -> Iterator[IO[bytes]]:
+    """Return a context with a file to write, which ends when the disk has the file.
+
+    An object is sent at the end, from memory.
+    """
+    if isinstance(path, RemotePath):
+        content = io.BytesIO()
+        yield content
+        path.write_bytes(content.getvalue())
+        return
     with open(path, "wb") as stream:
         yield stream
         stream.flush()
@@ -99,8 +118,10 @@ class EarlySync:
         Raises:
             OSError: The disk did not accept earlier bytes.
         """
-        if position - self._synced < _SYNC_BYTES or (
-            self._running is not None and not self._running.done()
+        if (
+            position - self._synced < _SYNC_BYTES
+            or isinstance(self._stream, io.BytesIO)
+            or (self._running is not None and not self._running.done())
         ):
             return
         self.wait()
@@ -132,9 +153,14 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def part_name(target: Path, kind: str = _PART) -> Path:
+def new_number() -> str:
+    """Return twelve hexadecimal digits that no other save has."""
+    return uuid.uuid4().hex[:12]
+
+
+def part_name(target: Path, kind: str = _PART, *, number: str = "") -> Path:
     """Return a new temporary name beside ``target``, to write to or to move ``target`` to."""
-    return Path(f"{target}.{kind}-{uuid.uuid4().hex[:12]}")
+    return Path(f"{target}.{kind}-{number or new_number()}")
 
 
 def lock_name(path: Path) -> Path:
@@ -232,11 +258,15 @@ def replacing(target: Path) -> Iterator[Path]:
         remove(part)
 
 
-def discard(path: Path) -> None:
-    """Remove a folder such that its name never has only a part of it.
+def discard(path: Place) -> None:
+    """Remove a checkpoint folder such that its name never has only a part of it.
 
     Another training may have removed it already.
     """
+    if isinstance(path, RemotePath):
+        (path / "metadata.json").unlink()  # a checkpoint without it does not count
+        path.remove()
+        return
     gone = part_name(path, _GONE)
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
@@ -259,21 +289,17 @@ def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: boo
     """Check that a folder to replace is a checkpoint or export; files need ``or_file``.
 
     Raises:
-        CheckpointError: ``path`` is a URL, a file, or a folder with content but without the file
-            ``marker``.
+        CheckpointError: ``path`` is a file, a folder with content but without the file ``marker``,
+            or an address at which an export cannot be written.
     """
-    if "://" in str(path):
+    place = located(local_path(path) if marker == EXPORT_MARK else path)
+    if has_other_content(place, marker=marker):
         raise CheckpointError(
-            f"{path} is not a path of a mounted file system. Checkpoints can only be written "
-            "to folders"
+            f"{place} is a folder with other content, which would be lost. Choose another path"
         )
-    if has_other_content(Path(path), marker=marker):
+    if place.is_file() and not or_file:
         raise CheckpointError(
-            f"{Path(path)} is a folder with other content, which would be lost. Choose another path"
-        )
-    if Path(path).is_file() and not or_file:
-        raise CheckpointError(
-            f"{Path(path)} is a file, which would be replaced by a folder. Choose another path"
+            f"{place} is a file, which would be replaced by a folder. Choose another path"
         )
 
 
@@ -292,15 +318,19 @@ def check_apart(
     Raises:
         CheckpointError: ``target`` is one of these paths, is inside one, or contains one.
     """
-    written = Path(os.path.realpath(target))
-    for source in map(Path, read):
-        if not os.path.lexists(source):
+    written = _real(target)
+    for source in read:
+        if not is_url(source) and not os.path.lexists(source):
             continue
-        resolved = Path(os.path.realpath(source))
+        resolved = _real(source)
         if written == resolved or resolved in written.parents or written in resolved.parents:
             raise CheckpointError(
                 f"{what} {target} would change {source}, which is the source. Choose another path".lstrip()
             )
+
+
+def _real(path: str | os.PathLike[str]) -> PurePosixPath:
+    return PurePosixPath(path if is_url(path) else os.path.realpath(path))
 
 
 def existing_paths(values: object) -> Iterator[Path]:
@@ -316,6 +346,11 @@ def existing_paths(values: object) -> Iterator[Path]:
             yield from existing_paths(value)
 
 
-def has_other_content(path: Path, *, marker: str) -> bool:
-    """Return True if a folder has content, but not the file ``marker``."""
-    return path.is_dir() and not (path / marker).is_file() and any(path.iterdir())
+def has_other_content(path: Place, *, marker: str) -> bool:
+    """Return True if a folder has content, but not the file ``marker``.
+
+    Interrupted saves in object storage do not count.
+    """
+    if not path.is_dir() or (path / marker).is_file():
+        return False
+    return any(not SAVE_NAME.fullmatch(entry.name) for entry in path.iterdir())

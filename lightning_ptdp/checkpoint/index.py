@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_ptdp.base.checked_json import (
     FILE_NAME,
@@ -31,6 +30,7 @@ from lightning_ptdp.checkpoint.metadata import (
     TensorEntry,
     read_verified,
 )
+from lightning_ptdp.checkpoint.remote_path import Place
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 __all__ = ["Index", "StoredRectangle", "check_index", "open_index", "write_index"]
@@ -68,7 +68,7 @@ class Index:
 
     def __init__(
         self,
-        file: Path,
+        file: Place,
         metadata: CheckpointMetadata,
         *,
         files: Sequence[str],
@@ -130,7 +130,7 @@ class Index:
         return list_of(check)(value)
 
 
-def write_index(folder: Path, tensors: Mapping[str, Sequence[StoredRectangle]]) -> None:
+def write_index(folder: Place, tensors: Mapping[str, Sequence[StoredRectangle]]) -> None:
     """Write ``index.json``."""
     names = sorted({part.file for parts in tensors.values() for part in parts})
     numbers = {name: position for position, name in enumerate(names)}
@@ -150,7 +150,7 @@ def write_index(folder: Path, tensors: Mapping[str, Sequence[StoredRectangle]]) 
         stream.write(json.dumps(content, separators=(",", ":")).encode())
 
 
-def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
+def open_index(folder: Place, metadata: CheckpointMetadata) -> Index:
     """Return the positions of a checkpoint's tensors.
 
     Raises:
@@ -175,7 +175,7 @@ def open_index(folder: Path, metadata: CheckpointMetadata) -> Index:
     return Index(file, metadata, files=fields["files"], tensors=fields["tensors"])
 
 
-def check_index(folder: Path, metadata: CheckpointMetadata) -> None:
+def check_index(folder: Place, metadata: CheckpointMetadata) -> None:
     """Check that the rectangles in the index cover every tensor.
 
     Raises:

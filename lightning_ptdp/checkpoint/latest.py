@@ -16,9 +16,14 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, MissingCheckpointError
+from lightning_ptdp.checkpoint.checkpoint_error import (
+    CheckpointError,
+    MissingCheckpointError,
+    StorageError,
+)
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
 from lightning_ptdp.checkpoint.reader import verify_checkpoint
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
 
 __all__ = [
     "LATEST",
@@ -39,11 +44,13 @@ _TRIES = 10
 OnDamage = Literal["previous", "refuse"]
 
 
-def mark_latest(checkpoint: Path) -> None:
+def mark_latest(checkpoint: Place) -> None:
     """Point ``latest``, beside a complete checkpoint, to it.
 
-    A ``latest`` that is not a link is kept.
+    A ``latest`` that is not a link is kept. Object storage has no links.
     """
+    if isinstance(checkpoint, RemotePath):
+        return
     link = checkpoint.parent / LATEST
     if os.path.lexists(link) and not link.is_symlink():
         return
@@ -85,12 +92,12 @@ def latest_follows(target: Path) -> Callable[[Path], None]:
     return mark_latest
 
 
-def latest_leaves(checkpoint: Path) -> None:
+def latest_leaves(checkpoint: Place) -> None:
     """Move a ``latest`` that leads to ``checkpoint`` to the newest other complete checkpoint.
 
     Call this before ``checkpoint`` is removed.
     """
-    if _target_of(checkpoint.parent) != checkpoint:
+    if isinstance(checkpoint, RemotePath) or _target_of(checkpoint.parent) != checkpoint:
         return
     remaining = [path for path in complete_checkpoints(checkpoint.parent) if path != checkpoint]
     if remaining:
@@ -111,18 +118,23 @@ def is_dangling(folder: Path) -> bool:
     return linked is not None and not linked.exists()
 
 
-def written_at(path: Path) -> float | None:
+def written_at(path: Place) -> float | None:
     """Return the time at which a checkpoint was written, in seconds since 1970.
 
     None means that its metadata is not whole.
+
+    Raises:
+        StorageError: Object storage failed.
     """
     try:
         return read_metadata(path).created
+    except StorageError:
+        raise
     except CheckpointError:
         return None
 
 
-def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[Path]:
+def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[Place]:
     """Return the complete checkpoints in a folder, the newest first.
 
     A checkpoint is complete if its metadata is whole and its files exist. A complete checkpoint
@@ -139,9 +151,19 @@ def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = Fa
 
 def checkpoint_times(
     folder: str | os.PathLike[str], *, recursive: bool = False
-) -> dict[Path, float]:
+) -> dict[Place, float]:
     """Return when each complete checkpoint was written; see :func:`complete_checkpoints`."""
-    times: dict[Path, float] = {}
+    times: dict[Place, float] = {}
+    root = located(folder)
+    if isinstance(root, RemotePath):
+        names = [name.rpartition("/") for name in root.below()]
+        found = [
+            root / parent if parent else root
+            for parent, _, name in names
+            if name == METADATA_FILE and (recursive or "/" not in parent)
+        ]
+        written = zip(found, each(root, written_at, found), strict=True)
+        return {path: time for path, time in written if time is not None}
     for path, subfolders, file_names in os.walk(folder):
         if files.kind_of(Path(path)) == "gone":
             subfolders.clear()
@@ -158,8 +180,8 @@ def choose_checkpoint(
     path: str | os.PathLike[str],
     *,
     on_damage: OnDamage = "previous",
-    verify: Callable[[Path], object] = verify_checkpoint,
-) -> Path:
+    verify: Callable[[Place], object] = verify_checkpoint,
+) -> Place:
     """Return the checkpoint to continue from: ``path`` if it is undamaged, else an older one.
 
     Args:
@@ -171,14 +193,17 @@ def choose_checkpoint(
 
     Raises:
         CheckpointError: The checkpoint is damaged, and ``on_damage`` is "refuse" or no older one is
-            whole. A MissingCheckpointError if the checkpoint does not exist.
+            whole. A MissingCheckpointError if the checkpoint does not exist, a StorageError if
+            object storage failed.
     """
     if on_damage not in get_args(OnDamage):
         raise CheckpointError(f"on_damage={on_damage!r} must be one of {list(get_args(OnDamage))}")
-    first, find_older = _candidates(Path(os.path.abspath(path)))
+    first, find_older = _candidates(files.absolute(path))
     try:
         verify(first)
         return first
+    except StorageError:
+        raise
     except CheckpointError as error:
         reason = str(error)
     older = find_older()
@@ -188,6 +213,8 @@ def choose_checkpoint(
     for candidate in older:
         try:
             verify(candidate)
+        except StorageError:
+            raise
         except CheckpointError:
             continue
         warnings.warn(
@@ -197,7 +224,7 @@ def choose_checkpoint(
     raise error_type(reason)
 
 
-def _candidates(path: Path) -> tuple[Path, Callable[[], list[Path]]]:
+def _candidates(path: Place) -> tuple[Place, Callable[[], list[Place]]]:
     """Return the requested checkpoint, and a function that returns the older ones."""
     folder = path if is_folder_of_checkpoints(path) else path.parent
     if folder == path or (path.name == LATEST and _is_stale(path)):
@@ -207,13 +234,13 @@ def _candidates(path: Path) -> tuple[Path, Callable[[], list[Path]]]:
         return checkpoints[0], lambda: checkpoints[1:]
     first = path.resolve()
 
-    def find_older() -> list[Path]:
+    def find_older() -> list[Place]:
         older = [
             candidate
             for candidate in complete_checkpoints(first.parent)
             if candidate != first and _is_older(candidate, first)
         ]
-        if first.exists():
+        if isinstance(first, RemotePath) or first.exists():
             return older
         # A missing name is a mistake, unless a save under this name was interrupted.
         leftovers = files.leftovers(first)
@@ -222,17 +249,17 @@ def _candidates(path: Path) -> tuple[Path, Callable[[], list[Path]]]:
     return first, find_older
 
 
-def _is_stale(latest: Path) -> bool:
+def _is_stale(latest: Place) -> bool:
     """Return True if ``latest`` does not identify a checkpoint.
 
     ``latest`` is not a link (the file system has none, or a copy turned it into a folder, which no
     save moves), leads to a missing path, or leads to the temporary name of an interrupted save.
     """
-    linked = _target_of(latest.parent)
+    linked = None if isinstance(latest, RemotePath) else _target_of(latest.parent)
     return linked is None or not linked.exists() or files.leftover_of(linked) is not None
 
 
-def is_folder_of_checkpoints(path: Path) -> bool:
+def is_folder_of_checkpoints(path: Place) -> bool:
     """Return True for a folder of checkpoints that is not a checkpoint itself.
 
     A torn checkpoint, which has no metadata, is not a folder of checkpoints either.
@@ -242,7 +269,7 @@ def is_folder_of_checkpoints(path: Path) -> bool:
     return any((entry / METADATA_FILE).is_file() for entry in path.iterdir())
 
 
-def _is_older(candidate: Path, damaged: Path) -> bool:
+def _is_older(candidate: Place, damaged: Place) -> bool:
     """Return True if ``candidate`` was written before a damaged checkpoint.
 
     If the damaged checkpoint does not show its time, every candidate counts as older.

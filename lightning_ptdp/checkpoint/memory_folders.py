@@ -24,6 +24,7 @@ from lightning_ptdp.base.file_locks import locked
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.latest import checkpoint_times
+from lightning_ptdp.checkpoint.remote_path import Place, is_url
 
 __all__ = [
     "LINK",
@@ -123,10 +124,10 @@ class MemoryFolder:
 
 def in_memory(path: str | os.PathLike[str]) -> bool:
     """Return True for a snapshot, a folder of snapshots, or a link to one, even if it is lost."""
-    return _home() in _followed(path).parents
+    return not is_url(path) and _home() in _followed(path).parents
 
 
-def newest_first(folder: str | os.PathLike[str]) -> list[Path]:
+def newest_first(folder: str | os.PathLike[str]) -> list[Place]:
     """Return the complete checkpoints below a folder, in memory and on the disk, newest first.
 
     The link to snapshots that this node does not have is one of them.
@@ -140,7 +141,7 @@ def newest_first(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted(times, key=lambda path: times[path], reverse=True)
 
 
-def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+def newest_checkpoint(folder: str | os.PathLike[str]) -> Place | None:
     """Return the newest complete checkpoint in a folder or its subfolders, or None.
 
     With ``snapshot_every_n_steps`` it may be in the memory of the nodes.

@@ -27,7 +27,7 @@ from lightning_ptdp.base.checked_json import (
     record,
     text,
 )
-from lightning_ptdp.base.untrusted import read_json, regular_size
+from lightning_ptdp.base.untrusted import parse_json, read_json, regular_size
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import (
     CheckpointError,
@@ -41,6 +41,7 @@ from lightning_ptdp.checkpoint.checksums import (
     parse_sums,
     sums_bytes,
 )
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
 from lightning_ptdp.version import __version__
 
 __all__ = [
@@ -116,6 +117,8 @@ class CheckpointMetadata:
             that of every older checkpoint in the folder, even if the clock was set back
             (save_folders.py).
         format_version: Version of the format.
+        folder: Folder of the other files; "" for that of ``metadata.json``. In object storage every
+            save has a new one (pending_save.py).
     """
 
     run: Mapping[str, Json]
@@ -124,6 +127,11 @@ class CheckpointMetadata:
     files: Mapping[str, FileEntry]
     created: float
     format_version: int = FORMAT_VERSION
+    folder: str = ""
+
+    def folder_in(self, checkpoint: Place) -> Place:
+        """Return the folder of the files other than ``metadata.json``."""
+        return checkpoint / self.folder if self.folder else checkpoint
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -136,17 +144,23 @@ class CheckpointMetadata:
 
 
 def write_metadata(
-    folder: Path, *, run: Mapping[str, Json], tensors: Mapping[str, TensorEntry], created: float
+    checkpoint: Place,
+    folder: str = "",
+    *,
+    run: Mapping[str, Json],
+    tensors: Mapping[str, TensorEntry],
+    created: float,
 ) -> None:
-    """Write ``metadata.json``, with a digest of itself, into an otherwise complete folder.
+    """Write ``metadata.json``, with a digest of itself, into an otherwise complete checkpoint.
+
+    The other files are in ``folder`` of the checkpoint.
 
     Raises:
         CheckpointError: The content could not be read back.
     """
-    file_entries = {}
-    for path in sorted(folder.iterdir()):
-        digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
-        file_entries[path.name] = {"size": path.stat().st_size, "sha256": digest}
+    place = checkpoint / folder if folder else checkpoint
+    paths: list[Place] = sorted(place.iterdir())
+    file_entries = dict(each(place, _file_entry, paths))
     versions = {"lightning": importlib.metadata.version("lightning"), "torch": torch.__version__}
     content = _plain(
         {
@@ -155,6 +169,7 @@ def write_metadata(
             # A checkpoint in the folder may have a time in the far future.
             "created": min(created, _LAST_SECOND),
             "run": run,
+            **({"folder": folder} if folder else {}),
             "packages": {
                 "python": platform.python_version(),
                 "lightning-ptdp": __version__,
@@ -169,8 +184,13 @@ def write_metadata(
     )
     _parsed(content)
     text = json.dumps({**content, "sha256": _digest(content)}, indent=1)
-    with files.open_synced(folder / METADATA_FILE) as stream:
+    with files.open_synced(checkpoint / METADATA_FILE) as stream:
         stream.write(text.encode())
+
+
+def _file_entry(path: Place) -> tuple[str, Json]:
+    digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
+    return path.name, {"size": _size_of(path), "sha256": digest}
 
 
 def check_json(run: Mapping[str, Json]) -> None:
@@ -197,16 +217,20 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
         CheckpointError: ``path`` is not a checkpoint, is damaged, has a newer format, or lacks
             files.
     """
-    folder = Path(path)
-    with reading(folder / METADATA_FILE):
-        metadata = _parsed(_content(folder))
+    checkpoint = located(path)
+    with reading(checkpoint / METADATA_FILE):
+        metadata = _parsed(_content(checkpoint))
+    folder = metadata.folder_in(checkpoint)
+    # In object storage, one listing shows all sizes.
+    is_remote = isinstance(folder, RemotePath)
+    present = {entry.name: entry for entry in folder.iterdir()} if is_remote else {}
     for name, entry in metadata.files.items():
-        _check_file(folder / name, entry.size)
+        _check_file(present.get(name, folder / name), entry.size)
     return metadata
 
 
 def read_verified(
-    folder: Path, metadata: CheckpointMetadata, name: str, *, most: int | None = _MOST_SMALL
+    folder: Place, metadata: CheckpointMetadata, name: str, *, most: int | None = _MOST_SMALL
 ) -> bytes:
     """Return the content of a small file, compared with its digest.
 
@@ -218,7 +242,8 @@ def read_verified(
     entry = metadata.files.get(name)
     if entry is None:
         raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
-    _check_file(folder / name, entry.size)
+    if isinstance(folder, Path):  # In object storage, the content shows its size.
+        _check_file(folder / name, entry.size)
     if most is not None and entry.size > most:
         raise CheckpointError(
             f"{folder / name} is damaged: it has {entry.size} bytes, more than the plausible "
@@ -232,7 +257,7 @@ def read_verified(
     return content
 
 
-def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> Sums:
+def read_sums(folder: Place, metadata: CheckpointMetadata, name: str) -> Sums:
     """Return the checksums of a file of tensors, for :func:`open_summed`.
 
     Raises:
@@ -246,14 +271,19 @@ def read_sums(folder: Path, metadata: CheckpointMetadata, name: str) -> Sums:
         return parse_sums(content, size=size)
 
 
-def _content(folder: Path) -> dict[str, Json]:
+def _content(folder: Place) -> dict[str, Json]:
     """Return the JSON object of a folder, which must be whole and of a known version."""
     file = folder / METADATA_FILE
     if not file.is_file():
         raise (CheckpointError if folder.exists() else MissingCheckpointError)(
             _not_a_checkpoint(folder)
         )
-    content = read_json(file, most_bytes=_MOST_JSON, linked=())
+    if isinstance(file, Path):
+        content = read_json(file, most_bytes=_MOST_JSON, linked=())
+    elif file.size() <= _MOST_JSON:
+        content = parse_json(file.read_bytes())
+    else:
+        raise CheckpointError(f"{file} is damaged: it has more than {_MOST_JSON} bytes")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{file} is damaged, or is not the metadata of a {FORMAT}")
     version = content.get("version")
@@ -315,6 +345,7 @@ _ENTRY = record(
     dtype=one_of(DTYPES, "a dtype that can be stored"),
 )
 _FILE = record(size=integer(), sha256=optional(text(r"[0-9a-f]{64}", "a sha256")))
+_FOLDER = text(files.SAVE_NAME.pattern, "the folder of a save")
 _FIELDS = record(
     format=text(),
     version=integer(FORMAT_VERSION, FORMAT_VERSION),
@@ -326,10 +357,11 @@ _FIELDS = record(
         key=text(FILE_NAME, "the name of a file in this folder"),
     ),
     tensors=map_of(_entry, key=text()),
+    folder=lambda value: "" if value is None else _FOLDER(value),
 )
 
 
-def _not_a_checkpoint(folder: Path) -> str:
+def _not_a_checkpoint(folder: Place) -> str:
     if folder.is_dir():
         return f"{folder} is not a checkpoint, or is incomplete: it has no {METADATA_FILE}"
     if folder.exists():
@@ -338,16 +370,22 @@ def _not_a_checkpoint(folder: Path) -> str:
             "load_from_checkpoint can read it, but this needs a folder with a "
             f"{METADATA_FILE}, as PTDPStrategy(checkpoint_format='folder') writes it"
         )
+    if isinstance(folder, RemotePath):
+        return f"{folder} does not exist"
     saves = [str(entry) for entry in files.leftovers(folder) if (entry / METADATA_FILE).is_file()]
     hint = f". An interrupted save left {' and '.join(saves)}. Rename one of them" if saves else ""
     return f"{folder} does not exist{hint}"
 
 
-def _check_file(file: Path, size: int) -> None:
-    if not os.path.lexists(file):
+def _size_of(file: Place) -> int:
+    return regular_size(file, linked=()) if isinstance(file, Path) else file.size()
+
+
+def _check_file(file: Place, size: int) -> None:
+    if not (os.path.lexists(file) if isinstance(file, Path) else file.exists()):
         raise CheckpointError(f"{file.parent} is damaged: {file.name} is missing")
     with reading(file):
-        actual = regular_size(file, linked=())
+        actual = _size_of(file)
     if actual != size:
         raise CheckpointError(f"{file} is damaged: it has {actual} bytes instead of {size}")
 

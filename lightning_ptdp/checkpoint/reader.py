@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
-from lightning_ptdp.checkpoint.checksums import open_summed
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, StorageError, reading
+from lightning_ptdp.checkpoint.checksums import SummedFile, open_summed
 from lightning_ptdp.checkpoint.index import StoredRectangle, check_index, open_index
 from lightning_ptdp.checkpoint.local_rectangles import (
     LocalRectangle,
@@ -29,7 +29,8 @@ from lightning_ptdp.checkpoint.metadata import (
     read_sums,
     read_verified,
 )
-from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
+from lightning_ptdp.checkpoint.remote_path import each, located
+from lightning_ptdp.checkpoint.stored_tensor import read_rectangle, runs
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 __all__ = ["MODEL", "TensorReader", "verify_checkpoint"]
@@ -56,7 +57,8 @@ class TensorReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._folder, self.metadata = Path(path), read_metadata(path)
+        self.metadata = read_metadata(path)
+        self._folder = self.metadata.folder_in(located(path))
         self._index = open_index(self._folder, self.metadata)
         self._sums = functools.cache(functools.partial(read_sums, self._folder, self.metadata))
 
@@ -154,29 +156,40 @@ class TensorReader:
             )
             for part in parts:
                 by_file.setdefault(part[0].file, []).append(part)
-        for name, parts in by_file.items():
-            with reading(self._folder / name):
-                self._read_file(name, parts)
+        each(self._folder, lambda item: self._read_file(*item), by_file.items())
 
     def _read_file(self, name: str, parts: list[_Part]) -> None:
-        sums, size = self._sums(name), self.metadata.files[name].size
-        with open_summed(self._folder / name, sums, size=size) as file:
-            for stored, target, common in sorted(parts, key=lambda part: part[0].begin):
-                read_rectangle(
-                    file,
-                    target.values[common.seen_from(target.offset).slices],
-                    begin=stored.begin,
-                    dtype=self.tensors[target.name].dtype,
-                    shape=stored.place.shape,
-                    offset=common.seen_from(stored.place.begin).begin,
-                )
+        path = self._folder / name
+        with reading(path):
+            sums, size = self._sums(name), self.metadata.files[name].size
+            with open_summed(path, sums, size=size, ranges=self._ranges(parts)) as file:
+                self._read_parts(file, parts)
+
+    def _ranges(self, parts: list[_Part]) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of bytes in a file that the parts need."""
+        for stored, target, common in parts:
+            begin = common.seen_from(stored.place.begin).begin
+            itemsize = self.tensors[target.name].dtype.itemsize
+            for start, stop in runs(stored.place.shape, begin, common.shape, itemsize=itemsize):
+                yield stored.begin + start, stored.begin + stop
+
+    def _read_parts(self, file: SummedFile, parts: list[_Part]) -> None:
+        for stored, target, common in sorted(parts, key=lambda part: part[0].begin):
+            read_rectangle(
+                file,
+                target.values[common.seen_from(target.offset).slices],
+                begin=stored.begin,
+                dtype=self.tensors[target.name].dtype,
+                shape=stored.place.shape,
+                offset=common.seen_from(stored.place.begin).begin,
+            )
 
 
 # ---- Verification of every byte of a checkpoint --------------------------------------------------
 
 
 def verify_checkpoint(
-    path: str | os.PathLike[str], *, part: int = 0, parts: int = 1
+    path: str | os.PathLike[str], *, part: int = 0, parts: int = 1, fetches: bool = True
 ) -> CheckpointMetadata:
     """Read a whole checkpoint and compare it with its checksums; not collective.
 
@@ -184,6 +197,8 @@ def verify_checkpoint(
         path: The checkpoint folder.
         part: Number of the share of the tensor files to read here; every rank may read one share.
         parts: Number of shares. The small files are always read.
+        fetches: Whether data files in object storage are read too. They are compared with their
+            checksums again whenever tensors are read.
 
     Returns:
         The checkpoint's metadata.
@@ -191,21 +206,28 @@ def verify_checkpoint(
     Raises:
         CheckpointError: Files are missing or damaged. The message names all of them.
     """
-    folder = Path(path)
-    metadata = read_metadata(folder)
-    errors = []
+    metadata = read_metadata(path)
+    folder = metadata.folder_in(located(path))
     data = [name for name, entry in sorted(metadata.files.items()) if entry.sha256 is None]
-    for name in [*(metadata.files.keys() - set(data)), *data[part::parts]]:
+
+    def error_of(name: str) -> str:
         try:
-            if name in data:
-                sums = read_sums(folder, metadata, name)
-                with open_summed(folder / name, sums, size=metadata.files[name].size) as file:
-                    file.check()
-            else:
+            if name not in data:
                 read_verified(folder, metadata, name)
+                return ""
+            sums, size = read_sums(folder, metadata, name), metadata.files[name].size
+            with open_summed(folder / name, sums, size=size, ranges=[(0, size)]) as file:
+                file.check()
+        except StorageError:
+            raise
         except (CheckpointError, OSError) as error:
-            errors.append(str(error))
+            return str(error)
+        return ""
+
+    own_data = data[part::parts] if fetches or isinstance(folder, Path) else []
+    names = [*(metadata.files.keys() - set(data)), *own_data]
+    errors = dict.fromkeys(filter(None, each(folder, error_of, names)))
     if errors:
-        raise CheckpointError("; ".join(dict.fromkeys(errors)))
+        raise CheckpointError("; ".join(errors))
     check_index(folder, metadata)
     return metadata

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from lightning_ptdp.checkpoint import data_files, files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.files import check_apart
 from lightning_ptdp.checkpoint.index import write_index
-from lightning_ptdp.checkpoint.latest import latest_follows
 from lightning_ptdp.checkpoint.local_rectangles import (
     LocalRectangle,
     Tensors,
@@ -30,12 +29,13 @@ from lightning_ptdp.checkpoint.metadata import (
     check_json,
     write_metadata,
 )
+from lightning_ptdp.checkpoint.pending_save import new_save_name, pending_save
 from lightning_ptdp.checkpoint.reader import MODEL, TensorReader, verify_checkpoint
+from lightning_ptdp.checkpoint.remote_path import Place
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero, same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.saved_state import STATE, encode_state, read_state
 from lightning_ptdp.checkpoint.tagged_json import Encoded
-from lightning_ptdp.checkpoint.write_locks import WriteLock
 
 __all__ = [
     "checked_content",
@@ -119,7 +119,7 @@ def write_checkpoint(
         CheckpointError: As for :func:`save_checkpoint`.
     """
     content = checked_content(path, state=state, metadata=metadata)
-    target = Path(os.path.abspath(path))
+    target = files.absolute(path)
     save_rectangles(
         target,
         rectangles=rectangles,
@@ -157,7 +157,7 @@ def checked_content(
 
 
 def save_rectangles(
-    target: Path,
+    target: Place,
     *,
     rectangles: Iterable[LocalRectangle],
     content: Encoded,
@@ -180,14 +180,13 @@ def save_rectangles(
         LocalRectangle.whole(f"{STATE}{number}", value)
         for number, value in enumerate(content.tensors)
     )
-    part = from_rank_zero(lambda: files.part_name(target), group)
-    claim = WriteLock(part)
+    save = pending_save(target, from_rank_zero(new_save_name, group))
     try:
         with same_outcome(doing, group):
             if is_rank_zero(group):
-                keeper.take(claim)
+                save.begin(keeper)
         written = data_files.write_rectangles(
-            part,
+            save.part,
             cut_strips(chain(rectangles, state_rectangles)),
             doing=doing,
             group=group,
@@ -196,22 +195,21 @@ def save_rectangles(
         with same_outcome(doing, group):
             if is_rank_zero(group):
                 for name, data in ((STATE_FILE, content.text), (README_FILE, README.encode())):
-                    with files.open_synced(part / name) as stream:
+                    with files.open_synced(save.part / name) as stream:
                         stream.write(data)
-                write_index(part, written.rectangles)
+                write_index(save.part, written.rectangles)
                 time = keeper.time_of_next(target.parent) if created is None else created
-                write_metadata(part, run=metadata, tensors=written.tensors, created=time)
-                files.sync_folder(part)
-                files.replace(part, target, follow=latest_follows(target))
-                claim.release()
+                write = partial(write_metadata, run=metadata, tensors=written.tensors, created=time)
+                save.commit(write)
+                save.release()
     except CheckpointError:
         with same_outcome(f"cleaning up after {doing}", group):
             if is_rank_zero(group):
-                files.remove(part)
-                claim.release()
+                save.discard()
+                save.release()
         raise
     finally:
-        claim.release()
+        save.release()
 
 
 def _doing(path: str | os.PathLike[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, explain
+from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, StorageError, explain
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 
 __all__ = ["from_rank_zero", "gather", "is_rank_zero", "own_rank", "same_outcome"]
@@ -62,7 +62,7 @@ def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator
 
     Raises:
         CheckpointError: The block raised on a rank. The message is the same on all ranks and names
-            those that failed.
+            those that failed. A StorageError if object storage failed on a rank.
         RuntimeError: A rank was lost in the block or afterwards (the error of torch's
             communication).
     """
@@ -74,10 +74,14 @@ def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator
         if is_communication_error(error) or is_communication_error(error.__cause__):
             raise  # A lost rank cannot take part in an agreement.
         cause, reasons = error, {own_rank(): explain(error)}
-    all_reasons = gather(reasons, group)
+    outcomes = gather((reasons, isinstance(cause, StorageError)), group)
+    all_reasons = [part for part, _ in outcomes]
     failures = {rank: reason for part in all_reasons for rank, reason in part.items()}
     if failures:
-        raise CheckpointError(
+        error_type = (
+            StorageError if any(by_storage for _, by_storage in outcomes) else CheckpointError
+        )
+        raise error_type(
             f"{doing} failed: {_describe(failures, world_size=len(all_reasons))}"
         ) from cause
 

@@ -28,6 +28,7 @@ from lightning_ptdp.checkpoint.latest import (
     written_at,
 )
 from lightning_ptdp.checkpoint.metadata import INDEX_FILE, METADATA_FILE, README_FILE, STATE_FILE
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
 from lightning_ptdp.checkpoint.write_locks import Abandoned, WriteLock, writer_of
 
 __all__ = ["SaveFolders"]
@@ -41,7 +42,7 @@ class SaveFolders:
 
     def __init__(self) -> None:
         self._abandoned = Abandoned()
-        self._known: set[Path] = set()
+        self._known: set[Place] = set()
         self._lock = threading.Lock()
         self._newest = 0.0
 
@@ -49,11 +50,11 @@ class SaveFolders:
         """Return a copy that knows nothing yet, because locks cannot be copied."""
         return type(self), ()
 
-    def go_on_from(self, checkpoint: Path) -> None:
+    def go_on_from(self, checkpoint: Place) -> None:
         """Make all later checkpoints newer than those in the folder of ``checkpoint``."""
         self._look(checkpoint.parent)
 
-    def time_of_next(self, folder: Path) -> float:
+    def time_of_next(self, folder: Place) -> float:
         """Return the time of the checkpoint that is being written to ``folder``.
 
         The time is in seconds since 1970.
@@ -94,13 +95,13 @@ class SaveFolders:
                 "each training its own folder (ModelCheckpoint's dirpath), or end that process"
             )
 
-    def tidy(self, folder: Path) -> None:
+    def tidy(self, folder: Place) -> None:
         """Finish or remove the saves in ``folder`` of processes that have ended.
 
         A complete save gets its final name, and the rest is removed. Content that cannot be changed
-        is skipped.
+        is skipped. In object storage, the next save to an address does this.
         """
-        if not folder.is_dir():
+        if isinstance(folder, RemotePath) or not folder.is_dir():
             return
         by_target: dict[Path, list[Path]] = {}
         for entry in sorted(folder.iterdir()):
@@ -120,7 +121,7 @@ class SaveFolders:
         if is_dangling(folder) and (complete := complete_checkpoints(folder)):
             mark_latest(complete[0])
 
-    def _look(self, folder: Path) -> None:
+    def _look(self, folder: Place) -> None:
         if folder not in self._known:
             self._known.add(folder)
             self._newest = max(

@@ -10,7 +10,6 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +19,7 @@ from lightning_ptdp.base.checked_json import integer, list_of, map_of, optional,
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, read_verified
 from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.checkpoint.tagged_json import Encoded, decode, encode
 
 __all__ = [
@@ -72,7 +72,8 @@ def read_state(
     Raises:
         CheckpointError: ``path`` is not a whole checkpoint, or its state is damaged or refused.
     """
-    reader, folder = TensorReader(path), Path(path)
+    reader = TensorReader(path)
+    folder = reader.metadata.folder_in(located(path))
     content = read_verified(folder, reader.metadata, STATE_FILE)
     stored = reader.read_all(reader.metadata.names(STATE))
     with reading(folder / STATE_FILE):

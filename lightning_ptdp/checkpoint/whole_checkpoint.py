@@ -20,6 +20,7 @@ from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, STATE_FILE
 from lightning_ptdp.checkpoint.reader import MODEL, TensorReader
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.checkpoint.saved_state import (
     LEFT_OUT,
     MapLocation,
@@ -57,7 +58,7 @@ class StoredWeights(MutableMapping[str, Tensor]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self.touched = Path(path), False
+        self.path, self.touched = located(path), False
         reader = TensorReader(path)
         self._stored = reader.model_names()
         self._values: dict[str, Tensor | None] = dict.fromkeys(self._stored)
@@ -106,7 +107,7 @@ class StoredOptimizers(list[dict[str, Any]]):
 
     def __init__(self, states: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
         super().__init__(states)
-        self.path = Path(path)
+        self.path = located(path)
 
 
 class _RefusedOptimizers(StoredOptimizers):
@@ -122,7 +123,7 @@ class _RefusedOptimizers(StoredOptimizers):
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return True if a folder is a checkpoint of this package, possibly a torn one."""
-    return any((Path(path) / name).exists() for name in (METADATA_FILE, STATE_FILE))
+    return any((located(path) / name).exists() for name in (METADATA_FILE, STATE_FILE))
 
 
 def read_whole(
@@ -206,7 +207,7 @@ def to_lightning_file(source: str | os.PathLike[str], destination: str | os.Path
     Raises:
         CheckpointError: The source is damaged, or the destination is a folder.
     """
-    target = Path(os.path.abspath(destination))
+    target = Path(os.path.abspath(files.local_path(destination)))
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
     state = {

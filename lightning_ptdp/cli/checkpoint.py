@@ -7,7 +7,6 @@ import json
 import math
 import zipfile
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
@@ -73,9 +72,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _inspect(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import read_metadata
+    from lightning_ptdp.checkpoint.remote_path import located
     from lightning_ptdp.exchange.state_dict_files import file_metadata
 
-    metadata = (file_metadata if Path(options.path).is_file() else read_metadata)(options.path)
+    metadata = (file_metadata if located(options.path).is_file() else read_metadata)(options.path)
     if options.json:
         print(json.dumps(_summary(metadata) | {"tensors": _tensors(metadata)}, indent=1))
         return 0
@@ -92,12 +92,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import CheckpointError, verify_checkpoint
+    from lightning_ptdp.checkpoint.remote_path import located
     from lightning_ptdp.exchange.state_dict_files import verify_file
 
     failed: list[CheckpointError] = []
     for path in options.path:
         try:
-            metadata = (verify_file if Path(path).is_file() else verify_checkpoint)(path)
+            metadata = (verify_file if located(path).is_file() else verify_checkpoint)(path)
         except CheckpointError as error:
             failed.append(error)
             print(f"{path}: damaged", flush=True)
@@ -114,9 +115,10 @@ def _verify(options: argparse.Namespace) -> int:
 def _reshard(options: argparse.Namespace) -> int:
     from lightning_ptdp.checkpoint import files, read_metadata, reshard_checkpoint
     from lightning_ptdp.checkpoint.metadata import METADATA_FILE
+    from lightning_ptdp.checkpoint.remote_path import located
     from lightning_ptdp.exchange.state_dict_files import as_folder
 
-    if Path(options.source).is_file() and not options.weights_only:
+    if located(options.source).is_file() and not options.weights_only:
         raise UserError(
             f"{options.source} is a file, in which optimizer states have positions instead of "
             "names. Add --weights_only"

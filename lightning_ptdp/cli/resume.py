@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -17,6 +16,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import CheckpointMetadata, complete_checkpoints, read_metadata
 from lightning_ptdp.checkpoint.memory_folders import newest_first
+from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.cli.inheritance import leaves, short, value_at
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
@@ -36,8 +36,8 @@ class Found:
         why: Reason that ``other`` belongs to another experiment.
     """
 
-    own: Path | None = None
-    other: Path | None = None
+    own: Place | None = None
+    other: Place | None = None
     why: str = ""
 
 
@@ -58,7 +58,7 @@ def find_newest(
     roots = [trainer.default_root_dir, *saved, *checkpoint_dirs(trainer)]
     paths = {
         path if path.is_symlink() else path.resolve()
-        for root in {Path(root).resolve() for root in roots}
+        for root in {located(root).resolve() for root in roots}
         for path in newest_first(root)
     }
     entries = [(metadata, path) for path in paths if (metadata := _metadata(path)) is not None]
@@ -77,7 +77,7 @@ def find_newest(
     return Found()
 
 
-def _metadata(path: Path) -> CheckpointMetadata | None:
+def _metadata(path: Place) -> CheckpointMetadata | None:
     """Return a checkpoint's metadata, or for lost snapshots that of a checkpoint beside the link."""
     beside = [path] if path.is_dir() else complete_checkpoints(path.parent)
     return read_metadata(beside[0]) if beside else None

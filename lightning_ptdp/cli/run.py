@@ -28,6 +28,7 @@ from lightning_ptdp.callbacks import (
     WriteSamples,
 )
 from lightning_ptdp.checkpoint import files
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.cli.child_processes import ending_workers
 from lightning_ptdp.cli.command_line import check_output, held_back, options_on
 from lightning_ptdp.cli.error_messages import UserError
@@ -115,6 +116,7 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
     """Return the checkpoint to load: the result of ``--resume auto``, else ``--ckpt_path``."""
     ckpt_path: str | None = cli.config.ckpt_path
+    located(ckpt_path or "")  # refuses credentials before anything shows them
     strategy: Any = cli.trainer.strategy
     if verb != "fit":
         return ckpt_path
@@ -136,8 +138,8 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
     if newest.own is not None:
         for logger in cli.trainer.loggers:
             if isinstance(logger, MLFlowLogger):
-                logger.continue_run_of(newest.own)
-        return str(newest.own)
+                logger.continue_run_of(str(newest.own))
+        return os.fspath(newest.own)
     if ckpt_path is None:
         load_only_named_checkpoints(cli.trainer)
     return ckpt_path

@@ -20,10 +20,12 @@ from lightning_ptdp.checkpoint import (
     CheckpointError,
     OnDamage,
     choose_checkpoint,
+    files,
     read_metadata,
     read_state,
 )
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
+from lightning_ptdp.checkpoint.remote_path import Place, is_url, located
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface, weights_opener
@@ -135,9 +137,9 @@ def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> 
     Raises:
         UserError: The path is not a checkpoint, or a checkpoint to resume from holds only weights.
     """
-    if path is None or path in _KEYWORDS or "://" in path:
+    if path is None or path in _KEYWORDS or path.startswith("http"):
         return
-    place = Path(path)
+    place = located(path)
     if not place.exists():
         contents = (
             ", ".join(sorted(entry.name for entry in place.parent.iterdir())[:8])
@@ -160,7 +162,11 @@ def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> 
             raise UserError(
                 f"{field} {path} is a folder, but not a checkpoint: it has no metadata.json"
             )
-    elif not zipfile.is_zipfile(place) and place.open("rb").read(1) != _PICKLE:
+    elif (
+        isinstance(place, Path)
+        and not zipfile.is_zipfile(place)
+        and place.open("rb").read(1) != _PICKLE
+    ):
         raise UserError(
             f"{field} {path} is not a checkpoint: it is neither a checkpoint folder nor a file "
             "of torch.save"
@@ -181,7 +187,7 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
         UserError: The weights do not fit. The message names one of them.
         CheckpointError: The weights are damaged.
     """
-    place = Path(path)
+    place = located(path)
     if reads_as_huggingface(place):
         tensors: Mapping[str, Any] | None = (
             weights_opener(model, {})(place).tensors
@@ -191,7 +197,7 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
     else:
         check_checkpoint(field, path)
         if place.is_file():
-            tensors = _tensors_of_file(place)
+            tensors = _tensors_of_file(Path(files.local_path(path)))
         else:
             tensors = None if is_folder_of_checkpoints(place) else read_metadata(place).tensors
     if tensors is not None:
@@ -208,9 +214,9 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
         UserError: The checkpoint belongs to another model.
         CheckpointError: It is incomplete, and no earlier checkpoint may replace it.
     """
-    if path is None or path in _KEYWORDS or "://" in path:
+    if path is None or path in _KEYWORDS or path.startswith("http"):
         return
-    if Path(path).is_file():
+    if located(path).is_file():
         # Lightning reads more file types, and reports their errors
         with contextlib.suppress(CheckpointError):
             _check_shapes("--ckpt_path", path, _tensors_of_file(Path(path)), model)
@@ -268,7 +274,7 @@ def _on_meta(model: LightningModule) -> LightningModule:
     return model
 
 
-def _has_state_of_training(place: Path) -> bool:
+def _has_state_of_training(place: Place) -> bool:
     """Return True if a run can continue from the file or if that cannot be determined."""
     try:
         if place.is_dir():
@@ -329,6 +335,8 @@ def _check_port(trainer: Trainer) -> None:
 
 def _check_folders(trainer: Trainer) -> None:
     root = trainer.default_root_dir
-    check_writable_folder(Path(root), f"trainer.default_root_dir={root!r}")
+    if not is_url(root):  # The strategy has checked folders in object storage.
+        check_writable_folder(Path(root), f"trainer.default_root_dir={root!r}")
     for folder in checkpoint_dirs(trainer):
-        check_writable_folder(folder, f"ModelCheckpoint.dirpath={str(folder)!r}")
+        if isinstance(folder, Path):
+            check_writable_folder(folder, f"ModelCheckpoint.dirpath={str(folder)!r}")

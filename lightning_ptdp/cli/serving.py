@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ptdp.base.signals import handled
 from lightning_ptdp.callbacks.write_samples import on_rank_zero
 from lightning_ptdp.checkpoint import CheckpointError, read_state
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.cli.child_processes import ending_workers
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.generate import ServingOptions
@@ -166,7 +167,7 @@ def module_of(
         CheckpointError: The adapters are damaged or of another kind.
         UserError: There is no checkpoint, or it does not name the model that it holds.
     """
-    if reads_as_huggingface(Path(checkpoint)):
+    if reads_as_huggingface(checkpoint):
         module: LightningModule = LitCausalLM(checkpoint, dtype="auto")
         return {"hyper_parameters": dict(module.hparams)}, module, None
     if is_adapter_folder(Path(checkpoint)):
@@ -209,7 +210,7 @@ def module_of(
 def _state(checkpoint: str) -> Mapping[str, Any]:
     """Return the state of one of our checkpoints or of a Lightning checkpoint."""
     check_checkpoint("--checkpoint", checkpoint)
-    if Path(checkpoint).is_dir():
+    if located(checkpoint).is_dir():
         return read_state(checkpoint)
     try:
         return open_state_dict(checkpoint)[1]

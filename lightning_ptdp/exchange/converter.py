@@ -15,6 +15,7 @@ import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, files, read_state, to_lightning_file
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.exchange.adapter_weights import base_of_adapters, merge_adapters, to_adapters
 from lightning_ptdp.exchange.export import SHARD_BYTES, to_huggingface
 from lightning_ptdp.exchange.huggingface import Names, from_huggingface
@@ -43,9 +44,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     Raises:
         CheckpointError: Nothing is at ``path``, or nothing that can be converted.
     """
-    place = Path(path)
-    if "://" in str(path):
-        raise CheckpointError(f"{path} is a URL. First copy it to a file system")
+    place = located(path)
     if (place / METADATA_FILE).is_file():
         return "checkpoint"
     if reads_as_huggingface(place):
@@ -113,6 +112,8 @@ def kind_of_result(
             f"{source} is a {kind}, and the target {destination} is a {target_kind}: {hint}"
         )
     files.check_apart(destination, [source])
+    if target_kind != "checkpoint":
+        files.local_path(destination)
     if target_kind in _MARKERS:
         # ``torch.save`` writes zip files.
         files.check_replaceable(

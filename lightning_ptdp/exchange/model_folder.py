@@ -15,6 +15,7 @@ import torch
 from lightning_ptdp.base.checked_json import FILE_NAME, Json, flag, map_of, optional, record, text
 from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, reading
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.checkpoint.safetensors_file import (
     StoredTensor,
     list_safetensors,
@@ -36,7 +37,10 @@ _ANY_MODEL = record(others=True, model_type=optional(text()), tie_word_embedding
 
 def reads_as_huggingface(path: str | os.PathLike[str]) -> bool:
     """Return True for a Hugging Face folder: a configuration beside safetensors."""
-    return Path(path, CONFIG_FILE).is_file() and any(Path(path).glob("*.safetensors"))
+    place = located(path)
+    if not isinstance(place, Path):
+        return False
+    return (place / CONFIG_FILE).is_file() and any(place.glob("*.safetensors"))
 
 
 def read_config(path: Path) -> dict[str, Json]:

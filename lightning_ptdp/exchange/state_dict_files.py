@@ -30,6 +30,7 @@ from lightning_ptdp.checkpoint import (
     with_types,
     write_checkpoint,
 )
+from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from lightning_ptdp.checkpoint.torch_file import load_saved
 
@@ -57,7 +58,7 @@ def open_state_dict(
         CheckpointError: The file is damaged, is not a state dict, or has classes that
             ``weights_only=True`` rejects.
     """
-    file = Path(path)
+    file = Path(files.local_path(path))
     if file.suffix == _SAFETENSORS:
         return open_safetensors(file), {}
     content = load_saved(file)
@@ -82,7 +83,7 @@ def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
         CheckpointError: The file cannot be read.
     """
     file = Path(path)
-    state, metadata = open_state_dict(file)
+    state, metadata = open_state_dict(path)
     aliases = _tied(state)
     values = {f"model/{name}": value for name, value in state.items() if name not in aliases}
     for number, optimizer in enumerate(load_saved(file).get("optimizer_states", ())):
@@ -130,7 +131,7 @@ def is_trained_file(state: Mapping[str, object]) -> bool:
 
 
 @contextmanager
-def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str]) -> Iterator[Path]:
+def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str]) -> Iterator[Place]:
     """Return a context with a checkpoint folder that has the weights of ``source``.
 
     The folder is ``source`` itself, or a temporary conversion of a single file.
@@ -143,8 +144,8 @@ def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str])
     Raises:
         CheckpointError: The file cannot be read.
     """
-    place = Path(source)
-    if not place.is_file():
+    place = located(source)
+    if not isinstance(place, Path) or not place.is_file():
         yield place
         return
     parent = Path(os.path.abspath(beside)).parent

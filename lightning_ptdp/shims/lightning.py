@@ -49,6 +49,14 @@ UPLOADERS = {
 
 They find checkpoints by ``_scan_checkpoints``."""
 
+SAVERS = {
+    f"{namespace}.callbacks.model_checkpoint": ("ModelCheckpoint", "_find_last_checkpoints")
+    for namespace in NAMESPACES
+}
+"""Modules with ModelCheckpoint, and its method for ``ckpt_path="last"``.
+
+In object storage, the method loses the protocol of addresses."""
+
 TRAINERS = {
     f"{namespace}.trainer.trainer": "_verify_strategy_supports_compile" for namespace in NAMESPACES
 }
@@ -159,6 +167,11 @@ def replace_once(owner: object, name: str, instead: Callable[..., object]) -> No
 
     setattr(replaced, REPLACED, True)
     setattr(owner, name, replaced)
+
+
+def place_of_saves(saver: Any, trainer: Trainer) -> str:
+    """Return the folder of a ``ModelCheckpoint``, which is decided when a run starts."""
+    return str(saver._ModelCheckpoint__resolve_ckpt_dir(trainer))
 
 
 def replace_after_closure(plugin: Precision, instead: Callable[..., None]) -> None:

@@ -22,6 +22,7 @@ from lightning_ptdp.checkpoint import (
     same_outcome,
     write_file,
 )
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.exchange import SHARD_BYTES, reads_as_huggingface
 from lightning_ptdp.parameters.materialize import awaits_values
@@ -131,7 +132,7 @@ class CheckpointHooks(World):
                 self._saves.save(
                     self.model_space,
                     checkpoint,
-                    local_path(filepath),
+                    os.fspath(filepath),
                     facts=self.run_facts,
                     limit=self.config.timeout,
                 )
@@ -243,15 +244,17 @@ class CheckpointHooks(World):
             CheckpointError: It is damaged; the same on all ranks. A MissingCheckpointError, also a
                 FileNotFoundError: There is none.
         """
-        if self._names.writes_elsewhere(self.checkpoint_io, checkpoint_path) and not os.path.isdir(
-            checkpoint_path
-        ):
+        by_plugin = self._names.writes_elsewhere(self.checkpoint_io, "")
+        from_web = os.fspath(checkpoint_path).startswith("http")
+        if from_web or (by_plugin and not os.path.isdir(checkpoint_path)):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        path = located(self.broadcast(os.fspath(checkpoint_path)))
         trainer = getattr(self.lightning_module, "_trainer", None)
         resuming = (
             trainer is not None and fits(trainer) and str(trainer.ckpt_path) == str(checkpoint_path)
         )
-        path = self._located(Path(self.broadcast(local_path(checkpoint_path))), resuming=resuming)
+        if isinstance(path, Path):
+            path = self._located(path, resuming=resuming)
         if not path.is_file():
             return read_checkpoint(
                 path,
@@ -260,7 +263,7 @@ class CheckpointHooks(World):
                 on_damage=self.config.on_damage,
                 resuming=resuming,
             )
-        checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+        checkpoint = super().load_checkpoint(os.fspath(path), weights_only=weights_only)
         if resuming:
             check_trained(checkpoint, path)
         return checkpoint
@@ -327,7 +330,7 @@ class CheckpointHooks(World):
             CheckpointError: On all ranks: the checkpoint is damaged or does not fit. Names the
                 entries and shapes.
         """
-        path = self.broadcast(local_path(path))
+        path = located(self.broadcast(os.fspath(path)))
         with self.waiting_in(f"loading weights from {path}"):
             missing = fill_part(self.model_space, path, strict=strict, rename=rename)
         if reads_as_huggingface(path):

@@ -19,9 +19,9 @@ from typing import Any, get_type_hints
 
 import torch
 
-from lightning_ptdp.base.requirements import check_url
 from lightning_ptdp.callbacks.run_summary import StrategySummary, summarize
 from lightning_ptdp.checkpoint.memory_folders import check_memory
+from lightning_ptdp.checkpoint.remote_path import check_address
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.parameters.materialize import awaits_values
@@ -124,7 +124,7 @@ class _PTDPStrategy(SetupHooks):
         if trainer is None or self.lightning_module is None:
             return
         for argument in arguments:  # includes ckpt_path
-            check_url(argument)
+            check_address(argument)
         self.note_callbacks(trainer.callbacks)
         # the train dataloader and the data module
         sources = [data for data in (*arguments[1:2], *arguments[3:4]) if data is not None]

@@ -31,6 +31,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint.latest import OnDamage, is_folder_of_checkpoints
+from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank
 from lightning_ptdp.checkpoint.torch_file import load_saved
 from lightning_ptdp.exchange import (
@@ -45,7 +46,7 @@ from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, Model
 
 
 def read_checkpoint(
-    path: Path, space: ModelSpace, *, keeper: SaveFolders, on_damage: OnDamage, resuming: bool
+    path: Place, space: ModelSpace, *, keeper: SaveFolders, on_damage: OnDamage, resuming: bool
 ) -> Checkpoint:
     """Read the parts of a checkpoint folder that are not tensors; collective.
 
@@ -69,7 +70,7 @@ def read_checkpoint(
         with space.waiting_in(action), same_outcome(action):
             if is_rank_zero():
                 keeper.tidy(path if is_folder_of_checkpoints(path) else path.parent)
-        path = files.settled(path)
+        path = files.settled(path) if isinstance(path, Path) else path
     with space.waiting_in(f"verifying the checkpoint {path}"):
         verify = partial(_verify, ranks=space.layout.world_size)
         path = choose_checkpoint(path, on_damage=on_damage if resuming else "refuse", verify=verify)
@@ -97,10 +98,14 @@ def check_trained(state: Mapping[str, object], path: PathLike) -> None:
         )
 
 
-def _verify(path: Path, *, ranks: int) -> None:
-    """Verify a checkpoint, of which every rank reads a share."""
+def _verify(path: Place, *, ranks: int) -> None:
+    """Verify a checkpoint, of which every rank reads a share.
+
+    Data files in object storage are verified when the tensors are loaded, so that no byte is
+    fetched twice.
+    """
     with same_outcome(f"verifying the checkpoint {path}"):
-        verify_checkpoint(path, part=own_rank(), parts=ranks)
+        verify_checkpoint(path, part=own_rank(), parts=ranks, fetches=False)
 
 
 def fill_whole(space: ModelSpace, state: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -192,7 +197,7 @@ def _set_extra_states(space: ModelSpace, loaded: Mapping[str, Tensor]) -> None:
 def _opener(
     space: ModelSpace, path: PathLike, rename: Mapping[str, str] | None
 ) -> Callable[..., Stored]:
-    if Path(path).is_file():
+    if located(path).is_file():
         return partial(_open_file, tied=() if rename else space.part.aliases)
     if not reads_as_huggingface(path):
         return TensorReader
@@ -210,7 +215,7 @@ def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
         CheckpointError: The file has no weights, or holds objects that cannot be read without
             trusting it.
     """
-    content = load_saved(Path(path))
+    content = load_saved(Path(files.local_path(path)))
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointError(f"{path} cannot be read: it has no 'state_dict'")
     values = {

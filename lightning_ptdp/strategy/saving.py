@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,6 @@ from lightning_ptdp.checkpoint import (
     SaveFolders,
     files,
     keeps_history,
-    local_path,
     mark_latest,
     merge_groups,
     optimizer_groups,
@@ -135,7 +132,7 @@ class FolderSaves:
                 if isinstance(state.get(key), int)
             },
         }
-        done = done or partial(mark_latest, Path(os.path.abspath(target)))
+        done = done or (lambda: mark_latest(files.absolute(target)))
         if not writes_rest:
             done = _nothing
         if self.in_background:
@@ -196,10 +193,10 @@ class FolderSaves:
 
 
 def _remove(path: PathLike, remove_file: Callable[[PathLike], None]) -> None:
-    if not os.path.isdir(os.fspath(path).removeprefix("file://")):
+    folder = files.absolute(path)
+    if not folder.is_dir():
         remove_file(path)
     elif is_rank_zero():
-        folder = Path(os.path.abspath(local_path(path)))
         latest_leaves(folder)
         files.discard(folder)
 

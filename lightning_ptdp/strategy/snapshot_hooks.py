@@ -38,7 +38,7 @@ class SnapshotHooks(CheckpointHooks):
         with self.waiting_in(f"taking a snapshot of step {step}"):
             if self._snapshots is None:
                 self._snapshots = Snapshots(
-                    [*checkpoint_dirs(trainer), Path(trainer.default_root_dir)][0],
+                    Path([*checkpoint_dirs(trainer), trainer.default_root_dir][0]),
                     ranks_per_node=self.num_processes,
                     limit=self.config.timeout,
                     keeper=self._saves.keeper,

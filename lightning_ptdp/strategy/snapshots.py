@@ -167,7 +167,7 @@ def fetch_snapshot(
                 "Remove the link, if it exists, to begin a new training"
             )
         _tell(f"the snapshots of {place.link.parent} are lost. Training resumes from {on_disk[0]}")
-        return on_disk[0], place
+        return Path(on_disk[0]), place
     holders = [rank for rank, found in enumerate(times) if newest in found]
     missing = [rank for rank, found in enumerate(times) if newest not in found]
     if missing:

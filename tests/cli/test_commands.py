@@ -366,7 +366,10 @@ BAD = [
     ("ptdp generate --checkpoint theirs -t 0", "tensor_parallel_size=0 must be a positive integer"),
     ("ptdp convert theirs theirs", "theirs would change theirs, which is the source"),
     ("ptdp convert theirs text.ckpt", "text.ckpt is a file, which would be replaced"),
-    ("ptdp convert s3://bucket/x.ckpt out", "s3://bucket/x.ckpt is a URL"),
+    (
+        "ptdp convert s3://key:hidden@bucket/x.ckpt out",
+        r"s3://\*\*\*@bucket/x.ckpt contains credentials",
+    ),
     ("ptdp convert empty.yaml out", "empty.yaml is not a checkpoint folder"),
     ("ptdp ckpt inspect theirs", "theirs is not a checkpoint"),
     (

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning.pytorch as L
 import pytest
 import torch
@@ -210,3 +211,54 @@ def test_second_experiment_in_folder_starts_afresh_and_reports(
     assert third is not None
     assert read_metadata(third).run["global_step"] == 3
     assert read_metadata(third).run["started_from"] == str(left)
+
+
+def test_auto_resume_and_ckpt_path_accept_addresses(
+    config: str, ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = "memory://auto/runs"
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    settings = yaml.safe_load(Path(config).read_text())
+    settings["trainer"] |= {
+        "logger": False,
+        "limit_val_batches": 0,
+        "val_check_interval": None,
+        "callbacks": [SAVE_EACH_STEP],
+        "default_root_dir": root,
+    }
+    Path(config).write_text(yaml.safe_dump(settings))
+    said: list[str] = []
+    monkeypatch.setattr("lightning_ptdp.cli.run.rank_zero_info", said.append)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fit", "--config", config, PTDP]
+
+    code, _, err = ptdp(*arguments, "--resume=auto", "--trainer.max_steps=2")
+    assert code == 0, err
+    store.pipe_file("/auto/runs/checkpoints/newer.ckpt/save-00000000-0/index.json", b"{}")
+    assert ptdp(*arguments, "--resume=auto", "--trainer.max_steps=3")[0] == 0
+    assert said[-1].startswith(f"--resume auto: resuming from {root}/checkpoints/")
+    last = f"{root}/checkpoints/last.ckpt"
+    assert read_metadata(last).run["global_step"] == 3
+    code, _, err = ptdp(*arguments, f"--ckpt_path={last}", "--trainer.max_steps=4")
+    assert code == 0, err
+    assert read_metadata(last).run["global_step"] == 4
+    code, _, err = ptdp(*arguments, f"--init_from={last}", "--trainer.max_steps=1")
+    assert code == 0, err
+    assert read_metadata(newest_checkpoint(root)).run["global_step"] == 1  # type: ignore[arg-type]
+    code, out, err = ptdp(*arguments, "--resume=auto", "--ckpt_path=s3://key:hidden@bucket/x")
+    assert code == 2
+    assert "contains credentials" in err
+    assert "hidden" not in f"{out}{err}{said}"
+    code, _, err = ptdp(*arguments, f"--ckpt_path={root}/checkpoints/newer.ckpt")
+    assert code == 2
+    assert "newer.ckpt is a folder, but not a checkpoint: it has no metadata.json" in err
+    code, _, err = ptdp(*arguments, f"--ckpt_path={root}/absent.ckpt")
+    assert code == 2
+    assert f"{root}/absent.ckpt does not exist; {root} contains checkpoints" in err
+    code, out, err = ptdp("generate", f"--checkpoint={last}", "--max_new_tokens=4")
+    assert code == 0, err
+    assert out.startswith("def ")
+    # What the callbacks of this package write stays on this machine.
+    assert {path.name for path in tmp_path.iterdir()} >= {"lightning_logs", "tiny.yaml"}
+    assert not (tmp_path / "memory:").exists()

@@ -465,12 +465,21 @@ def test_object_hyperparameters_are_omitted_with_warning(tmp_path: Any) -> None:
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
-    "place", [PIPELINE, Place(layout={"checkpoint_format": "folder"})], ids=["p2", "one"]
+    ("place", "url", "words"),
+    [
+        (PIPELINE, "memory://bucket", "is in the memory of one process, but 2 ranks save there"),
+        (PIPELINE, "s3://key:hidden@bucket/x", r"s3://\*\*\*@bucket/x contains credentials"),
+        (
+            Place(layout={"snapshot_every_n_steps": 1}),
+            "memory://bucket",
+            "snapshot_every_n_steps needs a mounted folder",
+        ),
+    ],
 )
-def test_checkpoint_folder_outside_file_system_is_refused(place: Place) -> None:
-    with pytest.raises(MisconfigurationException, match="memory://bucket is not on a file system"):
+def test_unusable_address_for_checkpoints_is_refused(place: Place, url: str, words: str) -> None:
+    with pytest.raises(MisconfigurationException, match=words):
         make_trainer(
-            place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath="memory://bucket")]
+            place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath=url)]
         ).fit(LitNet(), loader())
 
 
@@ -489,8 +498,9 @@ def test_checkpoint_folder_outside_file_system_is_refused(place: Place) -> None:
 def test_checkpoint_url_without_library_is_refused(
     url: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for library in ("s3fs", "gcsfs"):
+    for library, protocol in (("s3fs", "s3"), ("gcsfs", "gs")):
         monkeypatch.setitem(sys.modules, library, None)
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
     for run in ("fit", "validate"):
         with pytest.raises(RequirementError, match=re.escape(words)):
             getattr(make_trainer(TWO_BY_TWO), run)(LitNet(), loader(), ckpt_path=url)

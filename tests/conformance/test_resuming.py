@@ -131,11 +131,11 @@ def urls_and_nothing(rank: int, place: Place, path: str) -> Any:
         second.fit(LitNet(), loader(), ckpt_path=here / "missing.ckpt")
     if place.folder == "ours":
         why = (
-            "is not on a file system"
+            "fsspec does not support URLs with the protocol nowhere"
             if place.layout
-            else r"failed: ValueError: Protocol not known: nowhere"
+            else "ValueError: Protocol not known: nowhere"
         )
-        with pytest.raises(CheckpointError, match=rf"nowhere://bucket/one\.ckpt {why}"):
+        with pytest.raises(CheckpointError, match=rf"nowhere://bucket/one\.ckpt failed: .*{why}"):
             first.save_checkpoint("nowhere://bucket/one.ckpt")
     return second.global_step, results[0]["val_loss"]
 

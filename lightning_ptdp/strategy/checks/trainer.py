@@ -6,11 +6,12 @@ Each function checks one option; add new ones to ``_CHECKS``.
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import torch
 
 from lightning_ptdp.blocks.compiled_blocks import check_compiler
-from lightning_ptdp.checkpoint import local_path
+from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
 from lightning_ptdp.shims.lightning import Trainer, fits, is_compiled, layer_sync, logs_graph
@@ -310,15 +311,31 @@ def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> None:
                 f"checkpoint_format='file', but {reason}. Use 'auto' or 'folder', into which "
                 "every rank writes its part"
             )
-    if strategy.writes_file:
-        return
     try:
         for saver in savers:
-            local_path(getattr(saver, "dirpath", None) or trainer.default_root_dir)
-        if savers:
+            _check_place(
+                strategy, located(getattr(saver, "dirpath", None) or trainer.default_root_dir)
+            )
+        if savers and not strategy.writes_file:
             check_extra_state(strategy.lightning_module)
     except ValueError as error:
         raise strategy.refusal(str(error)) from None
+
+
+def _check_place(strategy: CheckpointHooks, place: Place) -> None:
+    if isinstance(place, Path) or strategy._names.writes_elsewhere(strategy.checkpoint_io, ""):
+        return
+    if strategy.config.snapshot_every_n_steps is not None:
+        raise ValueError(
+            "snapshot_every_n_steps needs a mounted folder for the link to the snapshots, but "
+            f"checkpoints are saved to {place}. Leave snapshots out, or save to a mounted folder"
+        )
+    if place.url.startswith("memory:") and strategy.layout.world_size > 1:
+        raise ValueError(
+            f"{place} is in the memory of one process, but {strategy.layout.world_size} ranks "
+            "save there. Give an address that all ranks share"
+        )
+    place.check_writable()
 
 
 def _check_replicas(strategy: CheckpointHooks, trainer: Trainer) -> None:
