@@ -11,6 +11,7 @@ from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import ModelParts
 from lightning_ptdp.schedule.partition import check_num_layers, explicit_partition, partition_layers
+from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -114,10 +115,14 @@ class KnownParts:
 
     Attributes:
         parts: The places.
+        plan: The plan by which they were found.
+        image_token: Id of the tokens that stand for images, if the model takes images.
         found_for: Names and classes of the modules, and the plan's fields about places.
     """
 
     parts: ModelParts
+    plan: ParallelPlan
+    image_token: int | None
     found_for: tuple[object, ...]
 
     @classmethod
@@ -142,4 +147,4 @@ class KnownParts:
         found_for = (*options.values(), *modules)
         if known is not None and known.found_for == found_for:
             return known
-        return cls(find_parts(module, **options), found_for)
+        return cls(find_parts(module, **options), plan, image_token_of(module), found_for)

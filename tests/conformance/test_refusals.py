@@ -489,7 +489,8 @@ def test_unusable_address_for_checkpoints_is_refused(place: Place, url: str, wor
     [
         (
             "s3://bucket/last.ckpt",
-            "s3://bucket/last.ckpt needs s3fs, which is not installed. Run: pip install s3fs",
+            "s3://bucket/last.ckpt needs s3fs, which is not installed. Run: pip install "
+            "'lightning-ptdp[s3]'",
         ),
         ("gs://bucket/last.ckpt", "needs gcsfs, which is not installed. Run: pip install gcsfs"),
         ("tape://7/last.ckpt", "fsspec does not support URLs with the protocol tape://"),

@@ -21,8 +21,6 @@ from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.rehearsal import Rehearsal
 from lightning_ptdp.shims.lightning import LightningModule, Trainer, trainer_options
-from lightning_ptdp.shims.transformers import image_token_of
-from lightning_ptdp.strategy.checks.whole_model import plan_of, whole_model
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.verification import VerificationError, verify
 from lightning_ptdp.world.layout import ParallelLayout
@@ -59,12 +57,9 @@ def check_first_batch(
     """
     if known is None or isinstance(source, Mapping):
         return
-    # A part that configure_model builds may be missing here.
-    whole = whole_model(module, config)
-    plan = plan_of(whole, config)
-    image_token = image_token_of(whole)
+    plan = known.plan
     runs = plan.blocks is None and sum(p.numel() for p in module.parameters()) <= _LARGEST
-    if not runs and image_token is None:
+    if not runs and known.image_token is None:
         return
     parts = known.parts
 
@@ -77,7 +72,7 @@ def check_first_batch(
         try:
             samples = batch_size(batch)
             sizes = microbatch_sizes(samples, config.microbatches(samples))
-            microbatch = split_batch(batch, sizes, image_token=image_token)[0]
+            microbatch = split_batch(batch, sizes, image_token=known.image_token)[0]
         except ValueError as error:
             return error
         if not runs:
