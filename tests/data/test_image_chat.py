@@ -155,7 +155,8 @@ def test_batches_are_those_of_processor(family: str, data: Data, images: Path) -
         assert ids[:size].equal(expected["input_ids"][0, :-1])
         if family == "idefics3":  # It has the samples along dimension 0, and pads their images.
             shown = expected.get("pixel_values", torch.zeros(1, 0, 3, 8, 8))[0]
-            assert batch["pixel_values"][index, : len(shown)].equal(shown)
+            # torchvision 0.26 rounds images of a batch in another way.
+            torch.testing.assert_close(batch["pixel_values"][index, : len(shown)], shown)
             assert not batch["pixel_values"][index, len(shown) :].any()
         elif "pixel_values" in expected:
             pixels.append(expected["pixel_values"])
