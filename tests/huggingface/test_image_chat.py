@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 
 from lightning_ptdp.callbacks import ExportHuggingFace
@@ -20,7 +19,8 @@ from lightning_ptdp.models import AdamWConfig, LitImageTextToText, LoraOptions
 from lightning_ptdp.models.tiny_vision import make_tiny_vision
 from tests.data.folders import write_rows
 from tests.huggingface.runs import LAYOUTS
-from tests.parity import Parity, Training, assert_near
+from tests.huggingface.test_chat import Chats
+from tests.parity import Parity, assert_near
 
 pytestmark = pytest.mark.thorough
 
@@ -65,21 +65,12 @@ def data(root: Path, **options: Any) -> ImageChatDataModule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageChats(Training):
+class ImageChats(Chats):
     """A training run of three steps. ``saved_in`` is a folder for checkpoints of every step."""
 
-    root: Path
+    packing: bool = False
     adapter: LoraOptions | None = None
-    saved_in: str | None = None
     export: str | None = None
-    layout: dict[str, Any] = field(default_factory=lambda: {"num_microbatches": 2})
-    steps: int = 3
-    clip: float | None = 0.5
-    validate_every: int | None = 0
-
-    smallest: ClassVar[float] = 1e-3
-    synced: ClassVar[tuple[str, ...]] = ("val_loss",)
-    always_clips: ClassVar[bool] = False
 
     def make_module(self) -> L.LightningModule:
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3)
@@ -91,11 +82,8 @@ class ImageChats(Training):
         return [data(self.root)]
 
     def make_callbacks(self) -> list[L.Callback]:
-        saves = ModelCheckpoint(self.saved_in, "{step}", every_n_train_steps=1, save_top_k=-1)
-        return [
-            *([saves] if self.saved_in else []),
-            *([ExportHuggingFace(self.export)] if self.export else []),
-        ]
+        exports = [] if self.export is None else [ExportHuggingFace(self.export)]
+        return [*super().make_callbacks(), *exports]
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
