@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data import ChatDataModule
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitCausalLM, LitGPT, make_tiny
 from lightning_ptdp.strategy.checks import check_packing
 from lightning_ptdp.strategy.checks.data import why_not_packed
+from tests.huggingface.chat_training import ChatTraining
 from tests.huggingface.runs import LAYOUTS, make_model
-from tests.parity import Parity, Training, assert_near
+from tests.parity import Parity, assert_near
 
 pytestmark = pytest.mark.thorough
 
@@ -63,20 +63,8 @@ def data(root: Path, **options: Any) -> ChatDataModule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chats(Training):
-    """A training run of three steps. ``saved_in`` is a folder for checkpoints of every step."""
-
-    root: Path
+class Chats(ChatTraining):
     packing: bool
-    saved_in: str | None = None
-    layout: dict[str, Any] = field(default_factory=lambda: {"num_microbatches": 2})
-    steps: int = 3
-    clip: float | None = 0.5
-    validate_every: int | None = 0
-
-    smallest: ClassVar[float] = 1e-3
-    synced: ClassVar[tuple[str, ...]] = ("val_loss",)
-    always_clips: ClassVar[bool] = False
 
     def make_module(self) -> L.LightningModule:
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3)
@@ -84,11 +72,6 @@ class Chats(Training):
 
     def make_loaders(self, trainer: L.Trainer) -> list[Any]:
         return [data(self.root, packing=self.packing, num_microbatches=2, global_batch_size=8)]
-
-    def make_callbacks(self) -> list[L.Callback]:
-        if self.saved_in is None:
-            return []
-        return [ModelCheckpoint(self.saved_in, "{step}", every_n_train_steps=1, save_top_k=-1)]
 
 
 @pytest.mark.parametrize(

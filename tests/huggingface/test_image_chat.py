@@ -18,8 +18,8 @@ from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import AdamWConfig, LitImageTextToText, LoraOptions
 from lightning_ptdp.models.tiny_vision import make_tiny_vision
 from tests.data.folders import write_rows
+from tests.huggingface.chat_training import ChatTraining
 from tests.huggingface.runs import LAYOUTS
-from tests.huggingface.test_chat import Chats
 from tests.parity import Parity, assert_near
 
 pytestmark = pytest.mark.thorough
@@ -65,10 +65,7 @@ def data(root: Path, **options: Any) -> ImageChatDataModule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageChats(Chats):
-    """A training run of three steps. ``saved_in`` is a folder for checkpoints of every step."""
-
-    packing: bool = False
+class ImageChats(ChatTraining):
     adapter: LoraOptions | None = None
     export: str | None = None
 
