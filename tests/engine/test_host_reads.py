@@ -244,6 +244,45 @@ def test_hugging_face_module_waits_for_device_at_most_once(
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
 
 
+def mixture() -> pl.LightningModule:
+    return LitGPT(
+        GPTConfig.gpt2(
+            vocabulary_size=32,
+            sequence_length=8,
+            num_layers=4,
+            hidden_size=16,
+            num_heads=4,
+            num_experts=4,
+            experts_per_token=2,
+            mlp="swiglu",
+            bias=False,
+        ),
+        AdamWConfig(learning_rate=1e-3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "reads"),
+    [
+        (2, {"expert_parallel_size": 2}, 4),
+        (2, {"expert_parallel_size": 2, "recompute": "full"}, 4),
+        (1, {}, 0),
+    ],
+    ids=["e2", "e2 recomputed", "e1"],
+)
+def test_experts_wait_once_per_layer(
+    size: int, options: dict[str, Any], reads: int, pool: Pool
+) -> None:
+    """Four layers read the numbers of rows that are sent; the grouped kernel needs none."""
+    for batches in pool.run(fit, world_size=size, args=(size, options, HALF, mixture)):
+        for waits in batches["train"][1:]:
+            experts = [wait for wait in waits if wait.place.startswith("expert_parallel/")]
+            assert len(experts) == reads, waits
+            assert {wait.place for wait in waits} - {place for place, _ in ALLOWED} <= {
+                wait.place for wait in experts
+            }
+
+
 def test_context_ranks_read_mask_once_for_all_layers(pool: Pool) -> None:
     """The masks of four layers are read once. The padding of the batch is not read at all."""
     options = {"context_parallel_size": 2}
