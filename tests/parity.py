@@ -169,7 +169,7 @@ def fit(rank: int, training: Training) -> Result:
     L.seed_everything(3, verbose=False)
     recorder, module = Recorder(), training.make_module()
     trainer = training.make_trainer(recorder)
-    with _checks_of_rank_0(rank):
+    with checks_of_rank_0(rank):
         trainer.fit(module, *training.make_loaders(trainer), ckpt_path=training.resume)
     if training.save is not None:
         trainer.save_checkpoint(training.save)
@@ -185,7 +185,7 @@ def fit(rank: int, training: Training) -> Result:
 
 
 @contextmanager
-def _checks_of_rank_0(rank: int) -> Iterator[None]:
+def checks_of_rank_0(rank: int) -> Iterator[None]:
     """Check the model on rank 0 only, and share its result.
 
     It is the same on every rank, and takes a third of a short training.

@@ -16,6 +16,7 @@ from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.fake_cuda import Wait, Waits, fake_cuda
+from tests.parity import checks_of_rank_0
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
@@ -215,7 +216,8 @@ def fit(
             if module is not None
             else LitGPT(GPTConfig.gpt2(**sizes), AdamWConfig(learning_rate=1e-3))
         )
-        trainer.fit(model, *loaders)
+        with checks_of_rank_0(rank):
+            trainer.fit(model, *loaders)
         return {
             kind: [waits.batches[place] for place in begun] for kind, begun in marks.begun.items()
         }

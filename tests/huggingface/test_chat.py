@@ -18,12 +18,12 @@ from lightning_ptdp.strategy.checks import check_packing
 from lightning_ptdp.strategy.checks.data import why_not_packed
 from tests.huggingface.chat_training import ChatTraining
 from tests.huggingface.runs import LAYOUTS, make_model
+from tests.optional import needs
 from tests.parity import Parity, assert_near
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, needs("datasets")]
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("datasets")
 
 LENGTH = 96
 
