@@ -17,12 +17,12 @@ from lightning_ptdp.models import AdamWConfig, GPTConfig, LitCausalLM, LitGPT, m
 from lightning_ptdp.strategy.checks.data import check_packing, why_not_packed
 from tests.huggingface.chat_training import ChatTraining
 from tests.huggingface.runs import LAYOUTS, make_model
+from tests.optional import needs
 from tests.parity import Parity, assert_near
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, needs("datasets")]
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("datasets")
 
 LENGTH = 96
 
