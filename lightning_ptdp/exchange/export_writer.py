@@ -16,8 +16,8 @@ from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEnt
 from lightning_ptdp.checkpoint.checksums import as_bytes
 from lightning_ptdp.checkpoint.safetensors_file import header_of
 from lightning_ptdp.checkpoint.stored_tensor import runs
-from lightning_ptdp.exchange.architecture import View
 from lightning_ptdp.exchange.model_folder import INDEX_FILE, ONE_FILE
+from lightning_ptdp.exchange.tensor_views import View
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 _BLOCK = 1 << 24
