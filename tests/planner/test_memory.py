@@ -8,10 +8,10 @@ import torch
 from lightning_ptdp.models import GPT, gpt_plan, num_parameters
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.planner import find_precision, fullest_rank
+from lightning_ptdp.planner import Job, find_precision, fullest_rank
 from lightning_ptdp.planner.activations import layer_activations
 from lightning_ptdp.planner.memory import rank_memory, static_bytes
-from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
+from lightning_ptdp.planner.parameters import job_stages, layers_by_stage
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.models.configs import VARIANTS
 from tests.planner.jobs import MIXTURE, TABLE_1, Row, choice, choice_of, job_of, small_job
@@ -22,16 +22,21 @@ from tests.tensor_parallel.toy import tensor_group
 pytestmark = pytest.mark.thorough
 
 
+def stage_parameters(job: Job, layout: ParallelLayout) -> list[int]:
+    return [stage.parameters for stage in job_stages(job, layout)]
+
+
 @pytest.mark.parametrize(
     "config", [*VARIANTS.values(), MIXTURE], ids=[*VARIANTS.keys(), "dense and mixtures"]
 )
 def test_parameters_and_stages_match_module(config: object) -> None:
     with torch.device("meta"):
         model = GPT(config)
-    shape = small_job(config).shape
+    job = small_job(config)
+    shape = job.shape
     assert (
         shape.parameters
-        == sum(stage_parameters(shape, ParallelLayout(world_size=1)))
+        == sum(stage_parameters(job, ParallelLayout(world_size=1)))
         == num_parameters(config)
     )
     own = sum(
@@ -43,10 +48,10 @@ def test_parameters_and_stages_match_module(config: object) -> None:
     for p in range(1, config.num_layers + 1):
         layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
         ranges = layer_ranges(model, parts=parts, layout=layout)
-        assert layers_by_stage(shape, p) == tuple(stop - start for start, stop in ranges)
+        assert layers_by_stage(job, p) == [stop - start for start, stop in ranges]
         copies = config.tie_embeddings and p > 1
         table = config.vocabulary_size * config.hidden_size
-        assert sum(stage_parameters(shape, layout)) == num_parameters(config) + (
+        assert sum(stage_parameters(job, layout)) == num_parameters(config) + (
             table if copies else 0
         )
 
@@ -71,7 +76,7 @@ def test_parameters_match_module_under_tensor_parallelism(pool: Pool) -> None:
     for found in pool.run(parameters_of_a_rank, world_size=2):
         assert len(found) == sum(config.num_heads % 2 == 0 for config in VARIANTS.values())
         for name, count in found.items():
-            assert stage_parameters(small_job(VARIANTS[name]).shape, layout) == (count,), name
+            assert stage_parameters(small_job(VARIANTS[name]), layout) == [count], name
 
 
 @pytest.mark.parametrize(
