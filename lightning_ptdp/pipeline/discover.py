@@ -8,7 +8,6 @@ error at the first microbatch (``stage.py``), which names the list that the modu
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -17,6 +16,7 @@ from torch import nn
 from lightning_ptdp.pipeline.call_order import call_order, used_uncalled
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.tensor_parallel.patterns import nearest_names
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -295,9 +295,8 @@ def _check_container(model: nn.Module, blocks: str) -> None:
 def _named(model: nn.Module, name: str, field: str) -> nn.Module:
     names = [n for n, _ in model.named_modules(remove_duplicate=False)]
     if name not in names:
-        nearest = difflib.get_close_matches(name, names, n=3) or [n for n in names if n][:5]
         raise ValueError(
-            f"{field}='{name}' is not a module of {type(model).__name__}; nearest: "
-            f"{', '.join(nearest)}"
+            f"{field}='{name}' is not a module of {type(model).__name__}; "
+            f"{nearest_names(name, names)}"
         )
     return model.get_submodule(name)
