@@ -13,13 +13,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import import_optional
+from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.base.untrusted import MOST_SETTINGS, parse_json, small_files
 from lightning_ptdp.models.checked_config import (
     CONFIG_FILE,
@@ -315,36 +315,28 @@ def _config_of_hub(name: str) -> Path:
         return Path(hf_hub_download(name, CONFIG_FILE, local_files_only=True)).parent
     except (LocalEntryNotFoundError, HFValidationError):
         pass
-    answers = SimpleQueue[str | Exception]()
-    Thread(target=_download_config, args=(name, answers), daemon=True).start()
+    # In a thread, because the name resolution of the host cannot be interrupted.
+    download = in_thread(partial(_download_config, name), name="ptdp download")
     try:
-        answer = answers.get(timeout=_PATIENCE_S)
-    except Empty:
-        answer = TimeoutError()
-    if isinstance(answer, str):
-        return Path(answer).parent
-    why = "offline, HF_HUB_OFFLINE" if constants.is_offline_mode() else type(answer).__name__
-    raise ValueError(
-        f"path={name!r} is not a folder, and the {CONFIG_FILE} of this model on the hub is not in "
-        f"the cache and could not be downloaded ({why}). Run hf download {name} {CONFIG_FILE} on a "
-        "machine with a connection, or give a folder"
-    ) from answer
+        return Path(download.result(_PATIENCE_S)).parent
+    except Exception as error:
+        why = "offline, HF_HUB_OFFLINE" if constants.is_offline_mode() else type(error).__name__
+        raise ValueError(
+            f"path={name!r} is not a folder, and the {CONFIG_FILE} of this model on the hub is not "
+            f"in the cache and could not be downloaded ({why}). Run hf download {name} "
+            f"{CONFIG_FILE} on a machine with a connection, or give a folder"
+        ) from error
 
 
-def _download_config(name: str, answers: SimpleQueue[str | Exception]) -> None:
-    """Put the path of the file, or an error, into ``answers``.
-
-    It runs in a thread, because the name resolution of the host cannot be interrupted.
-    """
+def _download_config(name: str) -> str:
+    """Return the path of the file."""
     from huggingface_hub import hf_hub_download
 
     log = logging.getLogger("huggingface_hub")
     level = log.level
     log.setLevel(logging.CRITICAL)  # it reports each of its attempts
     try:
-        answers.put(hf_hub_download(name, CONFIG_FILE, etag_timeout=_PATIENCE_S))
-    except Exception as error:  # reported by the caller
-        answers.put(error)
+        return hf_hub_download(name, CONFIG_FILE, etag_timeout=_PATIENCE_S)
     finally:
         log.setLevel(level)
 
