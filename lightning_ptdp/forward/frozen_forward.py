@@ -11,10 +11,11 @@ before the step, and the step finds them in its batch::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from lightning_ptdp.forward.surroundings import Context
 
@@ -44,14 +45,20 @@ def frozen_forward(
         within: Returns the context in which the model has other weights (``initial_values``).
     """
     strategy = module.trainer.strategy
+    with evaluating(module), torch.no_grad():
+        if hasattr(strategy, "frozen_step"):
+            return strategy.frozen_step(step, batch, batch_idx, within)
+        with within(), strategy.precision_plugin.forward_context():
+            return getattr(module, step)(batch, batch_idx)
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Set a module to evaluation mode within the context."""
     training = [child for child in module.modules() if child.training]
     module.eval()
     try:
-        with torch.no_grad():
-            if hasattr(strategy, "frozen_step"):
-                return strategy.frozen_step(step, batch, batch_idx, within)
-            with within(), strategy.precision_plugin.forward_context():
-                return getattr(module, step)(batch, batch_idx)
+        yield
     finally:
         for child in training:
             child.training = True

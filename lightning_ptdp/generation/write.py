@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.base.random import derive_seed
+from lightning_ptdp.forward.frozen_forward import evaluating
 from lightning_ptdp.generation.decoders import Call, decoder_of, language_model
 from lightning_ptdp.generation.generation_options import Sampling
 
@@ -93,9 +94,7 @@ def running(module: nn.Module) -> Iterator[RunningModel]:
         ValueError: The module is split and therefore needs a run of the Trainer.
     """
     strategy: Any = _running_strategy(module)
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
-    try:
+    with evaluating(module):
         if strategy is None:
             device = next(
                 (parameter.device for parameter in module.parameters()), torch.device("cpu")
@@ -108,9 +107,6 @@ def running(module: nn.Module) -> Iterator[RunningModel]:
                 device=strategy.root_device,
                 multiple=layout.size("tensor") if layout.sequence_parallel else 1,
             )
-    finally:
-        for child, training in modes:
-            child.training = training
 
 
 def _write(

@@ -130,10 +130,9 @@ def test_ranks_write_balanced_shares() -> None:
     assert max(loads) < 1.2 * sum(loads) / 4
 
 
-def test_export_blocks_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_writer, "_BLOCK", 1_000)
+def test_pieces_are_limited_in_size() -> None:
     for one in _part(GPT2, 1):
-        blocks = [*export_writer._blocks(one, one.place)]
+        blocks = [*one.pieces(1_000)]
         row = one.values[:1].nbytes
         assert all(block.values.nbytes <= max(1_000, row) for block in blocks)
         assert len(blocks) <= 2 + 2 * one.values.nbytes // max(1_000, row)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lightning_ptdp.models import GPT, gpt_plan, num_parameters
+from lightning_ptdp.models import GPT, GPTConfig, gpt_plan, num_parameters
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner import Job, find_precision, fullest_rank
 from lightning_ptdp.planner.activations import layer_activations
 from lightning_ptdp.planner.memory import rank_memory, static_bytes
 from lightning_ptdp.planner.parameters import job_stages, layers_by_stage
+from lightning_ptdp.planner.software import SOFTWARE
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.models.configs import VARIANTS
 from tests.planner.jobs import MIXTURE, TABLE_1, Row, choice, choice_of, job_of, small_job
@@ -54,6 +57,17 @@ def test_parameters_and_stages_match_module(config: object) -> None:
         assert sum(stage_parameters(job, layout)) == num_parameters(config) + (
             table if copies else 0
         )
+
+
+def test_stages_are_cut_by_cost_or_by_layers() -> None:
+    job = small_job(
+        GPTConfig(
+            vocabulary_size=4096, sequence_length=32, num_layers=8, hidden_size=32, num_heads=2
+        )
+    )
+    assert layers_by_stage(job, 4) == [1, 3, 3, 1]
+    by_layers = replace(job, software=SOFTWARE["megatron-2024"])
+    assert layers_by_stage(by_layers, 4) == [2, 2, 2, 2]
 
 
 def parameters_of_a_rank(rank: int) -> dict[str, int]:
