@@ -86,7 +86,7 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
     """
     container = model.get_submodule(name)
     if not isinstance(container, nn.ModuleList) or any(
-        any(True for _ in child.children()) for child in container
+        list(child.children()) for child in container
     ):
         return False
     parent = model
@@ -95,7 +95,7 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
         composite = [
             child
             for key, child in parent.named_children()
-            if key != step and any(True for _ in child.children())
+            if key != step and list(child.children())
         ]
         parts = [
             part
@@ -196,7 +196,7 @@ def _by_registration(model: nn.Module, blocks: Sequence[str], *, named: set[str]
                 passed += 1
             elif any(block.startswith(f"{name}.") for block in blocks):
                 walk(child, f"{name}.")
-            elif name not in named and any(True for _ in child.parameters()):
+            elif name not in named and list(child.parameters()):
                 positions[name] = passed
 
     if "" not in blocks:

@@ -198,7 +198,7 @@ def suggested_tensor(model: nn.Module) -> dict[str, str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
         for key, child in module.named_children()
-        if any(True for _ in child.children())
+        if list(child.children())
     }
     kinds: dict[str, str] = {}
     for name, kind in _parts(model):
