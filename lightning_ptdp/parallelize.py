@@ -28,6 +28,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.data_parallel.flat_parameters import LateValue
 from lightning_ptdp.data_parallel.sharded_parameters import Direction, ShardedParameters
 from lightning_ptdp.parameters.managed_parameter import (
@@ -114,7 +115,7 @@ class ParallelModel:
         unknown = [name for name, parameter in parameters if parameter not in self.parameters]
         if unknown:
             raise ValueError(
-                f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}: created or "
+                f"{listed(unknown, 3)}: created or "
                 "replaced after the model was distributed over the ranks. It would be neither "
                 "reduced nor saved. Create parameters in __init__ or configure_model, before "
                 "the optimizer"

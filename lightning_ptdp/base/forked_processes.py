@@ -68,10 +68,8 @@ class Outcome:
         return self.reports[rank][-1] if self.reports[rank] else "its start"
 
 
-def run_ranks(
-    function: Callable[..., object], *, count: int, args: Sequence[object] = (), timeout_s: float
-) -> Outcome:
-    """Run ``function(rank, tell, *args)`` in ``count`` processes.
+def run_ranks(function: Callable[[int, Tell], object], *, count: int, timeout_s: float) -> Outcome:
+    """Run ``function(rank, tell)`` in ``count`` processes.
 
     No process is left when the call returns. After the first failure, the other processes get two
     seconds, because they may wait for the failed one for ever.
@@ -82,7 +80,7 @@ def run_ranks(
     processes = []
     for rank in range(count):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_serve, args=(sender, function, rank, tuple(args)))
+        process = context.Process(target=_serve, args=(sender, function, rank))
         process.start()
         sender.close()
         processes.append(process)
@@ -97,11 +95,9 @@ def run_ranks(
     return outcome
 
 
-def _serve(
-    sender: Connection, function: Callable[..., object], rank: int, args: Sequence[object]
-) -> None:
+def _serve(sender: Connection, function: Callable[[int, Tell], object], rank: int) -> None:
     try:
-        sender.send(("result", function(rank, lambda place: sender.send(("report", place)), *args)))
+        sender.send(("result", function(rank, lambda place: sender.send(("report", place)))))
     except BaseException as error:
         # The first line only: notes follow it.
         sender.send(("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0]))

@@ -1,11 +1,15 @@
-"""Time limit for foreign code in this process."""
+"""Time limits for code in this process: it is interrupted, or a thread with it is abandoned."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class _Late(BaseException):
@@ -43,6 +47,20 @@ def time_limit(seconds: float) -> Iterator[None]:
             done.set()
             _raise_in(thread, None)
         raise TimeoutError(f"not finished after {seconds:g} s") from None
+
+
+def in_thread(call: Callable[[], T], *, name: str = "ptdp call") -> Future[T]:
+    """Start a call in a daemon thread, and return its future, for which nothing has to wait."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:

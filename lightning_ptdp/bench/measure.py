@@ -30,22 +30,17 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parameters.shadow import without_tensors
 from lightning_ptdp.pipeline.action_recorder import ActionRecorder
 from lightning_ptdp.planner import (
-    Choice,
-    Job,
     device_here,
     figures_source,
-    find_precision,
-    find_software,
     fullest_rank,
     known_peak_flops,
     simulated_step_time,
     step_time,
 )
 from lightning_ptdp.schedule import ideal_bubble
-from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.schedule.spans import Timeline
 from lightning_ptdp.strategy.checks.whole_model import whole_model
-from lightning_ptdp.strategy.planning import described, type_of_states
+from lightning_ptdp.strategy.planning import described_choice, described_job
 
 
 class StepTimes(Callback):
@@ -264,34 +259,21 @@ def predicted(
     config = strategy.config
     rows = samples // layout.num_replicas // accumulated
     microbatches = config.microbatches(rows)
-    precision = str(trainer.precision)
-    software = "ours" if config.compile == "none" else "ours-compiled"
     try:
-        model = described(
+        job = described_job(
             module,
             config,
-            length=length or None,
-            precision=precision,
-            software=software,
-            device=device,
-        )
-        job = Job(
-            model=model,
             world_size=layout.world_size,
-            global_batch_size=samples // accumulated,
+            batch=samples // accumulated,
             device=device,
-            precision=find_precision(precision, states=type_of_states(module)),
-            software=find_software(software),
-            sequence_length=length or model.sequence_length,
+            length=length or None,
+            precision=str(trainer.precision),
         )
-        choice = Choice(
-            layout=layout,
+        choice = described_choice(
+            config,
+            layout,
             micro_batch_size=max(1, rows // microbatches),
             num_microbatches=microbatches,
-            schedule=schedule_name(config.schedule, config.virtual_pipeline_size),
-            recompute=config.recompute,
-            distribute_saved_activations=config.distribute_saved_activations,
-            shard=config.shard,
         )
         timed = simulated_step_time if layout.size("pipeline") > 1 else step_time
         memory = fullest_rank(job, choice)

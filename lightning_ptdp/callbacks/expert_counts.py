@@ -246,10 +246,7 @@ def _number(trainer: Trainer, experts: nn.Module) -> int:
 
 def _of_all_stages(trainer: Trainer, numbers: dict[str, int]) -> dict[str, int]:
     mesh = getattr(trainer.strategy, "mesh", None)
-    parts: list[Any] = [numbers]
-    if mesh is not None and mesh.group("pipeline").size > 1:
-        parts = [None] * mesh.group("pipeline").size
-        dist.all_gather_object(parts, numbers, group=mesh.group("pipeline").handle)
+    parts = [numbers] if mesh is None else mesh.group("pipeline").gather(numbers)
     merged = {name: number for part in parts for name, number in part.items()}
     return {name: merged[name] for name in sorted(merged, key=_natural)}
 

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import nn
 
 from lightning_ptdp.base.output import columns
@@ -88,15 +87,8 @@ def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig)
     microbatches = config.usual_microbatches
     schedule = None if microbatches is None else config.build_schedule(microbatches)
     local = _held(parallel)
-    all_held = [local]
-    if layout.world_size > 1:
-        all_held = [local] * layout.world_size
-        dist.all_gather_object(all_held, local)
-    once = (
-        [all_held[rank] for rank in layout.group_of("shards", 0)]
-        if layout.world_size > 1
-        else all_held
-    )
+    all_held = mesh.world.gather(local)
+    once = [all_held[rank] for rank in layout.group_of("shards", 0)]
     total = sum(held.counted for held in once)
     resting = [held.resting for held in once]
     return StrategySummary(

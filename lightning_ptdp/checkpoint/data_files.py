@@ -7,7 +7,7 @@ cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -22,7 +22,6 @@ from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
 from lightning_ptdp.checkpoint.safetensors_file import header_of, is_storable
 from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank, same_outcome
-from lightning_ptdp.parameters.rectangle import Rectangle
 
 __all__ = ["Written", "write_data_file", "write_rectangles"]
 
@@ -120,7 +119,9 @@ def _write(
 ) -> list[tuple[str, StoredRectangle]]:
     folder.mkdir(parents=True, exist_ok=True)  # rank 0 looks whether it sees the same one
     if isinstance(folder, RemotePath):
-        rectangles = [piece for rectangle in rectangles for piece in _pieces(rectangle)]
+        rectangles = [
+            piece for rectangle in rectangles for piece in rectangle.pieces(_OBJECT_BYTES)
+        ]
         total = sum(rectangle.values.nbytes for rectangle in rectangles)
         num_files = max(num_files, -(-total // _OBJECT_BYTES))
     shares = [share for share in _shares(rectangles, num_files) if share]
@@ -140,18 +141,6 @@ def _unseen(folder: Place, names: set[str]) -> list[str]:
     if isinstance(folder, RemotePath):
         return sorted(names - {entry.name for entry in folder.iterdir()})
     return sorted(name for name in names if not (folder / name).is_file())
-
-
-def _pieces(rectangle: LocalRectangle) -> Iterator[LocalRectangle]:
-    """Yield a rectangle as pieces along its first dimension, each about as large as an object."""
-    if not rectangle.offset or rectangle.values.nbytes <= _OBJECT_BYTES:
-        yield rectangle
-        return
-    begin, end = rectangle.place
-    rows = max(1, len(rectangle.values) * _OBJECT_BYTES // rectangle.values.nbytes)
-    for first in range(begin[0], end[0], rows):
-        last = min(first + rows, end[0])
-        yield rectangle.within(Rectangle((first, *begin[1:]), (last, *end[1:])))
 
 
 def _shares(rectangles: Sequence[LocalRectangle], count: int) -> list[list[LocalRectangle]]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.local_rectangles import Tensors
 from lightning_ptdp.checkpoint.metadata import TensorEntry
@@ -127,7 +128,7 @@ def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool
                 f"{name!r} is {entry.dtype} in the checkpoint, but {tensor.dtype} in the model"
             )
     if errors:
-        raise CheckpointError("; ".join(errors[:_SHOWN]) + _more(len(errors)))
+        raise CheckpointError(listed(errors, _SHOWN, "; "))
     return missing
 
 
@@ -141,9 +142,5 @@ def _convertible(entry: TensorEntry, tensor: torch.Tensor) -> bool:
 
 
 def _shown(names: set[str]) -> str:
-    shown = ", ".join(repr(name) for name in sorted(names)[:_SHOWN])
-    return f"{shown}{_more(len(names))} {'is' if len(names) == 1 else 'are'}"
-
-
-def _more(count: int) -> str:
-    return f" and {count - _SHOWN} more" if count > _SHOWN else ""
+    shown = listed([*map(repr, sorted(names))], _SHOWN)
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"

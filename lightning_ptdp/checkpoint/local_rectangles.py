@@ -71,6 +71,17 @@ class LocalRectangle:
             self, offset=place.begin, values=self.values[place.seen_from(self.offset).slices]
         )
 
+    def pieces(self, nbytes: int) -> Iterator[LocalRectangle]:
+        """Yield the rectangle in pieces of whole rows, each of about ``nbytes``."""
+        if not self.offset or self.values.nbytes <= nbytes:
+            yield self
+            return
+        begin, end = self.place
+        rows = max(1, len(self.values) * nbytes // self.values.nbytes)
+        for first in range(begin[0], end[0], rows):
+            last = min(first + rows, end[0])
+            yield self.within(Rectangle((first, *begin[1:]), (last, *end[1:])))
+
     def to_write(self) -> torch.Tensor:
         """Return the values, on any device and with any strides."""
         return (

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, StorageError, explain
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 
@@ -92,9 +93,5 @@ def _describe(failures: dict[int, str], *, world_size: int) -> str:
         by_reason.setdefault(reason, []).append(rank)
     if len(by_reason) == 1 and len(failures) == world_size:
         return next(iter(by_reason))
-    parts = [
-        f"rank {', '.join(map(str, ranks))}: {reason}"
-        for reason, ranks in list(by_reason.items())[:_SHOWN]
-    ]
-    more = len(by_reason) - _SHOWN
-    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
+    parts = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason.items()]
+    return listed(parts, _SHOWN, "; ")

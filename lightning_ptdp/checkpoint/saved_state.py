@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.base.checked_json import integer, list_of, map_of, optional, record, text
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, read_verified
 from lightning_ptdp.checkpoint.reader import TensorReader
@@ -93,7 +94,7 @@ def warn_unread(missing: Iterable[str], where: object) -> None:
     """Warn of classes that are not imported, whose values have become plain."""
     if names := sorted(missing):
         warnings.warn(
-            f"{where} has values of {', '.join(names[:_SHOWN])}, which "
+            f"{where} has values of {listed(names, _SHOWN)}, which "
             f"{'is' if len(names) == 1 else 'are'} not imported in this process, so they are read "
             "as plain values. Import the modules that define them before loading the checkpoint",
             stacklevel=3,

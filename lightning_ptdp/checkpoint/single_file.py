@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
+from lightning_ptdp.checkpoint.local_rectangles import Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, TensorEntry
 from lightning_ptdp.checkpoint.saved_state import warn_unread
 from lightning_ptdp.checkpoint.tagged_json import decode, encode
@@ -120,36 +120,23 @@ def _save(content: Mapping[str, Any], path: Path) -> None:
 
 
 class InMemory:
-    """Tensors in memory, from which a rank copies its rectangles.
-
-    Args:
-        rectangles: Rectangles that together are the whole tensors.
+    """Whole tensors in memory by their global names, from which a rank copies its rectangles.
 
     Attributes:
         tensors: Shapes and dtypes of the tensors.
     """
 
-    def __init__(self, rectangles: Iterable[LocalRectangle]) -> None:
-        self._parts: dict[str, list[LocalRectangle]] = {}
-        for rectangle in rectangles:
-            self._parts.setdefault(rectangle.name, []).append(rectangle)
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = values
         self.tensors = {
-            name: TensorEntry(shape=parts[0].full_shape, dtype=parts[0].values.dtype)
-            for name, parts in self._parts.items()
+            name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
+            for name, value in values.items()
         }
-
-    @classmethod
-    def whole(cls, values: Mapping[str, Tensor]) -> InMemory:
-        """Return whole tensors by their global names."""
-        return cls(LocalRectangle.whole(name, value) for name, value in values.items())
 
     def fill(self, tensors: Tensors) -> None:
         """Fill checked tensors, converted to the dtype of each."""
         for target in rectangles_of(tensors):
-            for stored in self._parts[target.name]:
-                common = stored.place.common(target.place)
-                if common.numel:
-                    target.within(common).values.copy_(stored.within(common).values)
+            target.values.copy_(self._values[target.name][target.place.slices])
 
 
 def optimizer_by_name(
@@ -194,4 +181,4 @@ def optimizer_by_name(
             if isinstance(value, Tensor):
                 values[f"{prefix}{key}/{by_index[index]}"] = value
     groups = [{**group, "params": list(params)} for group, params in zip(saved, names, strict=True)]
-    return InMemory.whole(values), groups
+    return InMemory(values), groups

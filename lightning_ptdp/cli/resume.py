@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import CheckpointMetadata, complete_checkpoints, read_metadata
 from lightning_ptdp.checkpoint.memory_folders import newest_first
@@ -98,10 +99,9 @@ def _why_not(metadata: CheckpointMetadata, experiment: Experiment, started_from:
         details = [
             f"{name} is {stored.get(name)} in the checkpoint, but {experiment.get(name)} in "
             "this experiment"
-            for name in names[:_SHOWN]
+            for name in names
         ]
-        more = [f"{len(names) - _SHOWN} more differ"] if len(names) > _SHOWN else []
-        return "; ".join([*details, *more])
+        return listed(details, _SHOWN, "; ")
     if started_from is not None and metadata.run.get("started_from") != started_from:
         return f"its run did not start from {started_from}"
     return ""

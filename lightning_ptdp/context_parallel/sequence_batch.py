@@ -18,6 +18,7 @@ from lightning_ptdp.attention import check_sequence, shard_sequence
 from lightning_ptdp.base.nested import map_named, named_tensors
 
 SequenceDims = Mapping[str, int | None]
+_IGNORED_LABEL = -100
 
 
 def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> int:
@@ -106,18 +107,18 @@ def is_padded(batch: Any, names: Sequence[str]) -> bool:
     return any(mask.device.type != "cpu" or bool((mask != mask[:1, :1]).any()) for mask in masks)
 
 
-def count_targets(batch: Any, name: str = "labels", ignore_index: int = -100) -> Tensor | None:
+def count_targets(batch: Any) -> Tensor | None:
     """Return the number of labels that are not ignored, () int64, on their device.
 
-    None if the batch has no integer tensor ``name``. The number is the weight of a rank's loss, if
+    None if the batch has no integer tensor ``labels``. The number is the weight of a rank's loss, if
     the loss is the mean over its labels.
     """
     labels = [
         tensor
         for key, tensor in named_tensors(batch)
-        if key == name and not tensor.is_floating_point()
+        if key == "labels" and not tensor.is_floating_point()
     ]
-    return (labels[0] != ignore_index).sum() if labels else None
+    return (labels[0] != _IGNORED_LABEL).sum() if labels else None
 
 
 def _sequence_dim(tensor: Tensor, length: int) -> int | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.option_types import Size, check_types, nearest
 from lightning_ptdp.base.untrusted import reason
 from lightning_ptdp.data.data_error import CorpusError, reading
@@ -95,11 +96,8 @@ class ReadReport:
         """Return one line for the log, empty if every text was UTF-8."""
         if not self.undecodable:
             return ""
-        more = ", …" if len(self.undecodable) > _MAX_LISTED else ""
-        return (
-            f"{len(self.undecodable)} texts are not UTF-8: "
-            f"{', '.join(self.undecodable[:_MAX_LISTED])}{more}"
-        )
+        names = listed(self.undecodable, _MAX_LISTED)
+        return f"{len(self.undecodable)} texts are not UTF-8: {names}"
 
 
 @dataclass(frozen=True, kw_only=True)

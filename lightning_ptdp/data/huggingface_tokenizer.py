@@ -22,20 +22,12 @@ from lightning_ptdp.base.untrusted import (
 )
 from lightning_ptdp.data.data_error import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.shims.transformers import TOKENIZER_FILES
 
 __all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tokenizer"]
 
 TOKENIZER_FOLDER = "tokenizer"
 """Subfolder of a prepared folder that holds the tokenizer."""
-_FILES = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-)
 _READ = (
     "*.json",
     "*.txt",
@@ -66,7 +58,7 @@ class HuggingFaceTokenizer:
         TokenizerError: The folder holds no tokenizer, or its files are damaged.
     """
 
-    patterns: ClassVar[tuple[str, ...]] = _FILES
+    patterns: ClassVar[tuple[str, ...]] = TOKENIZER_FILES
     """Names of the files that determine the ids, and are copied."""
     auto_class: ClassVar[str] = "AutoTokenizer"
 

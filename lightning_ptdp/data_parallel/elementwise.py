@@ -124,94 +124,119 @@ def check_elementwise(
                 if key not in ("params", "param_names")
             )
         )
+        steps = _TrialSteps(
+            optimizer=optimizer, group=group, state=trial.state or {}, device=device
+        )
         for cut in sorted(trial.cuts, key=repr):
             key = f"{kind}{cut}"
             if key not in tried:
-                tried[key] = _must_stay_whole(
-                    optimizer, group, trial.state or {}, cut, device, may_stay_whole=may_stay_whole
-                )
+                tried[key] = steps.must_stay_whole(cut, may_stay_whole=may_stay_whole)
             if tried[key]:
                 whole.add(position)
     return sorted(whole)
 
 
-def _must_stay_whole(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    cut: Cut,
-    device: torch.device,
-    *,
-    may_stay_whole: bool,
-) -> bool:
-    """Return True if the optimizer works with whole parameters only."""
-    try:
-        is_tested = _try(optimizer, group, state, cut, device)
-    except MixingOptimizerError as error:
-        if not may_stay_whole or not (cut.along == "flat" or cut.option.startswith("tensor_")):
-            raise
-        try:
-            is_tested = _try(optimizer, group, state, replace(cut, along="apart"), device)
-        except MixingOptimizerError:
-            raise error from None
-        if not is_tested:
-            raise
-        return True
-    if not is_tested:
-        warnings.warn(
-            f"{type(optimizer).__name__} cannot be tested before training. With {cut.option}, "
-            "it must not combine elements of a parameter, or several parameters",
-            stacklevel=2,
-        )
-    return False
+@dataclass(frozen=True, kw_only=True)
+class _TrialSteps:
+    """Steps of one parameter group's optimizer on small tensors.
 
-
-def _try(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    cut: Cut,
-    device: torch.device,
-) -> bool:
-    """Compare a step on whole tensors with steps on their pieces; return False if it has no effect.
-
-    Raises:
-        MixingOptimizerError: They differ, or a step fails.
+    Attributes:
+        optimizer: The optimizer.
+        group: The parameter group.
+        state: See ``GroupTrial``.
+        device: Device of the tensors.
     """
-    generator = torch.Generator().manual_seed(0)
-    starts, gradients = (cut.tensors(generator) for _ in range(2))
-    try:
-        stepped = _step(optimizer, group, state, starts, gradients, device)
-    except Exception as error:
-        if cut.along == "flat":
-            raise _refusal(optimizer, cut, f"it fails on a small parameter ({error})") from error
-        stepped = starts
-    changed = any(
-        not torch.equal(value, start.to(device))
-        for value, start in zip(stepped, starts, strict=True)
-    )
-    if not changed or not all(value.isfinite().all() for value in stepped):
+
+    optimizer: Optimizer
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    device: torch.device
+
+    def must_stay_whole(self, cut: Cut, *, may_stay_whole: bool) -> bool:
+        """Return True if the optimizer works with whole parameters only."""
+        try:
+            is_tested = self._compare(cut)
+        except MixingOptimizerError as error:
+            if not may_stay_whole or not (cut.along == "flat" or cut.option.startswith("tensor_")):
+                raise
+            try:
+                is_tested = self._compare(replace(cut, along="apart"))
+            except MixingOptimizerError:
+                raise error from None
+            if not is_tested:
+                raise
+            return True
+        if not is_tested:
+            warnings.warn(
+                f"{type(self.optimizer).__name__} cannot be tested before training. With "
+                f"{cut.option}, it must not combine elements of a parameter, or several parameters",
+                stacklevel=2,
+            )
         return False
-    try:
-        parts = zip(cut.pieces(starts), cut.pieces(gradients), strict=True)
-        results = [
-            _step(optimizer, group, state, [start], [gradient], device)[0]
-            for start, gradient in parts
-        ]
-    except Exception as error:
-        raise _refusal(optimizer, cut, f"it fails on a part of a parameter ({error})") from error
-    differences = [
-        float((value - reference).abs().max())
-        for value, reference in zip(results, cut.pieces(stepped), strict=True)
-    ]
-    if not max(differences) < _TOLERANCE * max(float(value.abs().max()) for value in stepped):
-        raise _refusal(
-            optimizer,
-            cut,
-            "its update of a part differs from that of the full parameter by up to "
-            f"{max(differences):.1e}",
+
+    def _compare(self, cut: Cut) -> bool:
+        """Compare steps on whole tensors and on their pieces; return False if nothing changes.
+
+        Raises:
+            MixingOptimizerError: They differ, or a step fails.
+        """
+        generator = torch.Generator().manual_seed(0)
+        starts, gradients = (cut.tensors(generator) for _ in range(2))
+        try:
+            stepped = self._step(starts, gradients)
+        except Exception as error:
+            if cut.along == "flat":
+                raise _refusal(
+                    self.optimizer, cut, f"it fails on a small parameter ({error})"
+                ) from error
+            stepped = starts
+        changed = any(
+            not torch.equal(value, start.to(self.device))
+            for value, start in zip(stepped, starts, strict=True)
         )
-    return True
+        if not changed or not all(value.isfinite().all() for value in stepped):
+            return False
+        try:
+            parts = zip(cut.pieces(starts), cut.pieces(gradients), strict=True)
+            results = [self._step([start], [gradient])[0] for start, gradient in parts]
+        except Exception as error:
+            raise _refusal(
+                self.optimizer, cut, f"it fails on a part of a parameter ({error})"
+            ) from error
+        differences = [
+            float((value - reference).abs().max())
+            for value, reference in zip(results, cut.pieces(stepped), strict=True)
+        ]
+        if not max(differences) < _TOLERANCE * max(float(value.abs().max()) for value in stepped):
+            raise _refusal(
+                self.optimizer,
+                cut,
+                "its update of a part differs from that of the full parameter by up to "
+                f"{max(differences):.1e}",
+            )
+        return True
+
+    def _step(self, starts: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors after a few steps of an equivalent optimizer.
+
+        It has the hyperparameters of this group.
+        """
+        parameters = [nn.Parameter(start.to(self.device, copy=True)) for start in starts]
+        probe = equivalent_optimizer(self.optimizer, self.group, parameters)
+        probe.state.update({item: _state_like(item, self.state) for item in parameters})
+        options = probe.param_groups[0]
+        if "lr" in options:
+            options["lr"] = (
+                torch.full_like(options["lr"], _LEARNING_RATE)
+                if isinstance(options["lr"], Tensor)
+                else _LEARNING_RATE
+            )
+        with torch.random.fork_rng(devices=[]):
+            for scale in _SCALES:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient.to(self.device) * scale
+                probe.step(_closure)
+        return [parameter.detach() for parameter in parameters]
 
 
 def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerError:
@@ -232,36 +257,6 @@ def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerErro
         f"{cut.option} splits parameters, but {name} does not work element by element: "
         f"{reason}. Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, ...), or {remedy}"
     )
-
-
-def _step(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    starts: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    device: torch.device,
-) -> list[Tensor]:
-    """Return tensors after a few steps of an equivalent optimizer.
-
-    It has the hyperparameters of this group.
-    """
-    parameters = [nn.Parameter(start.to(device, copy=True)) for start in starts]
-    probe = equivalent_optimizer(optimizer, group, parameters)
-    probe.state.update({item: _state_like(item, state) for item in parameters})
-    options = probe.param_groups[0]
-    if "lr" in options:
-        options["lr"] = (
-            torch.full_like(options["lr"], _LEARNING_RATE)
-            if isinstance(options["lr"], Tensor)
-            else _LEARNING_RATE
-        )
-    with torch.random.fork_rng(devices=[]):
-        for scale in _SCALES:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient.to(device) * scale
-            probe.step(_closure)
-    return [parameter.detach() for parameter in parameters]
 
 
 def equivalent_optimizer(

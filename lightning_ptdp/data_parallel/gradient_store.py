@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,17 @@ class GradientStore(Protocol):
     """All gradients of one rank.
 
     A batch is ``begin``, backwards, and ``finish`` if it completes an optimizer step. ``.grad``
-    shows the gradients from ``begin`` and ``show`` until ``hide``.
+    shows the gradients from ``begin`` and ``show`` until ``hide``. The defaults are those of a
+    store whose reductions do not start before ``finish``.
     """
 
-    @property
-    def parameters(self) -> Sequence[ManagedParameter]:
-        """Return the trained parameters, in forward order."""
+    parameters: Sequence[ManagedParameter]
+    """The trained parameters, in forward order."""
 
     @property
     def scatters(self) -> bool:
         """Return True if ``finish`` leaves each rank with the sums of a part of the gradients."""
+        return False
 
     @property
     def has_weighed(self) -> bool:
@@ -59,12 +60,15 @@ class GradientStore(Protocol):
                 ``complete``; by default all of them, each completed by autograd.
             last: No other microbatch follows before the optimizer's step.
         """
+        return
 
     def complete(self, parameter: Tensor) -> None:
         """Record that the gradient of ``parameter``, one of the ``awaited``, is complete."""
+        return
 
     def reduce(self, chunk: int | None, *, last: bool = True) -> None:
         """Start the remaining reductions of a chunk, after its backward; ``last`` as above."""
+        return
 
     def finish(self, scale: float | None = None) -> None:
         """Complete all sums over other ranks, then scale."""
@@ -83,12 +87,14 @@ class GradientStore(Protocol):
 
     def buckets(self) -> Iterable[Bucket]:
         """Return all buckets, in backward order within each chunk."""
+        return ()
 
     def local(self) -> Iterable[Tensor]:
         """Return this rank's gradients, in few tensors."""
 
     def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         """Return the same elements in few flat tensors."""
+        return list(gradients)
 
     def unused(self) -> list[nn.Parameter]:
         """Return the parameters to which no backward has given a gradient.
@@ -161,8 +167,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 @dataclass(eq=False)
-class UnbucketedGradients:
-    """A ``GradientStore`` of a rank of a single replica.
+class UnbucketedGradients(GradientStore):
+    """Gradients of a rank of a single replica.
 
     Args:
         parameters: Trained parameters in forward order. The order must be the same on all ranks
@@ -172,7 +178,6 @@ class UnbucketedGradients:
 
     parameters: Sequence[ManagedParameter]
     widen: bool = True
-    scatters: ClassVar[bool] = False
     _state: GradientState = GradientState.EMPTY
     _arrived: set[nn.Parameter] = field(default_factory=set)
     _hidden: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -208,17 +213,6 @@ class UnbucketedGradients:
             self._hidden[parameter] = _zeros(parameter) if gradient is None else gradient
             parameter.grad = None
 
-    def expect(
-        self, chunk: int | None, awaited: Iterable[Tensor] | None = None, *, last: bool = True
-    ) -> None:
-        """Do nothing: no reduction waits for a gradient."""
-
-    def complete(self, parameter: Tensor) -> None:
-        """Do nothing, like ``expect``."""
-
-    def reduce(self, chunk: int | None, *, last: bool = True) -> None:
-        """Do nothing, like ``expect``."""
-
     def finish(self, scale: float | None = None) -> None:
         """Complete the sums over other ranks, and scale."""
         self._state = self._state.to(GradientState.REDUCING)
@@ -252,17 +246,9 @@ class UnbucketedGradients:
         """Return True if earlier batches of the accumulation have been weighed."""
         return bool(self._weighed)
 
-    def buckets(self) -> tuple[()]:
-        """Return no bucket."""
-        return ()
-
     def local(self) -> Iterator[Tensor]:
         """Return the gradients that exist."""
         return (parameter.grad for parameter in self._each() if parameter.grad is not None)
-
-    def joined(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """Return the gradients unchanged: each is a tensor of its own."""
-        return list(gradients)
 
     def unused(self) -> list[nn.Parameter]:
         """Return the parameters that never had a gradient, without tied ones."""

@@ -273,9 +273,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children with parameters of the outermost containers."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            yield from (
-                block for block in child.children() if any(True for _ in block.parameters())
-            )
+            yield from (block for block in child.children() if list(block.parameters()))
         else:
             yield from _blocks(child)
 

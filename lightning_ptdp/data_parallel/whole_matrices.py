@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
-from lightning_ptdp.parameters.placement import Piece, Placement, slice_full
+from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
@@ -31,12 +30,7 @@ class WholeMatrices:
 
     def __init__(self, parameters: Sequence[ManagedParameter], group: Group) -> None:
         self._group = group
-        self._pieces: list[list[tuple[Piece, ...]]] = [[] for _ in group.ranks]
-        dist.all_gather_object(
-            self._pieces,
-            [managed.placement.pieces for managed in parameters],
-            group=group.handle,
-        )
+        self._pieces = group.gather([managed.placement.pieces for managed in parameters])
         self._numbers = {managed: number for number, managed in enumerate(parameters)}
         self._gradients = {managed: managed.gradient for managed in parameters}
         self._values: dict[ManagedParameter, Tensor] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ def check_ranks(*, count: int, backend: str, timeout_s: float) -> RankCheck:
         backend: "gloo" (on the CPU) or "nccl" (on as many GPUs).
         timeout_s: Seconds after which unfinished ranks are named and ended.
     """
-    outcome = _run(_rank, count, backend, timeout_s)
+    outcome = _run(_use, count, backend, timeout_s)
     checks = tuple(_checks(outcome, count, backend, timeout_s))
     measurements = outcome.results[0]["measurements"] if 0 in outcome.results else []
     links = (check_links(measurements),) if measurements else ()
@@ -85,62 +84,53 @@ def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
 
 
 def _run(
-    function: Callable[..., dict[str, Any]], count: int, backend: str, timeout_s: float
+    work: Callable[[GroupMember, Tell], dict[str, Any]], count: int, backend: str, timeout_s: float
 ) -> Outcome:
+    """Return the results of ``work`` on each rank of a group, with the seconds to form it."""
+
+    def run(rank: int, tell: Tell) -> dict[str, Any]:
+        start = time.perf_counter()
+        torch.set_num_threads(1)
+        device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        tell(_GROUP)
+        # The parent's limit ends first and names the rank. torch's limit ends a process that lost
+        # its parent.
+        limit = timedelta(seconds=2 * timeout_s)
+        listen_on_loopback()
+        store = meeting_store(LOOPBACK, port, keeps=rank == 0, one_machine=True, limit=limit)
+        options = default_group_options(backend, device, limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, **options)
+        formed = time.perf_counter() - start
+        result = work(GroupMember(rank=rank, size=count, device=device), tell)
+        tell("destroying the group")
+        dist.destroy_process_group()
+        return {"formed_s": formed, **result}
+
     with reserved_port() as port:
-        arguments = (count, backend, port, timeout_s)
-        return run_ranks(function, count=count, args=arguments, timeout_s=timeout_s)
+        return run_ranks(run, count=count, timeout_s=timeout_s)
 
 
-def _calibrate(
-    rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float
-) -> dict[str, Any]:
-    with _group(rank, tell, count, backend, port, timeout_s) as place:
-        return {
-            "name": device_name(place.device),
-            "figures": measure_device(place, tell),
-            "memory_bytes": memory_of(place.device, count),
-            "cores": cores_of(place.device),
-        }
+def _calibrate(place: GroupMember, tell: Tell) -> dict[str, Any]:
+    return {
+        "name": device_name(place.device),
+        "figures": measure_device(place, tell),
+        "memory_bytes": memory_of(place.device, place.size),
+        "cores": cores_of(place.device),
+    }
 
 
-def _rank(
-    rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float
-) -> dict[str, Any]:
-    start = time.perf_counter()
+def _use(place: GroupMember, tell: Tell) -> dict[str, Any]:
     wrong = []
     measurements: list[Measurement] = []
-    with _group(rank, tell, count, backend, port, timeout_s) as place:
-        formed = time.perf_counter() - start
-        if count > 1:
-            for name, use in COLLECTIVES.items():
-                tell(name)
-                if not use(place):
-                    wrong.append(name)
-            measurements = measure(place, tell)
-    return {"formed_s": formed, "wrong": wrong, "measurements": measurements}
-
-
-@contextlib.contextmanager
-def _group(
-    rank: int, tell: Tell, count: int, backend: str, port: int, timeout_s: float
-) -> Iterator[GroupMember]:
-    torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    place = GroupMember(rank=rank, size=count, device=device)
-    tell(_GROUP)
-    # The parent's limit ends first and names the rank. torch's limit ends a process that lost its
-    # parent.
-    limit = timedelta(seconds=2 * timeout_s)
-    listen_on_loopback()
-    store = meeting_store(LOOPBACK, port, keeps=rank == 0, one_machine=True, limit=limit)
-    options = default_group_options(backend, device, limit)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, **options)
-    yield place
-    tell("destroying the group")
-    dist.destroy_process_group()
+    if place.size > 1:
+        for name, use in COLLECTIVES.items():
+            tell(name)
+            if not use(place):
+                wrong.append(name)
+        measurements = measure(place, tell)
+    return {"wrong": wrong, "measurements": measurements}
 
 
 def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Iterator[Check]:

@@ -5,7 +5,7 @@ It runs through all stages, and all ranks receive the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.forward.surroundings import Context, Forward, Surroundings
-from lightning_ptdp.pipeline.runtime import PipelineRuntime
+from lightning_ptdp.pipeline.runtime import PipelineRuntime, StepJob
 from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
 
 
 @dataclass(kw_only=True, eq=False)
-class Decoding:
-    """A forward; the pipeline runtime calls it in the order of the schedule.
+class Decoding(StepJob):
+    """A forward without gradients, whose parameters are gathered when they are read.
 
     Attributes:
         call: Runs the model as a stage; on the last stage it returns the logits (b, V), or scores.
@@ -89,18 +89,3 @@ class Decoding:
     def finish(self, forward: Forward, output: Tensor) -> None:
         """Choose the tokens; logits that are split over the vocabulary are gathered first."""
         self._tokens = self.choose(gather_full(output).float())
-
-    def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
-        """Do nothing: there are no gradients."""
-
-    def gradient_complete(self, parameter: Tensor) -> None:
-        """Do nothing: there are no gradients."""
-
-    def reduce(self, stage: int, *, last: bool) -> None:
-        """Do nothing: there are no gradients."""
-
-    def gather(self, stage: int) -> None:
-        """Do nothing: parameters are gathered when they are read."""
-
-    def free(self, stage: int) -> None:
-        """Do nothing: parameters are freed at the end."""

@@ -35,6 +35,7 @@ from lightning_ptdp.engine.step_report import (
 )
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.forward.surroundings import BatchPart, Context, Forward
+from lightning_ptdp.pipeline.runtime import StepJob
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.tensor_parallel import gather_full
 
@@ -77,7 +78,7 @@ def counted_loss(loss: Tensor, weight: Tensor) -> Tensor:
 
 
 @dataclass(kw_only=True, eq=False)
-class LightningJob:
+class LightningJob(StepJob):
     """Runs a LightningModule's step on microbatches, called by the pipeline runtime.
 
     Attributes:

@@ -18,12 +18,11 @@ from lightning_ptdp.exchange.folder_weights import (
     HuggingFaceWeights,
     models_in,
     names_in,
-    weights_opener,
 )
-from lightning_ptdp.exchange.huggingface import from_huggingface, open_native
+from lightning_ptdp.exchange.huggingface import from_huggingface, open_native, weights_opener
 from lightning_ptdp.exchange.known_models import FAMILIES
 from lightning_ptdp.exchange.merging import merged_rectangles
-from lightning_ptdp.exchange.model_folder import open_huggingface, reads_as_huggingface
+from lightning_ptdp.exchange.model_folder import reads_as_huggingface
 from lightning_ptdp.exchange.name_tables import ModelTable, NameRow
 from lightning_ptdp.exchange.state_dict_files import from_state_dict, open_state_dict, to_state_dict
 
@@ -47,7 +46,6 @@ __all__ = [
     "merged_rectangles",
     "models_in",
     "names_in",
-    "open_huggingface",
     "open_native",
     "open_safetensors",
     "open_state_dict",

@@ -188,17 +188,10 @@ def is_adapter_folder(path: Path) -> bool:
     return (path / ADAPTER_FILE).is_file() and not (path / "config.json").exists()
 
 
-def read_adapter_folder(
-    path: Path, *, base: str | None = None
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def read_adapter_folder(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the arguments of a ``LitCausalLM`` with these adapters, and their tensors.
 
     The tensors are keyed by their names in that module.
-
-    Args:
-        path: The folder.
-        base: Folder or hub name of the base model; None: the one that ``adapter_config.json``
-            names.
 
     Raises:
         CheckpointError: The folder is damaged, names no base model, or holds adapters other than
@@ -212,7 +205,7 @@ def read_adapter_folder(
         raise CheckpointError(f"{path} cannot be read as adapters: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / ADAPTER_FILE} must be a JSON object")
-    base_model = base if base is not None else config.get("base_model_name_or_path")
+    base_model = config.get("base_model_name_or_path")
     if not isinstance(base_model, str) or not base_model:
         raise CheckpointError(
             f"{path / ADAPTER_FILE} names no base model (base_model_name_or_path)"

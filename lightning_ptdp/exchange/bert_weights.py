@@ -19,14 +19,10 @@ from lightning_ptdp.exchange.name_tables import (
     Field,
     ModelTable,
     NameRow,
+    qkv_sizes,
 )
 from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.model_config import BertConfig
-
-
-def _qkv(config: BertConfig) -> tuple[int, int, int]:
-    return config.hidden_size, config.hidden_size, config.hidden_size
-
 
 _LAYER = "bert.encoder.layer.*"
 _ROWS = (
@@ -36,7 +32,7 @@ _ROWS = (
     NameRow(
         ours="blocks.*.attention.qkv",
         theirs=tuple(f"{_LAYER}.attention.self.{name}" for name in ("query", "key", "value")),
-        sizes=_qkv,
+        sizes=qkv_sizes,
     ),
     NameRow(ours="blocks.*.attention.projection", theirs=f"{_LAYER}.attention.output.dense"),
     NameRow(ours="blocks.*.mlp.up", theirs=f"{_LAYER}.intermediate.dense"),

@@ -15,12 +15,13 @@ from torch import nn
 
 from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
-from lightning_ptdp.exchange.architecture import View, check_architecture, views_in_files
+from lightning_ptdp.exchange.architecture import check_architecture
 from lightning_ptdp.exchange.export_writer import Item
 from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.exchange.model_folder import CONFIG_FILE, read_config
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.exchange.state_dict_files import common_prefix, converted
+from lightning_ptdp.exchange.tensor_views import View, views_in_files
 from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_of
 from lightning_ptdp.models.pretrained_folder import config_of_sizes, local_folder
 
@@ -191,9 +192,8 @@ def _our_items(
                 f"{source}: {prefix + name!r} has the shape {actual}, but its hyperparameters "
                 f"need {shape}"
             )
-        for hf_name, part in model.parts(name):
-            place, dims = part.at(shape)
-            yield hf_name, _item(entries, prefix, View(name=name, place=place, dims=dims), dtype)
+    for hf_name, view in model.views(shapes):
+        yield hf_name, _item(entries, prefix, view, dtype)
 
 
 def _item(

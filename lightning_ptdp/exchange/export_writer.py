@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,8 @@ from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEnt
 from lightning_ptdp.checkpoint.checksums import as_bytes
 from lightning_ptdp.checkpoint.safetensors_file import header_of
 from lightning_ptdp.checkpoint.stored_tensor import runs
-from lightning_ptdp.exchange.architecture import View
 from lightning_ptdp.exchange.model_folder import INDEX_FILE, ONE_FILE
-from lightning_ptdp.parameters.rectangle import Rectangle
+from lightning_ptdp.exchange.tensor_views import View
 
 _BLOCK = 1 << 24
 """Number of bytes of a rectangle that are copied to convert and gather them.
@@ -147,7 +146,8 @@ class FolderPlan:
                 done = 0
                 for name in item_names:
                     for rectangle in by_name[self.items[name].stored]:
-                        for block in _blocks(rectangle, self.items[name].view.place):
+                        place = rectangle.place.common(self.items[name].view.place)
+                        for block in rectangle.within(place).pieces(_BLOCK) if place.numel else ():
                             done += self._write(handle, name, block)
                             sync.reached(done)
                 sync.wait()
@@ -169,20 +169,6 @@ class FolderPlan:
                 done = done + count
         assert done == len(content), name
         return done
-
-
-def _blocks(rectangle: LocalRectangle, place: Rectangle) -> Iterator[LocalRectangle]:
-    """Yield the part of a rectangle at ``place``, a few rows at a time."""
-    common = rectangle.place.common(place)
-    if not common.numel:
-        return
-    if not common.begin:
-        yield rectangle
-        return
-    rows = max(1, _BLOCK * common.shape[0] // (common.numel * rectangle.values.element_size()))
-    for begin in range(common.begin[0], common.end[0], rows):
-        end = min(begin + rows, common.end[0])
-        yield rectangle.within(Rectangle((begin, *common.begin[1:]), (end, *common.end[1:])))
 
 
 def _shards(items: Mapping[str, Item], limit: int) -> list[list[str]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,15 +20,13 @@ from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     LocalRectangle,
-    Stored,
     TensorEntry,
     rectangles_of,
 )
 from lightning_ptdp.checkpoint.local_rectangles import Tensors, check_cover
 from lightning_ptdp.checkpoint.safetensors_file import StoredTensor, read_stored
-from lightning_ptdp.exchange.architecture import View, views_in_files
-from lightning_ptdp.exchange.huggingface import open_native
 from lightning_ptdp.exchange.model_folder import list_huggingface
+from lightning_ptdp.exchange.tensor_views import View, views_in_files
 from lightning_ptdp.shims.peft import plain_name
 from lightning_ptdp.shims.transformers import ignored_names
 
@@ -160,6 +158,28 @@ class HuggingFaceWeights:
         """Read this process's rectangles, converted to the dtype of their targets."""
         read_stored(part for target in rectangles_of(tensors) for part in self._parts(target))
 
+    def rectangles(self) -> Iterator[LocalRectangle]:
+        """Yield all stored tensors as parts of the module's, which are read when they are needed."""
+        entries = self.tensors
+        for name, parts in self.stored.items():
+            for stored, view in parts:
+                dtype = stored.entry.dtype
+                yield LocalRectangle(
+                    name=name,
+                    full_shape=entries[name].shape,
+                    offset=view.place.begin,
+                    values=torch.empty(view.place.shape, dtype=dtype, device="meta"),
+                    read=partial(self._read, name, dtype),
+                )
+
+    def _read(
+        self, name: str, dtype: torch.dtype, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        values = torch.empty(shape, dtype=dtype)
+        target = LocalRectangle(name=name, full_shape=shape, offset=offset, values=values)
+        read_stored(self._parts(target))
+        return values
+
     def _parts(self, target: LocalRectangle) -> Iterator[tuple[StoredTensor, LocalRectangle]]:
         """Yield the stored tensors of a rectangle, each with the destination of its values."""
         for stored, view in self.stored[target.name]:
@@ -212,22 +232,6 @@ class HuggingFaceWeights:
         ]
         if problems:
             raise CheckpointError("the weights do not fit this model: " + "; ".join(problems))
-
-
-def weights_opener(
-    module: nn.Module, aliases: Mapping[str, str], names: Iterable[str] | None = None
-) -> Callable[[str | os.PathLike[str]], Stored]:
-    """Return a function that opens a Hugging Face folder for ``module``.
-
-    The module wraps a Hugging Face model, or is native. If this rank holds only a part of the
-    module, ``names`` are the names of all parameters.
-
-    Raises:
-        CheckpointError: The module holds several Hugging Face models.
-    """
-    if any(hasattr(type(child), "base_model_prefix") for child in module.modules()):
-        return partial(HuggingFaceWeights.open, names=names_in(module, aliases, names=names))
-    return open_native
 
 
 def names_in(

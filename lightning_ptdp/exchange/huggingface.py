@@ -1,28 +1,24 @@
-"""Conversion of Hugging Face folders to checkpoints, from memory-mapped tensors."""
+"""Reader of Hugging Face folders for native models, and their conversion to checkpoints."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
+from torch import nn
 
-from lightning_ptdp.checkpoint import (
-    CheckpointError,
-    InMemory,
-    LocalRectangle,
-    reading,
-    write_checkpoint,
-)
-from lightning_ptdp.checkpoint.local_rectangles import check_cover
+from lightning_ptdp.checkpoint import CheckpointError, Stored, reading, write_checkpoint
+from lightning_ptdp.checkpoint.safetensors_file import StoredTensor
+from lightning_ptdp.exchange.folder_weights import HuggingFaceNames, HuggingFaceWeights, names_in
 from lightning_ptdp.exchange.known_models import HF_TIED, family_of_config_json
-from lightning_ptdp.exchange.model_folder import CONFIG_FILE, open_huggingface, read_config
+from lightning_ptdp.exchange.model_folder import CONFIG_FILE, list_huggingface, read_config
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.exchange.state_dict_files import weights_only_state
+from lightning_ptdp.exchange.tensor_views import View
 
 _SHOWN = 3
 
@@ -56,138 +52,90 @@ def from_huggingface(
     folder = Path(source)
     if names == "hf":
         config = read_config(folder)
-        tensors = open_huggingface(folder)
-        tied = (
-            HF_TIED.get(config.get("model_type") or "", {})
-            if config.get("tie_word_embeddings", True)
-            else {}
-        )
-        aliases = {
-            alias: name for alias, name in tied.items() if alias not in tensors and name in tensors
-        }
-        rectangles = [
-            LocalRectangle.whole(f"model/{prefix}{name}", value) for name, value in tensors.items()
-        ]
+        weights = HuggingFaceWeights.open(folder, HuggingFaceNames(prefix=prefix, aliases={}))
+        ties = config.get("tie_word_embeddings", True)
+        tied = HF_TIED.get(config.get("model_type") or "", {}) if ties else {}
         state = weights_only_state({})
     else:
-        model, rectangles = _our_rectangles(folder, f"model/{prefix}")
-        aliases = model.aliases
+        model, weights = _native_weights(folder, prefix)
+        tied = model.aliases
         state = weights_only_state({"config": asdict(model.config)})
-    metadata = {
-        "aliases": {prefix + alias: prefix + name for alias, name in aliases.items()},
-        "converted_from": str(folder),
+    present = weights.names
+    aliases = {
+        prefix + alias: prefix + name
+        for alias, name in tied.items()
+        if prefix + alias not in present and prefix + name in present
     }
-    write_checkpoint(destination, rectangles=rectangles, state=state, metadata=metadata)
+    metadata = {"aliases": aliases, "converted_from": str(folder)}
+    write_checkpoint(destination, rectangles=weights.rectangles(), state=state, metadata=metadata)
 
 
-def open_native(path: str | os.PathLike[str]) -> InMemory:
-    """Open a Hugging Face folder as the native model's tensors, which are memory-mapped.
+def weights_opener(
+    module: nn.Module, aliases: Mapping[str, str], names: Iterable[str] | None = None
+) -> Callable[[str | os.PathLike[str]], Stored]:
+    """Return a function that opens a Hugging Face folder for ``module``.
+
+    The module wraps a Hugging Face model, or is native. If this rank holds only a part of the
+    module, ``names`` are the names of all parameters.
+
+    Raises:
+        CheckpointError: The module holds several Hugging Face models.
+    """
+    if any(hasattr(type(child), "base_model_prefix") for child in module.modules()):
+        return partial(HuggingFaceWeights.open, names=names_in(module, aliases, names=names))
+    return open_native
+
+
+def open_native(path: str | os.PathLike[str]) -> HuggingFaceWeights:
+    """Open a Hugging Face folder as the tensors of a native model in the attribute ``model``.
 
     Raises:
         CheckpointError: As for ``from_huggingface``.
     """
-    return InMemory(_our_rectangles(Path(path), "model/model.")[1])
+    return _native_weights(Path(path), "model.")[1]
 
 
-def _our_rectangles(folder: Path, prefix: str) -> tuple[Model, list[LocalRectangle]]:
+def _native_weights(folder: Path, prefix: str) -> tuple[Model, HuggingFaceWeights]:
     """Return the native model of a Hugging Face folder, and the folder's tensors as its parts.
 
-    The tensors are memory-mapped. Their names begin with ``prefix``.
+    The names of the tensors begin with ``prefix``.
 
     Raises:
         CheckpointError: As for ``from_huggingface``.
     """
     config = read_config(folder)
-    tensors = open_huggingface(folder)
+    found = list_huggingface(folder)
     family = family_of_config_json(config, folder / CONFIG_FILE)
     with reading(folder / CONFIG_FILE, "cannot be one of our models"):
         model = family.read(config)
-    rectangles = list(_rectangles(model, tensors, prefix))
-    _check_complete(model, rectangles, prefix, folder)
-    return model, rectangles
-
-
-def _rectangles(
-    model: Model, tensors: Mapping[str, torch.Tensor], prefix: str
-) -> Iterator[LocalRectangle]:
-    """Yield every Hugging Face tensor as a rectangle of a native tensor."""
-    family = model.family
-    bare = not any(name.startswith(family.base) for name in tensors)
-    unknown = []
-    for name, value in tensors.items():
-        if family.is_ignored(name):
+    stored: dict[str, StoredTensor] = {}
+    for name, value in found.items():
+        if not family.is_ignored(name) and stored.setdefault(family.renamed(name), value) != value:
+            raise CheckpointError(f"{folder} has {name!r} more than once, under different names")
+    # A folder of the model without its head has names without the attribute of this model.
+    bare = not any(name.startswith(family.base) for name in stored)
+    shapes = model.shapes(stored=len(stored))
+    parts: dict[str, list[tuple[StoredTensor, View]]] = {}
+    missing = []
+    for name, view in model.views(shapes):
+        tensor = stored.pop(name.removeprefix(family.base) if bare else name, None)
+        if tensor is None:
+            missing.append(name)
+            # The configuration may name far more experts than there are tensors.
+            if len(missing) == _SHOWN:
+                break
             continue
-        part = model.place(name) or (model.place(family.base + name) if bare else None)
-        if part is None:
-            unknown.append(name)
-            continue
-        if part.ours in model.aliases:
-            continue
-        if value.dim() != 2 if part.transposed else part.rows is not None and not value.dim():
+        if tensor.entry.shape != view.shape:
             raise CheckpointError(
-                f"{name!r} has the shape {tuple(value.shape)}, but must be a matrix"
+                f"{folder}: {name!r} has the shape {tensor.entry.shape}, but must have "
+                f"{view.shape} according to {CONFIG_FILE}"
             )
-        values = value.t() if part.transposed else value
-        if part.rows is not None and values.shape[0] != part.rows:
-            raise CheckpointError(
-                f"{name!r} has {values.shape[0]} rows, but must have {part.rows} according to "
-                f"{CONFIG_FILE}"
-            )
-        full_shape = (
-            tuple(values.shape) if part.full_rows is None else (part.full_rows, *values.shape[1:])
-        )
-        if part.experts is not None:
-            if part.expert >= part.experts:
-                raise CheckpointError(
-                    f"{name!r} belongs to an expert that does not exist, because {CONFIG_FILE} "
-                    f"has {part.experts} experts"
-                )
-            full_shape = (part.experts, *full_shape)
-            values = values[None]
-        yield LocalRectangle(
-            name=prefix + part.ours,
-            full_shape=full_shape,
-            offset=part.at(full_shape)[0].begin,
-            values=values,
-        )
-    if unknown:
+        parts.setdefault(f"model/{prefix}{view.name}", []).append((tensor, view))
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing}")
+    tied = model.views({alias: shapes[name] for alias, name in model.aliases.items()})
+    if unknown := sorted(stored.keys() - {name for name, _ in tied}):
         raise CheckpointError(
-            f"the table of {family.model_type!r} does not know "
-            f"{', '.join(map(repr, unknown[:_SHOWN]))}"
+            f"{folder} has {unknown[:_SHOWN]}, which the model of its {CONFIG_FILE} does not have"
         )
-
-
-def _check_complete(
-    model: Model, rectangles: list[LocalRectangle], prefix: str, folder: Path
-) -> None:
-    """Compare the rectangles with the model that the configuration describes."""
-    shapes = model.shapes(stored=len(rectangles))
-    duplicates = [
-        key
-        for key, count in Counter((part.name, part.offset) for part in rectangles).items()
-        if count > 1
-    ]
-    if duplicates:
-        raise CheckpointError(
-            f"{folder} has {duplicates[0][0].removeprefix(prefix)!r} more than once, under "
-            "different names"
-        )
-    actual = {part.name.removeprefix(prefix): part.full_shape for part in rectangles}
-    missing = sorted(shapes.keys() - actual.keys())
-    extra = sorted(actual.keys() - shapes.keys())
-    if missing or extra:
-        hf_names = [next(model.parts(name), (name,))[0] for name in missing[:_SHOWN]]
-        more = f"has {extra[:_SHOWN]}, which the model of its {CONFIG_FILE} does not have"
-        raise CheckpointError(f"{folder} {f'lacks {hf_names}' if missing else more}")
-    for name, shape in shapes.items():
-        if actual[name] != shape:
-            raise CheckpointError(
-                f"{folder}: {name!r} would have the shape {actual[name]}, but must have {shape} "
-                f"according to {CONFIG_FILE}"
-            )
-        check_cover(
-            name,
-            shape,
-            [part.place for part in rectangles if part.name == prefix + name],
-            "to load",
-        )
+    return model, HuggingFaceWeights(parts)

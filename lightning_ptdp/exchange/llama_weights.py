@@ -20,14 +20,10 @@ from lightning_ptdp.exchange.name_tables import (
     ModelTable,
     NameRow,
     check_choices,
+    qkv_sizes,
 )
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.model_config import GPTConfig
-
-
-def _qkv(config: GPTConfig) -> tuple[int, int, int]:
-    kv_width = config.kv_heads * config.head_dim
-    return config.hidden_size, kv_width, kv_width
 
 
 def _gate_up(config: GPTConfig) -> tuple[int, int]:
@@ -43,7 +39,7 @@ _BESIDE = (
     NameRow(
         ours="blocks.*.attention.qkv",
         theirs=tuple(f"{_ATTENTION}.{name}_proj" for name in "qkv"),
-        sizes=_qkv,
+        sizes=qkv_sizes,
     ),
     NameRow(ours="blocks.*.attention.projection", theirs=f"{_ATTENTION}.o_proj"),
     NameRow(ours="blocks.*.norm_2", theirs="model.layers.*.post_attention_layernorm"),

@@ -6,32 +6,24 @@ The weights are in one file, or in several files with an index.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-import torch
-
-from lightning_ptdp.base.checked_json import FILE_NAME, Json, flag, map_of, optional, record, text
+from lightning_ptdp.base.checked_json import Json, flag, optional, record, text
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, reading
 from lightning_ptdp.checkpoint.remote_path import located
-from lightning_ptdp.checkpoint.safetensors_file import (
-    StoredTensor,
-    list_safetensors,
-    open_safetensors,
+from lightning_ptdp.checkpoint.safetensors_file import StoredTensor, list_safetensors
+from lightning_ptdp.models.checked_config import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    ONE_FILE,
+    check_quantization,
+    check_sizes,
+    weight_map,
 )
-from lightning_ptdp.models.checked_config import check_quantization, check_sizes
 
-CONFIG_FILE = "config.json"
-ONE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _SHOWN = 3
-_T = TypeVar("_T")
-_MOST_INDEX = 1 << 26  # bytes
-_WEIGHT_MAP = record(
-    others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text())
-)
 _ANY_MODEL = record(others=True, model_type=optional(text()), tie_word_embeddings=optional(flag))
 
 
@@ -63,64 +55,47 @@ def read_config(path: Path) -> dict[str, Json]:
     return content
 
 
-def open_huggingface(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a folder, memory-mapped.
-
-    Raises:
-        CheckpointError: Files are missing or damaged, or contradict the index or the configuration.
-    """
-    tensors = _by_name(folder, open_safetensors)
-    _check_dtypes(folder, {value.dtype for value in tensors.values()})
-    return tensors
-
-
 def list_huggingface(folder: Path) -> dict[str, StoredTensor]:
     """Return the positions of all tensors of a folder, from the headers of its files alone.
 
     Raises:
-        CheckpointError: As for ``open_huggingface``.
+        CheckpointError: Files are missing or damaged, or contradict the index or the configuration.
     """
-    tensors = _by_name(folder, list_safetensors)
-    _check_dtypes(folder, {value.entry.dtype for value in tensors.values()})
-    return tensors
-
-
-def _check_dtypes(folder: Path, dtypes: set[torch.dtype]) -> None:
+    tensors = _listed(folder)
     if (folder / CONFIG_FILE).exists():
         content = read_config(folder)
         with reading(folder / CONFIG_FILE, "does not fit the weights"):
-            check_quantization(content, dtypes)
+            check_quantization(content, {value.entry.dtype for value in tensors.values()})
+    return tensors
 
 
-def _by_name(folder: Path, open_file: Callable[[Path], dict[str, _T]]) -> dict[str, _T]:
+def _listed(folder: Path) -> dict[str, StoredTensor]:
     if not (folder / INDEX_FILE).is_file():
         if not (folder / ONE_FILE).is_file():
             raise CheckpointError(f"{folder} {_why_no_weights(folder)}")
-        return open_file(_checked(folder, ONE_FILE))
+        return list_safetensors(_checked(folder, ONE_FILE))
     with reading(folder / INDEX_FILE):
-        weight_map = _WEIGHT_MAP(
-            read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder))
-        )["weight_map"]
-    if not weight_map:
+        file_of = weight_map(folder)
+    if not file_of:
         raise CheckpointError(f"{folder / INDEX_FILE} is damaged: it lists no tensors")
-    absent = sorted({name for name in weight_map.values() if not os.path.lexists(folder / name)})
+    absent = sorted({name for name in file_of.values() if not os.path.lexists(folder / name)})
     if absent:
-        count = len(set(weight_map.values()))
+        count = len(set(file_of.values()))
         verb = "is" if len(absent) == 1 else "are"
         raise CheckpointError(
             f"{folder} is damaged: of the {count} files in {INDEX_FILE}, {len(absent)} {verb} "
-            f"missing ({', '.join(absent[:_SHOWN])}{', …' if len(absent) > _SHOWN else ''}). "
+            f"missing ({listed(absent, _SHOWN)}). "
             "Download or copy the folder again"
         )
-    tensors: dict[str, _T] = {}
-    for name in sorted(set(weight_map.values())):
-        tensors |= open_file(_checked(folder, name))
-    missing = sorted(weight_map.keys() - tensors.keys())
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted(set(file_of.values())):
+        tensors |= list_safetensors(_checked(folder, name))
+    missing = sorted(file_of.keys() - tensors.keys())
     if missing:
         raise CheckpointError(
             f"{folder} is damaged: {INDEX_FILE} lists {missing[:_SHOWN]}, but no file has them"
         )
-    return {name: tensors[name] for name in weight_map}
+    return {name: tensors[name] for name in file_of}
 
 
 def _checked(folder: Path, name: str) -> Path:

@@ -19,10 +19,9 @@ beside ``gpt2_weights.py``, ``llama_weights.py`` and ``bert_weights.py``, and ad
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ from torch import nn
 
 from lightning_ptdp.base.checked_json import Check, Json, integer, number, optional, record
 from lightning_ptdp.checkpoint import CheckpointError
+from lightning_ptdp.exchange.tensor_views import View
+from lightning_ptdp.models.model_config import TransformerConfig
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 _MOST_EXTENT = 1 << 28
@@ -39,6 +40,12 @@ torch can still count the elements of a tensor with two such dimensions.
 """
 SIZE, NUMBER, SHARE = integer(1, _MOST_EXTENT), number(0, 1e18), number(0, 1)
 Sizes = Callable[[Any], Sequence[int]]
+
+
+def qkv_sizes(config: TransformerConfig) -> tuple[int, int, int]:
+    """Return the rows of the queries, keys and values in the native matrix of all three."""
+    kv_width = config.kv_heads * config.head_dim
+    return config.hidden_size, kv_width, kv_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,38 +79,31 @@ class NameRow:
         """Return the names of the Hugging Face modules."""
         return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
 
+    def views(
+        self, name: str, shape: tuple[int, ...], config: object, *, block: str
+    ) -> Iterator[tuple[str, View]]:
+        """Yield the Hugging Face names of the parts of a native tensor, and the parts.
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Position of a Hugging Face tensor in a native one.
-
-    The position is the whole tensor, or the rows ``start`` to ``start + rows`` of ``full_rows``. If
-    the first dimension of the native tensor is that of ``experts`` experts, the rows are those of
-    the expert with the number ``expert``.
-    """
-
-    ours: str
-    transposed: bool
-    start: int = 0
-    rows: int | None = None
-    full_rows: int | None = None
-    expert: int = 0
-    experts: int | None = None
-
-    def at(self, shape: Sequence[int]) -> tuple[Rectangle, tuple[int, ...]]:
-        """Return the rectangle in a native tensor of ``shape``, and the order of dimensions.
-
-        The order gives, for each dimension of the Hugging Face tensor, the native dimension.
+        Args:
+            name: Name of the native tensor, whose module is that of this row.
+            shape: Shape of the native tensor.
+            config: The native configuration.
+            block: Number of the block in the name; empty if ``ours`` has no ``*``.
         """
-        first = 0 if self.experts is None else 1
-        begin = [0] * len(shape)
-        extents = list(shape)
-        dims = range(first, len(shape))
-        if self.rows is not None:
-            begin[first], extents[first] = self.start, self.rows
-        if first:
-            begin[0], extents[0] = self.expert, 1
-        return Rectangle.at(begin, extents), tuple(reversed(dims) if self.transposed else dims)
+        kind = "weight" if self.of_experts else name.rpartition(".")[2]
+        # Rows are the first dimension, or the second one after that of the experts.
+        rows = int(self.of_experts)
+        dims = tuple(range(rows, len(shape)))
+        if self.transposed and kind == "weight":
+            dims = dims[::-1]
+        sizes = (shape[rows],) if self.sizes is None else self.sizes(config)
+        for expert in range(shape[0]) if self.of_experts else (0,):
+            begin = [expert] * rows + [0] * len(dims)
+            for theirs, size in zip(self.parts, sizes, strict=True):
+                place = Rectangle.at(begin, (*[1] * rows, size, *shape[rows + 1 :]))
+                module = theirs.replace("*", block, 1).replace("*", str(expert))
+                yield f"{module}.{kind}", View(name=name, place=place, dims=dims)
+                begin[rows] += size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +215,11 @@ class ModelTable:
         """Return True if a Hugging Face tensor holds no weights."""
         return any(re.search(pattern, theirs) for pattern in self.ignored)
 
+    def renamed(self, theirs: str) -> str:
+        """Return the present name of a tensor of an older Hugging Face file."""
+        module, _, kind = theirs.rpartition(".")
+        return f"{module}.{self.older.get(kind, kind)}"
+
 
 @dataclass(frozen=True)
 class Model:
@@ -237,54 +242,19 @@ class Model:
         named = {"architectures": [self.family.architecture], "model_type": self.family.model_type}
         return {**named, **options, **self.family.written(self.config)}
 
-    def place(self, theirs: str) -> Part | None:
-        """Return the position of a Hugging Face tensor in a native one.
+    def views(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, View]]:
+        """Yield the Hugging Face names of native tensors, each with its part of such a tensor.
 
-        None means that the table lacks the tensor.
+        Args:
+            shapes: Shapes of the native tensors by name.
         """
-        module, _, kind = theirs.rpartition(".")
-        kind = self.family.older.get(kind, kind)
-        for row in self.family.rows:
-            for index, name in enumerate(row.parts):
-                match = re.fullmatch(_pattern(name), module)
-                if match is None:
-                    continue
-                native = row.ours.replace("*", match.group(1)) if "*" in name else row.ours
-                part = Part(
-                    ours=native if row.of_experts else f"{native}.{kind}",
-                    transposed=row.transposed and kind == "weight",
-                )
-                if row.of_experts:
-                    part = replace(
-                        part, expert=int(match.group(2)), experts=self.config.num_experts
-                    )
-                if row.sizes is None:
-                    return part
-                sizes = row.sizes(self.config)
-                return replace(
-                    part, start=sum(sizes[:index]), rows=sizes[index], full_rows=sum(sizes)
-                )
-        return None
-
-    def parts(self, ours: str) -> Iterator[tuple[str, Part]]:
-        """Yield the Hugging Face names and positions of a native tensor, in order of its rows.
-
-        A tensor that the table lacks yields nothing.
-        """
-        module, _, kind = ours.rpartition(".")
-        for row in self.family.rows:
-            match = re.fullmatch(_pattern(row.ours), ours if row.of_experts else module)
-            kind = "weight" if row.of_experts else kind
-            names = row.parts if match is not None else ()
-            for expert, name in itertools.product(
-                range(self.config.num_experts) if row.of_experts else (0,), names
-            ):
-                assert match is not None
-                hf_name = name.replace("*", match.group(1), 1) if "*" in row.ours else name
-                hf_name = f"{hf_name.replace('*', str(expert))}.{kind}"
-                part = self.place(hf_name)
-                assert part is not None
-                yield hf_name, part
+        for name, shape in shapes.items():
+            for row in self.family.rows:
+                owner = name if row.of_experts else name.rpartition(".")[0]
+                match = re.fullmatch(re.escape(row.ours).replace(r"\*", r"(\d+)"), owner)
+                if match is not None:
+                    block = "".join(match.groups())
+                    yield from row.views(name, shape, self.config, block=block)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -333,7 +303,3 @@ def check_choices(config_class: type, choices: Mapping[str, tuple[object, object
             raise CheckpointError(
                 f"{name}={value!r} is not supported: our {model} needs {name}={supported!r}"
             )
-
-
-def _pattern(name: str) -> str:
-    return re.escape(name).replace(r"\*", r"(\d+)")

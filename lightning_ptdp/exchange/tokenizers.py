@@ -11,20 +11,12 @@ from typing import TYPE_CHECKING
 from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.base.untrusted import read_bytes, read_files
 from lightning_ptdp.checkpoint import reading
+from lightning_ptdp.shims.transformers import TOKENIZER_FILES
 
 if TYPE_CHECKING:  # imported lazily
     from lightning_ptdp.data import Tokenizer
 
 
-_TOKENIZER = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
-)
 _OTHERS = ("preprocessor_config.json", "processor_config.json", "generation_config.json")
 """Files that ``save_pretrained`` writes beside a model's configuration and weights."""
 _TEMPLATE = "chat_template.jinja"
@@ -55,7 +47,7 @@ def tokenizer_files(config: Path, state: Mapping[str, object] | None = None) -> 
     options = (state or {}).get("datamodule_hyper_parameters")
     template = options.get("chat_template") if isinstance(options, Mapping) else None
     with reading(folder):
-        files = read_files(folder, (*_OTHERS, *(() if trained else _TOKENIZER))) | trained
+        files = read_files(folder, (*_OTHERS, *(() if trained else TOKENIZER_FILES))) | trained
         if template is not None and Path(template).exists():
             files[_TEMPLATE] = read_bytes(template)
     return files

@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -191,12 +190,8 @@ class Cached:
         ids = torch.tensor([[*[0] * (width - len(row)), *row][self._done :] for row in rows])
         self._done = width
         ids, real, places = (tensor.to(device, non_blocking=True) for tensor in (ids, real, places))
-        return partial(self._call, ids, real, places, padded=bool(padding.any())), tuple(ids.shape)
-
-    def _call(
-        self, ids: Tensor, real: Tensor, places: Tensor, stage: int, *, padded: bool
-    ) -> Tensor:
-        return self.model(stage, ids, real, places, padded=padded)
+        padded = bool(padding.any())
+        return lambda stage: self.model(stage, ids, real, places, padded=padded), tuple(ids.shape)
 
 
 class _CachedGPT:

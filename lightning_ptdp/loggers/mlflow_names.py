@@ -10,6 +10,7 @@ from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING
 
 from lightning_ptdp.base.data_record import DatasetRecord
+from lightning_ptdp.base.errors import listed
 
 if TYPE_CHECKING:  # imported when used
     from mlflow.entities import DatasetInput, Param
@@ -77,10 +78,9 @@ def new_parameters(params: object, known: Mapping[str, str], run_id: str | None)
         if known.get(key, parameters[key]) != parameters[key]
     ]
     if changed:
-        more = f"; and {len(changed) - _MAX_LISTED} more" if len(changed) > _MAX_LISTED else ""
         warnings.warn(
             f"run {run_id} continues with changed parameters, but MLflow keeps the first "
-            f"values: {'; '.join(changed[:_MAX_LISTED])}{more}",
+            f"values: {listed(changed, _MAX_LISTED, '; ')}",
             stacklevel=3,
         )
     return [Param(key, value) for key, value in parameters.items() if key not in known]

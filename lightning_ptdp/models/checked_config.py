@@ -11,8 +11,9 @@ from typing import Any
 from lightning_ptdp.base.checked_json import FILE_NAME, map_of, record, text
 from lightning_ptdp.base.untrusted import hub_blobs, parse_json, read_json, regular_size
 
-_ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+ONE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _MOST_INDEX = 1 << 26  # bytes; the library that writes headers has a similar limit
 _SIZE = re.compile(
     r"(hidden|intermediate|vocab|embedding)_size|_(heads|experts|embd|inner)|head_dim|d_model|d_ff|ffn_dim|n_head"
@@ -74,19 +75,29 @@ def stored_tensors(folder: Path) -> int | None:
         OSError: A file cannot be read, or is a link to another folder.
         ValueError: A file is damaged.
     """
-    linked = hub_blobs(folder)
-    if (folder / _INDEX).is_file():
-        index = read_json(folder / _INDEX, most_bytes=_MOST_INDEX, linked=linked)
-        return len(_WEIGHT_MAP(index)["weight_map"])
-    file = folder / _ONE_FILE
+    if (folder / INDEX_FILE).is_file():
+        return len(weight_map(folder))
+    file = folder / ONE_FILE
     if not file.is_file():
         return None
-    size = regular_size(file, linked=linked)
+    size = regular_size(file, linked=hub_blobs(folder))
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > min(size - 8, _MOST_INDEX):
-            raise ValueError(f"{_ONE_FILE} is truncated, or is not a safetensors file")
+            raise ValueError(f"{ONE_FILE} is truncated, or is not a safetensors file")
         return len(parse_json(stream.read(length)))
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor by the index in a folder.
+
+    Raises:
+        OSError: The index cannot be read, or is a link to another folder.
+        ValueError: It is damaged.
+    """
+    index = read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder))
+    files: dict[str, str] = _WEIGHT_MAP(index)["weight_map"]
+    return files
 
 
 def check_quantization(config: Mapping[str, Any], dtypes: Iterable[object]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_ptdp.metrics import MeanLoss, TokenAccuracy
 from lightning_ptdp.models.bert import Bert, BertOutput
+from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch
 from lightning_ptdp.models.model_config import BertConfig, check_tensor_parallel
 from lightning_ptdp.models.optimizer_setup import AdamWConfig, configure_adamw
 from lightning_ptdp.models.own_plans import bert_plan
@@ -28,11 +29,7 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.world.layout import ParallelLayout
 
-_IGNORED_LABEL = -100
-
 _DEFAULT_OPTIMIZER = AdamWConfig()
-
-Batch = Mapping[str, Tensor]
 
 
 class LitBert(pl.LightningModule):
@@ -125,7 +122,7 @@ class LitBert(pl.LightningModule):
             output.masked,
             self.model.masked_head.decoder,
             _labels(batch),
-            ignore_index=_IGNORED_LABEL,
+            ignore_index=IGNORED_LABEL,
             reduction="none",
             chunk_mb=self.loss_chunk_mb,
         )
@@ -213,7 +210,7 @@ class LitBert(pl.LightningModule):
     def _losses(self, masked: Tensor, order_logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         labels = _labels(batch)
         order_b = _cross_entropy(order_logits, batch["next_sentence_label"])
-        counts_b = (labels != _IGNORED_LABEL).sum(1)
+        counts_b = (labels != IGNORED_LABEL).sum(1)
         num_tokens = counts_b.sum()
         # Not reduction="mean", which is 0/0 if no token counts. The sum is in float32, since bf16
         # loses small addends.
@@ -269,7 +266,7 @@ def _positions(batch: Batch) -> Tensor | None:
     if positions is None or labels is None:
         return positions
     count = min(positions.size(1), labels.size(1))
-    return (labels != _IGNORED_LABEL).int().argsort(dim=1, descending=True, stable=True)[:, :count]
+    return (labels != IGNORED_LABEL).int().argsort(dim=1, descending=True, stable=True)[:, :count]
 
 
 def _labels(batch: Batch) -> Tensor:
@@ -285,7 +282,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     A loss in half precision is too coarse to be summed.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels, ignore_index=_IGNORED_LABEL, reduction="none")
+    return F.cross_entropy(wide, labels, ignore_index=IGNORED_LABEL, reduction="none")
 
 
 def _most_likely(logits: Tensor, batch: Batch) -> Tensor:

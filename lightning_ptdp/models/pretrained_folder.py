@@ -8,21 +8,27 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import json
 import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import import_optional
+from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.base.untrusted import MOST_SETTINGS, parse_json, small_files
-from lightning_ptdp.models.checked_config import check_sizes, stored_tensors
+from lightning_ptdp.models.checked_config import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    ONE_FILE,
+    check_sizes,
+    stored_tensors,
+    weight_map,
+)
 from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
 from lightning_ptdp.models.tiny_vision import make_tiny_vision
 
@@ -46,9 +52,6 @@ _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _READ = ("*.json", "*.txt", "*.model", "*.jinja")
 _PATIENCE_S = 5
 _WORD = re.compile(r"\w+")
-_CONFIG = "config.json"
-_ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,9 @@ def config_values(path: str) -> Mapping[str, Any]:
     if name != path and not os.path.isdir(name):
         return TINY_SIZES
     folder = Path(name) if _is_here(name) else _config_of_hub(name)
-    if not os.path.lexists(folder / _CONFIG):
+    if not os.path.lexists(folder / CONFIG_FILE):
         raise ValueError(
-            f"path={path!r}: {folder} has no {_CONFIG}. Give the folder that save_pretrained wrote"
+            f"path={path!r}: {folder} has no {CONFIG_FILE}. Give the folder that save_pretrained wrote"
         )
     return _read_config(folder, f"path={path!r}")
 
@@ -168,9 +171,9 @@ def read_model_config(path: str) -> Any:
     transformers = import_optional("transformers")
 
     folder = local_folder(path)
-    if not os.path.lexists(folder / _CONFIG):
+    if not os.path.lexists(folder / CONFIG_FILE):
         raise ValueError(
-            f"path={path!r}: {folder} has no {_CONFIG}. Give the folder that save_pretrained wrote"
+            f"path={path!r}: {folder} has no {CONFIG_FILE}. Give the folder that save_pretrained wrote"
         )
     values = _read_config(folder, f"path={path!r}")
     kind = values.get("model_type")
@@ -179,7 +182,7 @@ def read_model_config(path: str) -> Any:
     ):
         raise ValueError(
             f"path={path!r}: transformers {transformers.__version__} has no "
-            f"model_type={kind!r}, and {_CONFIG} refers to code in the model's folder "
+            f"model_type={kind!r}, and {CONFIG_FILE} refers to code in the model's folder "
             "(auto_map), which is not run. Use the model in your own LightningModule"
         )
     try:
@@ -188,7 +191,7 @@ def read_model_config(path: str) -> Any:
         reason = str(error).strip().partition("\n")[0][:300]
         raise ValueError(
             f"path={path!r}: transformers {transformers.__version__} finds no model "
-            f"configuration in {_CONFIG} ({reason})"
+            f"configuration in {CONFIG_FILE} ({reason})"
         ) from error
 
 
@@ -196,10 +199,10 @@ def _read_config(folder: Path, label: str) -> dict[str, Any]:
     try:
         small_files(folder, _READ)
         values: dict[str, Any] = parse_json(
-            (folder / _CONFIG).read_bytes(), most_values=MOST_SETTINGS
+            (folder / CONFIG_FILE).read_bytes(), most_values=MOST_SETTINGS
         )
         if not isinstance(values, dict):
-            raise ValueError(f"{_CONFIG} must be a JSON object")
+            raise ValueError(f"{CONFIG_FILE} must be a JSON object")
         stored = stored_tensors(folder)
     except OSError as error:
         raise ValueError(
@@ -207,7 +210,7 @@ def _read_config(folder: Path, label: str) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ValueError(f"{label}: a file of {folder} is damaged: {error}") from error
-    check_sizes(values, f"{label}: {_CONFIG}: ", stored=stored)
+    check_sizes(values, f"{label}: {CONFIG_FILE}: ", stored=stored)
     return values
 
 
@@ -309,47 +312,38 @@ def _config_of_hub(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, _CONFIG, local_files_only=True)).parent
+        return Path(hf_hub_download(name, CONFIG_FILE, local_files_only=True)).parent
     except (LocalEntryNotFoundError, HFValidationError):
         pass
-    answers = SimpleQueue[str | Exception]()
-    Thread(target=_download_config, args=(name, answers), daemon=True).start()
+    # In a thread, because the name resolution of the host cannot be interrupted.
+    download = in_thread(partial(_download_config, name), name="ptdp download")
     try:
-        answer = answers.get(timeout=_PATIENCE_S)
-    except Empty:
-        answer = TimeoutError()
-    if isinstance(answer, str):
-        return Path(answer).parent
-    why = "offline, HF_HUB_OFFLINE" if constants.is_offline_mode() else type(answer).__name__
-    raise ValueError(
-        f"path={name!r} is not a folder, and the {_CONFIG} of this model on the hub is not in "
-        f"the cache and could not be downloaded ({why}). Run hf download {name} {_CONFIG} on a "
-        "machine with a connection, or give a folder"
-    ) from answer
+        return Path(download.result(_PATIENCE_S)).parent
+    except Exception as error:
+        why = "offline, HF_HUB_OFFLINE" if constants.is_offline_mode() else type(error).__name__
+        raise ValueError(
+            f"path={name!r} is not a folder, and the {CONFIG_FILE} of this model on the hub is not "
+            f"in the cache and could not be downloaded ({why}). Run hf download {name} "
+            f"{CONFIG_FILE} on a machine with a connection, or give a folder"
+        ) from error
 
 
-def _download_config(name: str, answers: SimpleQueue[str | Exception]) -> None:
-    """Put the path of the file, or an error, into ``answers``.
-
-    It runs in a thread, because the name resolution of the host cannot be interrupted.
-    """
+def _download_config(name: str) -> str:
+    """Return the path of the file."""
     from huggingface_hub import hf_hub_download
 
     log = logging.getLogger("huggingface_hub")
     level = log.level
     log.setLevel(logging.CRITICAL)  # it reports each of its attempts
     try:
-        answers.put(hf_hub_download(name, _CONFIG, etag_timeout=_PATIENCE_S))
-    except Exception as error:  # reported by the caller
-        answers.put(error)
+        return hf_hub_download(name, CONFIG_FILE, etag_timeout=_PATIENCE_S)
     finally:
         log.setLevel(level)
 
 
 def _is_complete(snapshot: Path) -> bool:
-    if not (snapshot / _CONFIG).is_file():
+    if not (snapshot / CONFIG_FILE).is_file():
         return False
-    if (snapshot / _INDEX).is_file():
-        names = json.loads((snapshot / _INDEX).read_text()).get("weight_map", {}).values()
-        return all((snapshot / name).is_file() for name in set(names))
-    return (snapshot / _ONE_FILE).is_file()
+    if (snapshot / INDEX_FILE).is_file():
+        return all((snapshot / name).is_file() for name in weight_map(snapshot).values())
+    return (snapshot / ONE_FILE).is_file()

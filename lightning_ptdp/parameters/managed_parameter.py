@@ -253,9 +253,8 @@ def layout_notes(
         size: t.
     """
     if differing:
-        shown = ", ".join([*differing][:3]) + (", ..." if len(differing) > 3 else "")
         yield (
-            f"{len(differing)} tensors ({shown}) had different initial values on different "
+            f"{len(differing)} tensors ({listed(differing, 3)}) had different initial values on different "
             "ranks. The values of rank 0 were broadcast"
         )
     for name, placement in placements.items():

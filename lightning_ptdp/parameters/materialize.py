@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,12 +150,8 @@ class Materializer:
         return source
 
 
-def agree_on_values(
-    tensors: Iterable[tuple[str, Tensor]], *, device: torch.device, group: Any = None
-) -> list[str]:
-    """Make eagerly built tensors equal on all ranks of ``group`` (default: the world).
-
-    All ranks get rank 0's values.
+def agree_on_values(tensors: Iterable[tuple[str, Tensor]], *, device: torch.device) -> list[str]:
+    """Make eagerly built tensors equal on all ranks, which get rank 0's values.
 
     Returns:
         Names of the tensors that differed.
@@ -167,12 +162,12 @@ def agree_on_values(
     sums = torch.stack([_checksum(tensor) for _, tensor in named]).to(device)
     low = sums.clone()
     high = sums.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
     differing = [i for i, same in enumerate((low == high).all(dim=1).tolist()) if not same]
     for index in differing:
         value = named[index][1].detach().to(device)
-        dist.broadcast(value, src=0, group=group)
+        dist.broadcast(value, src=0)
         named[index][1].detach().copy_(value)
     return [named[i][0] for i in differing]
 

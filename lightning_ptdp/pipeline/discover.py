@@ -8,7 +8,6 @@ error at the first microbatch (``stage.py``), which names the list that the modu
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -17,6 +16,7 @@ from torch import nn
 from lightning_ptdp.pipeline.call_order import call_order, used_uncalled
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.tensor_parallel.patterns import nearest_names
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
     """
     container = model.get_submodule(name)
     if not isinstance(container, nn.ModuleList) or any(
-        any(True for _ in child.children()) for child in container
+        list(child.children()) for child in container
     ):
         return False
     parent = model
@@ -95,7 +95,7 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
         composite = [
             child
             for key, child in parent.named_children()
-            if key != step and any(True for _ in child.children())
+            if key != step and list(child.children())
         ]
         parts = [
             part
@@ -196,7 +196,7 @@ def _by_registration(model: nn.Module, blocks: Sequence[str], *, named: set[str]
                 passed += 1
             elif any(block.startswith(f"{name}.") for block in blocks):
                 walk(child, f"{name}.")
-            elif name not in named and any(True for _ in child.parameters()):
+            elif name not in named and list(child.parameters()):
                 positions[name] = passed
 
     if "" not in blocks:
@@ -295,9 +295,8 @@ def _check_container(model: nn.Module, blocks: str) -> None:
 def _named(model: nn.Module, name: str, field: str) -> nn.Module:
     names = [n for n, _ in model.named_modules(remove_duplicate=False)]
     if name not in names:
-        nearest = difflib.get_close_matches(name, names, n=3) or [n for n in names if n][:5]
         raise ValueError(
-            f"{field}='{name}' is not a module of {type(model).__name__}; nearest: "
-            f"{', '.join(nearest)}"
+            f"{field}='{name}' is not a module of {type(model).__name__}; "
+            f"{nearest_names(name, names)}"
         )
     return model.get_submodule(name)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.status import RankStatus, duration
 from lightning_ptdp.pipeline.status_board import Heard
@@ -168,18 +168,16 @@ def keep_flight_record(rank: int) -> str:
     Returns:
         The path of the file, or "" if there is no record.
     """
-    path = Path(tempfile.gettempdir(), f"ptdp-flight-recorder-{os.getuid()}", f"rank_{rank}")
-    done = threading.Event()
 
-    def keep() -> None:
-        with contextlib.suppress(Exception):
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            temp_path = path.with_name(f".{path.name}.{os.getpid()}")
-            temp_path.write_bytes(flight_record())
-            # Atomic: another job of this user on this machine may read or write the file now.
-            temp_path.replace(path)
-            done.set()
+    def keep() -> str:
+        path = Path(tempfile.gettempdir(), f"ptdp-flight-recorder-{os.getuid()}", f"rank_{rank}")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        temp_path = path.with_name(f".{path.name}.{os.getpid()}")
+        temp_path.write_bytes(flight_record())
+        # Atomic: another job of this user on this machine may read or write the file now.
+        return str(temp_path.replace(path))
 
-    # Not on this thread: the dump takes locks that an NCCL thread may hold.
-    threading.Thread(target=keep, name="ptdp flight record", daemon=True).start()
-    return str(path) if done.wait(_LIMIT_S) else ""
+    with contextlib.suppress(Exception):
+        # Not on this thread: the dump takes locks that an NCCL thread may hold.
+        return in_thread(keep, name="ptdp flight record").result(_LIMIT_S)
+    return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -21,26 +21,33 @@ from lightning_ptdp.schedule.actions import MESSAGES, Action, ActionKind, Schedu
 from lightning_ptdp.world.mesh import Group
 
 
-class StepJob(Protocol):
-    """Work of one step of one replica; the runtime calls it in the order of the schedule."""
+class StepJob:
+    """Work of one step of one replica; the runtime calls it in the order of the schedule.
+
+    A subclass without gradients leaves the methods about them out.
+    """
 
     def begin(self, stage: int, microbatch: int) -> Forward:
         """Prepare for the next forward."""
+        raise NotImplementedError
 
     def signature(self, microbatch: int) -> Hashable:
         """Return the shapes and dtypes of the microbatch.
 
         Equal signatures give hidden states of equal shape.
         """
+        raise NotImplementedError
 
     def forward(self, forward: Forward) -> object:
         """Run the user's step on the microbatch."""
+        raise NotImplementedError
 
     def finish(self, forward: Forward, output: Any) -> Tensor | None:
         """Take the step's output on the last stage.
 
         In training, return the scalar to differentiate.
         """
+        raise NotImplementedError
 
     def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
         """Prepare for the action that completes a microbatch's gradients of ``stage``.

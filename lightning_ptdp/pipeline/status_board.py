@@ -15,8 +15,10 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
 
 _POLL_S = 0.02
@@ -133,24 +135,18 @@ class StatusStore:
                 lived = not status.is_done or (before is not None and before.lived)
                 self.heard[rank] = Heard(status, time.monotonic(), lived)
 
-    def meet(self, topic: str, limit_s: float, answer: list[bool]) -> None:
-        """Append to ``answer`` whether all ranks joined ``topic``.
-
-        ``answer`` stays empty if the store cannot tell.
-        """
-        with contextlib.suppress(Exception):
-            topic = f"lightning_ptdp/world/meeting/{topic}"
-            keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
-            deadline = time.monotonic() + limit_s
-            self.store.set(f"{topic}/{self.rank}", "")
-            while not (joined := self.store.check(keys)) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            # The first rank to finish decides for all ranks: a rank that gave up just before the
-            # last one joined must not be waited for.
-            answer.append(
-                self.store.compare_set(f"{topic}/answer", "", str(joined)) == str(joined).encode()
-                and joined
-            )
+    def meet(self, topic: str, limit_s: float) -> bool:
+        """Return True if all ranks join ``topic``."""
+        topic = f"lightning_ptdp/world/meeting/{topic}"
+        keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + limit_s
+        self.store.set(f"{topic}/{self.rank}", "")
+        while not (joined := self.store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        # The first rank to finish decides for all ranks: a rank that gave up just before the last
+        # one joined must not be waited for.
+        answer = self.store.compare_set(f"{topic}/answer", "", str(joined))
+        return joined and answer == str(joined).encode()
 
     def end(self) -> None:
         """Make the thread publish once more and end."""
@@ -227,13 +223,10 @@ class StatusBoard:
         """
         if not self.board.is_mine:
             return False
-        answer: list[bool] = []
-        thread = threading.Thread(
-            target=self.board.meet, args=(topic, limit_s, answer), name="ptdp meeting", daemon=True
-        )
-        thread.start()
-        thread.join(2 * limit_s)
-        return answer == [True]
+        with contextlib.suppress(Exception):  # The store may be gone, or not answer.
+            meeting = in_thread(partial(self.board.meet, topic, limit_s), name="ptdp meeting")
+            return meeting.result(2 * limit_s)
+        return False
 
     def close(self, limit_s: float = 1.0) -> None:
         """Publish once more, end the thread and wait for it for at most ``limit_s``.

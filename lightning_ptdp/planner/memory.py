@@ -15,11 +15,11 @@ from lightning_ptdp.planner.activations import (
 from lightning_ptdp.planner.expert_cost import expert_buffers, expert_shards
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import (
-    expert_parameters,
+    job_stages,
     kept_whole_bytes,
+    layers_by_stage,
+    rank_stages,
     shards_parameters,
-    stage_layers,
-    stage_parameters,
     whole_bytes,
 )
 from lightning_ptdp.planner.shapes import LayerShape
@@ -118,17 +118,13 @@ def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     # Held activations decrease from the first to the last rank. Stages with a remainder layer may
     # be anywhere at the front.
     layout = choice.layout
-    layers, kinds = (
-        stage_layers(job.shape, layout.num_stages, balanced=job.software.balances_stages),
-        _kinds(job, choice),
-    )
-    largest = max(
-        range(layout.num_stages), key=lambda stage: sum(count for count, _ in layers[stage])
-    )
+    kinds = _kinds(job, choice)
+    num_layers = layers_by_stage(job, layout.num_stages)
+    largest = num_layers.index(max(num_layers))
     # If layers differ, as mixtures and dense layers do, a stage with few layers may be the
     # heaviest.
-    parameters = stage_parameters(job.shape, layout, balanced=job.software.balances_stages)
-    heaviest = max(range(layout.num_stages), key=lambda stage: parameters[stage])
+    parameters = [stage.parameters for stage in job_stages(job, layout)]
+    heaviest = parameters.index(max(parameters))
     ranks = {
         0,
         min(1, layout.pipeline_parallel_size - 1),
@@ -159,28 +155,23 @@ def rank_memory(
     the last layer.
     """
     layout = choice.layout
-    balanced = job.software.balances_stages
     local_stages = layout.stages_of(pipeline_rank)
-    by_stage = stage_layers(job.shape, layout.num_stages, balanced=balanced)
-    layers = [by_stage[stage] for stage in local_stages]
+    stages = rank_stages(job, layout, pipeline_rank)
     kinds = kinds or _kinds(job, choice)
-    stages, of_experts = (
-        count(job.shape, layout, balanced=balanced)
-        for count in (stage_parameters, expert_parameters)
-    )
     in_flight = _held(choice, pipeline_rank)
-    parameters, experts = (
-        sum(by_stage[stage] for stage in local_stages) for by_stage in (stages, of_experts)
-    )
+    parameters = sum(stage.parameters for stage in stages)
+    experts = sum(stage.experts for stage in stages)
     weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
     weights += kept_whole_bytes(job, choice, local_stages, parameters)
-    of_layers = max(sum(count * kinds[id(layer)].held for count, layer in runs) for runs in layers)
+    of_layers = max(
+        sum(count * kinds[id(layer)].held for count, layer in stage.runs) for stage in stages
+    )
     working = max(
         kinds[id(layer)].recomputed
         + _between_operations(job, choice, layer)
         + whole_bytes(job, choice, layer)
-        for runs in layers
-        for _, layer in runs
+        for stage in stages
+        for _, layer in stage.runs
     )
     logits = 0.0
     if layout.num_stages - 1 in local_stages:

@@ -1,11 +1,11 @@
-"""Number of parameters on a rank, by stage, and the cost of sharing them."""
+"""Stages with their layers and parameters, and the cost of sharing the parameters."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.job import Choice, Job
@@ -14,84 +14,84 @@ from lightning_ptdp.schedule.partition import partition_layers
 from lightning_ptdp.world.layout import ParallelLayout
 
 
-@functools.lru_cache(maxsize=64)
-def stage_parameters(
-    model: ModelShape, layout: ParallelLayout, *, balanced: bool = True
-) -> tuple[int, ...]:
-    """Return the parameters of each stage on one tensor-parallel rank, in the order of stages.
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the pipeline on one tensor-parallel rank.
 
-    The vocabulary is padded. A tied head is a second copy if its rank differs from the embedding's.
-
-    Args:
-        model: Shape of the model.
-        layout: Degrees of parallelism.
-        balanced: See ``stage_layers``.
+    Attributes:
+        runs: Its layers as (number, layer) pairs.
+        parameters: Number of its parameters. The vocabulary is padded, and a tied head is a second
+            copy if its rank differs from the embedding's.
+        experts: Number of the experts' parameters among them. A rank has 1/e of these, and only
+            ranks with the same experts share them.
     """
+
+    runs: tuple[tuple[int, LayerShape], ...]
+    parameters: int
+    experts: int
+
+
+def job_stages(job: Job, layout: ParallelLayout) -> tuple[Stage, ...]:
+    """Return all stages of a layout in their order."""
+    return _stages(job.shape, layout, balanced=job.software.balances_stages)
+
+
+def rank_stages(job: Job, layout: ParallelLayout, pipeline_rank: int) -> list[Stage]:
+    """Return the stages of one pipeline rank."""
+    stages = job_stages(job, layout)
+    return [stages[index] for index in layout.stages_of(pipeline_rank)]
+
+
+def layers_by_stage(job: Job, num_stages: int) -> list[int]:
+    """Return the number of layers of each stage."""
+    stages = _stage_runs(job.shape, num_stages, balanced=job.software.balances_stages)
+    return [sum(count for count, _ in runs) for runs in stages]
+
+
+@functools.lru_cache(maxsize=64)
+def _stages(model: ModelShape, layout: ParallelLayout, *, balanced: bool) -> tuple[Stage, ...]:
     t = layout.tensor_parallel_size
-    stages = [
-        sum(count * layer.parameters.on(t) for count, layer in runs) + experts
-        for runs, experts in zip(
-            stage_layers(model, layout.num_stages, balanced=balanced),
-            expert_parameters(model, layout, balanced=balanced),
-            strict=True,
-        )
-    ]
-    stages[0] += model.input.table_elements(t) + model.input.parameters.on(t)
+    ends = [0] * layout.num_stages
+    ends[0] += model.input.table_elements(t) + model.input.parameters.on(t)
     shared = model.tied and layout.last_stage_rank == layout.rank_of_stage(0)
-    stages[-1] += model.head.parameters.on(t) + (0 if shared else model.head.table_elements(t))
+    ends[-1] += model.head.parameters.on(t) + (0 if shared else model.head.table_elements(t))
+    stages = []
+    for runs, end in zip(
+        _stage_runs(model, layout.num_stages, balanced=balanced), ends, strict=True
+    ):
+        experts = sum(
+            count * layer.experts.local(layout)
+            for count, layer in runs
+            if layer.experts is not None
+        )
+        dense = sum(count * layer.parameters.on(t) for count, layer in runs)
+        stages.append(Stage(runs, dense + experts + end, experts))
     return tuple(stages)
 
 
-@functools.lru_cache(maxsize=64)
-def expert_parameters(
-    model: ModelShape, layout: ParallelLayout, *, balanced: bool = True
-) -> tuple[int, ...]:
-    """Return the experts' part of ``stage_parameters``.
-
-    A rank has 1/e of these parameters. Only ranks with the same experts share them.
-    """
-
-    def held(layer: LayerShape) -> int:
-        return 0 if layer.experts is None else layer.experts.local(layout)
-
-    stages = stage_layers(model, layout.num_stages, balanced=balanced)
-    return tuple(sum(count * held(layer) for count, layer in runs) for runs in stages)
-
-
-@functools.lru_cache(maxsize=64)
-def stage_layers(
-    model: ModelShape, num_stages: int, *, balanced: bool = True
+@functools.lru_cache(maxsize=256)
+def _stage_runs(
+    model: ModelShape, num_stages: int, *, balanced: bool
 ) -> tuple[tuple[tuple[int, LayerShape], ...], ...]:
-    """Return the layers of each stage as (number, layer) pairs.
+    """Return the runs of each stage.
 
-    The partition is the strategy's default: by multiply-adds, where a look-up counts an eighth.
-
-    Args:
-        model: Shape of the model.
-        num_stages: Number of stages.
-        balanced: If False, all layers count the same, and the ends count nothing.
+    Balanced stages are those of the strategy's default: by multiply-adds, where a look-up counts an
+    eighth. Otherwise all layers count the same, and the ends count nothing.
     """
     layers = model.layers
-    costs = (1.0,) * len(layers)
-    first = 0.0
-    last = 0.0
-    if balanced:
-        costs = tuple(layer.cost or 1.0 for layer in layers)
-        first = model.input.cost
-        last = model.head.cost
+    ranges = (
+        partition_layers(
+            [layer.cost or 1.0 for layer in layers],
+            num_stages=num_stages,
+            first_cost=model.input.cost,
+            last_cost=model.head.cost,
+        )
+        if balanced
+        else partition_layers([1.0] * len(layers), num_stages=num_stages)
+    )
     return tuple(
         tuple((count, layers[start + index]) for index, count in _firsts(layers[start:stop]))
-        for start, stop in _split(costs, num_stages, first, last)
-    )
-
-
-def layers_by_stage(
-    model: ModelShape, num_stages: int, *, balanced: bool = True
-) -> tuple[int, ...]:
-    """Return the number of layers of each stage; see ``stage_layers`` for ``balanced``."""
-    return tuple(
-        sum(count for count, _ in runs)
-        for runs in stage_layers(model, num_stages, balanced=balanced)
+        for start, stop in ranges
     )
 
 
@@ -100,13 +100,6 @@ def _firsts(layers: list[LayerShape]) -> list[tuple[int, int]]:
     indices = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
     counts = Counter(id(layer) for layer in layers)
     return [(indices[layer_id], count) for layer_id, count in counts.items()]
-
-
-@functools.lru_cache(maxsize=256)
-def _split(
-    costs: tuple[float, ...], num_stages: int, first: float, last: float
-) -> tuple[tuple[int, int], ...]:
-    return partition_layers(costs, num_stages=num_stages, first_cost=first, last_cost=last)
 
 
 # ---- Cost of parameters that replicas share (FSDP, ZeRO-3) ---------------------------------------

@@ -21,13 +21,13 @@ _BAR_INCHES = 0.25
 _GIB = 2**30
 
 
-def bars(plan: Plan, *, count: int = 5) -> str:
-    """Return two bars for each of the best layouts, with one letter per part.
+def bars(plan: Plan) -> str:
+    """Return two bars for each of the five best layouts, with one letter per part.
 
     One bar compares its step with the slowest of these layouts. The second compares its memory with
     the usable memory.
     """
-    shown = plan.best[:count]
+    shown = plan.best[:5]
     slowest = max(candidate.time.total for candidate in shown)
     return "\n".join(
         [
@@ -47,15 +47,15 @@ def bars(plan: Plan, *, count: int = 5) -> str:
     )
 
 
-def draw(plan: Plan, path: Path, *, count: int = 8) -> None:
-    """Draw the same bars as a picture.
+def draw(plan: Plan, path: Path) -> None:
+    """Draw the same bars of the eight best layouts as a picture.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    shown = plan.best[:count]
+    shown = plan.best[:8]
     figure = Figure(figsize=(10, 1.5 + 0.7 * len(shown)), layout="constrained")
     for axes, (title, unit, rows) in zip(
         figure.subplots(2, 1),

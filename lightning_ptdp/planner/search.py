@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
-from lightning_ptdp.planner.parameters import expert_parameters, stage_parameters
+from lightning_ptdp.planner.parameters import job_stages
 from lightning_ptdp.planner.search_space import Space, UnfitSize, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 from lightning_ptdp.schedule.generators import FAMILIES
@@ -127,15 +127,11 @@ def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
     The recomputation and sharding are those that hold least.
     """
     *_, smallest = _choices(job, space, choice)
-    counts = (
-        sum(count(job.shape, choice.layout)) for count in (stage_parameters, expert_parameters)
-    )
+    stages = job_stages(job, choice.layout)
+    p = choice.layout.pipeline_parallel_size
     # The fullest rank has no less than the mean.
-    return sum(
-        static_bytes(
-            job, smallest, *(count / choice.layout.pipeline_parallel_size for count in counts)
-        )
-    )
+    parameters = sum(stage.parameters for stage in stages) / p
+    return sum(static_bytes(job, smallest, parameters, sum(stage.experts for stage in stages) / p))
 
 
 def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, RankMemory]:

@@ -283,9 +283,7 @@ def _chunks(job: Job, space: Space, p: int) -> Sequence[int]:
     if space.virtual_pipeline_sizes is not None:
         return [v for v in space.virtual_pipeline_sizes if v > 1]
     most = min(_MOST_CHUNKS, job.shape.num_layers // p)
-    return [
-        v for v in range(2, most + 1) if v == 2 or len(set(layers_by_stage(job.shape, p * v))) == 1
-    ]
+    return [v for v in range(2, most + 1) if v == 2 or len(set(layers_by_stage(job, p * v))) == 1]
 
 
 def _micro_batches(space: Space, of_replica: int) -> Sequence[int]:

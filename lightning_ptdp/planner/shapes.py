@@ -117,21 +117,17 @@ class Bytes:
         alike: Bytes that every rank of a tensor group has, or 1/t of them with sequence
             parallelism.
         split: Bytes that t divides.
-        whole: Bytes that nothing divides.
         once: Bytes of a microbatch, independent of its number of samples; nothing divides them.
     """
 
     alike: float = 0.0
     split: float = 0.0
-    whole: float = 0.0
     once: float = 0.0
 
     def on(self, *, samples: float, t: int, sequence_parallel: bool, c: int = 1) -> float:
         """Return the bytes of ``samples`` samples on one rank."""
-        return (
-            samples * (self.alike / (t if sequence_parallel else 1) + self.split / t + self.whole)
-            + self.once
-        ) / c
+        alike = self.alike / (t if sequence_parallel else 1)
+        return (samples * (alike + self.split / t) + self.once) / c
 
 
 @dataclass(frozen=True, kw_only=True)

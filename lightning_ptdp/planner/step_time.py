@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ptdp.planner.communication import group_link, pipeline_link
-from lightning_ptdp.planner.expert_cost import expert_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import head_time, input_time, layer_time
-from lightning_ptdp.planner.memory import static_bytes
-from lightning_ptdp.planner.parameters import (
-    expert_parameters,
-    gathers_layers,
-    num_gathers,
-    stage_layers,
-    stage_parameters,
-)
+from lightning_ptdp.planner.parameters import job_stages, rank_stages
 from lightning_ptdp.planner.pass_time import NOTHING, PassTime
-from lightning_ptdp.planner.shapes import LayerShape
+from lightning_ptdp.planner.update_time import gradients_time, optimizer_time
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
 from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.schedule.spans import Timeline
@@ -214,12 +206,8 @@ def _stages(job: Job, choice: Choice) -> list[PassTime]:
     blocked = 0.0 if _hides_messages(job) else _message(job, choice)
     message = PassTime(forward=blocked, backward=blocked, weight=0.0)
     stage_runs = [
-        *map(
-            _named,
-            stage_layers(
-                job.shape, choice.layout.num_stages, balanced=job.software.balances_stages
-            ),
-        )
+        tuple((count, id(layer)) for count, layer in stage.runs)
+        for stage in job_stages(job, choice.layout)
     ]
     stage_times = {
         runs: sum((layers[layer].times(count) for count, layer in runs), message)
@@ -229,10 +217,6 @@ def _stages(job: Job, choice: Choice) -> list[PassTime]:
     stages[0] += input_time(job, choice)
     stages[-1] += head_time(job, choice).times(job.software.slower)
     return stages
-
-
-def _named(runs: Iterable[tuple[int, LayerShape]]) -> tuple[tuple[int, int], ...]:
-    return tuple((count, id(layer)) for count, layer in runs)
 
 
 def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
@@ -249,14 +233,11 @@ def _whole_step(
 ) -> StepTime:
     layout = choice.layout
     m = choice.num_microbatches
-    counts = [
-        count(job.shape, layout, balanced=job.software.balances_stages)
-        for count in (stage_parameters, expert_parameters)
-    ]
-    ranks = range(layout.pipeline_parallel_size)
     fullest = max(
-        tuple(sum(count[stage] for stage in layout.stages_of(rank)) for count in counts)
-        for rank in ranks
+        (sum(stage.parameters for stage in stages), sum(stage.experts for stage in stages))
+        for stages in (
+            rank_stages(job, layout, rank) for rank in range(layout.pipeline_parallel_size)
+        )
     )
     waiting = m * slowest.communication
     experts = m * slowest.experts
@@ -270,13 +251,13 @@ def _whole_step(
         job.global_batch_size * job.shape.flops(recompute=recompute, trained=job.trained)
         for recompute in (False, choice.recompute == "full")
     )
-    gradients = _gradients(
+    gradients = gradients_time(
         job,
         choice,
         *fullest,
         hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0,
     )
-    optimizer = _optimizer(job, choice, *fullest)
+    optimizer = optimizer_time(job, choice, *fullest)
     if job.shared_cores:  # all ranks run these at the same time
         sharing += (gradients + optimizer) * max(0.0, job.processes / job.shared_cores - 1)
     return StepTime(
@@ -313,93 +294,3 @@ def _message(job: Job, choice: Choice) -> float:
     if not job.software.gathers_messages:
         return link.send(nbytes)
     return link.send(nbytes / t) + group_link(layout, job.cluster, "tensor").all_gather(nbytes)
-
-
-def _gradients(
-    job: Job, choice: Choice, parameters: int, experts: int, *, hidden_behind: float
-) -> float:
-    """Return the exposed seconds to sum the gradients over the replicas.
-
-    The sum is an all-reduce. With a sharded optimizer, it is a reduce-scatter and an all-gather of
-    the parameters. Sharded gradients are scattered after every microbatch. Gradients of ``experts``
-    are summed over the ranks with the same experts. They are also summed over the tensor-parallel
-    ranks if each of these had a part of the tokens.
-    """
-    groups = (
-        group_link(choice.layout, job.cluster, "replica_sum"),
-        expert_link(job, choice, "expert_replicas"),
-    )
-    summed = [
-        (group, job.trained * count)
-        for group, count in zip(groups, (parameters - experts, experts), strict=True)
-    ]
-    weight = job.precision.weight
-    gradient = job.gradient
-    tied = 0.0
-    layout = choice.layout
-    if job.shape.tied and layout.last_stage_rank != layout.rank_of_stage(0):
-        rows, columns = job.shape.head.table
-        # Two ranks exchange the whole table, in both directions at once.
-        tied = pipeline_link(layout, job.cluster).send(
-            job.trained * rows / layout.tensor_parallel_size * columns * gradient
-        )
-    if experts and layout.expert_tensor_parallel_size == 1 and not job.software.folds_experts:
-        tied += group_link(layout, job.cluster, "tensor").all_reduce(
-            job.trained * experts * gradient
-        )
-    # those of layers are part of their passes; nothing hides those of tables
-    if gathers_layers(job, choice):
-        table = job.shape.input.table_elements(layout.tensor_parallel_size)
-        return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
-    if choice.shard != "none":
-        scattered = sum(group.all_gather(count * gradient) for group, count in summed)
-        gathered = sum(group.all_gather(count * weight) for group, count in summed)
-        earlier = choice.num_microbatches - 1 if choice.shard != "optimizer" else 0
-        if choice.shard == "parameters":
-            # A computation of one chunk hides the gather of the next; nothing hides the first one.
-            chunk = gathered / layout.virtual_pipeline_size
-            later = max(0.0, chunk - hidden_behind / layout.virtual_pipeline_size / 2)
-            exposed = chunk + (num_gathers(choice) - 1) * later
-        else:
-            exposed = _exposed(gathered, choice, hidden_behind / 2)
-        return (
-            tied
-            + earlier * max(0.0, scattered - hidden_behind)
-            + _exposed(scattered, choice, hidden_behind)
-            + exposed
-        )
-    return tied + _exposed(
-        sum(group.all_reduce(count * gradient) for group, count in summed), choice, hidden_behind
-    )
-
-
-def _exposed(seconds: float, choice: Choice, pass_s: float) -> float:
-    """Return the seconds of a reduction that a pass of ``pass_s`` seconds does not hide.
-
-    The reduction starts in the last microbatch's pass, half of which hides it. With several chunks,
-    each chunk runs its last p microbatches before those of another chunk, which hide its reduction.
-    Only its own pass hides the reduction of the last chunk.
-    """
-    p = choice.layout.pipeline_parallel_size
-    v = choice.layout.virtual_pipeline_size
-    if v == 1:
-        return max(0.0, seconds - pass_s / 2)
-    return max(seconds - pass_s * p * (v - 1) / v, seconds / v - pass_s / (2 * v), 0.0)
-
-
-def _optimizer(job: Job, choice: Choice, parameters: int, experts: int) -> float:
-    """Return the seconds of the optimizer's step, by the bytes that it reads and writes.
-
-    By default, weights and state are read and written once. Gradients count twice, because their
-    norm is computed, too.
-    """
-    *_, state = static_bytes(job, choice, parameters, experts)
-    stepped = state / job.precision.state
-    stream = job.device.stream if job.device.measured is None else job.device.measured.optimizer
-    if job.software.optimizer is not None:
-        return stepped * job.software.optimizer / stream
-    return (
-        2
-        * (stepped * (job.precision.weight + job.gradient + job.software.gradient_copy) + state)
-        / stream
-    )

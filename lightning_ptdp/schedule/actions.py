@@ -154,23 +154,23 @@ class Schedule(Stages):
     placement: StagePlacement = "loop"
 
     @cached_property
+    def _kinds(self) -> frozenset[ActionKind]:
+        return frozenset(action.kind for program in self.programs for action in program)
+
+    @property
     def training(self) -> bool:
         """Return True if there are backward passes."""
-        backward = ActionKind.BACKWARD
-        return any(action.kind is backward for program in self.programs for action in program)
+        return ActionKind.BACKWARD in self._kinds
 
-    @cached_property
+    @property
     def gathers(self) -> bool:
         """Return True if sharded parameters are gathered and freed by actions."""
-        gather = ActionKind.GATHER
-        return any(action.kind is gather for program in self.programs for action in program)
+        return ActionKind.GATHER in self._kinds
 
-    @cached_property
+    @property
     def splits_backward(self) -> bool:
         """Return True if weight gradients are actions of their own."""
-        return any(
-            action.kind is ActionKind.WEIGHT for program in self.programs for action in program
-        )
+        return ActionKind.WEIGHT in self._kinds
 
     def channel(self, action: Action) -> Channel:
         """Return the channel that a send or receive action uses."""

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.schedule.actions import OF_STAGES, Action, Schedule
 
+_AROUND = 12
+"""Actions that are shown before and after a fault."""
+
 
 class ScheduleError(PTDPError, ValueError):
     """A schedule that is incomplete, out of order, or would hang.
@@ -27,17 +30,15 @@ class ScheduleError(PTDPError, ValueError):
         self.marks = dict(marks or {})
 
 
-def schedule_error(
-    schedule: Schedule, marks: Mapping[int, int], reason: str, *, around: int = 12
-) -> ScheduleError:
-    """Return an error that shows ``around`` actions before and after each of ``marks``."""
+def schedule_error(schedule: Schedule, marks: Mapping[int, int], reason: str) -> ScheduleError:
+    """Return an error that shows the actions around each of ``marks``: rank -> position."""
     lines = []
     for rank, program in enumerate(schedule.programs):
         if len(schedule.programs) > 16 and rank not in marks:
             continue
         center = marks.get(rank, 0)
-        start = max(center - around, 0)
-        stop = max(center, around) + around
+        start = max(center - _AROUND, 0)
+        stop = max(center, _AROUND) + _AROUND
         words = [
             ("--> " if marks.get(rank) == i else "") + str(program[i])
             for i in range(start, min(stop, len(program)))

@@ -17,6 +17,17 @@ _CAPTURING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+)
+"""Patterns of the files that ``save_pretrained`` of a tokenizer writes."""
+
 
 def captured_outputs() -> dict[str, list[object]]:
     """Return the outputs that a running Hugging Face forward has captured of its layers.

@@ -19,14 +19,11 @@ from lightning_ptdp.planner import (
     RESERVE,
     Candidate,
     Device,
-    Job,
     Space,
     figures_source,
-    find_precision,
-    find_software,
     search,
 )
-from lightning_ptdp.strategy.planning import described, trained_share, type_of_states
+from lightning_ptdp.strategy.planning import described_job
 from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -185,32 +182,23 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
     Raises:
         ValueError: The model's sizes are unknown.
     """
-    software = "ours-compiled" if training.config.compile == "blocks" else "ours"
     describe = partial(
-        described,
+        described_job,
         training.module,
         training.config,
+        world_size=training.world_size,
+        batch=training.world_size,
+        device=training.device,
         length=training.length,
         precision=training.precision,
-        software=software,
-        device=training.device,
     )
-    model = in_child(describe) if training.forks else describe()
+    described = in_child(describe) if training.forks else describe()
     best = dict[str, tuple[float, Candidate]]()
     for replicas in divisors(training.world_size):
         size = training.rows(replicas)
         if size is None:
             continue
-        job = Job(
-            model=model,
-            world_size=training.world_size,
-            global_batch_size=size * replicas,
-            device=training.device,
-            precision=find_precision(training.precision, states=type_of_states(training.module)),
-            software=find_software(software),
-            sequence_length=min(training.length or model.sequence_length, model.sequence_length),
-            trained=trained_share(training.module),
-        )
+        job = replace(described, global_batch_size=size * replicas)
         space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
         for candidate in search(job, space, count=_TRIED).best:
             degrees = candidate.degrees

@@ -16,13 +16,13 @@ from lightning_ptdp.base.output import columns
 from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Choice, Job, Precision, device_here, find_device, find_precision
+from lightning_ptdp.planner import Job, Precision, device_here, find_device, find_precision
 from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.planner.plan_report import strategy_arguments
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
 from lightning_ptdp.shims.lightning import fits
 from lightning_ptdp.strategy.layout_choice import Training, fastest_layouts
-from lightning_ptdp.strategy.planning import type_of_states
+from lightning_ptdp.strategy.planning import described_choice, type_of_states
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
@@ -133,9 +133,7 @@ def _expected(
     )
     schedule = schedule_name(config.schedule, config.virtual_pipeline_size)
     if isinstance(model, GPTConfig) and micro_batch_size is not None and schedule in FAMILIES:
-        parts[_ACTIVATIONS] = _activations(
-            model, config, layout, rank, sizes, micro_batch_size, schedule
-        )
+        parts[_ACTIVATIONS] = _activations(model, config, layout, rank, sizes, micro_batch_size)
     return parts
 
 
@@ -157,7 +155,6 @@ def _activations(
     rank: int,
     sizes: Precision,
     b: int,
-    schedule: str,
 ) -> float:
     m = config.usual_microbatches or 1
     job = Job(
@@ -167,14 +164,7 @@ def _activations(
         device=find_device("cpu"),
         precision=sizes,
     )
-    choice = Choice(
-        layout=layout,
-        micro_batch_size=b,
-        num_microbatches=m,
-        schedule=schedule,
-        recompute=config.recompute,
-        distribute_saved_activations=config.distribute_saved_activations,
-    )
+    choice = described_choice(config, layout, micro_batch_size=b, num_microbatches=m)
     memory = rank_memory(job, choice, rank)
     return memory.activations + memory.logits + memory.working
 

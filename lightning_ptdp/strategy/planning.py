@@ -11,6 +11,7 @@ from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.planner import (
+    Choice,
     Device,
     Job,
     ModelShape,
@@ -24,7 +25,9 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.planner.examples import Example, call_with, longest_sample
 from lightning_ptdp.planner.model_trace import trace_shape, with_images
+from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.strategy.checks.whole_model import CUT_MARK, plan_of, whole_model
+from lightning_ptdp.world.layout import ParallelLayout
 
 
 def plan(  # noqa: PLR0913
@@ -81,26 +84,84 @@ def plan(  # noqa: PLR0913
         if hasattr(module, "configure_model")
         else module
     )
-    model = described(
+    job = described_job(
         full_module,
         config or PTDPConfig(),
+        world_size=world_size,
+        batch=batch,
+        device=target_device,
         length=sequence_length,
         precision=precision,
         software=software,
-        device=target_device,
         example=example,
     )
-    job = Job(
+    return search(job, space, count=count)
+
+
+def described_job(  # noqa: PLR0913
+    module: nn.Module,
+    config: PTDPConfig,
+    *,
+    world_size: int,
+    batch: int,
+    device: Device,
+    length: int | None,
+    precision: str,
+    software: str = "",
+    example: Example | None = None,
+) -> Job:
+    """Return the planner's description of a training of a whole module.
+
+    Args:
+        module: The whole module.
+        config: The strategy's options.
+        world_size: Number of processes.
+        batch: Samples in an optimizer step, over all replicas.
+        device: Device of each process.
+        length: Tokens of a sample; None: the maximum of the module.
+        precision: Lightning's name of the precision.
+        software: The planner's name of the software; "": that of the options.
+        example: Input of the module's forward.
+
+    Raises:
+        ValueError: The module cannot be traced, and its sizes are unknown.
+    """
+    software = software or ("ours" if config.compiles == "none" else "ours-compiled")
+    model = described(
+        module,
+        config,
+        length=length,
+        precision=precision,
+        software=software,
+        device=device,
+        example=example,
+    )
+    return Job(
         model=model,
         world_size=world_size,
         global_batch_size=batch,
-        device=target_device,
-        precision=find_precision(precision, states=type_of_states(full_module)),
+        device=device,
+        precision=find_precision(precision, states=type_of_states(module)),
         software=find_software(software),
-        sequence_length=sequence_length or model.sequence_length,
-        trained=trained_share(full_module),
+        sequence_length=length or model.sequence_length,
+        trained=trained_share(module),
     )
-    return search(job, space, count=count)
+
+
+def described_choice(
+    config: PTDPConfig, layout: ParallelLayout, *, micro_batch_size: int, num_microbatches: int
+) -> Choice:
+    """Return the planner's description of the strategy's options."""
+    return Choice(
+        layout=layout,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=num_microbatches,
+        schedule=schedule_name(config.schedule, config.virtual_pipeline_size),
+        context_parallel_attention=config.context_parallel_attention,
+        recompute=config.recompute,
+        distribute_saved_activations=config.distribute_saved_activations,
+        shard=config.shard,
+    )
 
 
 def trained_share(module: nn.Module) -> float:

@@ -23,13 +23,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from lightning_ptdp.base.requirements import RequirementError, versions_that_matter
+from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks, has_ended, listed, this_process
@@ -142,7 +143,7 @@ class _InThread:
         Raises:
             DistNetworkError: After the limit, or when a rank is lost.
         """
-        self.doing, outcome = doing, _started(action)
+        self.doing, outcome = doing, in_thread(action)
         started = last_warning = time.monotonic()
         while not wait([outcome], min(_LOOK_S, self._limit)).done:
             now = time.monotonic()
@@ -184,7 +185,7 @@ class _InThread:
         while not self.lost:
             self.lost = self._ended()
             if self.lost and self._notes is not None:
-                wait([_started(functools.partial(self._notes.set, _LOST, self.lost))], _ANSWERS_S)
+                wait([in_thread(functools.partial(self._notes.set, _LOST, self.lost))], _ANSWERS_S)
             if time.monotonic() >= deadline:
                 return
             time.sleep(_POLL_S)
@@ -217,20 +218,6 @@ class _InThread:
         except dist.DistError:
             if not self._closed.is_set():
                 self.lost = self.lost or f"{self._crowd.keeper} has ended"
-
-
-def _started(action: Callable[[], _T]) -> Future[_T]:
-    """Start ``action`` in a daemon thread and return its future."""
-    outcome: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action())
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="ptdp-joining", daemon=True).start()
-    return outcome
 
 
 def _called(shared: dist.Store, rank: int) -> str:
@@ -311,7 +298,7 @@ def _answer(
 
 def _lost(shared: dist.Store, life: str, crowd: ExpectedRanks) -> str:
     # An abandoned thread may occupy the existing connection.
-    outcome = _started(
+    outcome = in_thread(
         lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size)
     )
     try:

@@ -223,7 +223,7 @@ def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
         for name, value in content["state_dict"].items()
         if isinstance(value, Tensor) and name not in tied
     }
-    return InMemory.whole({MODEL + name: value for name, value in values.items()})
+    return InMemory({MODEL + name: value for name, value in values.items()})
 
 
 # ---- Optimizers ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.signals import StoppedNow, breakable
 from lightning_ptdp.checkpoint import (
     BackgroundSaver,
@@ -274,11 +275,10 @@ def _same(before: object, after: object) -> bool:
 
 
 def _cannot_change(changes: Mapping[str, str]) -> str:
-    text = ", ".join(f"{name!r} was {change}" for name, change in sorted(changes.items())[:_SHOWN])
-    more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    described = [f"{name!r} was {change}" for name, change in sorted(changes.items())]
     return (
         'on_save_checkpoint of the module or of a callback changed checkpoint["state_dict"] '
-        f"({text}{more}), but no rank has the whole model under tensor or pipeline "
+        f"({listed(described, _SHOWN)}), but no rank has the whole model under tensor or pipeline "
         "parallelism. Save additional content under a separate key, such as "
         'checkpoint["my_state"] (that of rank 0 is written), or use tensor_parallel_size=1 '
         "and pipeline_parallel_size=1"

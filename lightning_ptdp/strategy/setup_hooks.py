@@ -9,7 +9,6 @@ from functools import partial
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import RandomSampler
 
@@ -207,8 +206,7 @@ class SetupHooks(StepHooks):
         trained = {managed.name: p.requires_grad for p, managed in parameters.items()}
         if pipeline.size > 1:  # stages may have frozen parameters since the cut
             with self.waiting_in("exchanging the names of frozen parameters"):
-                ranks: list[dict[str, bool]] = [{}] * pipeline.size
-                dist.all_gather_object(ranks, trained, group=pipeline.handle)
+                ranks = pipeline.gather(trained)
             trained = {name: trains for rank in ranks for name, trains in rank.items()}
         return view.lent(parameters, trained=trained, device=self.root_device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +13,7 @@ from lightning_ptdp.shims.peft import replaced_by, seen_through
 from lightning_ptdp.tensor_parallel.kinds import SPLIT_AXES, Kind, kind_from
 from lightning_ptdp.tensor_parallel.local_sizes import Number, local_numbers
 from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
+from lightning_ptdp.tensor_parallel.plan_checks import check_ends, check_tied, check_type
 from lightning_ptdp.tensor_parallel.plan_table import explain
 from lightning_ptdp.tensor_parallel.sharded_adapters import adapter_kinds, check_adapters
 
@@ -117,7 +118,7 @@ class ParallelPlan:
         """
         kinds = self._matched(model)
         for name, kind in kinds.items():
-            _check_type(name, model.get_submodule(name), kind)
+            check_type(name, model.get_submodule(name), kind)
         return kinds
 
     def _matched(self, model: nn.Module) -> dict[str, Kind]:
@@ -201,7 +202,7 @@ class ParallelPlan:
             pass
         for name, kind in kinds.items():
             kind.check(name, model.get_submodule(name), degrees[kind.axis])
-        _check_tied(model, kinds)
+        check_tied(model, kinds)
         for name, kind in kinds.items():
             kind.check_inside(name, model.get_submodule(name), kinds)
         if sequence_parallel:
@@ -231,7 +232,7 @@ class ParallelPlan:
 
     def _check_sequence(self, model: nn.Module, kinds: Mapping[str, Kind]) -> None:
         if self.sequence == "ends":
-            _check_ends(model, kinds)
+            check_ends(model, kinds)
         if self.blocks is not None and not isinstance(self.blocks, str):
             raise ValueError(
                 "sequence_parallel=True cannot split the sequences of "
@@ -250,13 +251,7 @@ class ParallelPlan:
 
     def _check_paths(self, model: nn.Module) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
-        blocks = (
-            ()
-            if self.blocks is None
-            else (self.blocks,)
-            if isinstance(self.blocks, str)
-            else self.blocks
-        )
+        blocks = (self.blocks,) if isinstance(self.blocks, str) else self.blocks or ()
         named = {"blocks": blocks} | {
             key: getattr(self, key) for key in ("before", "between", "after", "everywhere")
         }
@@ -276,61 +271,3 @@ class ParallelPlan:
 
 def _at(kinds: Mapping[str, Kind], degrees: Mapping[str, int]) -> dict[str, Kind]:
     return {name: at for name, kind in kinds.items() if (at := kind.at(degrees)) is not None}
-
-
-def _check_type(name: str, module: nn.Module, kind: Kind) -> None:
-    reason = kind.misfit(module)
-    if reason is not None:
-        raise ValueError(
-            f"module '{name}' is a {type(module).__name__}, which cannot be sharded as {kind}: "
-            f"{reason}"
-        )
-    parameters = {key.partition(".")[0] for key, _ in module.named_parameters()}
-    extra = sorted(parameters - kind.parameters) if kind.parameters is not None else []
-    if extra:
-        raise ValueError(
-            f"module '{name}' ({type(module).__name__}) has parameters {extra} in addition to "
-            f"weight and bias, which cannot be sharded as {kind}. Leave it out of the plan"
-        )
-
-
-def _check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
-    users: dict[int, tuple[str, Kind | None]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        kind = kinds.get(name)
-        if kind is not None and kind.ties == "any":
-            continue
-        spread = kind if kind is not None and kind.ties == "same" else None
-        for parameter in module.parameters(recurse=False):
-            first_user, before = users.setdefault(id(parameter), (name, spread))
-            if before != spread:
-                raise ValueError(
-                    f"'{first_user}' and '{name}' share a weight, but the plan shards them "
-                    f"differently ({before or 'not at all'} and {spread or 'not at all'}). "
-                    "Give both the same kind, or leave both out"
-                )
-
-
-def _check_ends(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
-    for name, _ in model.named_modules():
-        if name.endswith(".lora_embedding_A"):
-            raise ValueError(
-                f"'{name.rpartition('.')[0]}' adapts an embedding after which "
-                "sequence_parallel=True splits the sequence. Leave it out of target_modules, "
-                "or use sequence_parallel=False"
-            )
-    words = [model.get_submodule(name) for name, kind in kinds.items() if kind.pads]
-    missing: Sequence[str] = [
-        label
-        for label, kind in (
-            ("embedding (nn.Embedding)", nn.Embedding),
-            ("head (nn.Linear)", nn.Linear),
-        )
-        if not any(isinstance(module, kind) for module in words)
-    ]
-    if missing:
-        raise ValueError(
-            "sequence_parallel=True splits the sequence after the embedding and joins it in "
-            f"the head, but the plan has no 'vocabulary' {' and no '.join(missing)}. Add it to "
-            "tensor, or use sequence_parallel=False"
-        )

@@ -212,6 +212,6 @@ def _shorten(module: Any, case: Case) -> None:
             for key in list(members)[case.blocks :]:
                 del members[key]
 
-    if any(True for _ in module.parameters()):
+    if list(module.parameters()):
         built()
     vars(module)["configure_model"] = built

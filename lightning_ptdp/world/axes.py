@@ -74,9 +74,9 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // k for k in small)})
 
 
-def nearest_divisors(number: int, wanted: int, *, count: int = 3) -> list[int]:
-    """Return the divisors of ``number`` closest to ``wanted``, in ascending order.
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """Return the three divisors of ``number`` closest to ``wanted``, in ascending order.
 
     Error messages propose them.
     """
-    return sorted(sorted(divisors(number), key=lambda k: (abs(k - wanted), k))[:count])
+    return sorted(sorted(divisors(number), key=lambda k: (abs(k - wanted), k))[:3])

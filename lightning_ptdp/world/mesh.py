@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from lightning_ptdp.world.layout import ParallelLayout
 
 _BEYOND_GUARD = 2  # times the limit: later than any of the hang guard's
 _CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 class LostHandle:
@@ -67,6 +68,13 @@ class Group:
         """Return the name by which torch finds the group in this process."""
         name: str = self.handle.group_name
         return name
+
+    def gather(self, value: T) -> list[T]:
+        """Return the ``value`` of every member; collective."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.handle)
+        return values
 
     @classmethod
     def named(cls, name: str) -> Group:

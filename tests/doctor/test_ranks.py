@@ -53,13 +53,15 @@ def test_failing_or_hanging_rank_is_named(
 ) -> None:
     monkeypatch.setattr("lightning_ptdp.base.forked_processes._ENDING_S", 0.5)
     before = set(psutil.Process().children())
-    outcome = run_ranks(meet_without, count=3, args=(1, how), timeout_s=1.5)
+    outcome = run_ranks(lambda rank, tell: meet_without(rank, tell, 1, how), count=3, timeout_s=1.5)
     assert outcome.explain() == explained
     assert set(psutil.Process().children()) <= before, "a process is left behind"
 
 
 def test_successful_ranks_return_results() -> None:
-    outcome = run_ranks(meet_without, count=2, args=(-1, "alone"), timeout_s=60)
+    outcome = run_ranks(
+        lambda rank, tell: meet_without(rank, tell, -1, "alone"), count=2, timeout_s=60
+    )
     assert (outcome.results, outcome.explain()) == ({0: 0, 1: 1}, "")
 
 

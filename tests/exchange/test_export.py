@@ -26,12 +26,12 @@ from lightning_ptdp.exchange import (
     convert,
     described_by_state,
     export_writer,
-    open_huggingface,
     to_huggingface,
 )
 from lightning_ptdp.exchange.export_writer import FolderPlan
 from lightning_ptdp.models import BertConfig, GPTConfig, LitBert, LitGPT
 from tests.checkpoint.layouts import save, shard
+from tests.folders import read_huggingface
 from tests.models.configs import GPT2, LLAMA
 from tests.pool import Pool, WorkerFailure
 
@@ -109,7 +109,7 @@ def test_parallel_export_equals_export_of_checkpoint(pool: Pool, tmp_path: Path)
         assert one == together
         # the values are not zero in both
         assert (
-            sum(value.float().norm() for value in open_huggingface(tmp_path / "one").values()) > 100
+            sum(value.float().norm() for value in read_huggingface(tmp_path / "one").values()) > 100
         )
 
 
@@ -130,10 +130,9 @@ def test_ranks_write_balanced_shares() -> None:
     assert max(loads) < 1.2 * sum(loads) / 4
 
 
-def test_export_blocks_are_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export_writer, "_BLOCK", 1_000)
+def test_pieces_are_limited_in_size() -> None:
     for one in _part(GPT2, 1):
-        blocks = [*export_writer._blocks(one, one.place)]
+        blocks = [*one.pieces(1_000)]
         row = one.values[:1].nbytes
         assert all(block.values.nbytes <= max(1_000, row) for block in blocks)
         assert len(blocks) <= 2 + 2 * one.values.nbytes // max(1_000, row)
@@ -192,7 +191,7 @@ def test_failing_rank_fails_all_ranks_and_keeps_folder(
     assert messages[0] == messages[1]
     assert re.search(words, messages[0]), messages[0]
     assert [name for name in os.listdir(tmp_path / "new") if name != "elsewhere"] == ["out"]
-    assert open_huggingface(tmp_path / "new" / "out")
+    assert read_huggingface(tmp_path / "new" / "out")
 
 
 def test_uncreatable_folder_is_refused_before_export(tmp_path: Path) -> None:
@@ -216,4 +215,4 @@ def test_killed_writer_leaves_only_previous_folder(pool: Pool, tmp_path: Path) -
     with pytest.raises(WorkerFailure, match="the worker process died"):
         pool.run(_fail, world_size=2, args=(tmp_path / "out", "killed"))
     assert os.listdir(tmp_path) == ["out"]
-    assert open_huggingface(tmp_path / "out")
+    assert read_huggingface(tmp_path / "out")

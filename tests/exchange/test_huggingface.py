@@ -20,7 +20,6 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.exchange import (
     from_huggingface,
-    open_huggingface,
     open_native,
     to_huggingface,
     verify_export,
@@ -29,6 +28,7 @@ from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.models import LitGPT
 from lightning_ptdp.models.model_config import GPTConfig
 from tests.checkpoint.layouts import save, shard
+from tests.folders import read_huggingface
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 from tests.models.hf_models import hf_gpt2, hf_llama, randomized
 
@@ -127,7 +127,7 @@ def test_hugging_face_model_round_trip(
         assert torch.equal(filled, local), name
 
     to_huggingface(tmp_path / "ours", tmp_path / "back", shard_bytes=20_000)
-    before, after = open_huggingface(folder), open_huggingface(tmp_path / "back")
+    before, after = read_huggingface(folder), read_huggingface(tmp_path / "back")
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert value.dtype == after[name].dtype
@@ -152,7 +152,7 @@ def test_export_is_sharded_with_consistent_index(
         "model.safetensors",
     ]
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
-    values = open_huggingface(tmp_path / "many")
+    values = read_huggingface(tmp_path / "many")
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in values.values())
     assert index["weight_map"].keys() == values.keys()
     assert (
@@ -225,17 +225,22 @@ def test_missing_expert_is_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"blocks.1.mixture.experts.gate_up_proj"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lacks \['model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight'\]",
+    ):
         open_native(tmp_path)
 
 
-def test_bare_model_with_mask_buffers_is_read(tmp_path: Path) -> None:
+def test_bare_model_with_mask_buffers_and_tied_head_is_read(tmp_path: Path) -> None:
     model = hf_gpt2()
     model.transformer.save_pretrained(tmp_path / "bare")
     from safetensors.torch import load_file, save_file
 
     file = tmp_path / "bare" / "model.safetensors"
-    save_file({**load_file(file), "h.0.attn.bias": torch.ones(1, 1, 24, 24)}, file)
+    tensors = load_file(file)
+    more = {"h.0.attn.bias": torch.ones(1, 1, 24, 24), "lm_head.weight": tensors["wte.weight"] + 0}
+    save_file({**tensors, **more}, file)
     from_huggingface(tmp_path / "bare", tmp_path / "ours")
     model.save_pretrained(tmp_path / "whole")
     from_huggingface(tmp_path / "whole", tmp_path / "other")
@@ -318,7 +323,7 @@ def test_export_converts_dtype(tmp_path: Path) -> None:
     hf_llama().save_pretrained(tmp_path / "hf")
     from_huggingface(tmp_path / "hf", tmp_path / "ours")
     to_huggingface(tmp_path / "ours", tmp_path / "half", dtype=torch.bfloat16)
-    before, after = open_huggingface(tmp_path / "hf"), open_huggingface(tmp_path / "half")
+    before, after = read_huggingface(tmp_path / "hf"), read_huggingface(tmp_path / "half")
     assert all(torch.equal(value.bfloat16(), after[name]) for name, value in before.items())
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
@@ -342,15 +347,15 @@ def test_export_converts_dtype(tmp_path: Path) -> None:
         ({"num_hidden_layers": 4}, r"lacks \['model\.layers\.3\."),
         (
             {"num_hidden_layers": 2},
-            r"has \['blocks\.2\..* which the model of its config\.json does not have",
+            r"has \['model\.layers\.2\..* which the model of its config\.json does not have",
         ),
         (
             {"vocab_size": 60},
-            r"'wte\.weight' would have the shape \(61, 32\), but must have \(60, 32\) according to config\.json",
+            r"'model\.embed_tokens\.weight' has the shape \(61, 32\), but must have \(60, 32\) according to config\.json",
         ),
         (
             {"num_key_value_heads": 4},
-            r"k_proj\.weight' has 16 rows, but must have 32 according to config\.json",
+            r"k_proj\.weight' has the shape \(16, 32\), but must have \(32, 32\) according to config\.json",
         ),
     ],
 )

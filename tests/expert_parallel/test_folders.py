@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import TensorReader
-from lightning_ptdp.exchange import open_huggingface, to_huggingface
+from lightning_ptdp.exchange import to_huggingface
 from tests.expert_parallel.folders import Run, fit_counted
+from tests.folders import read_huggingface
 from tests.huggingface.architectures import build
 from tests.letters import E, M, P, T
 from tests.parity import Parity
@@ -42,7 +43,7 @@ def test_checkpoint_is_bitwise_equal_across_layouts(parity: Parity, tmp_path: Pa
         for name in names:
             assert torch.equal(first.read(name), other.read(name)), name
     to_huggingface(places[0], tmp_path / "folder")
-    written = open_huggingface(tmp_path / "folder")
+    written = read_huggingface(tmp_path / "folder")
     gate = first.read("model/model.model.layers.1.mlp.experts.gate_up_proj")
     experts = [
         written[f"model.layers.1.block_sparse_moe.experts.{index}.w1.weight"] for index in range(4)
@@ -53,7 +54,7 @@ def test_checkpoint_is_bitwise_equal_across_layouts(parity: Parity, tmp_path: Pa
 def test_sharded_export_equals_single_process_export(parity: Parity, tmp_path: Path) -> None:
     for name, world_size, layout in (("one", 1, {}), ("two", 2, {E: 2})):
         parity.ranks(Run(export=str(tmp_path / name)).on((world_size, layout)))
-    one, two = open_huggingface(tmp_path / "one"), open_huggingface(tmp_path / "two")
+    one, two = read_huggingface(tmp_path / "one"), read_huggingface(tmp_path / "two")
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert float((two[name] - value).norm() / value.norm()) < 1e-5, name

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp.exchange import open_huggingface
 from lightning_ptdp.models import AdamWConfig, LitCausalLM
+from tests.folders import read_huggingface
 from tests.huggingface.architectures import build
 from tests.huggingface.runs import LAYOUTS, Run
 from tests.parity import fit
@@ -79,7 +79,7 @@ def differences_around(
         for index, (ours, theirs) in enumerate(zip(found["many"][0], found["one"][0], strict=True))
         if abs(ours - theirs) > tolerance * abs(theirs)
     ]
-    written, expected = open_huggingface(folder / "many"), open_huggingface(folder / "one")
+    written, expected = read_huggingface(folder / "many"), read_huggingface(folder / "one")
     for what, ours, theirs in (
         ("folder", written, expected),
         ("end", found["many"][1], found["one"][1]),

@@ -24,12 +24,12 @@ from lightning_ptdp.exchange import (
     described_by_module,
     export_writer,
     names_in,
-    open_huggingface,
     to_huggingface,
 )
 from lightning_ptdp.parameters.placement import Piece, Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.folders import read_huggingface
 from tests.huggingface.architectures import build
 from tests.huggingface.runs import LitHuggingFace, Run, Samples, make_model
 from tests.letters import C, M, P, T, V
@@ -75,7 +75,7 @@ def test_export_is_bitwise_equal_to_checkpoint(
     parity.ranks(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "saved"]
     whole, aliases = read_full(saved), read_metadata(saved).aliases
-    written = {f"model.{name}": value for name, value in open_huggingface(out).items()}
+    written = {f"model.{name}": value for name, value in read_huggingface(out).items()}
     assert written.keys() == whole.keys() - aliases.keys()
     assert all(
         value.dtype == whole[name].dtype and torch.equal(value, whole[name])
@@ -199,14 +199,14 @@ def test_model_is_exported_at_every_checkpoint_and_at_end(pool: Pool, tmp_path: 
     assert found == [["out", "saved"]] * 2
     assert sorted(os.listdir(tmp_path / "out")) == ["step-2", "step-3"]
     (checkpoint,) = (tmp_path / "saved").glob("*step=2*")
-    whole, written = read_full(checkpoint), open_huggingface(tmp_path / "out" / "step-2")
+    whole, written = read_full(checkpoint), read_huggingface(tmp_path / "out" / "step-2")
     assert {f"model.{name}" for name in written} == {
         name for name in whole if not name.startswith("teacher.")
     }
     assert all(
         torch.equal(value, whole[f"model.{name}"].bfloat16()) for name, value in written.items()
     )
-    later = open_huggingface(tmp_path / "out" / "step-3")
+    later = read_huggingface(tmp_path / "out" / "step-3")
     assert not all(torch.equal(value, written[name]) for name, value in later.items())
 
 
@@ -235,7 +235,7 @@ def test_adapters_are_merged_in_export(
     trained = make_model(model, **dict(run.options))
     trained.load_state_dict(final)
     wanted = trained.merge_and_unload().state_dict()
-    written = open_huggingface(tmp_path / "out")
+    written = read_huggingface(tmp_path / "out")
     assert written.keys() <= wanted.keys()
     for name, value in written.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-7)
@@ -262,7 +262,7 @@ def test_exported_tensors_match_save_pretrained(
     export.check(halves)
     export.write(halves)
     model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = open_huggingface(tmp_path / "out"), open_huggingface(tmp_path / "theirs")
+    ours, theirs = read_huggingface(tmp_path / "out"), read_huggingface(tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
 

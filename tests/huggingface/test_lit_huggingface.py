@@ -267,7 +267,7 @@ def test_invalid_model_folder_is_refused_before_launch(folders: Path, tmp_path: 
         ),
         (
             refused(changed("half", half)),
-            r"of the 8 files in model\.safetensors\.index\.json, 4 are missing \(model-00001.*…\)\. Download",
+            r"of the 8 files in model\.safetensors\.index\.json, 4 are missing \(model-00001.* and 1 more\)\. Download",
         ),
         (refused(changed("bare", lambda f: (f / "config.json").unlink())), "has no config.json"),
         (

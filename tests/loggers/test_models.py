@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.callbacks import ExportHuggingFace, LayoutSummary
-from lightning_ptdp.exchange import open_huggingface
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.models import LitCausalLM
 from lightning_ptdp.models.tiny import make_tiny
+from tests.folders import read_huggingface
 
 pytestmark = pytest.mark.thorough
 
@@ -53,7 +53,7 @@ def test_mlflow_loads_model_of_training_run(tmp_path: Path) -> None:
     assert run.data.tags["mlflow.note.content"].startswith("lightning-ptdp\n\n```text\n")
     assert "tensor 2 x pipeline 1" in run.data.tags["mlflow.note.content"]
     pipeline = mlflow.transformers.load_model(f"runs:/{run.info.run_id}/model", device="cpu")
-    exported = open_huggingface(tmp_path / "out")
+    exported = read_huggingface(tmp_path / "out")
     loaded = pipeline.model.state_dict()
     assert loaded.keys() == exported.keys()
     assert all(torch.equal(loaded[name], exported[name]) for name in exported)

@@ -210,7 +210,7 @@ def test_block_container_is_found_or_error_names_option() -> None:
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ("",)
     with pytest.raises(ValueError, match="blocks="):
         find_blocks(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="nearest: layers"):
+    with pytest.raises(ValueError, match="nearest names: layers"):
         find_parts(Net(), blocks="layer")
     assert find_parts(Net(), before=("norm",)) == ModelParts(
         blocks=("layers",), before=("norm", "embedding"), after=("head",)

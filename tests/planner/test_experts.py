@@ -24,7 +24,7 @@ from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.expert_cost import expert_kept, expert_time
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.memory import rank_memory, static_bytes
-from lightning_ptdp.planner.parameters import expert_parameters, stage_parameters
+from lightning_ptdp.planner.parameters import job_stages
 from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.planner.remedies import why_nothing_fits
 from lightning_ptdp.world.layout import ParallelLayout
@@ -57,16 +57,19 @@ SHAPE = ExpertShape(number=8, chosen=2, hidden=4096, width=14336)
 def test_expert_parameters_match_module() -> None:
     with torch.device("meta"):
         model = GPT(MIXTURE)
-    shape = small_job(MIXTURE).shape
+    job = small_job(MIXTURE)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     whole, shared = (
         ParallelLayout(world_size=8, pipeline_parallel_size=2, expert_parallel_size=e)
         for e in (1, 4)
     )
     assert (
-        sum(expert_parameters(shape, whole)) == experts == 4 * sum(expert_parameters(shape, shared))
+        sum(stage.experts for stage in job_stages(job, whole))
+        == experts
+        == 4 * sum(stage.experts for stage in job_stages(job, shared))
     )
-    assert sum(stage_parameters(shape, shared)) == num_parameters(MIXTURE) - experts * 3 / 4
+    parameters = sum(stage.parameters for stage in job_stages(job, shared))
+    assert parameters == num_parameters(MIXTURE) - experts * 3 / 4
     # arXiv 2401.04088: 47B, 13B
     assert (round(num_parameters(MIXTRAL) / 1e8), round(active_parameters(MIXTRAL) / 1e8)) == (
         467,
@@ -207,9 +210,8 @@ def test_expert_tensor_parallelism_halves_expert_parameters() -> None:
     whole = choice(world_size=64, b=1, m=8, tensor_parallel_size=2, expert_parallel_size=4)
     split = replace(whole, layout=replace(whole.layout, expert_tensor_parallel_size=2))
     assert SHAPE.local(split.layout) == SHAPE.local(whole.layout) / 2 == 3 * 4096 * 14336
-    assert 2 * sum(expert_parameters(job.shape, split.layout)) == sum(
-        expert_parameters(job.shape, whole.layout)
-    )
+    (halved,), (undivided,) = (job_stages(job, how.layout) for how in (split, whole))
+    assert 2 * halved.experts == undivided.experts
     times = [expert_time(SHAPE, job, how) for how in (whole, split)]
     assert times[1].dispatch > 1.5 * times[0].dispatch and times[1].forward == pytest.approx(
         times[0].forward, rel=0.1

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from lightning_ptdp.models import GPT, gpt_plan, num_parameters
+from lightning_ptdp.models import GPT, GPTConfig, gpt_plan, num_parameters
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.planner import find_precision, fullest_rank
+from lightning_ptdp.planner import Job, find_precision, fullest_rank
 from lightning_ptdp.planner.activations import layer_activations
 from lightning_ptdp.planner.memory import rank_memory, static_bytes
-from lightning_ptdp.planner.parameters import layers_by_stage, stage_parameters
+from lightning_ptdp.planner.parameters import job_stages, layers_by_stage
+from lightning_ptdp.planner.software import SOFTWARE
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.models.configs import VARIANTS
 from tests.planner.jobs import MIXTURE, TABLE_1, Row, choice, choice_of, job_of, small_job
@@ -22,16 +25,21 @@ from tests.tensor_parallel.toy import tensor_group
 pytestmark = pytest.mark.thorough
 
 
+def stage_parameters(job: Job, layout: ParallelLayout) -> list[int]:
+    return [stage.parameters for stage in job_stages(job, layout)]
+
+
 @pytest.mark.parametrize(
     "config", [*VARIANTS.values(), MIXTURE], ids=[*VARIANTS.keys(), "dense and mixtures"]
 )
 def test_parameters_and_stages_match_module(config: object) -> None:
     with torch.device("meta"):
         model = GPT(config)
-    shape = small_job(config).shape
+    job = small_job(config)
+    shape = job.shape
     assert (
         shape.parameters
-        == sum(stage_parameters(shape, ParallelLayout(world_size=1)))
+        == sum(stage_parameters(job, ParallelLayout(world_size=1)))
         == num_parameters(config)
     )
     own = sum(
@@ -43,12 +51,23 @@ def test_parameters_and_stages_match_module(config: object) -> None:
     for p in range(1, config.num_layers + 1):
         layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
         ranges = layer_ranges(model, parts=parts, layout=layout)
-        assert layers_by_stage(shape, p) == tuple(stop - start for start, stop in ranges)
+        assert layers_by_stage(job, p) == [stop - start for start, stop in ranges]
         copies = config.tie_embeddings and p > 1
         table = config.vocabulary_size * config.hidden_size
-        assert sum(stage_parameters(shape, layout)) == num_parameters(config) + (
+        assert sum(stage_parameters(job, layout)) == num_parameters(config) + (
             table if copies else 0
         )
+
+
+def test_stages_are_cut_by_cost_or_by_layers() -> None:
+    job = small_job(
+        GPTConfig(
+            vocabulary_size=4096, sequence_length=32, num_layers=8, hidden_size=32, num_heads=2
+        )
+    )
+    assert layers_by_stage(job, 4) == [1, 3, 3, 1]
+    by_layers = replace(job, software=SOFTWARE["megatron-2024"])
+    assert layers_by_stage(by_layers, 4) == [2, 2, 2, 2]
 
 
 def parameters_of_a_rank(rank: int) -> dict[str, int]:
@@ -71,7 +90,7 @@ def test_parameters_match_module_under_tensor_parallelism(pool: Pool) -> None:
     for found in pool.run(parameters_of_a_rank, world_size=2):
         assert len(found) == sum(config.num_heads % 2 == 0 for config in VARIANTS.values())
         for name, count in found.items():
-            assert stage_parameters(small_job(VARIANTS[name]).shape, layout) == (count,), name
+            assert stage_parameters(small_job(VARIANTS[name]), layout) == [count], name
 
 
 @pytest.mark.parametrize(

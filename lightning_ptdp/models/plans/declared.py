@@ -216,9 +216,7 @@ def _order(module: Any, prefix: str) -> tuple[str | None, tuple[str, ...], tuple
         return (joined(prefix, containers.pop()) if len(containers) == 1 else None), (), ()
     cut = names.index(lists[0])
     first, last = (
-        tuple(
-            joined(prefix, name) for name in part if any(True for _ in children[name].parameters())
-        )
+        tuple(joined(prefix, name) for name in part if list(children[name].parameters()))
         for part in (names[:cut], names[cut + 1 :])
     )
     return joined(prefix, lists[0]), first, last

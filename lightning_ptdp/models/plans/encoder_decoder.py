@@ -190,9 +190,7 @@ def encoder_decoder_plan(pair: EncoderDecoder, module: nn.Module, prefix: str = 
 
 
 def _with_parameters(module: nn.Module) -> list[str]:
-    return [
-        name for name, child in module.named_children() if any(True for _ in child.parameters())
-    ]
+    return [name for name, child in module.named_children() if list(child.parameters())]
 
 
 def _words(module: nn.Module, prefix: str) -> dict[str, Kind]:

@@ -277,7 +277,7 @@ def _order(
     for step in relative.split("."):
         for key, child in parent.named_children():
             name = joined(path, key)
-            if key != step and any(True for _ in child.parameters()):
+            if key != step and list(child.parameters()):
                 outside = bool(base) and not f"{name}.".startswith(f"{base}.")
                 groups[2 if outside else name in after_blocks].append(name)
         parent = getattr(parent, step, nn.Module())

@@ -19,7 +19,7 @@ from lightning_ptdp.tensor_parallel import AttentionHeads, Column, Experts, Kind
 
 
 def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
-    """Return the plan of a module with the name ``prefix``.
+    """Return the plan of a module without adapters, with the name ``prefix``.
 
     The class of the module must be known, or the module must declare a plan.
 
@@ -27,10 +27,6 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
         None if the class is unknown. A subclass is known if it inherits the forward of a known
         class.
     """
-    return _plan_for(without_adapters(module), prefix)
-
-
-def _plan_for(module: nn.Module, prefix: str) -> ParallelPlan | None:
     for kind in type(module).__mro__:
         if type(module).forward is not vars(kind).get("forward"):
             continue
@@ -76,7 +72,7 @@ def find_plan(model: nn.Module) -> ParallelPlan | None:
 
 
 def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
-    plan = _plan_for(module, prefix)
+    plan = plan_for(module, prefix)
     if plan is not None:
         collects = plan.collects or collects_by_itself(module)
         yield replace(plan, tensor={**plan.tensor, **_experts(module, prefix)}, collects=collects)
@@ -202,7 +198,7 @@ def suggested_tensor(model: nn.Module) -> dict[str, str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
         for key, child in module.named_children()
-        if any(True for _ in child.children())
+        if list(child.children())
     }
     kinds: dict[str, str] = {}
     for name, kind in _parts(model):

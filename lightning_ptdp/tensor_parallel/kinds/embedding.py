@@ -75,6 +75,7 @@ class Position(Kind):
     """
 
     name = "position"
+    sharding = f"position: {Kind.sharding}"
     takes = "nn.Embedding"
     ties = "whole"
 
@@ -98,10 +99,6 @@ class Position(Kind):
         return SequenceShardedEmbedding(
             local["weight"], padding_idx=module.padding_idx, group=place.group
         )
-
-    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        local, sharding = super().describe(key, shape, outputs_last=outputs_last)
-        return local, f"position: {sharding}"
 
 
 def _words(module: nn.Module, place: ModulePlace) -> VocabularyRange:

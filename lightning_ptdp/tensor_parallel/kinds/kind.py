@@ -99,6 +99,7 @@ class Kind:
         keeps_sequence: True if the modules inside see the full sequence under sequence parallelism.
         keeps_children: True if the modules inside remain modules of their own.
         pads: True if the first dimension is padded to a multiple of the group's size.
+        sharding: Description of its parameters, for ``describe``.
     """
 
     name: ClassVar[str] = ""
@@ -111,6 +112,7 @@ class Kind:
     keeps_sequence: ClassVar[bool] = False
     keeps_children: ClassVar[bool] = False
     pads: ClassVar[bool] = False
+    sharding: ClassVar[str] = "whole; gradient partial under sequence parallelism"
 
     def at(self, degrees: Mapping[str, int]) -> Kind | None:
         """Return the kind for these degrees of ``SPLIT_AXES``, or None if it splits nothing."""
@@ -198,7 +200,7 @@ class Kind:
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         """Return (shape on one of t ranks, description) for the parameter ``key`` of a module."""
-        return shape_text(shape), "whole; gradient partial under sequence parallelism"
+        return shape_text(shape), self.sharding
 
     def of_child(self, name: str) -> Kind | None:
         """Return the kind of a child that this one also shards, for ``describe``."""

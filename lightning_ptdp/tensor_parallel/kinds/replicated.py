@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.collectives import total
-from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides, shape_text
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides
 from lightning_ptdp.tensor_parallel.region import enter_region, join_around
 from lightning_ptdp.world.mesh import Group
 
@@ -26,6 +26,7 @@ class Partial(Kind):
     """
 
     name = "partial"
+    sharding = "whole; gradient partial"
     parameters = None
     ties = "whole"
     region_part = True
@@ -35,9 +36,6 @@ class Partial(Kind):
             name: Placement.replicated(p.shape, partial=("tensor",))
             for name, p in module.named_parameters()
         }
-
-    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        return shape_text(shape), "whole; gradient partial"
 
     def of_child(self, name: str) -> Kind | None:
         return self
@@ -165,15 +163,13 @@ class Mean(Kind):
     axis = "context"
     takes = "a module without parameters that returns a mean over the sequence"
     parameters = frozenset()
+    divides: ClassVar[bool] = True
 
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
-        replace_forward(module, _ReducedForward, group=place.group, divides=True)
+        replace_forward(module, _ReducedForward, group=place.group, divides=self.divides)
         return module
-
-    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        return shape_text(shape), "whole"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -196,9 +192,4 @@ class Sum(Mean):
 
     name = "sum"
     takes = "a module without parameters that returns a sum over the sequence"
-
-    def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
-    ) -> nn.Module:
-        replace_forward(module, _ReducedForward, group=place.group, divides=False)
-        return module
+    divides = False
