@@ -6,8 +6,9 @@
 
 In every layout, real processes train a tiny GPT over gloo and save a checkpoint every few steps.
 They are started like those of torchrun, Lightning or SLURM. In each attempt, one random rank is
-lost by SIGKILL or SIGSTOP, at an instant of a random kind (fault_campaign/kinds.py). The next
-attempt continues from the newest complete checkpoint, from `latest`, or from the folder. Every
+lost by SIGKILL or SIGSTOP, at an instant of a random kind (fault_campaign/kinds.py). Layouts with
+"nodes" have two nodes, each with a memory folder of its own instead of /dev/shm; there all ranks of
+a node may be lost at once, together with its memory. The next attempt continues from the newest complete checkpoint, from `latest`, or from the folder. Every
 process has its own clock, which differs by up to a day, like the clocks of different machines.
 Checks after every attempt:
 
@@ -38,6 +39,7 @@ import math
 import os
 import random
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -50,7 +52,14 @@ from fault_campaign.damage import damage_every_file
 from fault_campaign.folder import Standing, leftovers, look
 from fault_campaign.kinds import FAULTS, KINDS, Trap
 from fault_campaign.processes import LAUNCHERS, Ended, Processes, Shot
-from fault_campaign.training import LAYOUTS, SAVE_EVERY, Attempt, world_size_of
+from fault_campaign.training import (
+    LAYOUTS,
+    SAVE_EVERY,
+    Attempt,
+    enter_node,
+    nodes_of,
+    world_size_of,
+)
 
 from lightning_ptdp.checkpoint import newest_checkpoint
 from lightning_ptdp.checkpoint.memory_folders import LINK, in_memory
@@ -106,11 +115,18 @@ class Campaign:
 
     def __post_init__(self) -> None:
         self._processes = Processes(self.folder)
+        self._nodes = self.folder / "nodes"
         (self.folder / "checkpoints").mkdir()
 
     def kill(self, kind: str, fault: str) -> None:
         """Run one attempt that loses a rank."""
-        victim = self.draw.randrange(world_size_of(self.layout)) if KINDS[kind].anyone else 0
+        world_size, nodes = world_size_of(self.layout), nodes_of(self.layout)
+        victim = self.draw.randrange(world_size) if KINDS[kind].anyone else 0
+        victims = (victim,)
+        if KINDS[kind].node:
+            per_node = world_size // nodes
+            first_of_node = victim - victim % per_node
+            victims = tuple(range(first_of_node, first_of_node + per_node))
         if kind == "load" and self.standing.newest is None:
             self._attempt(SAVE_EVERY)
             self.standing = look(self.folder / "checkpoints", self.standing)
@@ -132,7 +148,8 @@ class Campaign:
                 behind=behind,
             )
         else:
-            shot = Shot(fault=fault, victim=victim, after_s=self.draw.uniform(0.0, _LONGEST_S))
+            after_s = self.draw.uniform(0.0, _LONGEST_S) + KINDS[kind].node
+            shot = Shot(fault=fault, victims=victims, after_s=after_s)
         launcher = self.draw.choice(list(LAUNCHERS))
         slowly = self.allow_s + _STOPPED * self.timeout_s
         ended = self._attempt(
@@ -147,16 +164,23 @@ class Campaign:
         if ended.lost is None:
             self.wrong.append(f"{what}: nobody was lost; {ended.errors}{_PRINTED}{ended.printed}")
             return
+        if KINDS[kind].node:
+            node = victim * nodes // world_size
+            enter_node(self._nodes, (node + 1) % nodes)
+            shutil.rmtree(self._nodes / f"node{node}" / "shm", ignore_errors=True)
+        elif nodes > 1:
+            enter_node(self._nodes, 0)
         named = self._judge(
             what,
-            victim,
+            victims,
             ended,
             soon=self.allow_s + _KILLED_S if fault == "kill" else slowly,
             late=slowly,
         )
         self.standing = look(self.folder / "checkpoints", self.standing)
         self.wrong += [f"{what}: {text}" for text in self.standing.wrong]
-        lost = max(ended.steps[victim], 0) - max(self.standing.newest_step, 0)
+        began = max(ended.steps[rank] for rank in victims)
+        lost = max(began, 0) - max(self.standing.newest_step, 0)
         if self.snapshots and lost > 1:
             self.wrong.append(f"{what}: {lost} steps are lost{_PRINTED}{ended.printed}")
         self.kills.append(
@@ -165,13 +189,17 @@ class Campaign:
 
     def finish(self) -> None:
         """Train undisturbed to the end and from the beginning, and compare the two."""
+        if nodes_of(self.layout) > 1:
+            enter_node(self._nodes, 0)
         steps = max(self.standing.newest_step, 0) + _REST
         killed = self._attempt(steps)
         checkpoints = self.folder / "checkpoints"
         if self.snapshots:
             self.standing = Standing()  # the snapshots are removed
-            if (checkpoints / LINK).is_symlink() or in_memory(
-                newest_checkpoint(checkpoints) or "."
+            if (
+                (checkpoints / LINK).is_symlink()
+                or in_memory(newest_checkpoint(checkpoints) or ".")
+                or [*self._nodes.rglob("step-*")]
             ):
                 self.wrong.append(f"{self.layout}, at the end: snapshots are left")
         self.standing = look(checkpoints, self.standing)
@@ -213,10 +241,11 @@ class Campaign:
             )
             resume = self.draw.choice(ways[:1] if self.snapshots else ways)
         ranks = range(world_size_of(self.layout))
-        with LAUNCHERS[launcher](len(ranks)) as environment:
+        with LAUNCHERS[launcher](len(ranks), nodes_of(self.layout)) as environment:
             attempt = Attempt(
                 layout=self.layout,
                 folder=where,
+                nodes=self._nodes,
                 resume=resume,
                 steps=steps,
                 timeout_s=self.timeout_s,
@@ -229,23 +258,23 @@ class Campaign:
             return self._processes.run(attempt, shot=shot, patience_s=patience_s)
 
     def _judge(
-        self, what: str, victim: int, ended: Ended, *, soon: float, late: float
+        self, what: str, victims: tuple[int, ...], ended: Ended, *, soon: float, late: float
     ) -> tuple[float, ...]:
         """Check the time that each of the other ranks took to name the lost rank.
 
         The limit is ``soon`` if the rank could know of the lost rank, else ``late``."""
         times = []
-        for rank in {*ended.steps} - {victim, *ended.finished}:
+        for rank in {*ended.steps} - {*victims, *ended.finished}:
             said, printed = ended.said(rank), ended.printed.get(rank, "nothing")
             after_s = ended.said_at(rank) - max(ended.lost_at, ended.began.get(rank, 0.0))
             if rank in ended.hanging:
                 self.wrong.append(f"{what}: rank {rank} hangs{_PRINTED}{printed}")
                 continue
             times.append(after_s)
-            bound = soon if _had_met(rank, victim, ended) else late
-            if victim not in blamed(said, by=rank):
+            bound = soon if all(_had_met(rank, victim, ended) for victim in victims) else late
+            if not {*victims} & blamed(said, by=rank):
                 self.wrong.append(
-                    f"{what}: rank {rank} does not name the lost rank {victim}. It said: "
+                    f"{what}: rank {rank} does not name the lost ranks {victims}. It said: "
                     f"{said}{_PRINTED}{printed}"
                 )
             elif after_s > bound:
@@ -280,7 +309,7 @@ def main() -> int:
     layouts = options.layouts.split(",") if options.layouts else list(LAYOUTS)
     draw = random.Random(options.seed)
     with contextlib.ExitStack() as stack:
-        root = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        root = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         campaigns = []
         for layout in layouts:
             folder = root / layout.replace(" ", "-")
@@ -299,7 +328,10 @@ def main() -> int:
         for number in range(options.kills):
             campaign = campaigns[number % len(campaigns)]
             known = len(campaign.wrong)
-            campaign.kill(*next(deck))
+            kind, fault = next(
+                card for card in deck if not KINDS[card[0]].node or nodes_of(campaign.layout) > 1
+            )
+            campaign.kill(kind, fault)
             for text in campaign.wrong[known:]:
                 print(f"\nWRONG  {text}", flush=True)
             if options.verbose:

@@ -10,7 +10,7 @@ from lightning_ptdp.strategy.checks.model import (
 )
 from lightning_ptdp.strategy.checks.module_content import (
     check_quantized,
-    check_same_model,
+    check_same_training,
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
@@ -32,7 +32,7 @@ __all__ = [
     "check_optimizer_state",
     "check_packing",
     "check_quantized",
-    "check_same_model",
+    "check_same_training",
     "check_save_hook",
     "check_trainer",
     "on_meta",
