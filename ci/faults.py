@@ -8,9 +8,9 @@ In every layout, real processes train a tiny GPT over gloo and save a checkpoint
 They are started like those of torchrun, Lightning or SLURM. In each attempt, one random rank is
 lost by SIGKILL or SIGSTOP, at an instant of a random kind (fault_campaign/kinds.py). Layouts with
 "nodes" have two nodes, each with a memory folder of its own instead of /dev/shm; there all ranks of
-a node may be lost at once, together with its memory. The next attempt continues from the newest complete checkpoint, from `latest`, or from the folder. Every
-process has its own clock, which differs by up to a day, like the clocks of different machines.
-Checks after every attempt:
+a node may be lost at once, together with its memory. The next attempt continues from the newest
+complete checkpoint, from `latest`, or from the folder. Every process has its own clock, which
+differs by up to a day, like the clocks of different machines. Checks after every attempt:
 
 - The other ranks end by themselves, with an error that names the lost rank. The limit is 2 s if the
   rank was killed. It is 1.3 times the strategy's timeout if the rank was frozen, or was killed
