@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fault_campaign.damage import damage_every_file
-from fault_campaign.folder import Standing, leftovers, look
+from fault_campaign.folder import Standing, leftovers, look, newest_here
 from fault_campaign.kinds import FAULTS, KINDS, Trap
 from fault_campaign.processes import LAUNCHERS, Ended, Processes, Shot
 from fault_campaign.training import (
@@ -61,7 +61,7 @@ from fault_campaign.training import (
     world_size_of,
 )
 
-from lightning_ptdp.checkpoint import newest_checkpoint
+from lightning_ptdp.checkpoint import newest_checkpoint, read_metadata
 from lightning_ptdp.checkpoint.memory_folders import LINK, in_memory
 
 _LONGEST_S = 4.0  # time within which a rank is lost, for kinds without traps
@@ -125,8 +125,9 @@ class Campaign:
         victims = (victim,)
         if KINDS[kind].node:
             per_node = world_size // nodes
-            first_of_node = victim - victim % per_node
+            first_of_node = self._expendable(victim // per_node) * per_node
             victims = tuple(range(first_of_node, first_of_node + per_node))
+            victim = first_of_node
         if kind == "load" and self.standing.newest is None:
             self._attempt(SAVE_EVERY)
             self.standing = look(self.folder / "checkpoints", self.standing)
@@ -160,21 +161,23 @@ class Campaign:
             async_save=KINDS[kind].saves == "beside",
             patience_s=slowly + _HANGING_S,
         )
+        soon = self.allow_s + _KILLED_S if fault == "kill" else slowly
         what = f"{self.layout} by {launcher}, {kind}, {fault}: {trap or shot}"
         if ended.lost is None:
             self.wrong.append(f"{what}: nobody was lost; {ended.errors}{_PRINTED}{ended.printed}")
             return
         if KINDS[kind].node:
+            enter_node(self._nodes, 0)  # the lost folder must not be that of this process
             node = victim * nodes // world_size
-            enter_node(self._nodes, (node + 1) % nodes)
             shutil.rmtree(self._nodes / f"node{node}" / "shm", ignore_errors=True)
-        elif nodes > 1:
-            enter_node(self._nodes, 0)
+        self._enter_newest()
+        if KINDS[kind].node and max(ended.steps.values()) < 0:
+            soon = slowly  # no process of the lost node is left to see the loss
         named = self._judge(
             what,
             victims,
             ended,
-            soon=self.allow_s + _KILLED_S if fault == "kill" else slowly,
+            soon=soon,
             late=slowly,
         )
         self.standing = look(self.folder / "checkpoints", self.standing)
@@ -187,10 +190,28 @@ class Campaign:
             Kill(kind=kind, fault=fault, named_after_s=named, steps_lost=max(lost, 0))
         )
 
+    def _expendable(self, node: int) -> int:
+        """Return a node that can be lost: ``node``, unless it alone has the newest snapshot.
+
+        A second loss before the copy to a replaced node is complete loses both copies."""
+        nodes = range(nodes_of(self.layout))
+        name = self.standing.newest.name if self.standing.newest is not None else ""
+        holders = [n for n in nodes if [*(self._nodes / f"node{n}").rglob(name or "none")]]
+        return (node + 1) % len(nodes) if holders == [node] else node
+
+    def _enter_newest(self) -> None:
+        """Enter the node that has the newest snapshot; a restart finds it from any node."""
+        nodes = nodes_of(self.layout)
+        found = {}
+        for node in range(nodes):
+            enter_node(self._nodes, node, nodes=nodes)
+            newest = newest_here(self.folder / "checkpoints")
+            found[node] = -1 if newest is None else int(read_metadata(newest).run["global_step"])
+        enter_node(self._nodes, max(found, key=lambda node: found[node]), nodes=nodes)
+
     def finish(self) -> None:
         """Train undisturbed to the end and from the beginning, and compare the two."""
-        if nodes_of(self.layout) > 1:
-            enter_node(self._nodes, 0)
+        self._enter_newest()
         steps = max(self.standing.newest_step, 0) + _REST
         killed = self._attempt(steps)
         checkpoints = self.folder / "checkpoints"

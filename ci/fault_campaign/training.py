@@ -69,12 +69,14 @@ def nodes_of(layout: str) -> int:
     return _NODES if layout.endswith("nodes") else 1
 
 
-def enter_node(folder: Path, node: int) -> None:
-    """Let this process have the memory folder of a node."""
-    home = folder / f"node{node}"
-    (home / "shm").mkdir(parents=True, exist_ok=True)
-    os.chdir(home)
-    memory_folders._ROOT = _MEMORY
+def enter_node(folder: Path, node: int, *, nodes: int = _NODES) -> None:
+    """Let this process have the memory folder of a node; of one node, the machine's own."""
+    memory_folders._ROOT = Path("/dev/shm")
+    if nodes > 1:
+        home = folder / f"node{node}"
+        (home / "shm").mkdir(parents=True, exist_ok=True)
+        os.chdir(home)
+        memory_folders._ROOT = _MEMORY
 
 
 @dataclass(frozen=True, kw_only=True)
