@@ -6,10 +6,11 @@
 
 In every layout, real processes train a tiny GPT over gloo and save a checkpoint every few steps.
 They are started like those of torchrun, Lightning or SLURM. In each attempt, one random rank is
-lost by SIGKILL or SIGSTOP, at an instant of a random kind (fault_campaign/kinds.py). The next
-attempt continues from the newest complete checkpoint, from `latest`, or from the folder. Every
-process has its own clock, which differs by up to a day, like the clocks of different machines.
-Checks after every attempt:
+lost by SIGKILL or SIGSTOP, at an instant of a random kind (fault_campaign/kinds.py). Layouts with
+"nodes" have two nodes, each with a memory folder of its own instead of /dev/shm; there all ranks of
+a node may be lost at once, together with its memory. The next attempt continues from the newest
+complete checkpoint, from `latest`, or from the folder. Every process has its own clock, which
+differs by up to a day, like the clocks of different machines. Checks after every attempt:
 
 - The other ranks end by themselves, with an error that names the lost rank. The limit is 2 s if the
   rank was killed. It is 1.3 times the strategy's timeout if the rank was frozen, or was killed
@@ -38,6 +39,7 @@ import math
 import os
 import random
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -47,12 +49,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fault_campaign.damage import damage_every_file
-from fault_campaign.folder import Standing, leftovers, look
+from fault_campaign.folder import Standing, leftovers, look, newest_here
 from fault_campaign.kinds import FAULTS, KINDS, Trap
 from fault_campaign.processes import LAUNCHERS, Ended, Processes, Shot
-from fault_campaign.training import LAYOUTS, SAVE_EVERY, Attempt, world_size_of
+from fault_campaign.training import (
+    LAYOUTS,
+    SAVE_EVERY,
+    Attempt,
+    enter_node,
+    nodes_of,
+    world_size_of,
+)
 
-from lightning_ptdp.checkpoint import newest_checkpoint
+from lightning_ptdp.checkpoint import newest_checkpoint, read_metadata
 from lightning_ptdp.checkpoint.memory_folders import LINK, in_memory
 
 _LONGEST_S = 4.0  # time within which a rank is lost, for kinds without traps
@@ -106,11 +115,19 @@ class Campaign:
 
     def __post_init__(self) -> None:
         self._processes = Processes(self.folder)
+        self._nodes = self.folder / "nodes"
         (self.folder / "checkpoints").mkdir()
 
     def kill(self, kind: str, fault: str) -> None:
         """Run one attempt that loses a rank."""
-        victim = self.draw.randrange(world_size_of(self.layout)) if KINDS[kind].anyone else 0
+        world_size, nodes = world_size_of(self.layout), nodes_of(self.layout)
+        victim = self.draw.randrange(world_size) if KINDS[kind].anyone else 0
+        victims = (victim,)
+        if KINDS[kind].node:
+            per_node = world_size // nodes
+            first_of_node = self._expendable(victim // per_node) * per_node
+            victims = tuple(range(first_of_node, first_of_node + per_node))
+            victim = first_of_node
         if kind == "load" and self.standing.newest is None:
             self._attempt(SAVE_EVERY)
             self.standing = look(self.folder / "checkpoints", self.standing)
@@ -132,7 +149,8 @@ class Campaign:
                 behind=behind,
             )
         else:
-            shot = Shot(fault=fault, victim=victim, after_s=self.draw.uniform(0.0, _LONGEST_S))
+            after_s = self.draw.uniform(0.0, _LONGEST_S) + KINDS[kind].node
+            shot = Shot(fault=fault, victims=victims, after_s=after_s)
         launcher = self.draw.choice(list(LAUNCHERS))
         slowly = self.allow_s + _STOPPED * self.timeout_s
         ended = self._attempt(
@@ -143,35 +161,66 @@ class Campaign:
             async_save=KINDS[kind].saves == "beside",
             patience_s=slowly + _HANGING_S,
         )
+        soon = self.allow_s + _KILLED_S if fault == "kill" else slowly
         what = f"{self.layout} by {launcher}, {kind}, {fault}: {trap or shot}"
         if ended.lost is None:
             self.wrong.append(f"{what}: nobody was lost; {ended.errors}{_PRINTED}{ended.printed}")
             return
+        if KINDS[kind].node:
+            enter_node(self._nodes, 0)  # the lost folder must not be that of this process
+            node = victim * nodes // world_size
+            shutil.rmtree(self._nodes / f"node{node}" / "shm", ignore_errors=True)
+        self._enter_newest()
+        if KINDS[kind].node and max(ended.steps.values()) < 0:
+            soon = slowly  # no process of the lost node is left to see the loss
         named = self._judge(
             what,
-            victim,
+            victims,
             ended,
-            soon=self.allow_s + _KILLED_S if fault == "kill" else slowly,
+            soon=soon,
             late=slowly,
         )
         self.standing = look(self.folder / "checkpoints", self.standing)
         self.wrong += [f"{what}: {text}" for text in self.standing.wrong]
-        lost = max(ended.steps[victim], 0) - max(self.standing.newest_step, 0)
+        began = max(ended.steps[rank] for rank in victims)
+        lost = max(began, 0) - max(self.standing.newest_step, 0)
         if self.snapshots and lost > 1:
             self.wrong.append(f"{what}: {lost} steps are lost{_PRINTED}{ended.printed}")
         self.kills.append(
             Kill(kind=kind, fault=fault, named_after_s=named, steps_lost=max(lost, 0))
         )
 
+    def _expendable(self, node: int) -> int:
+        """Return a node that can be lost: ``node``, unless it alone has the newest snapshot.
+
+        A second loss before the copy to a replaced node is complete loses both copies."""
+        nodes = range(nodes_of(self.layout))
+        name = self.standing.newest.name if self.standing.newest is not None else ""
+        holders = [n for n in nodes if [*(self._nodes / f"node{n}").rglob(name or "none")]]
+        return (node + 1) % len(nodes) if holders == [node] else node
+
+    def _enter_newest(self) -> None:
+        """Enter the node that has the newest snapshot; a restart finds it from any node."""
+        nodes = nodes_of(self.layout)
+        found = {}
+        for node in range(nodes):
+            enter_node(self._nodes, node, nodes=nodes)
+            newest = newest_here(self.folder / "checkpoints")
+            found[node] = -1 if newest is None else int(read_metadata(newest).run["global_step"])
+        enter_node(self._nodes, max(found, key=lambda node: found[node]), nodes=nodes)
+
     def finish(self) -> None:
         """Train undisturbed to the end and from the beginning, and compare the two."""
+        self._enter_newest()
         steps = max(self.standing.newest_step, 0) + _REST
         killed = self._attempt(steps)
         checkpoints = self.folder / "checkpoints"
         if self.snapshots:
             self.standing = Standing()  # the snapshots are removed
-            if (checkpoints / LINK).is_symlink() or in_memory(
-                newest_checkpoint(checkpoints) or "."
+            if (
+                (checkpoints / LINK).is_symlink()
+                or in_memory(newest_checkpoint(checkpoints) or ".")
+                or [*self._nodes.rglob("step-*")]
             ):
                 self.wrong.append(f"{self.layout}, at the end: snapshots are left")
         self.standing = look(checkpoints, self.standing)
@@ -213,10 +262,11 @@ class Campaign:
             )
             resume = self.draw.choice(ways[:1] if self.snapshots else ways)
         ranks = range(world_size_of(self.layout))
-        with LAUNCHERS[launcher](len(ranks)) as environment:
+        with LAUNCHERS[launcher](len(ranks), nodes_of(self.layout)) as environment:
             attempt = Attempt(
                 layout=self.layout,
                 folder=where,
+                nodes=self._nodes,
                 resume=resume,
                 steps=steps,
                 timeout_s=self.timeout_s,
@@ -229,23 +279,23 @@ class Campaign:
             return self._processes.run(attempt, shot=shot, patience_s=patience_s)
 
     def _judge(
-        self, what: str, victim: int, ended: Ended, *, soon: float, late: float
+        self, what: str, victims: tuple[int, ...], ended: Ended, *, soon: float, late: float
     ) -> tuple[float, ...]:
         """Check the time that each of the other ranks took to name the lost rank.
 
         The limit is ``soon`` if the rank could know of the lost rank, else ``late``."""
         times = []
-        for rank in {*ended.steps} - {victim, *ended.finished}:
+        for rank in {*ended.steps} - {*victims, *ended.finished}:
             said, printed = ended.said(rank), ended.printed.get(rank, "nothing")
             after_s = ended.said_at(rank) - max(ended.lost_at, ended.began.get(rank, 0.0))
             if rank in ended.hanging:
                 self.wrong.append(f"{what}: rank {rank} hangs{_PRINTED}{printed}")
                 continue
             times.append(after_s)
-            bound = soon if _had_met(rank, victim, ended) else late
-            if victim not in blamed(said, by=rank):
+            bound = soon if all(_had_met(rank, victim, ended) for victim in victims) else late
+            if not {*victims} & blamed(said, by=rank):
                 self.wrong.append(
-                    f"{what}: rank {rank} does not name the lost rank {victim}. It said: "
+                    f"{what}: rank {rank} does not name the lost ranks {victims}. It said: "
                     f"{said}{_PRINTED}{printed}"
                 )
             elif after_s > bound:
@@ -280,7 +330,7 @@ def main() -> int:
     layouts = options.layouts.split(",") if options.layouts else list(LAYOUTS)
     draw = random.Random(options.seed)
     with contextlib.ExitStack() as stack:
-        root = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        root = Path(options.folder or stack.enter_context(tempfile.TemporaryDirectory())).resolve()
         campaigns = []
         for layout in layouts:
             folder = root / layout.replace(" ", "-")
@@ -299,7 +349,10 @@ def main() -> int:
         for number in range(options.kills):
             campaign = campaigns[number % len(campaigns)]
             known = len(campaign.wrong)
-            campaign.kill(*next(deck))
+            kind, fault = next(
+                card for card in deck if not KINDS[card[0]].node or nodes_of(campaign.layout) > 1
+            )
+            campaign.kill(kind, fault)
             for text in campaign.wrong[known:]:
                 print(f"\nWRONG  {text}", flush=True)
             if options.verbose:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import launchers
 import torch
 
 from lightning_ptdp.checkpoint import newest_checkpoint, read_full, read_metadata
@@ -74,6 +75,8 @@ def main() -> None:
     whole = config(folder, "whole")
     run(*PTDP, "prepare", "--config", str(whole), cwd=folder)
 
+    same_script(folder)
+    print("a script has bitwise equal weights with srun on two nodes and without SLURM")
     expected = weights(folder, "whole", generated(folder, whole))
     print("the generated script trains on two nodes")
     same(expected, weights(folder, "documented", documented(folder, config(folder, "documented"))))
@@ -84,6 +87,19 @@ def main() -> None:
     print("a job that is requeued at its time limit ends like one that is not")
     lost_node(folder, expected)
     print("a job that loses a node continues when the node is back")
+
+
+def same_script(folder: Path) -> None:
+    """Check that a script has the same weights, bit for bit, as without SLURM."""
+    (folder / "python").mkdir()
+    launchers.by_python(folder / "python")
+    (folder / "srun").mkdir()
+    command = f"srun {sys.executable} {launchers.SCRIPT} {folder / 'srun'} 2 2"
+    options = ["--nodes=2", "--ntasks-per-node=2", f"--output={folder}/srun-%j.log"]
+    said = run("sbatch", *options, f"--wrap={command}", cwd=folder)
+    job = submitted(said, True)
+    assert field(job, "JobState") == "COMPLETED", output(folder, job)
+    assert launchers.trained(folder, "srun") == launchers.trained(folder, "python"), "other weights"
 
 
 def requeued(folder: Path, expected: dict[str, torch.Tensor]) -> None:

@@ -66,14 +66,14 @@ def test_late_or_missing_report_of_lost_rank_is_recorded(faults: Any, tmp_path: 
     ended = Ended(lost=1, lost_at=10.0, steps=dict.fromkeys(range(4), 6), began=early, met=early)
     ended.finished[0] = 9.0
     ended.errors = {2: (said, 11.0), 3: (said, 13.0)}
-    assert campaign._judge("", 1, ended, soon=2.0, late=26.0) == (1.0, 3.0)
+    assert campaign._judge("", (1,), ended, soon=2.0, late=26.0) == (1.0, 3.0)
     assert len(campaign.wrong) == 1
     assert campaign.wrong[0].startswith(
         ": rank 3 named the lost rank after 3.0 s, the bound is 2 s"
     )
     ended.errors[2] = (TABLE, 11.0)
-    campaign._judge("", 1, ended, soon=5.0, late=26.0)
-    assert campaign.wrong[1].startswith(": rank 2 does not name the lost rank 1")
+    campaign._judge("", (1,), ended, soon=5.0, late=26.0)
+    assert campaign.wrong[1].startswith(": rank 2 does not name the lost ranks (1,)")
     assert len(campaign.wrong) == 2
 
 
@@ -96,7 +96,7 @@ def test_full_limit_applies_to_rank_lost_before_joining(faults: Any, tmp_path: P
         )
         ended.errors = {1 - victim: (f"rank {victim} did not join", 30.0)}
         before = len(campaign.wrong)
-        campaign._judge("", victim, ended, soon=2.0, late=26.0)
+        campaign._judge("", (victim,), ended, soon=2.0, late=26.0)
         assert len(campaign.wrong) - before == wrong, (victim, met)
 
 

@@ -1,7 +1,9 @@
-"""Ranks that have built different models, as nodes with different code or options do."""
+"""Ranks with different models, options, weights or data, as nodes with different files have."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -9,6 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_ptdp import LitCausalLM
+from lightning_ptdp.base.data_record import DatasetRecord
+from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.models.fits import quiet_trainer
 from tests.pool import Pool
@@ -45,3 +50,64 @@ def test_rank_with_another_model_is_named_on_all_ranks(pool: Pool, width: int) -
         return
     for message in messages:
         assert "rank 1: ValueError: 'first.weight' is torch.float32 (9, 4) here" in message
+
+
+class Dropped(Wide):
+    """A model with an option that no shape shows, and an address that may differ."""
+
+    def __init__(self, dropout: float, cache: str) -> None:
+        super().__init__(8)
+        self.save_hyperparameters({"sizes": {"dropout": dropout}, "cache": cache})
+
+
+class Described(L.LightningDataModule):
+    """Data with a digest."""
+
+    def __init__(self, digest: str) -> None:
+        super().__init__()
+        self.digest = digest
+
+    def datasets(self) -> list[DatasetRecord]:
+        return [
+            DatasetRecord(name="x", context="training", digest=self.digest, source={}, profile={})
+        ]
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.zeros(8, 4), batch_size=2)
+
+
+def fit_other(rank: int, what: str, folder: str) -> str:
+    other = what if rank else ""
+    module: L.LightningModule = Dropped(0.2 if other == "option" else 0.1, f"/node{rank}/cache")
+    if what == "weights":
+        module = LitCausalLM(f"{folder}/model{rank}")
+    trainer = quiet_trainer(devices=2, strategy=PTDPStrategy(), max_steps=1)
+    try:
+        trainer.fit(module, datamodule=Described("b" if other == "data" else "a"))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("option", "option 'sizes.dropout' is 0.2 here, but 0.1 on rank 0"),
+        ("data", "the digest of the training data is b here, but a on rank 0"),
+        ("weights", "the digest of the initial weights is "),
+        ("", ""),
+    ],
+)
+def test_rank_with_other_files_is_named_on_all_ranks(
+    pool: Pool, tmp_path: Path, what: str, words: str
+) -> None:
+    if what == "weights":
+        make_tiny(tmp_path / "model0", num_hidden_layers=1, hidden_size=16, intermediate_size=16)
+        shutil.copytree(tmp_path / "model0", tmp_path / "model1")
+        with open(tmp_path / "model1" / "model.safetensors", "r+b") as stream:
+            stream.seek(-2, 2)
+            stream.write(b"\x01\x3f")
+    messages = pool.run(fit_other, world_size=2, args=(what, str(tmp_path)))
+    for message in messages:
+        assert (f"rank 1: ValueError: {words}" in message) if what else (message == "")
+        assert not what or "Update those of this rank's node" in message

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from lightning_ptdp.checkpoint import (
     CheckpointError,
-    newest_checkpoint,
     read_metadata,
     verify_checkpoint,
 )
+from lightning_ptdp.checkpoint.memory_folders import newest_first
 
-__all__ = ["Standing", "leftovers", "look"]
+__all__ = ["Standing", "leftovers", "look", "newest_here"]
 
 _LEFTOVER = re.compile(r"\.(tmp|old|gone)-[0-9a-f]+(\.lock)?$|^\.latest-")
 
@@ -38,7 +38,7 @@ class Standing:
 def look(folder: Path, before: Standing) -> Standing:
     """Read every byte of every checkpoint in ``folder``, and compare with ``before``."""
     wrong: list[str] = []
-    newest, newest_step, latest_step = newest_checkpoint(folder), -1, -1
+    newest, newest_step, latest_step = newest_here(folder), -1, -1
     if newest is not None:
         newest_step = _step(newest, wrong)
     latest = folder / "latest"
@@ -57,6 +57,11 @@ def look(folder: Path, before: Standing) -> Standing:
     return Standing(
         newest=newest, newest_step=newest_step, latest_step=latest_step, wrong=tuple(wrong)
     )
+
+
+def newest_here(folder: Path) -> Path | None:
+    """Return the newest checkpoint that this node has; the link to lost snapshots is none."""
+    return next((path for path in map(Path, newest_first(folder)) if path.exists()), None)
 
 
 def leftovers(folder: Path) -> list[str]:

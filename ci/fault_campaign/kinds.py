@@ -42,6 +42,7 @@ class Kind:
         armed: Start of the count of calls: "step" (beginning of the chosen step), "start" (of the
             process), "saving" (calls during a background save) or "validation" (calls during
             validation, from the chosen step on).
+        node: All ranks of a node are lost at once, together with the memory of the node.
         alone: The process has not yet announced itself to other ranks. Its loss is detected only by
             the time limit.
     """
@@ -52,6 +53,7 @@ class Kind:
     saves: str = ""
     armed: str = "step"
     alone: bool = False
+    node: bool = False
 
 
 _WRITE = ("lightning_ptdp.checkpoint.checksums:SummingFile.write",)
@@ -111,6 +113,8 @@ KINDS = {
     "async: latest": Kind(calls=_LATEST, most=10, anyone=False, saves="beside"),
     "any time": Kind(),
     "any time: async": Kind(saves="beside"),
+    "node": Kind(node=True),
+    "node: async": Kind(node=True, saves="beside"),
 }
 
 

@@ -78,11 +78,11 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True)
 class Shot:
-    """A signal from outside: ``fault`` (a key of ``FAULTS``) for ``victim``, ``after_s`` seconds
+    """A signal from outside: ``fault`` (a key of ``FAULTS``) for ``victims``, ``after_s`` seconds
     after the start."""
 
     fault: str
-    victim: int
+    victims: tuple[int, ...]
     after_s: float
 
 
@@ -146,21 +146,22 @@ class Processes:
         """Wait until all ranks have ended, except a rank that was stopped."""
         began = time.monotonic()
         deadline = began + _TRAINING_LIMIT_S
+        fired = False
         while alive := {
             rank: process for rank, process in enumerate(processes) if process.exitcode is None
         }:
-            if {*alive} == {ended.lost}:
+            if {*alive} <= {ended.lost, *(shot.victims if shot is not None and fired else ())}:
                 return
             wait([process.sentinel for process in alive.values()], timeout=_POLL_S)
             now = time.monotonic()
             for rank in alive:
                 if processes[rank].exitcode is not None:
                     ended.ended_at[rank] = now
-            if ended.lost is None and shot is not None and now >= began + shot.after_s:
-                if shot.victim not in ended.ended_at:
-                    ended.lost, ended.lost_at = shot.victim, time.monotonic()
-                    os.kill(processes[shot.victim].pid, FAULTS[shot.fault])
-                shot = None
+            if shot is not None and not fired and now >= began + shot.after_s:
+                fired = True
+                for victim in set(shot.victims) - {*ended.ended_at}:
+                    ended.lost, ended.lost_at = victim, time.monotonic()
+                    os.kill(processes[victim].pid, FAULTS[shot.fault])
             if (
                 ended.lost is None
                 and trap is not None
@@ -206,44 +207,56 @@ def _read(rank: int, pipe: Connection, ended: Ended) -> None:
 
 
 @contextlib.contextmanager
-def torchrun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
+def torchrun(world_size: int, nodes: int) -> Iterator[list[Mapping[str, str]]]:
     """Return the environment that torchrun sets. The store outlives the ranks."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "TORCHELASTIC_RUN_ID": "faults",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "LOCAL_WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // nodes),
     }
     yield [
-        _rank(rank, world_size, store.port) | shared | {"GROUP_RANK": "0"}
+        _rank(rank, world_size, store.port, nodes)
+        | shared
+        | {"GROUP_RANK": str(rank * nodes // world_size)}
         for rank in range(world_size)
     ]
     del store
 
 
 @contextlib.contextmanager
-def popen(world_size: int) -> Iterator[list[Mapping[str, str]]]:
+def popen(world_size: int, nodes: int) -> Iterator[list[Mapping[str, str]]]:
     """Return the environment that Lightning's own launcher sets.
 
     Rank 0 holds the store, which is lost with rank 0."""
     port = _free_port()
-    yield [_rank(rank, world_size, port) | {"NODE_RANK": "0"} for rank in range(world_size)]
+    yield [
+        _rank(rank, world_size, port, nodes) | {"NODE_RANK": str(rank * nodes // world_size)}
+        for rank in range(world_size)
+    ]
 
 
 @contextlib.contextmanager
-def srun(world_size: int) -> Iterator[list[Mapping[str, str]]]:
+def srun(world_size: int, nodes: int) -> Iterator[list[Mapping[str, str]]]:
     """Return the environment that SLURM sets. Rank 0 holds the store."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     job = {
         "SLURM_JOB_ID": "1",
         "SLURM_JOB_NAME": "faults",
-        "SLURM_NODEID": "0",
-        "SLURM_NNODES": "1",
+        "SLURM_NNODES": str(nodes),
         "SLURM_NODELIST": "localhost",
     }
-    tasks = {"SLURM_NTASKS": str(world_size), "SLURM_NTASKS_PER_NODE": str(world_size)}
+    local = world_size // nodes
+    tasks = {"SLURM_NTASKS": str(world_size), "SLURM_NTASKS_PER_NODE": str(local)}
     yield [
-        address | job | tasks | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        address
+        | job
+        | tasks
+        | {
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank % local),
+            "SLURM_NODEID": str(rank // local),
+        }
         for rank in range(world_size)
     ]
 
@@ -261,6 +274,7 @@ def _free_port() -> int:
             return int(probe.getsockname()[1])
 
 
-def _rank(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _rank(rank: int, world_size: int, port: int, nodes: int) -> dict[str, str]:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return address | {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    local = str(rank % (world_size // nodes))
+    return address | {"WORLD_SIZE": str(world_size), "RANK": str(rank), "LOCAL_RANK": local}

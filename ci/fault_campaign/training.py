@@ -22,13 +22,21 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fault_campaign.kinds import Trap, set_trap
-from lightning_ptdp.checkpoint import checksums
+from lightning_ptdp.checkpoint import checksums, memory_folders
 from lightning_ptdp.data.loader import TokenLoader
 from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy, rendezvous
 
-__all__ = ["LAYOUTS", "SAVE_EVERY", "Attempt", "train_rank", "world_size_of"]
+__all__ = [
+    "LAYOUTS",
+    "SAVE_EVERY",
+    "Attempt",
+    "enter_node",
+    "nodes_of",
+    "train_rank",
+    "world_size_of",
+]
 
 SAVE_EVERY, _VALIDATE_EVERY = 3, 2
 _VOCABULARY, _LENGTH, _SAMPLES, _BATCH = 64, 16, 48, 8
@@ -40,13 +48,35 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "t2": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     "d2 ZeRO": (2, {"shard": "optimizer"}),
     "e2": (2, {"expert_parallel_size": 2}),
+    "c2": (2, {"context_parallel_size": 2}),
+    "p2 v2": (2, {**_PIPELINE, "virtual_pipeline_size": 2}),
     "p2 d2 ZeRO": (4, {**_PIPELINE, "num_microbatches": 2, "shard": "optimizer"}),
+    "d2 nodes": (2, {}),
+    "t2 d2 nodes": (4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "c2 d2 nodes": (4, {"context_parallel_size": 2}),
 }
+_NODES = 2
+_MEMORY = Path("/proc/self/cwd/shm")  # the same path on every node, another folder on each
 
 
 def world_size_of(layout: str) -> int:
     """Return the number of processes of a layout."""
     return LAYOUTS[layout][0]
+
+
+def nodes_of(layout: str) -> int:
+    """Return the number of nodes of a layout."""
+    return _NODES if layout.endswith("nodes") else 1
+
+
+def enter_node(folder: Path, node: int, *, nodes: int = _NODES) -> None:
+    """Let this process have the memory folder of a node; of one node, the machine's own."""
+    memory_folders._ROOT = Path("/dev/shm")
+    if nodes > 1:
+        home = folder / f"node{node}"
+        (home / "shm").mkdir(parents=True, exist_ok=True)
+        os.chdir(home)
+        memory_folders._ROOT = _MEMORY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +86,7 @@ class Attempt:
     Attributes:
         layout: A key of ``LAYOUTS``.
         folder: Folder of the checkpoints.
+        nodes: Folder in which each node has a folder instead of /dev/shm.
         resume: Checkpoint to continue from; None: start from the beginning.
         steps: Number of optimizer steps of the whole training.
         timeout_s: Option of the strategy.
@@ -69,6 +100,7 @@ class Attempt:
 
     layout: str
     folder: Path
+    nodes: Path
     resume: Path | None
     steps: int
     timeout_s: float
@@ -147,6 +179,9 @@ def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> Non
     if attempt.trap is not None and attempt.trap.victim == rank:
         callbacks.append(set_trap(attempt.trap))
     world_size, options = LAYOUTS[attempt.layout]
+    num_nodes = nodes_of(attempt.layout)
+    if num_nodes > 1:
+        enter_node(attempt.nodes, rank * num_nodes // world_size)
     pl.seed_everything(3, verbose=False)
     strategy = PTDPStrategy(
         **options,
@@ -165,7 +200,8 @@ def _train(rank: int, attempt: Attempt, tell: Callable[[str, Any], None]) -> Non
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=world_size,
+        devices=world_size // num_nodes,
+        num_nodes=num_nodes,
         max_steps=attempt.steps,
         val_check_interval=_VALIDATE_EVERY,
         check_val_every_n_epoch=None,

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.checkpoint import files
+from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.model_registry import log_folder
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
@@ -36,7 +37,8 @@ class ExportHuggingFace(pl.Callback):
 
     Args:
         folder: The folder to make, on a file system that all ranks share; an earlier export there
-            is replaced when the new one is complete.
+            is replaced when the new one is complete. On one node it may be an address (``s3://``);
+            an earlier export there is removed before the new one is sent.
         when: ``"end"``: at the end of a fit that ends well. ``"checkpoint"``: also after each saved
             checkpoint, if training continues; all exports are then named ``folder/step-NUMBER``,
             including the last one, and are kept.
@@ -96,8 +98,14 @@ class ExportHuggingFace(pl.Callback):
                 "log_model=True needs an MLFlowLogger of lightning_ptdp.loggers. Add it to the "
                 "Trainer, or leave log_model out"
             )
-        folder = Path(os.path.abspath(self._folder))
-        check_writable_folder(folder.parent, f"export folder {self._folder}")
+        folder = files.absolute(self._folder)
+        if isinstance(folder, Path):
+            check_writable_folder(folder.parent, f"export folder {self._folder}")
+        elif self._log_model or trainer.num_nodes > 1:
+            raise ValueError(
+                f"export folder {folder}: an address needs one node, and no log_model. Give a "
+                f"folder that all nodes share, or run ptdp convert CHECKPOINT {folder} afterwards"
+            )
         files.check_apart(self._folder, files.existing_paths(list(read)), what="export folder")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -141,17 +149,17 @@ class ExportHuggingFace(pl.Callback):
 
     def _export(self, trainer: pl.Trainer, *, check_only: bool = False) -> None:
         strategy: Any = trainer.strategy
-        folder = Path(self._folder)
+        folder = located(self._folder)
         if self._when == "checkpoint":
-            folder /= f"step-{trainer.global_step}"
+            folder = folder / f"step-{trainer.global_step}"
         strategy.export_huggingface(folder, **self._options, check_only=check_only)
         if not check_only:
             self._last = trainer.global_step
             self._is_due = False
-            rank_zero_info(f"exported:    {os.path.abspath(folder)}")
+            rank_zero_info(f"exported:    {files.absolute(folder)}")
             if self._log_model and trainer.is_global_zero:
                 for logger in _mlflow_loggers(trainer):
-                    _log(logger, folder)
+                    _log(logger, Path(folder))
 
 
 def _mlflow_loggers(trainer: pl.Trainer) -> list[MLFlowLogger]:

@@ -32,6 +32,7 @@ class RunRecord:
         run_id: MLflow run.
         url: Address of the run in a browser.
         goodput: Share of the time in steps that counted; None without the callback.
+        slowest: Description of the slowest rank; "" if all ranks waited alike.
         finished: Whether training ended well.
     """
 
@@ -46,6 +47,7 @@ class RunRecord:
     run_id: str = ""
     url: str = ""
     goodput: float | None = None
+    slowest: str = ""
     finished: bool = False
 
     def lines(self) -> list[str]:
@@ -53,6 +55,8 @@ class RunRecord:
         lines = [f"{name + ':':12} {value:.4g}" for name, value in self.validation.items()]
         if self.goodput is not None:
             lines.append(f"goodput:     {self.goodput:.1%} of the time in steps that counted")
+        if self.slowest:
+            lines.append(f"slowest:     {self.slowest}")
         lines.append(f"run folder:  {self.folder}")
         if self.checkpoint:
             lines.append(f"checkpoint:  {self.checkpoint}")
@@ -126,6 +130,7 @@ def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
                 "run_id": str(logger.run_id),
                 "url": str(getattr(logger, "url", "")),
             }
+    measured = next((c for c in trainer.callbacks if isinstance(c, Goodput)), None)
     return RunRecord(
         folder=str(run_folder(trainer)),
         checkpoint_folder=str(next(iter(checkpoint_dirs(trainer)), "")),
@@ -137,7 +142,8 @@ def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val")
         },
-        goodput=next((c.share for c in trainer.callbacks if isinstance(c, Goodput)), None),
+        goodput=measured.share if measured is not None else None,
+        slowest=measured.slowest if measured is not None else "",
         finished=finished,
         **fields,
     )

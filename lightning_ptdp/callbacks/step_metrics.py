@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -210,17 +210,26 @@ def batch_shape(batch: object) -> tuple[int, int]:
     return tensor.size(0), tensor.size(1) if is_tokens else 0
 
 
+_SLOWER = 0.05  # of the time, by which a rank waits less than others if it is slower
+
+
 class Goodput(Callback):
     """Callback that logs the share of wall time in steps that counted, as ``goodput``.
 
     Time runs from the start of the first process of the training, through all restarts, to the end.
     The rest are imports, set-up, loading of data, validation, checkpoints, waiting between runs,
     and steps that were repeated because they were not in the checkpoint from which a run resumed.
+
+    With the "ptdp" strategy, the rank that waited least for the others in this run is logged as
+    ``slowest_rank``, and the largest share of the time for which a rank waited as ``longest_wait``.
     """
 
     def __init__(self) -> None:
         self._began: float = psutil.Process().create_time()
         self._in_steps = self._batch_began = 0.0
+        self._between = self._ended = 0.0
+        self.slowest = ""
+        """Description of the slowest rank, after training; "" if all ranks waited alike."""
 
     @property
     def share(self) -> float:
@@ -230,16 +239,48 @@ class Goodput(Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         """Start the clock."""
         self._batch_began = time.perf_counter()
+        self._between += self._batch_began - (self._ended or self._batch_began)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Count the batch."""
-        self._in_steps += time.perf_counter() - self._batch_began
+    def on_train_start(self, *_: Any) -> None:
+        """Forget the waits of an earlier run."""
+        self._between = self._ended = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Count the batch; in the first one, ranks also wait for others that start later."""
+        now = time.perf_counter()
+        if not self._ended:
+            self._first_ended = now
+            getattr(trainer.strategy, "clear_waits", lambda: None)()
+        self._ended = now
+        self._in_steps += now - self._batch_began
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the share, on global rank 0."""
+        found = {"goodput": self.share}
+        strategy: Any = trainer.strategy
+        if self._ended and hasattr(strategy, "gather_waits"):
+            seconds = time.perf_counter() - self._first_ended
+            found |= self._compare(strategy.gather_waits(self._between), seconds)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
-                logger.log_metrics({"goodput": self.share}, step=trainer.global_step)
+                logger.log_metrics(found, step=trainer.global_step)
+
+    def _compare(
+        self, ranks: Sequence[tuple[float, Mapping[str, float]]], seconds: float
+    ) -> dict[str, float]:
+        """Describe the rank that waited least, and return the numbers to log."""
+        totals = [sum(waits.values()) for _, waits in ranks]
+        rank, longest = totals.index(min(totals)), max(totals)
+        if longest - totals[rank] < _SLOWER * seconds:
+            return {}
+        between, waits = ranks[rank]
+        most = max(waits, key=lambda what: waits[what], default="nothing")
+        self.slowest = (
+            f"rank {rank} waited {totals[rank] / seconds:.0%} of the time, most for {most} "
+            f"(other ranks up to {longest / seconds:.0%}); {between / seconds:.0%} were between "
+            f"its steps (data, validation, saves)"
+        )
+        return {"slowest_rank": rank, "longest_wait": longest / seconds}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a run that resumes here continues."""

@@ -289,10 +289,10 @@ def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: boo
     """Check that a folder to replace is a checkpoint or export; files need ``or_file``.
 
     Raises:
-        CheckpointError: ``path`` is a file, a folder with content but without the file ``marker``,
-            or an address at which an export cannot be written.
+        CheckpointError: ``path`` is a file, or a folder with content but without the file
+            ``marker``.
     """
-    place = located(local_path(path) if marker == EXPORT_MARK else path)
+    place = located(path)
     if has_other_content(place, marker=marker):
         raise CheckpointError(
             f"{place} is a folder with other content, which would be lost. Choose another path"

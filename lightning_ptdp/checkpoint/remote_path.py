@@ -129,12 +129,16 @@ class RemotePath(os.PathLike[str]):
                     is_file = entry["type"] == "file"
                     yield RemotePath(f"{self.url}/{name}", entry["size"] if is_file else None)
 
-    def below(self) -> Iterator[str]:
-        """Yield the paths of all objects below the address, relative to it."""
+    def below(self) -> dict[str, dict[str, Any]]:
+        """Return the facts of all objects below the address, by their relative paths.
+
+        The path of an object at the address itself is "".
+        """
         root = self.url.partition("://")[2] + "/"
         with contextlib.suppress(FileNotFoundError):
-            for name in self._ask("listing", "find"):
-                yield name.partition(root)[2]
+            found = self._ask("listing", "find", detail=True)
+            return {name.partition(root)[2]: found[name] for name in found}
+        return {}
 
     def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
         """Return the bytes [start, stop) of the object; None: its beginning, or its end."""

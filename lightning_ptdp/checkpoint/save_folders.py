@@ -21,6 +21,7 @@ from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.checksums import DATA_SUFFIX, SUMS_SUFFIX
 from lightning_ptdp.checkpoint.latest import (
+    checkpoint_times,
     complete_checkpoints,
     is_dangling,
     latest_follows,
@@ -124,12 +125,7 @@ class SaveFolders:
     def _look(self, folder: Place) -> None:
         if folder not in self._known:
             self._known.add(folder)
-            self._newest = max(
-                [
-                    self._newest,
-                    *(written_at(path) or 0.0 for path in complete_checkpoints(folder)[:1]),
-                ]
-            )
+            self._newest = max([self._newest, *checkpoint_times(folder).values()])
 
 
 def _settle(target: Path, entries: list[Path]) -> None:

@@ -20,11 +20,11 @@ from lightning_ptdp.checkpoint import (
     CheckpointError,
     OnDamage,
     choose_checkpoint,
-    files,
     read_metadata,
     read_state,
 )
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
+from lightning_ptdp.checkpoint.local_copies import readable
 from lightning_ptdp.checkpoint.remote_path import Place, is_url, located
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.data import StreamDataModule
@@ -182,7 +182,7 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
         UserError: The weights do not fit. The message names one of them.
         CheckpointError: The weights are damaged.
     """
-    place = located(path)
+    place = readable(path)
     if reads_as_huggingface(place):
         tensors: Mapping[str, Any] | None = (
             weights_opener(model, {})(place).tensors
@@ -192,7 +192,7 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
     else:
         check_checkpoint(field, path)
         if place.is_file():
-            tensors = _tensors_of_file(Path(files.local_path(path)))
+            tensors = _tensors_of_file(place)
         else:
             tensors = None if is_folder_of_checkpoints(place) else read_metadata(place).tensors
     if tensors is not None:
@@ -214,7 +214,7 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
     if located(path).is_file():
         # Lightning reads more file types, and reports their errors
         with contextlib.suppress(CheckpointError):
-            _check_shapes("--ckpt_path", path, _tensors_of_file(Path(path)), model)
+            _check_shapes("--ckpt_path", path, _tensors_of_file(located(path)), model)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the strategy itself warns of a damaged checkpoint
@@ -222,7 +222,7 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
     _check_shapes("--ckpt_path", str(chosen), read_metadata(chosen).tensors, model)
 
 
-def _tensors_of_file(file: Path) -> dict[str, Any]:
+def _tensors_of_file(file: Place) -> dict[str, Any]:
     return {f"model/{name}": value for name, value in open_state_dict(file)[0].items()}
 
 

@@ -18,6 +18,7 @@ from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import RequirementError, import_optional
 from lightning_ptdp.base.untrusted import parse_json, read_bytes, reason, regular_size
+from lightning_ptdp.checkpoint.local_copies import local_copy
 from lightning_ptdp.data.corpus import Corpus, list_files
 from lightning_ptdp.data.data_error import CorpusError
 from lightning_ptdp.data.file_pieces import parse_row
@@ -157,7 +158,7 @@ def chat_files(path: str | Sequence[str]) -> list[Path]:
         CorpusError: There is no file, or its type is not supported.
     """
     files: list[Path] = []
-    for root in [Path(path)] if isinstance(path, str) else map(Path, path):
+    for root in map(local_copy, [path] if isinstance(path, str) else path):
         if any((root / name).exists() for name in _SAVED):
             files.append(root)
             continue

@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.option_types import Size, check_types, nearest
 from lightning_ptdp.base.untrusted import reason
+from lightning_ptdp.checkpoint.local_copies import local_copy
 from lightning_ptdp.data.data_error import CorpusError, reading
 from lightning_ptdp.data.file_pieces import CorpusFile, FilePiece, cut_lines, cut_text, parse_row
 
@@ -154,7 +155,7 @@ class Corpus:
         if self.source is None:
             files = list(_standard_library())
         else:
-            files = [file for root in self.roots for file in list_files(Path(root), self.suffixes)]
+            files = [file for root in self.roots for file in list_files(root, self.suffixes)]
         for file in files:
             if not os.access(file.path, os.R_OK):
                 raise CorpusError(f"source file {file.path} cannot be read: permission denied")
@@ -256,12 +257,15 @@ def _utf8(data: bytes, errors: str) -> str:
         return data.decode("utf-8", errors)  # raises with the position in all of the data
 
 
-def list_files(root: Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:
+def list_files(source: str | Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:
     """Return a file, or the files of a folder with one of the suffixes, in order of their names.
+
+    Files at an address are fetched to this node.
 
     Raises:
         CorpusError: There is none.
     """
+    root = local_copy(source, [f"*{suffix}" for suffix in suffixes])
     if not root.exists():
         siblings = os.listdir(root.parent) if root.parent.is_dir() else []
         raise CorpusError(f"source path {root} does not exist{nearest(root.name, siblings)}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.data.manifest import Manifest, verify_store
+from lightning_ptdp.checkpoint.remote_path import check_address
+from lightning_ptdp.data.manifest import MANIFEST_FILE, Manifest, verify_store
 from lightning_ptdp.data.prepare import Preparation, check_prepare, prepare
 from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
@@ -50,6 +51,8 @@ class PreparedDataModule(StreamDataModule):
         self.batch_plans(num_replicas=num_replicas)
         if self.remote is not None:
             available = self.data_dir.exists()
+            if not available:
+                check_address(f"{self.remote.rstrip('/')}/{MANIFEST_FILE}")
         else:
             available = check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None
         if available:

@@ -1,7 +1,6 @@
 """Copies of prepared folders in remote stores.
 
-litdata's downloaders transfer the files (``s3://``, ``gs://``, ``azure://``, ``hf://``, …). The
-whole folder is copied before training, file by file, and checked against its manifest. Training
+The whole folder is copied before training, file by file, and checked against its manifest. Training
 therefore reads only checked data, and a rank never waits for a network.
 """
 
@@ -10,9 +9,9 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning_ptdp.base.untrusted import MOST_BYTES, inside, reason, regular_size
+from lightning_ptdp.checkpoint.remote_path import RemotePath, is_url
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import (
     MANIFEST_FILE,
@@ -22,9 +21,6 @@ from lightning_ptdp.data.manifest import (
     verify_store,
 )
 from lightning_ptdp.data.work_folder import work_folder
-
-if TYPE_CHECKING:  # imported on first use
-    from litdata.streaming.downloader import Downloader
 
 __all__ = ["fetch"]
 
@@ -37,7 +33,7 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
     After an interrupted call, only the missing files are copied.
 
     Args:
-        remote: Address of the folder in litdata's form; ``local:/path`` for a mounted store.
+        remote: Address of the folder; a path, or ``local:/path``, for a mounted store.
         folder: Folder of the copy. It appears complete or not at all.
         hashes: Compare the hashes of an existing copy, not only the sizes. The hashes of copied
             files are always compared.
@@ -54,9 +50,7 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
             copy, incoming = work / "store", work / "incoming"
             shutil.rmtree(incoming, ignore_errors=True)
             incoming.mkdir()
-            transfer = partial(
-                _transfer, remote.rstrip("/"), _downloader(remote, incoming), incoming
-            )
+            transfer = partial(_transfer, remote.rstrip("/"), incoming)
             # Fetch the manifest in every call: the store may have been repaired since.
             manifest_file = transfer(MANIFEST_FILE)
             for name, path, record in Manifest.read(incoming).paths(copy):
@@ -77,28 +71,24 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
     return manifest
 
 
-def _transfer(
-    remote: str, downloader: Downloader, incoming: Path, name: str, size: int | None = None
-) -> Path:
+def _transfer(remote: str, incoming: Path, name: str, size: int | None = None) -> Path:
     """Fetch a file into a folder of its own, and return its path there.
 
-    Its name there does not depend on the store. The size is checked before the transfer if the
-    store is mounted: it must be ``size``, or small if ``size`` is None. Other stores do not report
-    sizes beforehand.
+    Its name there does not depend on the store. The size is checked before the transfer: it must
+    be ``size``, or small if ``size`` is None.
     """
     target = incoming / (MANIFEST_FILE if name == MANIFEST_FILE else "file")
     try:
-        if remote.startswith(_LOCAL):
-            _check_source(inside(remote.removeprefix(_LOCAL), name), size)
-        # The client may raise any type; the message must name the file.
-        downloader.download_file(f"{remote}/{name}", str(target))
-    except Exception as error:
+        if is_url(remote):
+            source = RemotePath(f"{remote}/{name}")
+            _check_size(source.size(), size)
+            target.write_bytes(source.read_bytes())
+        else:
+            file = inside(remote.removeprefix(_LOCAL), name)
+            _check_size(regular_size(file), size)
+            shutil.copyfile(file, target)
+    except (OSError, ValueError) as error:
         raise StoreError(f"{remote}/{name} cannot be fetched: {reason(error)}") from error
-    if not target.is_file():
-        raise StoreError(
-            f"{remote}/{name} was not fetched, perhaps because another process is fetching it. "
-            "Try again"
-        )
     return target
 
 
@@ -110,21 +100,9 @@ def _is_there(path: Path, record: FileRecord) -> bool:
     return True
 
 
-def _check_source(file: Path, size: int | None) -> None:
-    if not file.exists():
-        return  # the client reports it
-    actual = regular_size(file)
+def _check_size(actual: int, size: int | None) -> None:
     if actual != size and (size is not None or actual > MOST_BYTES):
         raise ValueError(
             f"it has {actual} bytes, but must have "
             f"{f'at most {MOST_BYTES}' if size is None else size}"
         )
-
-
-def _downloader(remote: str, folder: Path) -> Downloader:
-    from litdata.streaming.downloader import get_downloader
-
-    try:
-        return get_downloader(remote, str(folder), [])
-    except Exception as error:
-        raise StoreError(f"{remote} cannot be opened: {error!r}") from error

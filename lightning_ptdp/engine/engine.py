@@ -35,7 +35,7 @@ from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
-from lightning_ptdp.pipeline.watchdog import Watchdog
+from lightning_ptdp.pipeline.watchdog import OTHER_REPLICAS, Watchdog
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.tensor_parallel import gather_full
@@ -84,6 +84,7 @@ class Engine:
         pipeline = mesh.group("pipeline")
         self._surroundings = surroundings
         self._detach = surroundings.attach(module)
+        self._watchdog = watchdog
         self.observers = Observers([watchdog])
         transport = None
         if pipeline.size > 1:
@@ -203,7 +204,8 @@ class Engine:
             else None
         )
         self.optimization.factor = 1 / replicas
-        self.gradients.finish(counted=report.counted, scale=scale)
+        with self._watchdog.counting(OTHER_REPLICAS):
+            self.gradients.finish(counted=report.counted, scale=scale)
         if job.skipped:
             # Lightning will not run the backward; the gradients of the earlier batches stay.
             self.gradients.show()
@@ -322,7 +324,8 @@ class Engine:
         factor: float | Tensor = 1 / group.size
         if weighs and tokens is not None:
             tokens = tokens.to(self._device, torch.float32)
-            total, _ = weigh_over_replicas(recorder.calls, tokens, group=group)
+            with self._watchdog.counting(OTHER_REPLICAS):
+                total, _ = weigh_over_replicas(recorder.calls, tokens, group=group)
             factor = tokens / total.clamp(min=1).to(tokens.dtype)
         if training:
             self.optimization.factor = factor
@@ -341,9 +344,10 @@ class Engine:
         sent = None
         if pipeline.rank == last:
             sent = job.report(self._weigh if self._weighs(hook) else None)
-        report = share_report(
-            sent, group=pipeline, source=last, memory=self._memory, device=self._device
-        )
+        with self._watchdog.counting("the last stage"):
+            report = share_report(
+                sent, group=pipeline, source=last, memory=self._memory, device=self._device
+            )
         if sent is None:
             apply_changes(self._module, report.changes)
         replay(report.calls, self._module)
@@ -352,9 +356,10 @@ class Engine:
     def _weigh(self, report: StepReport) -> None:
         """Replace the numbers of this replica with those of all replicas."""
         assert isinstance(report.weight, Tensor)
-        report.weight, report.loss = weigh_over_replicas(
-            report.calls, report.weight, report.loss, group=self._mesh.group("replica_sum")
-        )
+        with self._watchdog.counting(OTHER_REPLICAS):
+            report.weight, report.loss = weigh_over_replicas(
+                report.calls, report.weight, report.loss, group=self._mesh.group("replica_sum")
+            )
 
     def _weighs(self, hook: str) -> bool:
         """Return True if this step's logged values are averaged over replicas by token count."""

@@ -6,6 +6,7 @@ The source's kind follows from its content, and the result's kind from names unl
 from __future__ import annotations
 
 import os
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError, files, read_state, to_lightning_file
+from lightning_ptdp.checkpoint.local_copies import readable, send
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
-from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.checkpoint.remote_path import RemotePath, located
 from lightning_ptdp.exchange.adapter_weights import base_of_adapters, merge_adapters, to_adapters
 from lightning_ptdp.exchange.export import SHARD_BYTES, to_huggingface
 from lightning_ptdp.exchange.huggingface import Names, from_huggingface
@@ -74,6 +76,7 @@ def kind_of_result(
         CheckpointError: ``source`` cannot be converted to this kind, or ``destination`` has content
             that may not be replaced.
     """
+    source = readable(source)
     kind = kind_of(source)
     state = (
         read_state(source)
@@ -112,8 +115,6 @@ def kind_of_result(
             f"{source} is a {kind}, and the target {destination} is a {target_kind}: {hint}"
         )
     files.check_apart(destination, [source])
-    if target_kind != "checkpoint":
-        files.local_path(destination)
     if target_kind in _MARKERS:
         # ``torch.save`` writes zip files.
         files.check_replaceable(
@@ -167,17 +168,24 @@ def convert(  # noqa: PLR0913
     Raises:
         CheckpointError: The conversion failed. Nothing is left at ``destination``.
     """
+    source = readable(source)
     kind = kind_of(source)
     target_kind = kind_of_result(source, destination, to=to, merge=merge)
     files.check_apart(destination, [] if config is None else [config])
+    options: Any = {
+        "prefix": prefix,
+        "config": config,
+        "dtype": dtype,
+        "shard_bytes": shard_bytes,
+        "merge": merge,
+    }
+    target = located(destination)
+    if isinstance(target, RemotePath) and target_kind != "checkpoint":
+        with tempfile.TemporaryDirectory(prefix="ptdp-") as scratch:
+            convert(source, Path(scratch) / target.name, to=target_kind, names=names, **options)
+            send(Path(scratch) / target.name, target)
+        return target_kind
     if kind == "lightning" and target_kind != "checkpoint":
-        options: Any = {
-            "prefix": prefix,
-            "config": config,
-            "dtype": dtype,
-            "shard_bytes": shard_bytes,
-            "merge": merge,
-        }
         with as_folder(source, beside=destination) as folder:
             return convert(folder, destination, to=target_kind, **options)
     if kind == "huggingface":

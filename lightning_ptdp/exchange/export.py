@@ -21,6 +21,7 @@ from lightning_ptdp.checkpoint import (
     read_state,
     same_outcome,
 )
+from lightning_ptdp.checkpoint.local_copies import readable
 from lightning_ptdp.checkpoint.local_rectangles import Held, check_held, share_out
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero, own_rank
 from lightning_ptdp.exchange.architecture import verify_huggingface
@@ -203,4 +204,4 @@ class FolderExport:
 def _described(source: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Described:
     if config is None:
         return described_by_state(read_state(source))
-    return described_by_folder(Path(config))
+    return described_by_folder(Path(readable(config)))

@@ -30,7 +30,8 @@ from lightning_ptdp.checkpoint import (
     with_types,
     write_checkpoint,
 )
-from lightning_ptdp.checkpoint.remote_path import Place, located
+from lightning_ptdp.checkpoint.local_copies import readable
+from lightning_ptdp.checkpoint.remote_path import Place
 from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from lightning_ptdp.checkpoint.torch_file import load_saved
 
@@ -58,7 +59,7 @@ def open_state_dict(
         CheckpointError: The file is damaged, is not a state dict, or has classes that
             ``weights_only=True`` rejects.
     """
-    file = Path(files.local_path(path))
+    file = Path(readable(path))
     if file.suffix == _SAFETENSORS:
         return open_safetensors(file), {}
     content = load_saved(file)
@@ -82,8 +83,8 @@ def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
     Raises:
         CheckpointError: The file cannot be read.
     """
-    file = Path(path)
-    state, metadata = open_state_dict(path)
+    file = Path(readable(path))
+    state, metadata = open_state_dict(file)
     aliases = _tied(state)
     values = {f"model/{name}": value for name, value in state.items() if name not in aliases}
     for number, optimizer in enumerate(load_saved(file).get("optimizer_states", ())):
@@ -144,7 +145,7 @@ def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str])
     Raises:
         CheckpointError: The file cannot be read.
     """
-    place = located(source)
+    place = readable(source)
     if not isinstance(place, Path) or not place.is_file():
         yield place
         return

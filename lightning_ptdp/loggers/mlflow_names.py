@@ -28,7 +28,15 @@ def allowed_name(name: str) -> str:
 
 _SPLITS = ("train", "val", "test")
 _OF_TRAINING = ("learning_rate", "grad_norm", "expert_load", "dead_experts", "router_entropy")
-_OF_SYSTEM = ("samples_per_s", "tokens_per_s", "model_tflops_per_s", "mfu", "goodput")
+_OF_SYSTEM = (
+    "samples_per_s",
+    "tokens_per_s",
+    "model_tflops_per_s",
+    "mfu",
+    "goodput",
+    "slowest_rank",
+    "longest_wait",
+)
 
 
 def grouped_name(name: str) -> str:

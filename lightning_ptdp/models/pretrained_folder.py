@@ -21,6 +21,8 @@ from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.base.untrusted import MOST_SETTINGS, parse_json, small_files
+from lightning_ptdp.checkpoint.local_copies import MODEL_FILES, local_copy
+from lightning_ptdp.checkpoint.remote_path import is_url
 from lightning_ptdp.models.checked_config import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -48,7 +50,6 @@ _TINY = {"tiny": make_tiny, "tiny-vision": make_tiny_vision}
 _SAMPLES = 64
 _SAMPLE = 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _READ = ("*.json", "*.txt", "*.model", "*.jinja")
 _PATIENCE_S = 5
 _WORD = re.compile(r"\w+")
@@ -79,11 +80,14 @@ def local_folder(path: str) -> Path:
     For a name on the hub ("Qwen/Qwen3-8B"), it is in huggingface_hub's cache. Missing files are
     downloaded by one process per machine while the rest waits, unless the hub is offline
     (HF_HUB_OFFLINE). For ``tiny:FOLDER``, it is FOLDER with a small model, which is created if it
-    does not exist; for ``tiny-vision:FOLDER``, that model is a vision-language model.
+    does not exist; for ``tiny-vision:FOLDER``, that model is a vision-language model. For an
+    address (``s3://bucket/model``), it is a copy on this node.
 
     Raises:
         ValueError: There is no such folder.
     """
+    if is_url(path):
+        return local_copy(path, MODEL_FILES)
     name = without_prefix(path)
     if name != path:
         if not os.path.isdir(name):
@@ -151,7 +155,10 @@ def config_values(path: str) -> Mapping[str, Any]:
     name = without_prefix(path)
     if name != path and not os.path.isdir(name):
         return TINY_SIZES
-    folder = Path(name) if _is_here(name) else _config_of_hub(name)
+    if is_url(name):
+        folder = local_copy(name, (CONFIG_FILE,))
+    else:
+        folder = Path(name) if _is_here(name) else _config_of_hub(name)
     if not os.path.lexists(folder / CONFIG_FILE):
         raise ValueError(
             f"path={path!r}: {folder} has no {CONFIG_FILE}. Give the folder that save_pretrained wrote"
@@ -286,13 +293,15 @@ def _of_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=list(_WANTED), local_files_only=True))
+        folder = Path(
+            snapshot_download(name, allow_patterns=list(MODEL_FILES), local_files_only=True)
+        )
         if _is_complete(folder) or constants.is_offline_mode():
             return folder
     except LocalEntryNotFoundError:
         pass
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_WANTED)))
+        return Path(snapshot_download(name, allow_patterns=list(MODEL_FILES)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         offline = (
             "transformers is offline (HF_HUB_OFFLINE)"

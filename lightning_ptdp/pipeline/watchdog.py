@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -54,6 +55,7 @@ _SILENT_INTERVALS = 4
 _RANKS_PER_SECOND = 1000  # publications that the store's host should have to accept
 # Largest world in which a rank watches all ranks, and not only those of its own groups.
 _ALL_WATCHED = 64
+OTHER_REPLICAS = "other replicas"
 _REPORT_AT = 0.9  # of the limit
 
 
@@ -75,6 +77,7 @@ class Watchdog(StepObserver):
         interval_s: Time between publications; 0 means half a second, more in worlds of over 500
             ranks, less for short limits.
         closed: Whether ``close`` was called.
+        waited: Seconds for which this rank has waited in steps, by what it waited for.
     """
 
     rank: int
@@ -86,6 +89,7 @@ class Watchdog(StepObserver):
     waits_raise: bool = True
     interval_s: float = 0.0
     closed: bool = field(default=False, init=False)
+    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
 
     def __post_init__(self, store: dist.Store | None) -> None:
         peers = tuple(sorted({*self.ranks} - {self.rank}))
@@ -197,6 +201,9 @@ class Watchdog(StepObserver):
 
     def waiting(self, what: str, peer: int | None) -> None:
         """Note the start or the end of a wait."""
+        phase, _, awaited, since = self._progress.note
+        if phase == "waits in":
+            self.waited[f"rank {awaited}"] += time.monotonic() - since
         if peer is not None:
             self._progress.set("waits in", what, peer)
         elif self._action is not None:
@@ -206,6 +213,13 @@ class Watchdog(StepObserver):
             )
         else:
             self._progress.set("after", what)
+
+    @contextlib.contextmanager
+    def counting(self, what: str) -> Iterator[None]:
+        """Count the time in the context as a wait for ``what``."""
+        began = time.monotonic()
+        yield
+        self.waited[what] += time.monotonic() - began
 
     def finished(self, action: Action) -> None:
         """Note the end of ``action``."""

@@ -108,6 +108,14 @@ def static_bytes(
     )
 
 
+def snapshot_bytes(job: Job) -> float:
+    """Return the bytes of a snapshot in memory on each node: weights and optimizer states.
+
+    ``snapshot_every_n_steps`` needs two of them in ``/dev/shm``, and one in a buffer.
+    """
+    return job.shape.parameters * (job.precision.weight + job.trained * job.precision.state)
+
+
 def is_sharded(job: Job, choice: Choice) -> bool:
     """Return True if replicas share at least the optimizer's state."""
     return choice.shard != "none" or job.software.shards != "none"

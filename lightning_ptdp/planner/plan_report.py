@@ -10,6 +10,7 @@ import yaml
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.planner.job import Job
+from lightning_ptdp.planner.memory import snapshot_bytes
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
 
@@ -52,6 +53,8 @@ def table(plan: Plan) -> str:
         f"{room(plan.job)}:",
         "  "
         + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
+        "host memory of each node with snapshot_every_n_steps, in GiB: "
+        f"/dev/shm {_gib(2 * snapshot_bytes(plan.job))}, buffers {_gib(snapshot_bytes(plan.job))}",
         "step time of 1:",
         "  "
         + ", ".join(
@@ -155,6 +158,7 @@ def as_data(plan: Plan) -> dict[str, object]:
             "software": job.software.name,
             "usable_bytes": job.device.usable_bytes,
             "reserve": job.reserve,
+            "snapshot_bytes": snapshot_bytes(job),
         },
         "examined": plan.examined,
         "best": [_candidate(candidate) for candidate in plan.best],

@@ -22,6 +22,8 @@ from lightning_ptdp.checkpoint import (
     same_outcome,
     write_file,
 )
+from lightning_ptdp.checkpoint.files import absolute
+from lightning_ptdp.checkpoint.local_copies import readable
 from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.exchange import SHARD_BYTES, reads_as_huggingface
@@ -330,8 +332,10 @@ class CheckpointHooks(World):
             CheckpointError: On all ranks: the checkpoint is damaged or does not fit. Names the
                 entries and shapes.
         """
-        path = located(self.broadcast(os.fspath(path)))
+        path = self.broadcast(os.fspath(path))
         with self.waiting_in(f"loading weights from {path}"):
+            with same_outcome(f"fetching {path}"):
+                path = readable(path)
             missing = fill_part(self.model_space, path, strict=strict, rename=rename)
         if reads_as_huggingface(path):
             set_magnitudes(self.lightning_module)
@@ -393,7 +397,7 @@ class CheckpointHooks(World):
         """
         export_model(
             self.model_space,
-            Path(os.path.abspath(self.broadcast(local_path(folder)))),
+            absolute(self.broadcast(os.fspath(folder))),
             dtype=dtype,
             shard_bytes=shard_bytes,
             prefix=prefix,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, same_outcome
+from lightning_ptdp.checkpoint import CheckpointError, files, same_outcome
+from lightning_ptdp.checkpoint.local_copies import send
+from lightning_ptdp.checkpoint.remote_path import Place
+from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero
 from lightning_ptdp.exchange import (
     Described,
     FolderExport,
@@ -23,7 +29,7 @@ from lightning_ptdp.strategy.model_space import MODEL, ModelSpace
 
 def export_model(
     space: ModelSpace,
-    target: Path,
+    target: Place,
     *,
     dtype: torch.dtype | None,
     shard_bytes: int,
@@ -51,13 +57,43 @@ def export_model(
             merged = merged_rectangles(space.module, space.tensors(to_write=True))
             rectangles = [replace(rectangle, name=MODEL + rectangle.name) for rectangle in merged]
             described, prefix = _described(space.module, prefix)
-        export = FolderExport(
-            target=target, described=described, prefix=prefix, dtype=dtype, shard_bytes=shard_bytes
-        )
-        if check_only:
-            export.check(rectangles)
-        else:
-            export.write(rectangles)
+        with _written_here(target, check_only=check_only) as folder:
+            export = FolderExport(
+                target=folder,
+                described=described,
+                prefix=prefix,
+                dtype=dtype,
+                shard_bytes=shard_bytes,
+            )
+            if check_only:
+                export.check(rectangles)
+            else:
+                export.write(rectangles)
+
+
+@contextlib.contextmanager
+def _written_here(target: Place, *, check_only: bool) -> Iterator[Path]:
+    """Return a context with the folder to write, which is sent to ``target`` if that is an address.
+
+    Raises:
+        CheckpointError: ``target`` is an address where nothing can be written. Raised on all ranks.
+    """
+    if isinstance(target, Path):
+        yield target
+        return
+    scratch = Path(from_rank_zero(lambda: tempfile.mkdtemp(prefix="ptdp-")))
+    try:
+        with same_outcome(f"exporting {target}"):
+            if is_rank_zero():
+                files.check_replaceable(target, marker=files.EXPORT_MARK)
+                target.check_writable()
+        yield scratch / target.name
+        with same_outcome(f"sending {target}"):
+            if is_rank_zero() and not check_only:
+                send(scratch / target.name, target)
+    finally:
+        if is_rank_zero():
+            files.remove(scratch)
 
 
 def _described(module: LightningModule, prefix: str | None) -> tuple[Described, str | None]:

@@ -28,7 +28,7 @@ from lightning_ptdp.strategy.checks import (
     check_model,
     check_optimizer_state,
     check_quantized,
-    check_same_model,
+    check_same_training,
     check_trainer,
     on_meta,
     open_initial_weights,
@@ -103,8 +103,8 @@ class SetupHooks(StepHooks):
             check_model(module, self.config, self.layout)
         # without model parallelism the module has not been built before launch
         check_quantized(module, self.layout)
-        with self.waiting_in("comparing the models of all ranks"):
-            check_same_model(module)
+        with self.waiting_in("comparing the model and the data of all ranks"):
+            check_same_training(module)
         built_without_values = awaits_values(module)
         with same_outcome("reading the headers of the initial weights"):
             weights = open_initial_weights(module) if self.config.meta_init else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
@@ -11,10 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp.base.nested import Nested
+from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.engine.optimization import Closure
 from lightning_ptdp.forward.frozen_forward import Within
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.pipeline.program_observers import Observers
+from lightning_ptdp.pipeline.watchdog import OTHER_REPLICAS
 from lightning_ptdp.shims.lightning import Precision, fits, replace_after_closure
 from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
@@ -72,8 +75,11 @@ class StepHooks(SnapshotHooks):
             closure_loss = plugin.pre_backward(
                 self.engine.optimization.scaled(closure_loss), module
             )
-            with self._during("step"), self.engine.gradients.reduce():
+            with self._during("step"), contextlib.ExitStack() as stack:
+                stack.enter_context(self.engine.gradients.reduce())
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+                with self.run.watchdog.counting(OTHER_REPLICAS):
+                    stack.pop_all().close()
         # Called after the sums over the replicas, so that on_after_backward sees the optimizer's
         # gradients.
         with self.engine.gradients.shown():
@@ -218,7 +224,7 @@ class StepHooks(SnapshotHooks):
         Raises:
             KeyboardInterrupt: A rank of the group was asked to end.
         """
-        with self._during(action):
+        with self._during(action), self.run.watchdog.counting("the start of a step elsewhere"):
             ends, maxima = self.run.stop_request.heed(
                 group, self.root_device, interrupts=interrupts, beside=numbers
             )
@@ -230,6 +236,15 @@ class StepHooks(SnapshotHooks):
     def _during(self, action: str) -> Context:
         """Return a context that shows this rank's action to ranks that wait for it."""
         return self.run.watchdog.during(f"{action} {self.lightning_module.trainer.global_step}")
+
+    def clear_waits(self) -> None:
+        """Forget this rank's waits."""
+        self.run.watchdog.waited.clear()
+
+    def gather_waits(self, between_s: float) -> list[tuple[float, dict[str, float]]]:
+        """Return the time of each rank between its steps, and its waits in them; collective."""
+        with self.waiting_in("comparing the waits of all ranks"):
+            return gather((between_s, dict(self.run.watchdog.waited)))
 
     @property
     def observers(self) -> Observers | None:

@@ -12,10 +12,14 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import s3fs
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 
+from lightning_ptdp import LitCausalLM
+from lightning_ptdp.callbacks import ExportHuggingFace
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     TensorReader,
@@ -26,6 +30,8 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.checkpoint_error import StorageError
 from lightning_ptdp.cli import main
+from lightning_ptdp.exchange import open_huggingface
+from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.checkpoint import layouts
@@ -100,6 +106,37 @@ def test_training_saves_and_resumes_under_an_address_in_any_layout(
         if request["method"] == "PUT" and request["path"].endswith(".safetensors")
     }
     assert wrote == {"rank0", "rank1", "rank2", "rank3"}
+
+
+def _train_model(rank: int, path: str, export: str) -> dict[str, torch.Tensor]:
+    ids = torch.randint(100, (8, 8), generator=torch.Generator().manual_seed(0))
+    batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=4)  # type: ignore[arg-type]
+    trainer = make_trainer(
+        PTDPStrategy(tensor_parallel_size=2), 2, max_steps=2, callbacks=[ExportHuggingFace(export)]
+    )
+    trainer.fit(LitCausalLM(path), batches)
+    return dict(trainer.strategy.gather_state_dict())
+
+
+def test_ranks_fetch_a_model_once_per_node_and_export_it_together(
+    pool: Pool, server: Server, tmp_path: Path
+) -> None:
+    tiny = tmp_path / "tiny"
+    make_tiny(tiny, num_hidden_layers=1, hidden_size=16, intermediate_size=16)
+    model, export = f"{ROOT}/models/tiny", f"{ROOT}/exports/tuned"
+    for file in tiny.iterdir():
+        (remote_path.RemotePath(model) / file.name).write_bytes(file.read_bytes())
+    server.requests()
+    env = {**_environment(), "HOME": str(tmp_path)}
+    trained = pool.run(_train_model, world_size=2, args=(model, export), env=env)[0]
+    fetched = [entry["path"] for entry in server.requests() if entry["method"] == "GET"]
+    read = sorted(name for path in fetched if (name := path.partition("models/tiny/")[2]))
+    assert read == sorted(path.name for path in tiny.iterdir())
+    copy = tmp_path / "copy"
+    s3fs.S3FileSystem().get(export, str(copy), recursive=True)
+    exported = {f"model.{name}": value for name, value in open_huggingface(copy).items()}
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(value, trained[name]) for name, value in exported.items())
 
 
 def _save(path: str, step: int) -> None:
@@ -205,7 +242,7 @@ def test_unusable_bucket_is_named_before_launch(
         with pytest.raises(
             MisconfigurationException, match=rf"writing {url}/\S+ failed: .*{words}"
         ):
-            trainer.fit(run.make_module(), torch.utils.data.DataLoader(run.make_data()))
+            trainer.fit(run.make_module(), DataLoader(run.make_data()))
 
 
 def test_verbs_accept_addresses(

@@ -1,4 +1,4 @@
-"""Prepared folders copied from a mounted store with litdata's downloader."""
+"""Prepared folders copied from a mounted store."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from lightning_ptdp.strategy.checks.model import (
 )
 from lightning_ptdp.strategy.checks.module_content import (
     check_quantized,
-    check_same_model,
+    check_same_training,
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
@@ -31,7 +31,7 @@ __all__ = [
     "check_model",
     "check_optimizer_state",
     "check_quantized",
-    "check_same_model",
+    "check_same_training",
     "check_save_hook",
     "check_source",
     "check_trainer",

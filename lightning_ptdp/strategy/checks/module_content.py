@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -14,12 +14,16 @@ from lightning_ptdp.base.requirements import check_installed
 from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, same_outcome
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models.pretrained_folder import fingerprint, local_folder
 from lightning_ptdp.parameters.initializers import Initializers, why_without_values
+from lightning_ptdp.shims.lightning import LightningModule, fits
 from lightning_ptdp.shims.quantization import is_four_bit, quantized_parameters
 from lightning_ptdp.shims.torch import forward_hooks
 from lightning_ptdp.shims.transformers import is_capture
 from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
 from lightning_ptdp.world.layout import ParallelLayout
+
+_DIGEST = 12  # characters shown
 
 
 def check_late(model: nn.Module, *, built: Collection[str]) -> None:
@@ -47,29 +51,61 @@ def check_late(model: nn.Module, *, built: Collection[str]) -> None:
                 raise ValueError(why_without_values(name, module))
 
 
-def check_same_model(model: nn.Module) -> None:
-    """Check that all ranks have built the same model, from names, shapes and types; collective.
+def check_same_training(module: LightningModule) -> None:
+    """Check that all ranks have the same model, options, initial weights and data; collective.
+
+    Of a model, names, shapes, types and the plain values of its hyperparameters are compared. Data
+    are compared if the data module describes them (``datasets()``).
 
     Raises:
-        CheckpointError: A rank's model differs from rank 0's. Raised on all ranks.
+        CheckpointError: A rank differs from rank 0. Raised on all ranks.
     """
-    parameters = {
-        name: f"{parameter.dtype} {tuple(parameter.shape)}"
-        for name, parameter in model.named_parameters()
-        if not is_lazy(parameter)
-    }
-    if len({*gather(sha256(repr(parameters).encode()))}) == 1:
+    action = "comparing the model and the data of all ranks"
+    with same_outcome(action):
+        facts = _facts(module)
+    if len({*gather(sha256(repr(facts).encode()))}) == 1:
         return
-    expected = from_rank_zero(lambda: parameters)
-    with same_outcome("comparing the models of all ranks"):
-        for name in {**expected, **parameters}:
+    expected = from_rank_zero(lambda: facts)
+    with same_outcome(action):
+        for name in {**expected, **facts}:
             there = expected.get(name, "missing")
-            here = parameters.get(name, "missing")
+            here = facts.get(name, "missing")
             if there != here:
                 raise ValueError(
-                    f"'{name}' is {here} here, but {there} on rank 0. All ranks need the same code "
-                    "and the same options"
+                    f"{name} is {here} here, but {there} on rank 0. All ranks need the same code, "
+                    "options and files. Update those of this rank's node"
                 )
+
+
+def _facts(module: LightningModule) -> dict[str, str]:
+    facts = {
+        f"'{name}'": f"{parameter.dtype} {tuple(parameter.shape)}"
+        for name, parameter in module.named_parameters()
+        if not is_lazy(parameter)
+    }
+    facts |= {f"option '{name}'": value for name, value in _plain(dict(module.hparams))}
+    weights = getattr(module, "initial_weights", lambda: None)()
+    if weights is not None:
+        facts["the digest of the initial weights"] = fingerprint(local_folder(weights.path))[
+            :_DIGEST
+        ]
+    describe = getattr(getattr(module.trainer, "datamodule", None), "datasets", None)
+    if describe is not None and fits(module.trainer):
+        facts |= {
+            f"the digest of the {one.context} data": one.digest[:_DIGEST] for one in describe()
+        }
+    return facts
+
+
+def _plain(values: object, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield numbers and words in nested mappings and lists; paths and run names may differ."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _plain(value, f"{name}.{key}".lstrip("."))
+    elif isinstance(values, list | tuple):
+        yield from _plain(dict(enumerate(values)), name)
+    elif isinstance(values, int | float) or (isinstance(values, str) and values.isidentifier()):
+        yield name, repr(values)
 
 
 def check_quantized(model: nn.Module, layout: ParallelLayout) -> None:

@@ -1,0 +1,226 @@
+"""Models, corpora, single files and exports under addresses of fsspec, in one process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_ptdp import LitCausalLM
+from lightning_ptdp.base.requirements import RequirementError
+from lightning_ptdp.callbacks import ExportHuggingFace, InitFrom
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    MissingCheckpointError,
+    read_full,
+    remote_path,
+)
+from lightning_ptdp.checkpoint.local_copies import local_copy
+from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.cli import main
+from lightning_ptdp.data import PrepareConfig, TextDataModule, prepare
+from lightning_ptdp.exchange import convert, open_huggingface
+from lightning_ptdp.models.pretrained_folder import config_values
+from lightning_ptdp.models.tiny import make_tiny
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.parity import make_trainer
+
+MODEL = "memory://store/model"
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield an empty store, with an empty folder for copies."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+    yield system
+    system.store.clear()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small model."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny(folder, num_hidden_layers=1, hidden_size=16, intermediate_size=16)
+    return folder
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the addresses that are fetched."""
+    call, urls = remote_path._call, list[str]()
+
+    def noted(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "cat_file":
+            urls.append(url)
+        return call(url, method, *arguments, **options)
+
+    monkeypatch.setattr(remote_path, "_call", noted)
+    return urls
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_model_trains_from_an_address_and_is_exported_to_another(
+    store: Any, tiny: Path, fetched: list[str]
+) -> None:
+    store.put(str(tiny), MODEL, recursive=True)
+    assert config_values(MODEL)["num_hidden_layers"] == 1
+    assert fetched == [f"{MODEL}/config.json"]
+    ids = torch.randint(100, (4, 8), generator=torch.Generator().manual_seed(0))
+    batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)  # type: ignore[arg-type]
+    exported = "memory://store/out"
+    found = {}
+    for path in (str(tiny), MODEL):
+        export = ExportHuggingFace(exported)
+        trainer = make_trainer(PTDPStrategy(), max_steps=2, callbacks=[export])
+        trainer.fit(LitCausalLM(path), batches)
+        found[path] = {
+            name: value.clone() for name, value in open_huggingface(local_copy(exported)).items()
+        }
+    for name, value in found[str(tiny)].items():
+        assert torch.equal(value, found[MODEL][name])
+    assert any(
+        not torch.equal(value, found[MODEL][n]) for n, value in open_huggingface(tiny).items()
+    )
+    trainer = make_trainer(PTDPStrategy(), max_steps=0, callbacks=[InitFrom(exported)])
+    trainer.fit(module := LitCausalLM(MODEL, pretrained=False), batches)
+    for name, value in module.model.state_dict().items():
+        assert torch.equal(value, found[MODEL][name])
+
+
+def test_copy_is_made_once_and_again_when_the_source_changes(
+    store: Any, tiny: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_ptdp.checkpoint.local_copies._PIECE", 1 << 14)
+    store.put(str(tiny), MODEL, recursive=True)
+    copies = list[Path]()
+    threads = [threading.Thread(target=lambda: copies.append(local_copy(MODEL))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert copies[0] == copies[1]
+    assert _files(copies[0]) == _files(tiny)
+    pieces = [-(-path.stat().st_size // (1 << 14)) for path in tiny.iterdir()]
+    assert len(fetched) == sum(pieces)
+    assert local_copy(MODEL) == copies[0]
+    assert len(fetched) == sum(pieces)
+    store.pipe_file(f"{MODEL}/config.json", b"{}")
+    assert (local_copy(MODEL) / "config.json").read_bytes() == b"{}"
+    assert [path.name for path in copies[0].parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("kind", ["error", "short", "escape"])
+def test_failed_fetch_leaves_no_copy(
+    store: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "../../escaped" if kind == "escape" else "a.txt"
+    store.store[f"/store/model/{name}"] = fsspec.implementations.memory.MemoryFile(data=b"text")
+    words = {"error": "a.txt failed: denied", "short": "changed while", "escape": "not the name of"}
+    call = remote_path._call
+
+    def fail(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "cat_file" and kind == "error":
+            raise PermissionError("denied")
+        return b"" if method == "cat_file" else call(url, method, *arguments, **options)
+
+    monkeypatch.setattr(remote_path, "_call", fail)
+    with pytest.raises(CheckpointError, match=words[kind]):
+        local_copy(MODEL)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_single_files_and_folders_convert_between_addresses(store: Any, tiny: Path) -> None:
+    convert(tiny, f"{MODEL}.ckpt", names="hf", prefix="")
+    convert(f"{MODEL}.ckpt", f"{MODEL}.pt")
+    convert(f"{MODEL}.pt", "memory://store/other.ckpt")
+    expected = read_full(f"{MODEL}.ckpt")
+    for name, value in read_full("memory://store/other.ckpt").items():
+        assert torch.equal(value, expected[name])
+    store.put(str(tiny), "/store/tiny", recursive=True)
+    config = "memory://store/tiny/config.json"
+    convert("memory://store/other.ckpt", MODEL, config=config, shard_bytes=8192)
+    assert len([path for path in located(MODEL).iterdir() if path.suffix == ".safetensors"]) > 1  # type: ignore[union-attr]
+    convert("memory://store/other.ckpt", MODEL, config=config)
+    assert open_huggingface(local_copy(MODEL)).keys() == open_huggingface(tiny).keys()
+    assert not (located(MODEL) / "model.safetensors.index.json").exists()  # type: ignore[union-attr]
+    located("memory://store/thesis/a.tex").write_bytes(b"years of work")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="is a folder with other content"):
+        convert("memory://store/other.ckpt", "memory://store/thesis", to="huggingface")
+
+
+def test_corpus_and_prepared_folder_are_read_from_addresses(store: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number:02}.txt").write_text(f"the quick brown fox number {number} jumps\n" * 40)
+    (text / "weights.bin").write_bytes(b"not text")
+    store.put(str(text), "/store/text", recursive=True)
+    options: dict[str, Any] = {"vocabulary_size": 300, "validation_fraction": 0.1}
+    here = prepare(PrepareConfig(source=str(text), output=str(tmp_path / "here"), **options))
+    away = prepare(
+        PrepareConfig(source="memory://store/text", output=str(tmp_path / "away"), **options)
+    )
+    assert away.manifest.splits == here.manifest.splits
+    assert away.manifest.corpus.content == here.manifest.corpus.content
+    store.put(str(tmp_path / "away"), "/store/tokens", recursive=True)
+
+    def data(remote: str) -> TextDataModule:
+        folder = str(tmp_path / "copy")
+        return TextDataModule(
+            data_dir=folder, remote=remote, vocabulary_size=300, sequence_length=8
+        )
+
+    with pytest.raises(MissingCheckpointError, match=r"absent/manifest\.json does not exist"):
+        data("memory://store/absent").check()
+    data("memory://store/tokens").check()
+    data("memory://store/tokens").prepare_data()
+    data("memory://store/tokens").check()
+    with pytest.raises(MissingCheckpointError, match=r"memory://store/absent does not exist"):
+        PrepareConfig(source="memory://store/absent", output=str(tmp_path / "x")).files()
+
+
+@pytest.mark.parametrize(("num_nodes", "log_model"), [(2, False), (1, True)])
+def test_export_that_cannot_be_sent_is_refused_before_launch(
+    num_nodes: int, log_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lightning_ptdp.callbacks.export_huggingface._mlflow_loggers", lambda _: [1]
+    )
+    trainer = L.Trainer(num_nodes=num_nodes, accelerator="cpu", logger=False)
+    with pytest.raises(ValueError, match=r"memory://store/model: an address needs one node.*ptdp"):
+        ExportHuggingFace(MODEL, log_model=log_model).check(trainer, [])
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/model", "nosuch://bucket/model"])
+def test_address_without_its_library_is_refused(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for action in (local_copy, config_values, LitCausalLM.configure_model):
+        argument = LitCausalLM(url) if action is LitCausalLM.configure_model else url
+        with pytest.raises(RequirementError, match=r"pip install gcsfs|Copy the file"):
+            action(argument)
+    assert main(["convert", url, str(tmp_path / "x.ckpt")]) == 2
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_hub_addresses_are_those_of_huggingface_hub() -> None:
+    from huggingface_hub import HfFileSystem
+
+    assert located("hf://org/model@main") == remote_path.RemotePath("hf://org/model@main")
+    assert fsspec.get_filesystem_class("hf") is HfFileSystem
