@@ -26,10 +26,10 @@ from lightning_ptdp.checkpoint.checkpoint_error import (
 )
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
 
-__all__ = ["MODEL_FILES", "TOKENIZER_FILES", "local_copy", "readable", "send"]
+__all__ = ["MODEL_FILES", "SETTING_FILES", "local_copy", "readable", "send"]
 
-TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
-MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+SETTING_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+MODEL_FILES = (*SETTING_FILES, "*.safetensors")
 """Files of a model's folder that are read."""
 CONFIG_FILE = "config.json"
 _PIECE = 16 << 20  # bytes of one request

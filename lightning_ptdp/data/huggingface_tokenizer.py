@@ -20,7 +20,7 @@ from lightning_ptdp.base.untrusted import (
     reason,
     small_files,
 )
-from lightning_ptdp.checkpoint.local_copies import TOKENIZER_FILES, local_copy
+from lightning_ptdp.checkpoint.local_copies import SETTING_FILES, local_copy
 from lightning_ptdp.data.data_error import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.shims.transformers import TOKENIZER_FILES
@@ -197,7 +197,7 @@ def load_tokenizer(folder: str | Path) -> AnyTokenizer:
     Raises:
         TokenizerError: A file is missing or damaged; the message names it.
     """
-    folder = local_copy(folder, TOKENIZER_FILES)
+    folder = local_copy(folder, SETTING_FILES)
     if Path(folder, TOKENIZER_FOLDER).is_dir():
         return CopiedTokenizer(Path(folder, TOKENIZER_FOLDER))
     return (
