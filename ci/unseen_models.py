@@ -95,13 +95,15 @@ def draw_run(draw: Draw, name: str) -> Run:
     habit = draw.choice(sorted(HABITS)) if draw.random() < 0.5 else ""
     if habit == "measures" and (padded or c > 1):
         habit = ""  # the habit treats the loss, a mean over labels, as a mean over samples
+    accumulate = draw.choice((1, 1, 2)) if not padded else 1
     return Run(
         architecture=name,
         options=options,
         world_size=t * p * c * d,
         layout=layout,
-        batch=d * m * draw.choice((1, 2)),
-        accumulate=draw.choice((1, 1, 2)) if not padded else 1,
+        global_batch=d * m * draw.choice((1, 2)),
+        steps=3 * accumulate,
+        accumulate=accumulate,
         clip=draw.choice((None, 0.5)),
         padded=padded,
         hidden=hidden,

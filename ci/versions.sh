@@ -2,8 +2,9 @@
 # The main job and the quick tests on every interpreter that is installed, with the lowest declared versions, the lowest torch, and the
 # newest releases. Prints the table of docs/quickstart.md.
 #
-# usage: ci/versions.sh [--full] [--oldest] [--only-install] [--python VERSION] [--resolution lowest|torch|newest] [FOLDER]
+# usage: ci/versions.sh [--full | --short] [--oldest] [--only-install] [--python VERSION] [--resolution lowest|torch|newest] [FOLDER]
 #   --full        all tests instead of the quick ones
+#   --short       the quick tests without the pure ones, which give the same with every version
 #   --oldest      only the oldest interpreter
 #   --only-install  make the environments; the next run with the same FOLDER uses them
 #   --python      only the interpreter of this version, such as 3.12.1
@@ -13,7 +14,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONDONTWRITEBYTECODE  # as in .ci/run
 
-tests="-m quick"
+tests=(-m quick)
 oldest=""
 only_install=""
 only=""
@@ -21,7 +22,8 @@ resolutions="lowest torch newest"
 scratch=""
 while [ $# -gt 0 ]; do
     case "$1" in
-        --full) tests="" ;;
+        --full) tests=() ;;
+        --short) tests=(-m "quick and not pure") ;;
         --oldest) oldest=1 ;;
         --only-install) only_install=1 ;;
         --python) only="${2:?--python needs a version}"; shift ;;
@@ -36,6 +38,7 @@ if [ -z "$scratch" ]; then
     trap 'rm -rf "$scratch"' EXIT
 fi
 mkdir -p "$scratch"
+sources="$PWD/lightning_ptdp"  # the text of the main job; small, so that it is prepared at once
 scratch="$(cd "$scratch" && pwd)"
 
 uv="$(command -v uv || echo "$scratch/uv/bin/uv")"
@@ -70,13 +73,14 @@ install() { # python, environment, resolution
 
 job() ( # environment, folder
     mkdir -p "$2"
-    cd "$2" && timeout 300 "$1/bin/ptdp" fit --config gpt/nano --trainer.max_steps 4
+    cd "$2" && timeout 300 "$1/bin/ptdp" fit --config gpt/nano --trainer.max_steps 4 \
+        --data.source "$sources" --data.vocabulary_size 512 --model.config.vocabulary_size 512 \
+        --data.validation_samples 64
 )
 
 suite() ( # environment
     PATH="$1/bin:$PATH"
-    # shellcheck disable=SC2086
-    python -m pytest $tests --numprocesses "$(($(getconf _NPROCESSORS_ONLN) + 1))" --maxprocesses 4 --dist loadfile
+    python -m pytest "${tests[@]}" --numprocesses "$(($(getconf _NPROCESSORS_ONLN) + 1))" --maxprocesses 4 --dist loadfile
 )
 
 versions() { # environment

@@ -276,7 +276,9 @@ class _Notes(TorchDispatchMode):
             and any(isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1])
         ):
             memory.waits.note("nonzero")
-        widens = any(argument.name == "out_dtype" for argument in function._schema.arguments)
+        widens = any(
+            argument.name == "out_dtype" for argument in function._schema.arguments
+        ) and any(isinstance(value, torch.dtype) for value in args)
         made = (
             _in_float(function, *args, **kwargs) if here and widens else function(*args, **kwargs)
         )

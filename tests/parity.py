@@ -7,20 +7,22 @@ of this for a training and a place. It runs each single-process training once pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+import pickle
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import lightning.pytorch as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_ptdp.pipeline.rehearsal import Rehearsal
-from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy import PTDPStrategy, ptdp
 from tests.pool import Pool
 
 Place = tuple[int, dict[str, Any]]
@@ -167,8 +169,7 @@ def fit(rank: int, training: Training) -> Result:
     L.seed_everything(3, verbose=False)
     recorder, module = Recorder(), training.make_module()
     trainer = training.make_trainer(recorder)
-    # The rehearsal gives the same result on every rank and takes a third of a short training.
-    with patch.object(Rehearsal, "on_examples") if rank else nullcontext():
+    with checks_of_rank_0(rank):
         trainer.fit(module, *training.make_loaders(trainer), ckpt_path=training.resume)
     if training.save is not None:
         trainer.save_checkpoint(training.save)
@@ -181,6 +182,37 @@ def fit(rank: int, training: Training) -> Result:
         "final": trainer.strategy.gather_state_dict(),
         **training.results(trainer, module),
     }
+
+
+@contextmanager
+def checks_of_rank_0(rank: int) -> Iterator[None]:
+    """Check the model on rank 0 only, and share its result.
+
+    It is the same on every rank, and takes a third of a short training.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        with patch.object(Rehearsal, "on_examples") if rank else nullcontext():
+            yield
+        return
+    check = ptdp.check_model
+
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        found: list[Any] = [None]
+        if rank == 0:
+            try:
+                known = check(*args, **kwargs)
+                with suppress(
+                    pickle.PicklingError, AttributeError, TypeError
+                ):  # such as of a lambda
+                    found = [pickle.dumps(known)]
+            finally:
+                dist.broadcast_object_list(found)
+            return known
+        dist.broadcast_object_list(found)
+        return check(*args, **kwargs) if found[0] is None else pickle.loads(found[0])
+
+    with patch.object(ptdp, "check_model", shared):
+        yield
 
 
 def distance(found: Any, expected: Any, start: Any = None) -> float:

@@ -17,6 +17,8 @@ from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.errors import raises_with
 
+pytestmark = pytest.mark.pure
+
 SIZES = st.integers(1, 64)
 
 

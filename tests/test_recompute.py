@@ -142,6 +142,7 @@ def parallel_step(rank: int, sequence_parallel: bool) -> None:
     assert sharded == (full if sequence_parallel else full + 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t2", "t2 sp"])
 def test_tensor_parallel_gradients_and_collective_counts(
     pool: Pool, sequence_parallel: bool

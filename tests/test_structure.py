@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "lightning_ptdp"
 

@@ -369,7 +369,7 @@ def test_grouped_product_matches_separate_products(
     x = torch.randn(sum(sizes), width, dtype=dtype, requires_grad=True)
     stored = torch.randn(3, 8, width, dtype=dtype, requires_grad=True)
     found = grouped_product(
-        x, stored.mT, sizes=sizes, ends=torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+        x, stored.mT, sizes=lambda: sizes, ends=torch.tensor(sizes).cumsum(0, dtype=torch.int32)
     )
     expected = torch.cat(
         [rows @ matrix.t() for rows, matrix in zip(x.split(sizes), stored, strict=True)]

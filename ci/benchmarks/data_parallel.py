@@ -43,6 +43,14 @@ from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.world.layout import Sharding
 
 SIZES = {
+    "tiny": GPTConfig.gpt2(
+        vocabulary_size=64,
+        sequence_length=16,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        tie_embeddings=False,
+    ),
     "10 M": GPTConfig.gpt2(
         vocabulary_size=8192,
         sequence_length=128,
@@ -215,8 +223,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--only", default="", help="only sizes with this in their name: '10', '50'")
-    options = parse_options(parser, rounds=1, steps=1, only="10")
+    parser.add_argument(
+        "--only", default="M", help="only sizes with this in their name: '10', '50'"
+    )
+    options = parse_options(parser, rounds=1, steps=1, only="tiny")
     found: list[Comparison] = []
     for size in SIZES:
         if options.only in size:

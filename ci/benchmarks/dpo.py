@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", default="", help="'copy' or 'LoRA'")
-    options = parse_options(parser, rounds=1, steps=1, only="copy")
+    options = parse_options(parser, rounds=1, steps=1, only="copy", size="tiny")
     kinds = [
         adapters for adapters in (False, True) if options.only in ("LoRA" if adapters else "copy")
     ]

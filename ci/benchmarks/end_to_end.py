@@ -27,16 +27,19 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import GPT, GPTConfig
 
-CONFIG = GPTConfig.gpt2(
-    vocabulary_size=8192,
-    sequence_length=128,
-    num_layers=8,
-    hidden_size=256,
-    num_heads=8,
-    tie_embeddings=False,
-)
-MICROBATCHES, MICRO_BATCH = 8, 2
+MICROBATCHES, MICRO_BATCH, LENGTH = 8, 2, 128
 SPLIT = (5, 3)  # the head costs as much as two or three blocks; both engines cut at the same layer
+
+
+def config_of(hidden: int) -> GPTConfig:
+    return GPTConfig.gpt2(
+        vocabulary_size=8192,
+        sequence_length=LENGTH,
+        num_layers=8,
+        hidden_size=hidden,
+        num_heads=8,
+        tie_embeddings=False,
+    )
 
 
 class Half(nn.Module):
@@ -67,9 +70,9 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 class TorchPipeline:
     """The peer: Schedule1F1B and AdamW."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, config: GPTConfig) -> None:
         torch.manual_seed(1)
-        self.rank, self.module = rank, Half(GPT(CONFIG), rank)
+        self.rank, self.module = rank, Half(GPT(config), rank)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
         stage = PipelineStage(
             self.module, rank, 2, torch.device("cpu"), group=dist.new_group([0, 1])
@@ -93,10 +96,10 @@ class TorchPipeline:
 class Lit(L.LightningModule):
     """Ours: an ordinary module."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.model = GPT(CONFIG)
+        self.model = GPT(config)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = token_loss(self.model(batch[:, :-1]), batch[:, 1:])
@@ -107,15 +110,16 @@ class Lit(L.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
 
-def worker(rank: int, store: str, rounds: int, steps: int, results: Any) -> None:
+def worker(rank: int, store: str, hidden: int, rounds: int, steps: int, results: Any) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     generator = torch.Generator().manual_seed(0)
-    shape = (MICROBATCHES * MICRO_BATCH, CONFIG.sequence_length + 1)
-    batch = torch.randint(0, CONFIG.vocabulary_size, shape, generator=generator)
-    peer = TorchPipeline(rank)
+    config = config_of(hidden)
+    shape = (MICROBATCHES * MICRO_BATCH, LENGTH + 1)
+    batch = torch.randint(0, config.vocabulary_size, shape, generator=generator)
+    peer = TorchPipeline(rank, config)
     alternate = Alternate(lambda count: peer.steps(count, batch), steps=steps, barrier=dist.barrier)
     trainer = L.Trainer(
         strategy=PTDPStrategy(
@@ -127,7 +131,9 @@ def worker(rank: int, store: str, rounds: int, steps: int, results: Any) -> None
         callbacks=[alternate],
         **QUIET,
     )
-    trainer.fit(Lit(), torch.utils.data.DataLoader([batch] * trainer.max_steps, batch_size=None))
+    trainer.fit(
+        Lit(config), torch.utils.data.DataLoader([batch] * trainer.max_steps, batch_size=None)
+    )
     if rank == 0:
         results.put((alternate.ours[1:], alternate.theirs[1:]))
 
@@ -136,13 +142,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
-    options = parse_options(parser, rounds=1, steps=1)
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model")
+    options = parse_options(parser, rounds=1, steps=1, hidden=32)
     results = mp.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (os.path.join(folder, "store"), options.rounds, options.steps, results)
+        store = os.path.join(folder, "store")
+        arguments = (store, options.hidden, options.rounds, options.steps, results)
         mp.start_processes(worker, arguments, nprocs=2, start_method="fork")
     ours, peer = results.get()
-    tokens = MICROBATCHES * MICRO_BATCH * CONFIG.sequence_length
+    tokens = MICROBATCHES * MICRO_BATCH * LENGTH
     print(
         f"tokens/s: ours {tokens / sorted(ours)[len(ours) // 2]:,.0f}, peer "
         f"{tokens / sorted(peer)[len(peer) // 2]:,.0f}"

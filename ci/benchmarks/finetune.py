@@ -22,6 +22,13 @@ from turns import ENOUGH, Contestant, Same, TrainerLoop, alternate, on_ranks
 from lightning_ptdp import PTDPStrategy
 
 SIZES = {
+    "tiny": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    },
     "10": {
         "hidden_size": 256,
         "intermediate_size": 688,
@@ -123,7 +130,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", default="", help="'LoRA' or 'all'")
-    options = parse_options(parser, rounds=1, steps=1, only="LoRA")
+    options = parse_options(parser, rounds=1, steps=1, only="LoRA", size="tiny")
     kinds = [
         adapters
         for adapters in (True, False)

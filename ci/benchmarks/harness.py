@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +15,16 @@ from pathlib import Path
 
 from lightning_ptdp.shims.glibc import Heap
 
-__all__ = ["QUIET", "TINY_TEXT", "Comparison", "compare", "parse_options", "report", "usual_heap"]
+__all__ = [
+    "QUIET",
+    "TINY_TEXT",
+    "Comparison",
+    "compare",
+    "parse_options",
+    "report",
+    "run_ptdp",
+    "usual_heap",
+]
 
 QUIET = {
     "logger": False,
@@ -29,8 +40,11 @@ TINY_TEXT = [
     "--data.vocabulary_size=512",
     "--model.config.vocabulary_size=512",
     "--data.validation_samples=8",
+    "--data.sequence_length=32",
+    "--model.config.sequence_length=32",
+    "--model.config.hidden_size=32",
 ]
-"""Options of ``ptdp`` for a recipe whose data are prepared within a second."""
+"""Options of ``ptdp`` for a tiny model of a recipe, whose data are prepared within a second."""
 
 
 def parse_options(parser: argparse.ArgumentParser, **smoke: object) -> argparse.Namespace:
@@ -43,6 +57,32 @@ def parse_options(parser: argparse.ArgumentParser, **smoke: object) -> argparse.
     if options.smoke:
         vars(options).update(smoke)
     return options
+
+
+def run_ptdp(arguments: Sequence[object], folder: Path) -> str:
+    """Run ``ptdp`` in ``folder`` in a forked process, and return its output.
+
+    A fork needs only the imports that this process does not have yet.
+    """
+    output = folder / "output.txt"
+    run = multiprocessing.get_context("fork").Process(
+        target=_run_ptdp, args=([*map(str, arguments)], folder, output)
+    )
+    run.start()
+    run.join()
+    text = output.read_text(encoding="utf-8")
+    if run.exitcode:
+        raise RuntimeError(f"ptdp {arguments[0]} exited with {run.exitcode}: {text}")
+    return text
+
+
+def _run_ptdp(arguments: list[str], folder: Path, output: Path) -> None:
+    from lightning_ptdp.cli import main
+
+    os.chdir(folder)
+    with output.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+    sys.exit(main(arguments))
 
 
 @contextmanager

@@ -19,18 +19,21 @@ from harness import QUIET, compare, parse_options, report
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import GPT, GPTConfig
 
-CONFIG = GPTConfig.gpt2(
-    vocabulary_size=8192, sequence_length=128, num_layers=6, hidden_size=256, num_heads=8
-)
 BATCH = 8
+
+
+def config_of(hidden: int) -> GPTConfig:
+    return GPTConfig.gpt2(
+        vocabulary_size=8192, sequence_length=128, num_layers=6, hidden_size=hidden, num_heads=8
+    )
 
 
 class PlainLoop:
     """forward, backward, AdamW: nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         torch.manual_seed(1)
-        self.model = GPT(CONFIG)
+        self.model = GPT(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def steps(self, count: int, batch: torch.Tensor) -> float:
@@ -46,10 +49,10 @@ class PlainLoop:
 class Lit(L.LightningModule):
     """The same steps as a LightningModule."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.model = GPT(CONFIG)
+        self.model = GPT(config)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -64,11 +67,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4)
-    options = parse_options(parser, rounds=1, steps=1)
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model")
+    options = parse_options(parser, rounds=1, steps=1, hidden=32)
+    config = config_of(options.hidden)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    batch = torch.randint(0, CONFIG.vocabulary_size, (BATCH, CONFIG.sequence_length + 1))
-    plain = PlainLoop()
+    batch = torch.randint(0, config.vocabulary_size, (BATCH, config.sequence_length + 1))
+    plain = PlainLoop(config)
     alternate = Alternate(lambda count: plain.steps(count, batch), steps=options.steps)
     trainer = L.Trainer(
         strategy=PTDPStrategy(),
@@ -79,7 +84,7 @@ def main() -> None:
         **QUIET,
     )
     loader = torch.utils.data.DataLoader([batch] * trainer.max_steps, batch_size=None)
-    trainer.fit(Lit(), loader)
+    trainer.fit(Lit(config), loader)
     row = compare(
         name="step, 6.9 M parameter GPT, one process",
         ours=alternate.ours[1:],

@@ -57,7 +57,7 @@ def main() -> None:
     )
     parser.add_argument("-t", type=int, default=2, help="tensor_parallel_size (default 2)")
     parser.add_argument("-p", type=int, default=2, help="pipeline_parallel_size (default 2)")
-    options = parse_options(parser, mb=4, rounds=1)
+    options = parse_options(parser, mb=3, rounds=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = (
             options.folder
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def _write(folder: Path, megabytes: int) -> None:
-    width = 1024 if megabytes < 1000 else 2048
+    width = 64 if megabytes < 10 else 1024 if megabytes < 1000 else 2048
     layer = 2 * (4 * width**2 + 3 * width * 4 * width)
     vocabulary = 16000
     layers = max(4, round((megabytes * 1e6 - 4 * vocabulary * width) / layer))

@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-from harness import TINY_TEXT, Comparison, parse_options, report
+from harness import TINY_TEXT, Comparison, parse_options, report, run_ptdp
 
 
 class ResidentMemory(L.Callback):
@@ -42,7 +40,7 @@ class ResidentMemory(L.Callback):
 def train(steps: int, folder: str, more: list[str]) -> list[list[float]]:
     """Train in processes of their own, with ``more`` options; return the MiB after each step, for
     each rank."""
-    command = [sys.executable, "-m", "lightning_ptdp", "fit", "--config", "gpt/nano"]
+    command = ["fit", "--config", "gpt/nano"]
     changes = [
         f"--trainer.max_steps={steps}",
         "--trainer.callbacks+=long.ResidentMemory",
@@ -50,9 +48,7 @@ def train(steps: int, folder: str, more: list[str]) -> list[list[float]]:
         "--trainer.logger=false",
         "--trainer.enable_progress_bar=false",
     ]
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run([*command, *changes, *more], cwd=folder, env=environment, check=True)
+    run_ptdp([*command, *changes, *more], Path(folder))
     page = os.sysconf("SC_PAGE_SIZE") / 2**20
     files = sorted(Path(folder).glob("?.txt"))
     return [[int(line) * page for line in file.read_text().split()] for file in files]

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import TINY_TEXT, Comparison, parse_options, report
+from harness import TINY_TEXT, Comparison, parse_options, report, run_ptdp
 
 LENGTH = 256
 T, P, SP = (
@@ -37,13 +35,6 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, int]]] = {  # processes, microbatch
     "t2 p2": (4, 4, {T: 2, P: 2}),
     "p2 d2": (4, 2, {P: 2}),
 }
-
-
-def ptdp(*arguments: object, folder: Path) -> str:
-    call = [sys.executable, "-m", "lightning_ptdp", *map(str, arguments)]
-    return subprocess.run(
-        call, cwd=folder, check=True, capture_output=True, text=True, timeout=300
-    ).stdout
 
 
 def bench(model: str, layout: str, steps: int, folder: Path, more: list[str]) -> dict[str, Any]:
@@ -69,7 +60,7 @@ def bench(model: str, layout: str, steps: int, folder: Path, more: list[str]) ->
         options[SP] = "false"
     given = [word for pair in (options | degrees).items() for word in pair]
     words = ["bench", "--config", recipe, "--json", *given, *more]
-    (result,) = json.loads(ptdp(*words, folder=folder))
+    (result,) = json.loads(run_ptdp(words, folder))
     return dict(result)
 
 
@@ -87,7 +78,7 @@ def main() -> None:
         }
         for devices, folder in folders.items():
             folder.mkdir()
-            ptdp("doctor", "--calibrate", "--devices", devices, folder=folder)
+            run_ptdp(["doctor", "--calibrate", "--devices", devices], folder)
         for model in given.only:
             for layout, (devices, *_) in LAYOUTS.items():
                 if devices not in folders:

@@ -93,8 +93,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--only", default="", help="only sizes with this in their name: '10', '50'")
-    options = parse_options(parser, rounds=1, steps=1, only="10")
+    parser.add_argument(
+        "--only", default="M", help="only sizes with this in their name: '10', '50'"
+    )
+    options = parse_options(parser, rounds=1, steps=1, only="tiny")
     measure: dict[str, Callable[[str], list[Comparison]]] = {
         "d2": lambda size: rows(
             size, shard="parameters", rounds=options.rounds, steps=options.steps

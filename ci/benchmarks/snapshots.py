@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--size", default="50 M", choices=SIZES)
-    options = parse_options(parser, rounds=1, steps=1, size="10 M")
+    options = parse_options(parser, rounds=1, steps=1, size="tiny")
     times = on_ranks(measure, options.size, options.rounds, options.steps)
     row = compare(
         name=f"step, {options.size}",

@@ -294,7 +294,7 @@ def main_of_rank(rank: int, options: argparse.Namespace, store: str) -> None:
     )
     rows = [
         row
-        for hidden in (512, 1024)
+        for hidden in options.hidden
         for sequence_parallel in (False, True)
         for row in measure(
             hidden, options.tokens, options.rounds, sequence_parallel, rank, mesh.group("tensor")
@@ -314,8 +314,9 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=256, help="tokens of each of the two sequences"
     )
+    parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024], help="layer widths")
     parser.add_argument("--megatron", default="", help="folder to import megatron.core from")
-    options = parse_options(parser, rounds=1, tokens=16)
+    options = parse_options(parser, rounds=1, tokens=16, hidden=[128])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             main_of_rank, (options, os.path.join(folder, "store")), nprocs=T, start_method="fork"

@@ -15,8 +15,17 @@ Nested = Any
 
 IMAGE_FIELDS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
 """Fields whose dimension 0 may count images or patches if the batch has ``input_ids``."""
+_IMAGE_DIMENSIONS = 4
 
 _LEAVES = (type(None), bool, int, float, str)
+
+
+def images_by_sample(batch: Mapping[str, Any]) -> bool:
+    """Return True if dimension 0 of ``pixel_values`` counts samples, not images or patches.
+
+    Images are then padded to the same number in every sample (Idefics3).
+    """
+    return batch["pixel_values"].dim() > _IMAGE_DIMENSIONS and "image_sizes" not in batch
 
 
 def children(value: Nested) -> Iterable[tuple[Any, Nested]] | None:

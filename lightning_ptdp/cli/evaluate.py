@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-
-from jsonargparse import ArgumentParser
 
 from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.cli.command_line import check_output, listed
-from lightning_ptdp.cli.generate import SHORT_OPTIONS, ServingOptions
+from lightning_ptdp.cli.generate import parse_serving, serving_parser
 
 _DESCRIPTION = """\
 Evaluate a trained checkpoint or a Hugging Face model with tasks of lm-evaluation-harness, on one process or split over several (-t 2 -p 2).
@@ -52,15 +50,9 @@ class EvaluationOptions:
 
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and evaluate."""
-    parser = ArgumentParser(prog=f"ptdp {verb}", description=_DESCRIPTION)
-    parser.add_class_arguments(ServingOptions, as_group=False)
+    parser = serving_parser(verb, _DESCRIPTION)
     parser.add_class_arguments(EvaluationOptions, as_group=False)
-    args = vars(
-        parser.parse_args([SHORT_OPTIONS.get(argument, argument) for argument in arguments])
-    )
-    serving = ServingOptions(
-        **{field.name: args.pop(field.name) for field in fields(ServingOptions)}
-    )
+    serving, args = parse_serving(parser, arguments)
     options = EvaluationOptions(**args)
 
     from lightning_ptdp.base.requirements import check_installed
@@ -82,6 +74,8 @@ def run(verb: str, arguments: list[str]) -> int:
             from lightning_ptdp.cli.harness import load_tasks
 
             tasks = load_tasks(listed(options.tasks), options.include_path)
-        evaluation = Evaluation(tasks, tokenizer, options, checkpoint=serving.checkpoint)
+        evaluation = Evaluation(
+            tasks=tasks, tokenizer=tokenizer, options=options, checkpoint=serving.checkpoint
+        )
         serve(module, evaluation, serving, ckpt_path=ckpt_path)
     return 0

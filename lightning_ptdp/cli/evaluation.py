@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeAlias
@@ -53,6 +54,7 @@ def continuations(
     return generate(module, prompts, sampling, eos_ids=tokenizer.eos_ids, ends=ends)
 
 
+@dataclass(eq=False, kw_only=True)
 class Evaluation(Callback):
     """A callback that runs the harness on rank 0 and answers its requests on all ranks.
 
@@ -63,18 +65,10 @@ class Evaluation(Callback):
         checkpoint: The checkpoint, for the results.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[Any],
-        tokenizer: TextTokenizer,
-        options: EvaluationOptions,
-        *,
-        checkpoint: str,
-    ) -> None:
-        self._tasks = tasks
-        self._tokenizer = tokenizer
-        self._options = options
-        self._checkpoint = checkpoint
+    tasks: Sequence[Any]
+    tokenizer: TextTokenizer
+    options: EvaluationOptions
+    checkpoint: str
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, and print and write the results on rank 0."""
@@ -96,21 +90,21 @@ class Evaluation(Callback):
         if trainer.is_global_zero:
             Thread(target=evaluate, daemon=True).start()
         while (job := next_of_rank_zero(trainer, jobs)) is not None:
-            answers.put(job(pl_module, self._tokenizer))
+            answers.put(job(pl_module, self.tokenizer))
         if trainer.is_global_zero:
             from lightning_ptdp.cli.harness import report
 
-            report(result.result(), self._options.output)
+            report(result.result(), self.options.output)
 
     def _evaluate(self, trainer: Trainer, module: LightningModule, ask: Ask) -> dict[str, Any]:
         from lightning_ptdp.cli.harness import HarnessModel, evaluate
 
-        arguments = {"checkpoint": self._checkpoint, "layout": trainer.strategy.layout.describe()}
+        arguments = {"checkpoint": self.checkpoint, "layout": trainer.strategy.layout.describe()}
         model = HarnessModel(
             ask,
-            self._tokenizer,
+            self.tokenizer,
             module,
-            batch_size=self._options.batch_size,
+            batch_size=self.options.batch_size,
             info={"model": "ptdp", "model_args": arguments},
         )
-        return evaluate(model, self._tasks, self._options)
+        return evaluate(model, self.tasks, self.options)

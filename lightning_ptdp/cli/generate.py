@@ -9,7 +9,7 @@ import inspect
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
@@ -63,20 +63,32 @@ _DESCRIPTIONS = {
 }
 
 
-def run(verb: str, arguments: list[str]) -> int:
-    """Parse the command line and generate text."""
-    chats = verb == "chat"
-    parser = ArgumentParser(prog=f"ptdp {verb}", description=_DESCRIPTIONS[verb])
+def serving_parser(verb: str, description: str) -> ArgumentParser:
+    """Return a parser of the options for model, layout and device."""
+    parser = ArgumentParser(prog=f"ptdp {verb}", description=description)
     parser.add_class_arguments(ServingOptions, as_group=False)
-    if chats:
-        parser.add_argument("--system", type=str, help="system prompt")
-    parser.add_class_arguments(Sampling if chats else SampleOptions, as_group=False)
+    return parser
+
+
+def parse_serving(
+    parser: ArgumentParser, arguments: list[str]
+) -> tuple[ServingOptions, dict[str, Any]]:
+    """Return the options for model, layout and device, and the other options of the parser."""
     args = vars(
         parser.parse_args([SHORT_OPTIONS.get(argument, argument) for argument in arguments])
     )
-    options = ServingOptions(
-        **{field.name: args.pop(field.name) for field in fields(ServingOptions)}
-    )
+    names = [field.name for field in fields(ServingOptions)]
+    return ServingOptions(**{name: args.pop(name) for name in names}), args
+
+
+def run(verb: str, arguments: list[str]) -> int:
+    """Parse the command line and generate text."""
+    chats = verb == "chat"
+    parser = serving_parser(verb, _DESCRIPTIONS[verb])
+    if chats:
+        parser.add_argument("--system", type=str, help="system prompt")
+    parser.add_class_arguments(Sampling if chats else SampleOptions, as_group=False)
+    options, args = parse_serving(parser, arguments)
 
     from lightning_ptdp.cli.serving import Chat, Continuation, module_of, serve
     from lightning_ptdp.generation.tokenizer_text import find_tokenizer

@@ -31,13 +31,8 @@ from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface, weights_opener
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
-from lightning_ptdp.models import (
-    LitBert,
-    LitCausalLM,
-    LitGPT,
-    LitImageTextToText,
-    LitMaskedLM,
-)
+from lightning_ptdp.models import LitBert, LitGPT
+from lightning_ptdp.models.lit_huggingface import LitHuggingFace
 from lightning_ptdp.strategy.checks.trainer import check_numbers
 
 _KEYWORDS = ("best", "last", "hpc", "registry")
@@ -291,7 +286,7 @@ def _check_sizes(model: LightningModule, datamodule: LightningDataModule | None)
     Raises:
         UserError: A size of the model is too small for the data.
     """
-    if isinstance(model, LitCausalLM | LitImageTextToText | LitMaskedLM):
+    if isinstance(model, LitHuggingFace):
         model.check_data(datamodule)
     config: Any = getattr(model, "config", None)
     for name in _SHARED_SIZES:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias, TypeVar
@@ -21,7 +21,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ptdp.base.signals import handled
 from lightning_ptdp.callbacks.write_samples import on_rank_zero
@@ -148,7 +147,11 @@ def serve(
     )
     with ending_workers(trainer):
         trainer.predict(
-            module, DataLoader(_EmptyDataset()), ckpt_path=ckpt_path, return_predictions=False
+            # Without batches: the callback does all the work.
+            module,
+            iter(()),
+            ckpt_path=ckpt_path,
+            return_predictions=False,
         )
 
 
@@ -218,13 +221,6 @@ def _state(checkpoint: str) -> Mapping[str, Any]:
         raise UserError(
             f"--checkpoint {checkpoint} is not a Lightning checkpoint ({error})"
         ) from error
-
-
-class _EmptyDataset(IterableDataset[object]):
-    """A data set without samples, because the callback does all the work."""
-
-    def __iter__(self) -> Iterator[object]:
-        return iter(())
 
 
 def _timed(

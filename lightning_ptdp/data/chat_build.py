@@ -69,42 +69,25 @@ class ChatConfig(Preparation):
     about: ClassVar[str] = "docstrings"
     """Content of the rows without a path."""
 
-    def find_columns(
-        self, first: Sequence[Mapping[str, Any]], path: str | Sequence[str] | None
-    ) -> Any:
-        """Return the columns that the first rows of a path have.
-
-        Raises:
-            CorpusError: A column is missing.
-        """
-        return self.columns_class.of(
-            dict.fromkeys(name for row in first for name in row),
-            self.columns,
-            where="the standard library" if path is None else f"path={path}",
-        )
-
     def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
         """Yield the rows of a path, or without one those about the standard library."""
         return read_rows(path, split=split)
 
-    def encode(
-        self, form: ChatFormat, columns: Any, row: Mapping[str, Any]
-    ) -> tuple[Any, np.ndarray, list[Any]]:
-        """Return the content of a row, its tokens with their marks, and its images.
+    def content(self, columns: Any, row: Mapping[str, Any]) -> Any:
+        """Return the content of a row, which ``encode`` accepts.
 
         Raises:
             FaultyRow: The row has no usable conversation.
         """
-        conversation = columns.conversation(row)
-        return conversation, mark_sample(*form.encode(conversation)), []
+        return columns.conversation(row)
 
-    def check_row(self, columns: Any, row: Mapping[str, Any]) -> None:
-        """Check the content of a row, without tokens.
+    def encode(self, form: ChatFormat, content: Any) -> tuple[Any, np.ndarray, list[Any]]:
+        """Return what distinguishes a content from others, its tokens with marks, and its images.
 
         Raises:
-            FaultyRow: The row has no usable conversation.
+            FaultyRow: The chat template rejects the content.
         """
-        columns.conversation(row)
+        return content, mark_sample(*form.encode(content)), []
 
     def tokenizer(self) -> HuggingFaceTokenizer:
         """Return the tokenizer of the model.
@@ -156,9 +139,8 @@ class ChatConfig(Preparation):
 
     def files(self) -> list[CorpusFile]:
         """Return the files of all paths, and those inside of folders that ``datasets`` saved."""
-        paths = [path for path, _ in self._sources() if path is not None]
-        files = [file for path in paths for file in chat_files(path)]
-        return [corpus_file for file in files for corpus_file in list_files(file, ("",))]
+        found = chat_files(self.roots) if self.roots else []
+        return [file for path in found for file in list_files(path, ("",))]
 
     def given_tokenizer(self) -> AnyTokenizer | None:
         """Return the tokenizer of the model."""
@@ -174,10 +156,10 @@ class ChatConfig(Preparation):
                     self._check_file(file, split)
 
     def _check_file(self, file: str, split: str) -> None:
-        columns = self.find_columns(list(islice(self.rows(file, split), ROWS_AT_ONCE)), file)
-        for number, row in enumerate(self.rows(file, split), start=1):
+        columns, rows = _numbered_rows(self, file, split)
+        for number, row in rows:
             try:
-                self.check_row(columns, row)
+                self.content(columns, row)
             except FaultyRow as error:
                 raise CorpusError(f"path={file}, row {number}: {error}. {_LEAVE_OUT}") from error
 
@@ -244,17 +226,32 @@ def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
     return chosen
 
 
-def _encoded(
-    config: ChatConfig, path: str | Sequence[str] | None, split: str, faulty: Counter[str]
-) -> Iterator[Encoded]:
-    """Yield the conversation of every row, in the order of the rows."""
+def _numbered_rows(
+    config: ChatConfig, path: str | Sequence[str] | None, split: str
+) -> tuple[Columns, Iterator[tuple[int, dict[str, Any]]]]:
+    """Return the columns that the first rows of a path have, and all rows, counted from 1.
+
+    Raises:
+        CorpusError: There is no row, or a column is missing.
+    """
     rows = config.rows(path, split)
     first = list(islice(rows, ROWS_AT_ONCE))
     if not first:
         raise CorpusError(f"path={path} has no row")
-    columns = config.find_columns(first, path)
-    numbered = enumerate(chain(first, rows), start=1)
-    batches = iter(lambda: list(islice(numbered, ROWS_AT_ONCE)), [])
+    columns = config.columns_class.of(
+        dict.fromkeys(name for row in first for name in row),
+        config.columns,
+        where="the standard library" if path is None else f"path={path}",
+    )
+    return columns, enumerate(chain(first, rows), start=1)
+
+
+def _encoded(
+    config: ChatConfig, path: str | Sequence[str] | None, split: str, faulty: Counter[str]
+) -> Iterator[Encoded]:
+    """Yield the conversation of every row, in the order of the rows."""
+    columns, rows = _numbered_rows(config, path, split)
+    batches = iter(lambda: list(islice(rows, ROWS_AT_ONCE)), [])
     form = config.format_class(
         config.tokenizer(), template=config.chat_template, learn=config.learn
     )
@@ -274,7 +271,7 @@ def _encode(
     samples, reasons = [], []
     for number, row in rows:
         try:
-            content, tokens, images = config.encode(form, columns, row)
+            content, tokens, images = config.encode(form, config.content(columns, row))
         except FaultyRow as error:
             if config.faulty == "error":
                 raise CorpusError(f"path={path}, row {number}: {error}. {_LEAVE_OUT}") from error

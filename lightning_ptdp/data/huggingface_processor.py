@@ -9,16 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_ptdp.base.nested import IMAGE_FIELDS
+from lightning_ptdp.base.nested import IMAGE_FIELDS, images_by_sample
 from lightning_ptdp.data.data_error import TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.image_files import open_image
 
-__all__ = ["HuggingFaceProcessor"]
-
 _SETTINGS = "processor_config.json"
-_PER_SAMPLE = 5
-"""Dimensions of ``pixel_values`` with the samples along dimension 0 (Idefics3)."""
 
 
 class HuggingFaceProcessor(HuggingFaceTokenizer):
@@ -77,7 +73,7 @@ class HuggingFaceProcessor(HuggingFaceTokenizer):
         opened = [[open_image(image) for image in samples[index]] for index in shown]
         output = self.processor(images=opened, return_tensors="pt", padding=True)
         tensors = {name: output[name] for name in IMAGE_FIELDS if name in output}
-        if tensors["pixel_values"].dim() < _PER_SAMPLE or "image_sizes" in tensors:
+        if not images_by_sample(tensors):
             return tensors
         return {
             name: value.new_zeros(len(samples), *value.shape[1:]).index_copy(

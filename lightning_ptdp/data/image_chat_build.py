@@ -29,12 +29,9 @@ from lightning_ptdp.data.conversations import (
 )
 from lightning_ptdp.data.huggingface_processor import HuggingFaceProcessor
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
-from lightning_ptdp.data.image_chat_format import ImageChatFormat
 from lightning_ptdp.data.image_files import absolute, image_size, images_of, open_image
 from lightning_ptdp.data.manifest import Form
 from lightning_ptdp.data.token_store import mark_sample
-
-__all__ = ["ImageChatConfig", "ImageColumns"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +57,48 @@ class ImageColumns(Columns):
                 "an answer, or remove the row"
             )
         return messages
+
+
+class ImageChatFormat(ChatFormat):
+    """Conversion of conversations with images.
+
+    The chat template writes one place for each image. The processor's text for the image, with as
+    many image tokens as the model computes features, then replaces the place::
+
+        of the template   <user><image>What?<assistant>A cat.<end>
+        with the images   <user><image><image><image><image>What?<assistant>A cat.<end>
+
+    The arguments are those of ``ChatFormat``, with a ``HuggingFaceProcessor`` as tokenizer.
+    """
+
+    # They are positions in the text before images replace their places.
+    reads_marks: ClassVar[bool] = False
+
+    def _compared(self, conversation: Conversation, text: str) -> tuple[np.ndarray, np.ndarray]:
+        processor, images = self._processor.processor, images_of(conversation)
+        parts = text.split(processor.image_token)
+        if len(parts) != len(images) + 1:
+            raise FaultyRow(
+                f"it has {len(images)} images, but the text of the chat template has "
+                f"{len(parts) - 1} places for them. Use a template that writes every image, and "
+                f"texts without {processor.image_token}"
+            )
+        spelled = ["", *self._processor.spelled(images)]
+
+        def expanded(prefix: str) -> str:
+            pieces = prefix.split(processor.image_token)
+            return "".join(new + piece for new, piece in zip(spelled, pieces, strict=False))
+
+        answers = [
+            (len(expanded(text[:start])), len(expanded(text[:stop])))
+            for start, stop in self._answers(conversation, text)
+        ]
+        # As in the processor: a template that writes the first token has written all of them.
+        bos = self._tokenizer.bos_token
+        ids, learned = self._masked(
+            expanded(text), answers, add_special_tokens=not (bos and text.startswith(bos))
+        )
+        return ids, learned & ~np.isin(ids, processor.image_token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,29 +131,24 @@ class ImageChatConfig(ChatConfig):
             for row in read_rows(str(file), split=split):
                 yield absolute(row, folder)
 
-    def check_row(self, columns: Any, row: Mapping[str, Any]) -> None:
-        """Check the messages of a row and its images."""
-        self._checked_images(columns.conversation(row))
-
-    def encode(
-        self, form: ChatFormat, columns: Any, row: Mapping[str, Any]
-    ) -> tuple[Any, np.ndarray, list[Any]]:
-        """Return the content of a row, its tokens with their marks, and its images with sizes."""
-        conversation = columns.conversation(row)
-        images = self._checked_images(conversation)
-        # Equal conversations are equal in any folder.
-        texts = [[message["role"], texts_of(message["content"])] for message in conversation]
-        content = [texts, [Path(image).name for image in images]]
-        tokens = mark_sample(*form.encode(conversation))
-        return content, tokens, [[image, image_size(image)] for image in images]
-
-    def _checked_images(self, conversation: Conversation) -> list[str]:
+    def content(self, columns: Any, row: Mapping[str, Any]) -> Conversation:
+        """Return the messages of a row, whose images exist and are not too many."""
+        conversation: Conversation = columns.conversation(row)
         images = images_of(conversation)
         if self.max_images is not None and len(images) > self.max_images:
             raise FaultyRow(f"it has {len(images)} images, more than max_images={self.max_images}")
         for image in images:
             open_image(image, decode=False)
-        return images
+        return conversation
+
+    def encode(self, form: ChatFormat, content: Any) -> tuple[Any, np.ndarray, list[Any]]:
+        """Return the texts and names of images, the tokens with marks, and the images with sizes."""
+        images = images_of(content)
+        # Equal conversations are equal in any folder.
+        texts = [[message["role"], texts_of(message["content"])] for message in content]
+        names = [Path(image).name for image in images]
+        tokens = mark_sample(*form.encode(content))
+        return [texts, names], tokens, [[image, image_size(image)] for image in images]
 
 
 def _parts(content: object, number: int) -> list[dict[str, Any]]:

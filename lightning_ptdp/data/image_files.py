@@ -10,8 +10,6 @@ from typing import Any
 
 from lightning_ptdp.data.conversations import Conversation, FaultyRow
 
-__all__ = ["absolute", "image_size", "images_of", "open_image"]
-
 _KEYS = ("path", "image", "url")
 _INLINE = "data:image/"
 

@@ -14,12 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ptdp.base.nested import IMAGE_FIELDS, Nested
-
-__all__ = ["holds_images", "split_images"]
-
-_PER_SAMPLE = 5
-"""Dimensions of images with the samples along dimension 0."""
+from lightning_ptdp.base.nested import IMAGE_FIELDS, Nested, images_by_sample
 
 
 def holds_images(batch: Nested) -> bool:
@@ -48,18 +43,20 @@ def split_images(
     tokens = (batch["input_ids"] == image_token).sum(1).tolist()
     samples = [0, *accumulate(sizes)]
     pixels, images = samples, samples
-    if batch["pixel_values"].dim() < _PER_SAMPLE or "image_sizes" in batch:
+    if not images_by_sample(batch):
         pixels, images = _ends(batch, [sum(tokens[:end]) for end in samples])
-    parts: list[dict[str, Tensor | None]] = []
-    for index, (start, stop) in enumerate(pairwise(samples)):
-        has_images = any(tokens[start:stop])
-        part: dict[str, Tensor | None] = {}
-        for name in IMAGE_FIELDS:
-            if isinstance(batch.get(name), Tensor):
-                ends = pixels if name == "pixel_values" else images
-                part[name] = batch[name][slice(*ends[index : index + 2])] if has_images else None
-        parts.append(part)
-    return parts
+    ends = {
+        name: pixels if name == "pixel_values" else images
+        for name in IMAGE_FIELDS
+        if isinstance(batch.get(name), Tensor)
+    }
+    return [
+        {
+            name: batch[name][rows[index] : rows[index + 1]] if any(tokens[start:stop]) else None
+            for name, rows in ends.items()
+        }
+        for index, (start, stop) in enumerate(pairwise(samples))
+    ]
 
 
 def _ends(batch: Mapping[str, Any], tokens: Sequence[int]) -> tuple[list[int], list[int]]:

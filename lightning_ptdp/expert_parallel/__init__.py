@@ -6,7 +6,7 @@ back (arXiv 2006.16668, section 3.2). There is no capacity limit, so no token is
 2211.15841).
 """
 
-from lightning_ptdp.expert_parallel.dispatch import Dispatched, dispatch
+from lightning_ptdp.expert_parallel.dispatch import Dispatched, HostNumbers, dispatch
 from lightning_ptdp.expert_parallel.grouped_products import (
     inner_parts,
     inner_width,
@@ -16,6 +16,7 @@ from lightning_ptdp.expert_parallel.grouped_products import (
 
 __all__ = [
     "Dispatched",
+    "HostNumbers",
     "dispatch",
     "inner_parts",
     "inner_width",

@@ -10,7 +10,9 @@ Each way is one all-to-all of uneven sizes; the backward runs from bottom to top
     weighted sum of k
 
 The host must know the number of rows per rank and expert before it can request them. This costs one
-device synchronization per layer. The faults of a router are read in the same synchronization.
+device synchronization per layer, which a recomputation does not repeat (``HostNumbers``). The
+faults of a router are read in the same synchronization. One rank alone (e = 1) needs no number; on
+a GPU, the device itself then checks for faults.
 
 Reordered rows are always gathered, in the backward too; no scatter with addition is used.
 
@@ -27,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ptdp.shims.torch import assert_on_device
 from lightning_ptdp.world.mesh import Group
 
 
@@ -41,6 +44,29 @@ class Faults:
 
     nowhere: int
     not_finite: int
+
+
+@dataclass
+class HostNumbers:
+    """Numbers that the host reads from the device.
+
+    Attributes:
+        kept: List to which every reading is added; None: readings are not kept.
+        known: Readings of the same forward, which are returned in place of new ones; None: numbers
+            are read.
+    """
+
+    kept: list[list[int]] | None = None
+    known: list[list[int]] | None = None
+
+    def read(self, numbers: Tensor) -> list[int]:
+        """Return the values of an integer tensor."""
+        if self.known is not None:
+            return self.known.pop(0)
+        values: list[int] = numbers.tolist()
+        if self.kept is not None:
+            self.kept.append(values)
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,25 +88,28 @@ class Dispatched:
     Attributes:
         rows_rh: (r, h), sorted by expert, and for each expert in the order of the sending ranks.
         counts: (E/e,) int64, number of rows of each local expert.
-        sizes: The same numbers on the host.
         faults: Faults of the local router. Rows of choices that do not exist were sent to the last
             expert.
     """
 
     rows_rh: Tensor
     counts: Tensor
-    sizes: list[int]
     faults: Faults
     going: _Order
     arrived: _Order | None
     sent: list[int]
     received: list[int]
     group: Group
+    known_sizes: list[int] | None = None
+
+    def sizes(self) -> list[int]:
+        """Return ``counts`` on the host. If e = 1, this waits for the device."""
+        return self.counts.tolist() if self.known_sizes is None else self.known_sizes
 
     @property
     def experts_r(self) -> Tensor:
         """Return the local expert of each row, (r,) int64."""
-        experts = torch.arange(len(self.sizes), device=self.counts.device)
+        experts = torch.arange(self.counts.numel(), device=self.counts.device)
         return experts.repeat_interleave(self.counts, output_size=self.rows_rh.size(0))
 
     def combine(self, outputs_rh: Tensor, weights_nk: Tensor) -> Tensor:
@@ -96,7 +125,13 @@ class Dispatched:
 
 
 def dispatch(
-    x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *, num_experts: int, group: Group
+    x_nh: Tensor,
+    index_nk: Tensor,
+    weights_nk: Tensor,
+    *,
+    num_experts: int,
+    group: Group,
+    numbers: HostNumbers | None = None,
 ) -> Dispatched:
     """Send each token to the ranks of its experts; collective, forward and backward.
 
@@ -107,6 +142,7 @@ def dispatch(
         num_experts: E, a multiple of the group's size; the group's i-th rank holds the i-th part of
             them.
         group: e ranks.
+        numbers: Reads the sizes.
     """
     chosen = index_nk.reshape(-1)
     exists = (chosen >= 0) & (chosen < num_experts)
@@ -119,25 +155,35 @@ def dispatch(
     counts = torch.zeros(num_experts, dtype=torch.int64, device=x_nh.device).scatter_add_(
         0, chosen, torch.ones_like(chosen)
     )
-    received_counts = counts
-    if group.size > 1:
-        received_counts = torch.empty_like(counts)
-        dist.all_to_all_single(received_counts, counts, group=group.handle)
     wrong = torch.stack([(~exists).sum(), (~weights_nk.isfinite()).sum()])
-    *numbers, nowhere, not_finite = torch.cat([counts, received_counts, wrong]).tolist()
+    if group.size == 1:
+        return Dispatched(
+            rows_rh=_Take.apply(x_nh, going, index_nk.size(1)),
+            counts=counts,
+            faults=_checked(wrong),
+            going=going,
+            arrived=None,
+            sent=[],
+            received=[],
+            group=group,
+        )
+    received_counts = torch.empty_like(counts)
+    dist.all_to_all_single(received_counts, counts, group=group.handle)
+    read = (numbers or HostNumbers()).read
+    *both, nowhere, not_finite = read(torch.cat([counts, received_counts, wrong]))
     num_local = num_experts // group.size
-    halves = _halves(numbers)
+    halves = _halves(both)
     sent, received = (
         [sum(half[start : start + num_local]) for start in range(0, num_experts, num_local)]
         for half in halves
     )
     rows = _exchange(_Take.apply(x_nh, going, index_nk.size(1)), sent, received, group)
     received_counts = received_counts.view(group.size, num_local)
-    arrived = _by_expert(received_counts, sum(received)) if min(received_counts.shape) > 1 else None
+    arrived = _by_expert(received_counts, sum(received)) if num_local > 1 else None
     return Dispatched(
         rows_rh=_reordered(rows, arrived),
         counts=received_counts.sum(0),
-        sizes=[sum(halves[1][expert::num_local]) for expert in range(num_local)],
+        known_sizes=[sum(halves[1][expert::num_local]) for expert in range(num_local)],
         faults=Faults(nowhere=nowhere, not_finite=not_finite),
         going=going,
         arrived=arrived,
@@ -145,6 +191,18 @@ def dispatch(
         received=received,
         group=group,
     )
+
+
+def _checked(wrong: Tensor) -> Faults:
+    """Return the faults on a CPU; elsewhere let the device check for them."""
+    if wrong.device.type == "cpu":
+        nowhere, not_finite = wrong.tolist()
+        return Faults(nowhere=nowhere, not_finite=not_finite)
+    assert_on_device(
+        wrong.sum() == 0,
+        "a router chose an expert that does not exist, or a weight that is not finite",
+    )
+    return Faults(nowhere=0, not_finite=0)
 
 
 def _halves(numbers: list[int]) -> tuple[list[int], list[int]]:

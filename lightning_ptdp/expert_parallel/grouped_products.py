@@ -6,6 +6,7 @@ experts, as transformers' modules do, no rows need to be sorted or selected here
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def usual_output(
     module: Any,
     rows_rh: Tensor,
     *,
-    sizes: list[int],
+    sizes: Callable[[], list[int]],
     ends: Tensor,
     adds_bias: bool = True,
     dtype: torch.dtype | None = None,
@@ -69,7 +70,7 @@ def usual_output(
     Args:
         module: The module of experts.
         rows_rh: Rows, sorted by expert.
-        sizes: Number of rows of each expert.
+        sizes: Returns the number of rows of each expert.
         ends: (experts,) int32 on the rows' device, end of each expert's rows.
         adds_bias: Whether the bias of the last product is added.
         dtype: Dtype of the products; None: the weights' dtype.
@@ -84,7 +85,7 @@ def _linear(
     module: Any,
     name: str,
     x: Tensor,
-    sizes: list[int],
+    sizes: Callable[[], list[int]],
     ends: Tensor,
     has_bias: bool,
     dtype: torch.dtype | None,
@@ -98,5 +99,5 @@ def _linear(
         return output
     counts = ends.diff(prepend=ends.new_zeros(1))
     return output + getattr(module, f"{name}_bias").to(output.dtype).repeat_interleave(
-        counts, dim=0, output_size=sum(sizes)
+        counts, dim=0, output_size=output.size(0)
     )

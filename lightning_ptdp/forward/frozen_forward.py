@@ -54,7 +54,7 @@ def frozen_forward(
 
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Set a module to evaluation mode within the context."""
+    """Set all modules to evaluation mode inside, and restore their modes afterwards."""
     training = [child for child in module.modules() if child.training]
     module.eval()
     try:
@@ -88,12 +88,10 @@ def initial_values(module: Any) -> Within:
 
     @contextlib.contextmanager
     def exchanged() -> Any:
-        with torch.no_grad():
-            exchange()
+        exchange()
         try:
             yield
         finally:
-            with torch.no_grad():
-                exchange()
+            exchange()
 
     return exchanged

@@ -7,14 +7,16 @@ same in every block, but on any other callable's identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from lightning_ptdp.forward.surroundings import Surroundings
+
+_Kind = TypeVar("_Kind", bound="OwnForward")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,6 +71,16 @@ def give_back_forwards(module: nn.Module, *kinds: type[OwnForward]) -> None:
             del vars(child)["forward"]
             if replacement.replaced is not None:
                 vars(child)["forward"] = replacement.replaced
+
+
+def replacements(module: nn.Module, kind: type[_Kind]) -> Iterator[_Kind]:
+    """Yield the replaced forwards of ``kind`` in ``module``, those under others included."""
+    for child in module.modules():
+        own = _own(child)
+        while own is not None:
+            if isinstance(own, kind):
+                yield own
+            own = getattr(own.replaced, "__self__", None)
 
 
 def _own(module: nn.Module) -> OwnForward | None:

@@ -54,9 +54,9 @@ def score(
                 disable=rank_zero_only.rank != 0 or None,  # None: only on a terminal
             )
         ]
-    values = torch.cat(results).view(-1, 2).tolist()
-    found = dict(zip(order, values, strict=True))
-    return [(found[index][0], bool(found[index][1])) for index in range(len(rows))]
+    values = torch.empty(len(rows), 2)
+    values[order] = torch.cat(results).view(-1, 2).cpu()
+    return [(log_likelihood, bool(hit)) for log_likelihood, hit in values.tolist()]
 
 
 def _score_batch(model: nn.Module, rows: Sequence[Row], run: RunningModel) -> Tensor:

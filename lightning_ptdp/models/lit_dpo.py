@@ -93,9 +93,7 @@ class LitDPO(LitCausalLM):
         self.beta = beta
         self.label_smoothing = label_smoothing
         self.reference = reference
-        self.save_hyperparameters(
-            {"beta": beta, "label_smoothing": label_smoothing, "reference": reference}
-        )
+        self.save_hyperparameters("beta", "label_smoothing", "reference")
         # a resumed training still needs the values from before
         self.needs_initial_values = reference != "adapters_off"
         self.over_tokens = SequenceSum()
@@ -160,7 +158,7 @@ class LitDPO(LitCausalLM):
     def _precompute(self) -> None:
         """Compute the log-probabilities of all pairs, each on one replica; collective."""
         datamodule: Any = getattr(self.trainer, "datamodule", None)
-        self._check_numbered(datamodule)
+        self.check_data(datamodule)
         strategy = self.trainer.strategy
         for split, loader in datamodule.numbered_pairs().items():
             size = len(loader.stream)
@@ -182,9 +180,6 @@ class LitDPO(LitCausalLM):
             ValueError: The data do not fit the model, or do not number their pairs.
         """
         super().check_data(datamodule)
-        self._check_numbered(datamodule)
-
-    def _check_numbered(self, datamodule: object) -> None:
         if self.reference == "precomputed" and not hasattr(datamodule, "numbered_pairs"):
             raise ValueError(
                 f"reference='precomputed' needs a PreferenceDataModule, not "
@@ -201,9 +196,7 @@ class LitDPO(LitCausalLM):
         """Add the reference's log-probabilities to the batch."""
         self._add_reference(batch, batch_idx)
 
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add the reference's log-probabilities to the batch."""
-        self._add_reference(batch, batch_idx)
+    on_test_batch_start = on_validation_batch_start
 
     def _add_reference(
         self, batch: MutableMapping[str, Tensor], batch_idx: int, split: str = "validation"
@@ -232,30 +225,12 @@ class LitDPO(LitCausalLM):
 
         ``chosen_logps`` and ``rejected_logps`` are (b) float32.
         """
-        logps, _ = self._answer_logps(batch)
-        return {f"{name}_logps": part for name, part in zip(_ANSWERS, logps, strict=True)}
+        losses_2b = self.token_losses(batch)
+        return {f"{name}_logps": -part for name, part in zip(_ANSWERS, losses_2b, strict=True)}
 
     def summarize_predictions(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the result of ``predict_step``."""
         return dict(outputs)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the mean loss and the number of pairs.
-
-        The number has the name ``num_tokens``, which weights microbatches and replicas.
-        """
-        logps, balance = self._answer_logps(batch)
-        return self.with_balance(self._preference_loss(logps, batch, "train"), balance)
-
-    def validation_step(
-        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
-    ) -> dict[str, Tensor]:
-        """Return the mean loss and the number of pairs, as ``training_step``."""
-        return self._preference_loss(self._answer_logps(batch)[0], batch, "val")
-
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Return the mean loss and the number of pairs, as ``training_step``."""
-        return self._preference_loss(self._answer_logps(batch)[0], batch, "test")
 
     def on_validation_batch_end(
         self, outputs: Any, batch: Batch, batch_idx: int, dataloader_idx: int = 0
@@ -270,8 +245,8 @@ class LitDPO(LitCausalLM):
         sequences = 2 * super().flops_per_sample(sequence_length)
         return sequences if self.reference == "precomputed" else sequences * 4 // 3
 
-    def _answer_logps(self, batch: Batch) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return the log-probabilities of chosen and rejected answers, and a balancing loss.
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the negative log-probabilities (2, b) of the answers, and a balancing loss.
 
         One forward computes both: under a pipeline, a step calls the model once.
         """
@@ -279,15 +254,25 @@ class LitDPO(LitCausalLM):
             "input_ids": torch.cat([batch[f"{name}_ids"] for name in _ANSWERS]),
             "labels": torch.cat([batch[f"{name}_labels"] for name in _ANSWERS]),
         }
-        losses, balance = self._losses(both)
-        return (-self.over_tokens(losses)).chunk(2), balance
+        losses, balance = super()._losses(both)
+        return self.over_tokens(losses).view(2, -1), balance
 
-    def _preference_loss(
-        self, logps: tuple[Tensor, ...], batch: Batch, stage: str
+    def mean_loss(
+        self, losses_bs: Tensor, batch: Batch, name: str, *, sync_dist: bool = False
     ) -> dict[str, Tensor]:
+        """Return the mean loss and the number of pairs, and log the rewards.
+
+        The number has the name ``num_tokens``, which weights microbatches and replicas.
+
+        Args:
+            losses_bs: Negative log-probabilities of the answers, (2, b).
+            batch: The batch, with the reference's log-probabilities.
+            name: Name of the loss in the log.
+            sync_dist: True in evaluation.
+        """
         chosen, rejected = (
-            self.beta * (policy - batch[name])
-            for policy, name in zip(logps, _REFERENCES, strict=True)
+            -self.beta * (losses + batch[reference])
+            for losses, reference in zip(losses_bs, _REFERENCES, strict=True)
         )
         margins = chosen - rejected
         losses = -F.logsigmoid(margins)
@@ -303,17 +288,16 @@ class LitDPO(LitCausalLM):
             return torch.where(counted, values, 0.0).sum() / count.clamp(min=1)
 
         loss = mean(losses)
-        training = stage == "train"
         log = partial(
-            self.log, sync_dist=not training, batch_size=None if training else counted.numel()
+            self.log, sync_dist=sync_dist, batch_size=counted.numel() if sync_dist else None
         )
-        log(f"{stage}_loss", loss, prog_bar=True)
-        prefix = "" if training else f"{stage}_"
-        for name, values in (
+        log(name, loss, prog_bar=True)
+        prefix = name.removesuffix("loss") if sync_dist else ""
+        for reward, values in (
             ("chosen", chosen),
             ("rejected", rejected),
             ("margins", margins),
             ("accuracies", (margins > 0).to(margins.dtype)),
         ):
-            log(f"{prefix}rewards/{name}", mean(values.detach()))
+            log(f"{prefix}rewards/{reward}", mean(values.detach()))
         return {"loss": loss, "num_tokens": count}

@@ -43,8 +43,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DEFAULT_OPTIMIZER = AdamWConfig()
 
 
-class _LitHuggingFace(LitTokens):
-    """Common base of both classes; ``LitCausalLM`` documents the arguments."""
+class LitHuggingFace(LitTokens):
+    """Common base of the classes below; ``LitCausalLM`` documents the arguments."""
 
     _auto_class: ClassVar[str]
     _classes: ClassVar[str]
@@ -72,11 +72,11 @@ class _LitHuggingFace(LitTokens):
                 "not both"
             )
         self.path = os.fspath(path) if path is not None else None
-        self.pretrained, self.dtype_name, self.attention = pretrained, dtype, attention
-        self._sizes, self._weights = (
-            self._described(config) if config is not None else None,
-            self.path if pretrained else None,
-        )
+        self.pretrained = pretrained
+        self.dtype_name = dtype
+        self.attention = attention
+        self._sizes = None if config is None else self._described(config)
+        self._weights = self.path if pretrained else None
         self.adapter = as_lora(adapter)
         # with an adapter, a checkpoint has only what is trained
         self.strict_loading = self.adapter is None
@@ -103,11 +103,9 @@ class _LitHuggingFace(LitTokens):
         """
         if self.model is not None:
             return
-        transformers = import_optional("transformers")
-
         config = self._model_config()
         config.use_cache = False
-        kind = getattr(transformers, self._auto_class)
+        kind = self._transformers_class()
         options = {
             "dtype": _dtype(self.dtype_name, config),
             "attn_implementation": self.attention or self._attention(config),
@@ -147,19 +145,15 @@ class _LitHuggingFace(LitTokens):
                 )
 
     def _check_adapter(self, adapter: LoraOptions) -> None:
-        transformers = import_optional("transformers")
+        kind = self._transformers_class()
+        adapter.check(without_values(kind, self._model_config(), said=self._said))
 
-        adapter.check(
-            without_values(
-                getattr(transformers, self._auto_class), self._model_config(), said=self._said
-            )
-        )
+    def _transformers_class(self) -> Any:
+        return getattr(import_optional("transformers"), self._auto_class)
 
     def _kind(self, config: Any) -> Any:
         """Return the class of the model; None if transformers has none for this task."""
-        transformers = import_optional("transformers")
-
-        return getattr(transformers, self._classes).get(type(config), None)
+        return getattr(import_optional("transformers"), self._classes).get(type(config), None)
 
     def _attention(self, config: Any) -> str:
         kind = self._kind(config)
@@ -214,11 +208,9 @@ class _LitHuggingFace(LitTokens):
         return self._operations.of(sequence_length)
 
     def _build_eager(self) -> Any:
-        transformers = import_optional("transformers")
-
         config = self._model_config()
         config.use_cache = False
-        model = getattr(transformers, self._auto_class).from_config(
+        model = self._transformers_class().from_config(
             config, attn_implementation="eager", trust_remote_code=False
         )
         if self.adapter is not None:
@@ -277,12 +269,9 @@ class _LitHuggingFace(LitTokens):
                 "the checkpoint has all weights, but no adapters. Convert it to a folder "
                 "(ptdp convert), and train adapters on that folder (model.path)"
             )
-        for name in (
-            [name for name in current if name not in ("dropout", "init")]
-            if saved and current
-            else ()
-        ):
-            if _listed(value := saved.get(name, current[name])) != _listed(current[name]):
+        for name in current if saved and current else ():
+            value = saved.get(name, current[name])
+            if name not in ("dropout", "init") and _listed(value) != _listed(current[name]):
                 raise ValueError(
                     f"the checkpoint has adapter.{name}={value}, but this training has "
                     f"{current[name]}. Set it as in the checkpoint"
@@ -348,7 +337,7 @@ class _LitHuggingFace(LitTokens):
         return losses.view(labels.shape), getattr(output, "aux_loss", None)
 
 
-class LitCausalLM(_LitHuggingFace):
+class LitCausalLM(LitHuggingFace):
     """Language modelling with any ``AutoModelForCausalLM``, which is called unmodified.
 
     A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64, optionally
@@ -389,7 +378,7 @@ class LitCausalLM(_LitHuggingFace):
     _inputs = ("input_ids", "position_ids")
 
 
-class LitImageTextToText(_LitHuggingFace):
+class LitImageTextToText(LitHuggingFace):
     """Language modelling with images, with any ``AutoModelForImageTextToText``.
 
     A batch has ``input_ids`` and ``labels`` as for ``LitCausalLM``, and the other tensors of the
@@ -434,7 +423,7 @@ class LitImageTextToText(_LitHuggingFace):
         super()._inject(model, adapter)
 
 
-class LitMaskedLM(_LitHuggingFace):
+class LitMaskedLM(LitHuggingFace):
     """Prediction of masked tokens with any ``AutoModelForMaskedLM``.
 
     A batch is a mapping with ``input_ids`` and ``labels`` (b, s) int64, optionally

@@ -172,36 +172,46 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def grouped_product(
-    x: torch.Tensor, matrices: torch.Tensor, *, sizes: list[int], ends: torch.Tensor
+    x: torch.Tensor, matrices: torch.Tensor, *, sizes: Callable[[], list[int]], ends: torch.Tensor
 ) -> torch.Tensor:
     """Return the products of consecutive rows of ``x`` (r, i) with ``matrices`` (E, i, o).
 
-    torch's grouped product is used if it accepts these. Otherwise the products are computed one
+    torch's grouped kernel is used if it has one for these. Otherwise the products are computed one
     after the other.
 
     Args:
         x: The rows.
         matrices: The matrices, or a view with the last two dimensions exchanged.
-        sizes: Number of rows of each matrix.
+        sizes: Returns the number of rows of each matrix, which the grouped kernel does not need.
         ends: (E,) int32 on the device, end of each matrix's rows.
     """
     if x.size(0) and _has_grouped_kernel(x, matrices):
         return nn.functional.grouped_mm(x, matrices, offs=ends)
-    product: torch.Tensor = _ProductsInTurn.apply(x, matrices, sizes)
+    product: torch.Tensor = _ProductsInTurn.apply(x, matrices, sizes())
     return product
 
 
 def _has_grouped_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Return True if torch's grouped kernel accepts these tensors.
+    """Return True if torch has a grouped kernel for these tensors.
 
-    It needs single or half precision, rows of whole 16 bytes, and on CUDA Ampere or later."""
+    It needs single or half precision and rows of whole 16 bytes, on CUDA bfloat16 and Hopper or
+    Blackwell. For others torch computes the products in turn too, but first reads ``ends``."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or any(
         size * x.element_size() % 16 for size in matrices.shape[1:]
     ):
         return False
     return x.device.type == "cpu" or (
-        x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        x.is_cuda
+        and x.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
     )
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """End the program if ``condition`` is False, without waiting for the device.
+
+    On a GPU the error has no traceback to this call; CUDA prints ``message``."""
+    torch._assert_async(condition, message)
 
 
 class _ProductsInTurn(torch.autograd.Function):

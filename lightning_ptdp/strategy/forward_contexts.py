@@ -24,6 +24,7 @@ from lightning_ptdp.schedule.generators import may_split_backward
 from lightning_ptdp.tensor_parallel import SplitRandomness
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 from lightning_ptdp.tensor_parallel.region import is_whole
+from lightning_ptdp.tensor_parallel.sharded_experts import ReadOnce
 from lightning_ptdp.world.mesh import ProcessMesh
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head")
@@ -53,6 +54,8 @@ def make_surroundings(
     entries: list[Surrounding] = [*shards, _step_randomness(config, mesh, parallel, device)]
     if may_split_backward(config.schedule):
         entries.append(WeightGradients())
+    if config.recompute in ("full", "selective") and mesh.group("expert").size > 1:
+        entries.append(ReadOnce())
     if context.size > 1:
         sliced = ContextParallel(
             group=context,

@@ -34,12 +34,11 @@ from lightning_ptdp.shims.lightning import (
 )
 from lightning_ptdp.strategy.auto import chosen_layout, report_forecast, wants_choice
 from lightning_ptdp.strategy.checks import (
-    check_data,
     check_first_batch,
     check_initial_weights,
     check_model,
-    check_packing,
     check_save_hook,
+    check_source,
     check_trainer,
     warn_of_objects,
 )
@@ -146,8 +145,7 @@ class _PTDPStrategy(SetupHooks):
             ):
                 check_save_hook(self.lightning_module)
         for source in sources:
-            check_data(source, self.config, self.layout)
-            check_packing(self.lightning_module, source, self.config)
+            check_source(self.lightning_module, source, self.config, self.layout)
         if self.starts_all_ranks and not self.model_space.is_cut:
             check_first_batch(
                 trainer,
@@ -188,8 +186,7 @@ class _PTDPStrategy(SetupHooks):
         convert = replacing(self.precision_plugin, self._names)
         self._known_parts = check_model(lightning_module, self.config, self.layout, convert=convert)
         if datamodule is not None:
-            check_data(datamodule, self.config, self.layout)
-            check_packing(lightning_module, datamodule, self.config)
+            check_source(lightning_module, datamodule, self.config, self.layout)
 
     def summary(self) -> StrategySummary:
         """Return a summary of the layout; collective, after ``setup``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,14 +11,49 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.expert_parallel import Dispatched, dispatch, stores_as_usual, usual_output
+from lightning_ptdp.expert_parallel import (
+    Dispatched,
+    HostNumbers,
+    dispatch,
+    stores_as_usual,
+    usual_output,
+)
 from lightning_ptdp.forward.matrix_product import autocast_dtype
-from lightning_ptdp.forward.own_forward import OwnForward
+from lightning_ptdp.forward.own_forward import OwnForward, replacements
+from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.tensor_parallel.collectives import copy, join_sequence, reduce, split_sequence
 from lightning_ptdp.world.mesh import Group
 
 _GROUPED = "grouped_mm"
 """The default one of transformers' implementations of experts."""
+
+
+class ReadOnce(Surrounding):
+    """Surrounding in which a recomputation uses the numbers that its forward has read."""
+
+    def __init__(self) -> None:
+        self._numbers: list[HostNumbers] = []
+
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        """Find the experts of this rank."""
+        self._numbers = [found.numbers for found in replacements(module, ExpertsForward)]
+        return super().attach(module)
+
+    def recomputation(self, forward: Forward) -> Contexts | None:
+        """Keep the numbers in the forward, and use them in the recomputation."""
+        kept: list[list[list[int]]] = [[] for _ in self._numbers]
+        return self._with(kept=kept), self._with(known=kept)
+
+    @contextlib.contextmanager
+    def _with(self, **readings: Sequence[list[list[int]]]) -> Iterator[None]:
+        for name, lists in readings.items():
+            for numbers, values in zip(self._numbers, lists, strict=True):
+                setattr(numbers, name, values)
+        try:
+            yield
+        finally:
+            for numbers in self._numbers:
+                numbers.kept = numbers.known = None
 
 
 class ExpertError(PTDPError, ValueError):
@@ -40,6 +77,7 @@ class ExpertsForward(OwnForward):
         group: The ranks over which the experts are distributed.
         tensor: The tensor group.
         splits_experts: True if each tensor-parallel rank holds a part of every expert.
+        numbers: Reads the sizes of what is sent.
     """
 
     name: str
@@ -47,6 +85,7 @@ class ExpertsForward(OwnForward):
     group: Group
     tensor: Group = field(default_factory=Group)
     splits_experts: bool = False
+    numbers: HostNumbers = field(default_factory=HostNumbers)
 
     def __call__(
         self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *args: Any, **kwargs: Any
@@ -58,7 +97,9 @@ class ExpertsForward(OwnForward):
             local = [copy(x_nh, self.tensor), index_nk, copy(weights_nk, self.tensor)]
         else:
             local = [self._own(x) for x in (x_nh, index_nk, weights_nk)]
-        routed = dispatch(*local, num_experts=self.num_experts, group=self.group)
+        routed = dispatch(
+            *local, num_experts=self.num_experts, group=self.group, numbers=self.numbers
+        )
         self._check(routed)
         y_nh = routed.combine(self._experts(routed), local[2])
         y_nh = (

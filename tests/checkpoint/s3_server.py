@@ -15,8 +15,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import s3fs
-
 BUCKET = "bucket"
 SECRET = "secret-of-the-test"
 SETTINGS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_DEFAULT_REGION")
@@ -74,6 +72,8 @@ def serving() -> Iterator[Server]:
             os.environ.update(
                 zip(SETTINGS, ("key-of-the-test", SECRET, url, "us-east-1"), strict=True)
             )
+            import s3fs
+
             s3fs.S3FileSystem(skip_instance_cache=True).mkdir(BUCKET)
             yield Server(url)
         finally:

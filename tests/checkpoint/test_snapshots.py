@@ -114,6 +114,7 @@ def snapshots(shm: Path) -> list[str]:
     return sorted(path.name for path in shm.glob("*/*/step-*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("resumed", LAYOUTS)
 @pytest.mark.parametrize("lost", ["d2", "p2v2"])
 def test_restart_continues_from_newest_step_in_any_layout(

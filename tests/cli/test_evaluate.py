@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lightning.pytorch as pl
 import pytest
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
 
-from lightning_ptdp.cli import harness, main, serving
+from lightning_ptdp.cli import main, serving
 from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import GPTConfig, LitGPT
 from lightning_ptdp.models.tiny import make_tiny
@@ -74,12 +71,13 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
     """Run ``ptdp evaluate`` and return its exit code, stdout and stderr."""
+    from lm_eval.tasks import TaskManager
 
     def known(include_path: str | None = None, include_defaults: bool = True) -> TaskManager:
         return TaskManager(include_path=include_path, include_defaults=False)
 
     # The index of the harness's own tasks takes 20 s.
-    monkeypatch.setattr(harness, "TaskManager", known)
+    monkeypatch.setattr("lightning_ptdp.cli.harness.TaskManager", known)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -120,6 +118,9 @@ def make_gpt(folder: Path, prepared: Path) -> tuple[Path, Path]:
 def test_results_equal_harness_on_exported_folder(
     said: Said, tasks: Path, tmp_path: Path, prepared: Path, make: Any
 ) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     checkpoint, exported = make(tmp_path, prepared)
     theirs = simple_evaluate(
         "hf",
@@ -178,7 +179,7 @@ def test_impossible_task_is_refused_before_launch(
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(serving, "serve", launched)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     remote = tmp_path / "remote"
     remote.mkdir()

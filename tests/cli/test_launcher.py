@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from lightning_ptdp.checkpoint import read_metadata
 from tests.processes import run
@@ -154,6 +153,8 @@ def test_kubernetes_job_fits_schema_of_kubeflow(ptdp: Run) -> None:
     )
     assert code == 0, err
     made = yaml.safe_load(out)
+    from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
     job = TrainerV1alpha1TrainJob.from_dict(made)
     assert job is not None and job.to_dict() == made, "a field is unknown"
     assert (job.metadata.name, job.spec.runtime_ref.name) == ("gpt-124m", "torch-distributed")

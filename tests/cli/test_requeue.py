@@ -79,6 +79,7 @@ def _job(rank: int, config: str, folder: str, restarts: int, signalled: bool) ->
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+@pytest.mark.thorough
 def test_early_signal_requeues_job_that_resumes_bitwise_equal(
     pool: Pool, config: str, tmp_path: Path
 ) -> None:

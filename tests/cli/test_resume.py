@@ -170,6 +170,7 @@ def test_requeued_job_is_detected_by_restart_count(monkeypatch: pytest.MonkeyPat
     assert was_requeued()
 
 
+@pytest.mark.thorough
 def test_second_experiment_in_folder_starts_afresh_and_reports(
     ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +214,7 @@ def test_second_experiment_in_folder_starts_afresh_and_reports(
     assert read_metadata(third).run["started_from"] == str(left)
 
 
+@pytest.mark.thorough
 def test_auto_resume_and_ckpt_path_accept_addresses(
     config: str, ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

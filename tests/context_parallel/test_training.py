@@ -24,8 +24,6 @@ LAYOUTS: dict[str, Place] = {
     "p2v2c2 zb_v": (4, {P: 2, V: 2, C: 2, M: 4, S: "zb_v"}),
     "p2c2 full": (4, {P: 2, C: 2, M: 4, R: "full"}),
     "p2c2 selective heads": (4, {P: 2, C: 2, M: 4, S: "zb_h1", R: "selective", A: "all_to_all"}),
-    "t2c4": (8, {T: 2, C: 4}),
-    "p2c4": (8, {P: 2, C: 4, M: 2}),
     "t2p2c2sp": (8, {T: 2, P: 2, C: 2, M: 2, SP: True}),
     "d2p2c2": (8, {P: 2, C: 2, M: 2}),
 }

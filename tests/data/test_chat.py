@@ -40,7 +40,6 @@ from tests.data.folders import flip, write_rows
 pytestmark = pytest.mark.thorough
 
 transformers = pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +171,8 @@ def test_template_with_unstable_prefix_learns_only_last_answer(
 
 
 def test_all_file_and_column_formats_give_same_samples(data: Data, tmp_path: Path) -> None:
+    import datasets
+
     frame = datasets.Dataset.from_list(ROWS)
     frame.to_parquet(tmp_path / "chat.parquet")
     frame.save_to_disk(str(tmp_path / "saved"))

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from PIL import Image
 
+from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data import ImageChatDataModule, TokenizerError, TokenLoader, chat_build
 from lightning_ptdp.data.data_error import CorpusError, StoreError
 from lightning_ptdp.models import LitImageTextToText, make_tiny
@@ -93,6 +95,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.new("RGB", (8 + 4 * number, 8), (80 * number, 20, 90)).save(folder / f"{number}.png")
     (folder / "text.png").write_text("no image")
     make_tiny_vision(folder / "model")
+    make_tiny(folder / "text", vocabulary_size=300, hidden_size=16, intermediate_size=16)
+    make_processor("llava", "<one more>").save_pretrained(folder / "other")
     return folder
 
 
@@ -259,13 +263,38 @@ def test_changed_or_missing_image_is_refused_while_reading(data: Data, images: P
 
 
 def test_processor_of_other_model_is_refused(data: Data, images: Path) -> None:
-    make_tiny(images / "text", vocabulary_size=300, hidden_size=16, intermediate_size=16)
     with pytest.raises(TokenizerError, match="has no processor for images, only a "):
         data(ROWS, tokenizer_dir=str(images / "text")).check()
     other = images / "other"
-    make_processor("llava", "<one more>").save_pretrained(other)
     with pytest.raises(ValueError, match=r"processor of the data .* \[6\].* image_token_id="):
         LitImageTextToText(str(images / "model")).check_data(data(ROWS, tokenizer_dir=str(other)))
+
+
+@pytest.mark.parametrize(
+    ("processor", "error"),
+    [
+        ("other", r"processor of the data .* image_token_id="),
+        ("text", "has no processor for image"),
+    ],
+)
+def test_fit_refuses_processor_of_other_model_before_launch(
+    processor: str, error: str, data: Data, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    trainer = Trainer(
+        strategy=PTDPStrategy(tensor_parallel_size=2),
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    module = data(ROWS, tokenizer_dir=str(images / processor))
+    with pytest.raises(ValueError, match=error):
+        trainer.fit(LitImageTextToText(str(images / "model")), datamodule=module)
+    assert not Path(module.data_dir).exists(), "the data were prepared"
 
 
 def test_model_gets_tensors_that_its_forward_names(images: Path) -> None:

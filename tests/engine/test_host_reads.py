@@ -16,12 +16,14 @@ from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.fake_cuda import Wait, Waits, fake_cuda
+from tests.parity import checks_of_rank_0
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 HALF = {"precision": "bf16-true"}
+DETERMINISTIC = {"deterministic": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one m4": (1, {"num_microbatches": 4}, {"accumulate_grad_batches": 2}),
     "d4": (4, {}, {}),
@@ -41,14 +43,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         },
         HALF,
     ),
-    "c4": (4, {"context_parallel_size": 4, "num_microbatches": 2}, {}),
+    "c4": (4, {"context_parallel_size": 4, "num_microbatches": 2}, DETERMINISTIC),
     "c2 d2 all to all": (
         4,
         {"context_parallel_size": 2, "context_parallel_attention": "all_to_all"},
         {},
     ),
     "p4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}, {}),
-    "p2 v2 d2 ZeRO": (4, {**P2, "virtual_pipeline_size": 2, "shard": "optimizer"}, {}),
+    "p2 v2 d2 ZeRO": (
+        4,
+        {**P2, "virtual_pipeline_size": 2, "shard": "optimizer"},
+        DETERMINISTIC,
+    ),
     "p2 v2 d2 ZeRO-2": (4, {**P2, "virtual_pipeline_size": 2, "shard": "gradients"}, {}),
     "d2 ZeRO-3": (2, {"shard": "parameters"}, {}),
     "p2 v2 d2 ZeRO-3": (4, {**P2, "virtual_pipeline_size": 2, "shard": "parameters"}, {}),
@@ -61,7 +67,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
             "tensor_overlap": 3,
             "schedule": "zb_h1",
         },
-        HALF,
+        {**HALF, **DETERMINISTIC},
     ),
     "p2 d2 ZB-V": (
         4,
@@ -178,6 +184,20 @@ def fit(
     module: type[pl.LightningModule] | None = None,
 ) -> dict[str, list[list[Wait]]]:
     """Train on a fake GPU and return the host's waits in each training and validation batch."""
+    try:
+        return _fit(rank, size, options, settings, module)
+    finally:
+        assert torch.are_deterministic_algorithms_enabled() == settings.get("deterministic", False)
+        torch.use_deterministic_algorithms(False)
+
+
+def _fit(
+    rank: int,
+    size: int,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    module: type[pl.LightningModule] | None,
+) -> dict[str, list[list[Wait]]]:
     torch.manual_seed(0)
     sizes = {
         "vocabulary_size": 32,
@@ -215,7 +235,8 @@ def fit(
             if module is not None
             else LitGPT(GPTConfig.gpt2(**sizes), AdamWConfig(learning_rate=1e-3))
         )
-        trainer.fit(model, *loaders)
+        with checks_of_rank_0(rank):
+            trainer.fit(model, *loaders)
         return {
             kind: [waits.batches[place] for place in begun] for kind, begun in marks.begun.items()
         }
@@ -223,6 +244,7 @@ def fit(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_step_waits_for_device_at_most_once(name: str, pool: Pool) -> None:
+    """Some layouts use deterministic algorithms, which refuse some of torch's operations."""
     size, options, settings = LAYOUTS[name]
     _check(pool.run(fit, world_size=size, args=(size, options, settings)))
 
@@ -242,6 +264,45 @@ def test_hugging_face_module_waits_for_device_at_most_once(
     size: int, options: dict[str, Any], pool: Pool
 ) -> None:
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
+
+
+def mixture() -> pl.LightningModule:
+    return LitGPT(
+        GPTConfig.gpt2(
+            vocabulary_size=32,
+            sequence_length=8,
+            num_layers=4,
+            hidden_size=16,
+            num_heads=4,
+            num_experts=4,
+            experts_per_token=2,
+            mlp="swiglu",
+            bias=False,
+        ),
+        AdamWConfig(learning_rate=1e-3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "reads"),
+    [
+        (2, {"expert_parallel_size": 2}, 4),
+        (2, {"expert_parallel_size": 2, "recompute": "full"}, 4),
+        (1, {}, 0),
+    ],
+    ids=["e2", "e2 recomputed", "e1"],
+)
+def test_experts_wait_once_per_layer(
+    size: int, options: dict[str, Any], reads: int, pool: Pool
+) -> None:
+    """Four layers read the numbers of rows that are sent; the grouped kernel needs none."""
+    for batches in pool.run(fit, world_size=size, args=(size, options, HALF, mixture)):
+        for waits in batches["train"][1:]:
+            experts = [wait for wait in waits if wait.place.startswith("expert_parallel/")]
+            assert len(experts) == reads, waits
+            assert {wait.place for wait in waits} - {place for place, _ in ALLOWED} <= {
+                wait.place for wait in experts
+            }
 
 
 def test_context_ranks_read_mask_once_for_all_layers(pool: Pool) -> None:
@@ -270,20 +331,6 @@ def test_finite_check_and_loss_scaler_wait_for_gradients(
             decision.place.endswith(("engine/gradient_checks.py complete", "amp.py optimizer_step"))
             and not decision.in_schedule
         )
-
-
-def _fit_deterministically(rank: int, name: str) -> bool:
-    size, options, settings = LAYOUTS[name]
-    try:
-        fit(rank, size, options, {**settings, "deterministic": True})
-        return torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("name", ["p2 t2 SP ZB-H1", "c4", "p2 v2 d2 ZeRO"])
-def test_training_runs_with_deterministic_algorithms(name: str, pool: Pool) -> None:
-    assert all(pool.run(_fit_deterministically, world_size=LAYOUTS[name][0], args=(name,)))
 
 
 def _check(ranks: list[dict[str, list[list[Wait]]]]) -> None:

@@ -11,26 +11,20 @@ import pytest
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.strategy.checks import warn_of_balance_losses
 from tests.huggingface.architectures import build
-from tests.huggingface.unseen import Run, refusal, verified
+from tests.huggingface.unseen import Run, check, refusal
 from tests.letters import ET, SP, C, E, M, P, T, V
+from tests.parity import Parity
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
 pytest.importorskip("transformers")
 
-STEPS, CLIP = 6, 0.1
+STEPS, CLIP = 3, 0.1
 
 
-def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -> Run:
-    return Run(
-        architecture=name,
-        layout=layout,
-        world_size=world_size,
-        steps=STEPS,
-        clip=CLIP,
-        options=options,
-    )
+def run_of(name: str, **options: Any) -> Run:
+    return Run(architecture=name, steps=STEPS, clip=CLIP, options=options)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +49,9 @@ def run_of(name: str, world_size: int, layout: dict[str, Any], **options: Any) -
     ],
 )
 def test_losses_and_weights_equal_single_process(
-    name: str, world_size: int, layout: dict[str, Any], pool: Pool
+    name: str, world_size: int, layout: dict[str, Any], parity: Parity
 ) -> None:
-    run = run_of(name, world_size, layout)
-    assert pool.run(refusal, world_size=1, args=(run,)) == [None]
-    report = verified(run)
-    assert report.equal, str(report)
+    check(run_of(name), (world_size, layout), parity)
 
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -70,10 +61,9 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     ("world_size", "layout"), [(2, {P: 2, M: 1}), (2, {T: 2})], ids=["p2", "t2"]
 )
 def test_balance_loss_of_full_batch_equals_single_process(
-    world_size: int, layout: dict[str, Any]
+    world_size: int, layout: dict[str, Any], parity: Parity
 ) -> None:
-    report = verified(run_of("mixtral", world_size, layout, **BALANCED))
-    assert report.equal, str(report)
+    check(run_of("mixtral", **BALANCED), (world_size, layout), parity)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +91,7 @@ def test_balance_loss_of_partial_batch_warns(
 
 
 def test_balance_loss_with_sequence_parallel_is_refused(pool: Pool) -> None:
-    run = run_of("mixtral", 2, {T: 2, SP: True}, **BALANCED)
+    run = run_of("mixtral", **BALANCED).on((2, {T: 2, SP: True}))
     (said,) = pool.run(refusal, world_size=1, args=(run,))
     assert said is not None
     assert said.startswith(
@@ -117,12 +107,9 @@ def test_balance_loss_with_sequence_parallel_is_refused(pool: Pool) -> None:
     ],
     ids=["attention", "router"],
 )
-def test_lora_outside_experts_equals_single_process(lora: dict[str, Any]) -> None:
+def test_lora_outside_experts_equals_single_process(lora: dict[str, Any], parity: Parity) -> None:
     pytest.importorskip("peft")
-    report = verified(
-        Run(architecture="mixtral", layout={E: 2}, world_size=2, steps=2, lora={"r": 2, **lora})
-    )
-    assert report.equal, str(report)
+    check(Run(architecture="mixtral", steps=2, lora={"r": 2, **lora}), (2, {E: 2}), parity)
 
 
 def test_lora_on_sharded_experts_is_refused_before_launch(pool: Pool) -> None:

@@ -31,7 +31,6 @@ LAYOUTS: dict[str, Place] = {
     "d2 e2 sharded gradients": (4, {E: 2, Z: "gradients", M: 2}),
     "d2 e2 sharded parameters": (4, {E: 2, Z: "parameters", M: 2}),
     "c2 e2": (2, {C: 2, E: 2}),
-    "t2 sp p2 e2": (8, {T: 2, SP: True, P: 2, E: 2, M: 2}),
     "t2 et2": (2, {T: 2, ET: 2}),
     "t2 et2 e2 p2 sp": (8, {T: 2, ET: 2, E: 2, P: 2, M: 2, SP: True}),
     "t2 et2 e2 zero recompute": (4, {T: 2, ET: 2, E: 2, Z: "optimizer", "recompute": "full"}),

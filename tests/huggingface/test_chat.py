@@ -14,16 +14,15 @@ import torch
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data import ChatDataModule
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitCausalLM, LitGPT, make_tiny
-from lightning_ptdp.strategy.checks import check_packing
-from lightning_ptdp.strategy.checks.data import why_not_packed
+from lightning_ptdp.strategy.checks.data import check_packing, why_not_packed
 from tests.huggingface.chat_training import ChatTraining
 from tests.huggingface.runs import LAYOUTS, make_model
+from tests.optional import needs
 from tests.parity import Parity, assert_near
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, needs("datasets")]
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("datasets")
 
 LENGTH = 96
 

@@ -18,11 +18,10 @@ from lightning_ptdp.models import AdamWConfig, LoraOptions, make_tiny
 from lightning_ptdp.models.lit_dpo import LitDPO
 from tests.data.folders import write_rows
 from tests.huggingface.runs import LAYOUTS, VOCABULARY, make_model
+from tests.optional import needs
 from tests.parity import Parity, Training, assert_near, assert_weights_near
 
-pytestmark = pytest.mark.thorough
-
-pytest.importorskip("peft")
+pytestmark = [pytest.mark.thorough, needs("peft")]
 
 LENGTH, PROMPT = 12, 4
 

@@ -33,12 +33,13 @@ from tests.folders import read_huggingface
 from tests.huggingface.architectures import build
 from tests.huggingface.runs import LitHuggingFace, Run, Samples, make_model
 from tests.letters import C, M, P, T, V
+from tests.optional import needs
 from tests.parity import Parity
 from tests.pool import Pool
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, needs("peft")]
 
-transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
 
 TIED = (("tie_word_embeddings", True),)
 
@@ -114,6 +115,8 @@ class LitAdapted(LitHuggingFace):
     def configure_model(self) -> None:
         if self.model is None:
             super().configure_model()
+            import peft
+
             peft.inject_adapter_in_model(
                 peft.LoraConfig(target_modules=["q_proj"], use_dora=True), self.model
             )

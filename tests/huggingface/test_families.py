@@ -10,9 +10,9 @@ import pytest
 from lightning_ptdp.models.plans import FAMILIES, find_plan
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.architectures import ARCHITECTURES, build
-from tests.huggingface.unseen import Run, refusal, verified
+from tests.huggingface.unseen import Run, check
 from tests.letters import SP, M, P, T, V
-from tests.pool import Pool
+from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -43,58 +43,41 @@ def test_every_family_is_tested() -> None:
     assert {family_of(name) for name in OF_ROWS} == set(FAMILIES)
 
 
-def check(pool: Pool, run: Run) -> None:
-    assert pool.run(refusal, world_size=1, args=(run,)) == [None]
-    report = verified(run)
-    assert report.equal, str(report)
-
-
 @pytest.mark.parametrize("name", [*OF_ROWS, *WHOLE_PARTS, *ENCODER_DECODERS])
-def test_weights_match_single_process(name: str, pool: Pool) -> None:
+def test_weights_match_single_process(name: str, parity: Parity) -> None:
     why_not = plan_of(name).why_not
     layout: dict[str, Any] = {T: 2, SP: plan_of(name).sequence is not None}
     if "pipeline" not in why_not:
         layout |= {P: 2, M: 2}
-    check(pool, Run(architecture=name, layout=layout, world_size=4 if P in layout else 2, steps=2))
+    check(Run(architecture=name, steps=2), (4 if P in layout else 2, layout), parity)
 
 
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
-def test_sharded_training_matches_single_process(name: str, shard: str, pool: Pool) -> None:
+def test_sharded_training_matches_single_process(name: str, shard: str, parity: Parity) -> None:
     layout = {P: 2, M: 2, "shard": shard, "bucket_mb": 1e-2}
-    check(pool, Run(architecture=name, layout=layout, world_size=4, steps=2))
+    check(Run(architecture=name, steps=2), (4, layout), parity)
 
 
-def test_projections_fused_by_shards_match_single_process(pool: Pool) -> None:
+def test_projections_fused_by_shards_match_single_process(parity: Parity) -> None:
     """CodeGen views them in the shape of its input, which must be that of the whole sequence. From
     transformers 5.24 on it declares a plan."""
     if find_plan(build("codegen")) is None:
         pytest.skip("this release of transformers declares no plan of CodeGen")
-    check(pool, Run(architecture="codegen", layout={T: 2, SP: True}, world_size=2, steps=2))
+    check(Run(architecture="codegen", steps=2), (2, {T: 2, SP: True}), parity)
 
 
 @pytest.mark.parametrize("name", ["falcon", "gpt_neo"])
-def test_hidden_states_collected_by_model_loop(name: str, pool: Pool) -> None:
-    layout = {P: 2, V: 2, M: 2}
-    check(
-        pool,
-        Run(
-            architecture=name,
-            options={"output_hidden_states": True},
-            hidden=True,
-            layout=layout,
-            world_size=2,
-        ),
-    )
+def test_hidden_states_collected_by_model_loop(name: str, parity: Parity) -> None:
+    run = Run(architecture=name, options={"output_hidden_states": True}, hidden=True)
+    check(run, (2, {P: 2, V: 2, M: 2}), parity)
 
 
 @pytest.mark.parametrize(("name", "options"), [("mpnet", {}), ("t5", {"num_heads": 16})])
 def test_attention_biases_are_sent_whole_between_stages(
-    name: str, options: dict[str, Any], pool: Pool
+    name: str, options: dict[str, Any], parity: Parity
 ) -> None:
     """Tensor-parallel ranks share the sending of replicated tensors, but each rank has the bias, or
     its gradient, of its own heads."""
-    check(
-        pool,
-        Run(architecture=name, options=options, layout={T: 2, P: 2, M: 2}, world_size=4, steps=2),
-    )
+    run = Run(architecture=name, options=options, steps=2)
+    check(run, (4, {T: 2, P: 2, M: 2}), parity)

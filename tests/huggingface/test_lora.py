@@ -22,12 +22,11 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model
 from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, Samples, make_model
 from tests.models.fits import quiet_trainer
+from tests.optional import needs
 from tests.parity import Parity, assert_near, make_trainer
 from tests.pool import Pool, WorkerFailure
 
-pytestmark = pytest.mark.thorough
-
-pytest.importorskip("peft")
+pytestmark = [pytest.mark.thorough, needs("peft")]
 
 OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01, decay_steps=4)
 

@@ -15,14 +15,11 @@ import torch
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model
 from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, make_model
+from tests.optional import needs
 from tests.parity import Parity, assert_near
 from tests.pool import WorkerFailure
 
-pytestmark = pytest.mark.thorough
-
-pytest.importorskip("peft")
-
-pytest.importorskip("bitsandbytes")
+pytestmark = [pytest.mark.thorough, needs("peft", "bitsandbytes")]
 
 
 def quantized_model(folder: str, kind: str) -> Any:

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.thorough
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
+@pytest.mark.parametrize("layout", ["d2", "t2p2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_trains_like_single_process(family: str, layout: str, parity: Parity) -> None:
     """The first microbatch has no image, nor has one replica in the second step."""
@@ -141,9 +141,13 @@ TEXT_STEP = (1, 2, 0, 1, 0, 0, 0, 0, 1, 0, 0, 2)
 """Numbers of images of which the second global batch has none."""
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 @pytest.mark.parametrize(
-    "layout", ["d2", "d2 sharded", "d2 sharded parameters", "p2", "t2p2", "zb"]
+    ("family", "layout"),
+    [
+        *(("llava", name) for name in ("d2", "t2p2")),
+        *(("qwen2_5_vl", name) for name in ("d2", "d2 sharded", "d2 sharded parameters")),
+        *(("qwen2_5_vl", name) for name in ("t2p2", "zb")),
+    ],
 )
 def test_step_without_images_leaves_tower_unchanged(
     family: str, layout: str, parity: Parity

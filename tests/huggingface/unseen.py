@@ -5,36 +5,31 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.verification import Report, verify
 from tests.huggingface.architectures import ARCHITECTURES, Samples, build
 from tests.huggingface.hook_mixins import HABITS
+from tests.parity import Parity, Place, Result, Training, assert_weights_near
 
-__all__ = ["Run", "refusal", "verified"]
+__all__ = ["Run", "check", "refusal", "verified"]
 
 _REFUSALS = (ValueError, L.utilities.exceptions.MisconfigurationException)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Training):
     """A model in a layout.
 
     Attributes:
         architecture: Name of the architecture.
         options: Options of the model's configuration.
-        world_size: Number of processes.
-        layout: Arguments of the strategy.
-        batch: Samples per batch of all replicas together.
-        steps: Optimizer steps.
-        accumulate: Batches per step.
-        clip: Maximum norm of the gradients.
         padded: Whether the last labels of each sample are ignored. The step then returns the number
             of the others.
         hidden: Whether a hidden state of a middle layer is part of the loss.
@@ -45,21 +40,31 @@ class Run:
 
     architecture: str
     options: dict[str, Any] = field(default_factory=dict)
-    world_size: int = 1
-    layout: dict[str, Any] = field(default_factory=dict)
-    batch: int = 4
+    global_batch: int = 4
     steps: int = 3
-    accumulate: int = 1
-    clip: float | None = None
     padded: bool = False
     hidden: bool = False
     eager: bool = False
     lora: dict[str, Any] = field(default_factory=dict)
     habit: str = ""
 
+    smallest: ClassVar[float] = 1e-3
+    always_clips: ClassVar[bool] = False
+
     @property
     def task(self) -> str:
         return ARCHITECTURES[self.architecture].task
+
+    def make_module(self) -> L.LightningModule:
+        if not self.habit:
+            return LitUnseen(self)
+        return type(self.habit, (HABITS[self.habit], LitUnseen), {})(self)
+
+    def make_data(self) -> Dataset:
+        return Samples(self.task, self.global_batch * self.steps, padded=self.padded)
+
+    def make_strategy(self) -> PTDPStrategy:
+        return PTDPStrategy(**self.layout, gradient_dtype="parameter")
 
 
 class LitUnseen(L.LightningModule):
@@ -104,14 +109,10 @@ class LitUnseen(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _module(run: Run) -> LitUnseen:
-    return type(run.habit, (HABITS[run.habit], LitUnseen), {})(run) if run.habit else LitUnseen(run)
-
-
 def _options(run: Run) -> dict[str, Any]:
     """Return the Trainer's arguments."""
     return {
-        "strategy": PTDPStrategy(**run.layout, gradient_dtype="parameter"),
+        "strategy": run.make_strategy(),
         "accelerator": "cpu",
         "devices": run.world_size,
         "accumulate_grad_batches": run.accumulate,
@@ -129,7 +130,7 @@ def refusal(rank: int, run: Run) -> str | None:
     _quiet()
     L.seed_everything(3, verbose=False)
     try:
-        trainer, module = L.Trainer(**_options(run), logger=False), _module(run)
+        trainer, module = L.Trainer(**_options(run), logger=False), run.make_module()
         trainer.strategy.connect(module)
         trainer.strategy._lightning_module = module
         trainer.state.fn = "fit"
@@ -153,6 +154,32 @@ def verified(run: Run) -> Report:
     with torch.device("meta"):
         build(run.architecture, **run.options)  # import its modules before processes are forked
     replicas = options["strategy"].config.layout(run.world_size).num_replicas
-    data = Samples(run.task, run.batch * run.accumulate * run.steps, padded=run.padded)
-    loader = DataLoader(data, batch_size=run.batch // replicas)
-    return verify(_module(run), train_dataloaders=loader, steps=run.steps, limit_s=90.0, **options)
+    loader = DataLoader(run.make_data(), batch_size=run.global_batch // replicas)
+    return verify(
+        run.make_module(),
+        train_dataloaders=loader,
+        steps=run.steps // run.accumulate,
+        limit_s=90.0,
+        **options,
+    )
+
+
+def check(run: Run, place: Place, parity: Parity) -> None:
+    """Assert that ``place`` trains like one process; rank 0 makes the checks before launch.
+
+    Each parameter's change is compared too: under SGD it is the sum of its gradients. Hugging Face
+    computes losses, norms and softmaxes in float32, so gradients differ by about 1e-6.
+    """
+    ranks = parity.check(run, place)
+    expected = _changes(parity.result(run))
+    length = torch.cat([change.flatten() for change in expected.values()]).norm()
+    for found in ranks:
+        assert_weights_near(_changes(found), expected, smallest=1e-3 * float(length))
+
+
+def _changes(result: Result) -> dict[str, Tensor]:
+    return {
+        name: value - result["initial"][name]
+        for name, value in result["final"].items()
+        if value.is_floating_point()
+    }

@@ -95,8 +95,12 @@ def test_muon_with_half_states_is_refused() -> None:
         AdamWConfig(states="bfloat16", matrices="muon")
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize("layout", [{}, {T: 2}, {P: 2, M: 1}], ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [({}, "32-true"), ({}, "bf16-true"), ({T: 2}, "bf16-true"), ({P: 2, M: 1}, "32-true")],
+    ids=str,
+)
 def test_shards_of_states_change_nothing(
     layout: dict[str, Any], precision: str, parity: Parity
 ) -> None:

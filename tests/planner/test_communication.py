@@ -10,6 +10,8 @@ from lightning_ptdp.planner import Link, find_device
 from lightning_ptdp.planner.communication import group_link, pipeline_link
 from lightning_ptdp.world.layout import ParallelLayout
 
+pytestmark = pytest.mark.pure
+
 CLUSTER = find_device("h100").cluster
 CARD = CLUSTER.card.bandwidth
 

@@ -15,6 +15,8 @@ from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import small_job
 
+pytestmark = pytest.mark.pure
+
 MODEL = GPTConfig.llama(
     sequence_length=32768,
     num_layers=4,

@@ -18,6 +18,8 @@ from lightning_ptdp.planner import (
 from lightning_ptdp.planner.attention_cost import attention_time
 from tests.planner.jobs import choice, small_job
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("device", "precision", "peak"),

@@ -15,6 +15,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 from tests.metrics.paper import ptdp_step_flops
 from tests.planner.jobs import TABLE_1, a100_job, choice_of, job_of, mean_and_worst
 
+pytestmark = pytest.mark.pure
+
 # arXiv 2205.05198, tables 3 and 5: (layers, hidden, heads), (p, v, b), (batch, GPUs), seconds with
 # full recomputation, and with sequence parallelism and selective recomputation; t = 8.
 KORTHIKANTI = (

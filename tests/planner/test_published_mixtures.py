@@ -21,6 +21,8 @@ from lightning_ptdp.planner.configured_shape import PlannedGPT
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import mean_and_worst
 
+pytestmark = pytest.mark.pure
+
 PEAK = 989.5
 
 

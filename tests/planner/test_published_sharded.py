@@ -15,6 +15,8 @@ from lightning_ptdp.planner import SOFTWARE, Choice, Job, find_device, fullest_r
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import a100_job, mean_and_worst
 
+pytestmark = pytest.mark.pure
+
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: H100s with 96 GB of 2.4 TB/s, limited to
 # 500 W.
 LIMITED = dataclasses.replace(

@@ -10,6 +10,8 @@ from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Job, Link, layer_time, simulated_step_time, step_time
 from tests.planner.jobs import choice, small_job
 
+pytestmark = pytest.mark.pure
+
 MODEL = GPTConfig.gpt2(
     vocabulary_size=51200, sequence_length=2048, num_layers=32, hidden_size=4096, num_heads=32
 )

@@ -8,6 +8,8 @@ from lightning_ptdp.schedule import Costs, Schedule, simulate
 from lightning_ptdp.schedule.generators import FAMILIES
 from tests.schedule.builders import build
 
+pytestmark = pytest.mark.pure
+
 CHUNKS = {
     "gpipe": (1,),
     "1f1b": (1,),

@@ -22,6 +22,8 @@ from tests.schedule.builders import build, from_text
 from tests.schedule.nccl import every
 from tests.schedule.orders import compute_orders
 
+pytestmark = pytest.mark.pure
+
 SIZES = ((1, 3), (2, 4), (3, 7), (4, 8))
 
 

@@ -28,6 +28,8 @@ from tests.errors import raises_with
 from tests.schedule.builders import build
 from tests.schedule.orders import compute_orders
 
+pytestmark = pytest.mark.pure
+
 GOOD = "F0.0,F0.1,,B0.0,B0.1\n,F1.0,B1.0,F1.1,B1.1\n"
 IN_A_V = "F0.0,,,F3.0,B3.0,,,B0.0\n,F1.0,F2.0,,,B2.0,B1.0,\n"
 

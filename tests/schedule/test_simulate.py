@@ -20,6 +20,8 @@ from lightning_ptdp.schedule import (
 )
 from tests.schedule.builders import UNIT, build, from_text, simulated
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("names", "sizes", "chunks"),

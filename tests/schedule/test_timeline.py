@@ -15,6 +15,8 @@ from lightning_ptdp.schedule.schedule_timeline import draw_timelines
 from lightning_ptdp.schedule.spans import chrome_trace
 from tests.schedule.builders import simulated
 
+pytestmark = pytest.mark.pure
+
 BLUE, GREEN, AMBER, PURPLE = range(4)
 IDLE = (237, 237, 237)
 

@@ -18,6 +18,8 @@ from lightning_ptdp.schedule.generators.orders import weights_in_gaps
 from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
 from tests.schedule.builders import UNIT, build, simulated
 
+pytestmark = pytest.mark.pure
+
 
 def idle_in_the_middle(timeline: Timeline) -> list[object]:
     """Return each rank's idle time between its first start and its last end."""

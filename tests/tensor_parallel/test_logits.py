@@ -248,6 +248,7 @@ def check_outputs_and_refusals(rank: int) -> None:
     assert loss.dtype is torch.float32
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
 def test_losses_for_full_logits_match_single_process(pool: Pool, size: int) -> None:
     pool.run(check_losses, world_size=size)

@@ -10,6 +10,8 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.stage_placement import StagePlacement
 from tests.errors import raises_with
 
+pytestmark = pytest.mark.pure
+
 SIZES = [
     sizes
     for sizes in itertools.product((1, 2, 3), (1, 2, 4), (1, 2), (1, 2, 3))

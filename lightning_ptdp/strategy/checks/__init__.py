@@ -2,7 +2,7 @@
 
 Each error names the field, the value and what would work."""
 
-from lightning_ptdp.strategy.checks.data import check_data, check_packing
+from lightning_ptdp.strategy.checks.data import check_data, check_source
 from lightning_ptdp.strategy.checks.model import (
     check_initial_weights,
     check_model,
@@ -30,10 +30,10 @@ __all__ = [
     "check_initial_weights",
     "check_model",
     "check_optimizer_state",
-    "check_packing",
     "check_quantized",
     "check_same_model",
     "check_save_hook",
+    "check_source",
     "check_trainer",
     "on_meta",
     "open_initial_weights",

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_ptdp.attention import check_sequence
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.models.lit_huggingface import LitHuggingFace
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.strategy.checks.whole_model import whole_model
 from lightning_ptdp.world.layout import ParallelLayout
@@ -39,6 +40,21 @@ def check_data(data: object, config: PTDPConfig, layout: ParallelLayout) -> None
     length = getattr(data, "sequence_length", None)
     if isinstance(length, int):
         _check_length(length, config)
+
+
+def check_source(
+    module: LightningModule, data: object, config: PTDPConfig, layout: ParallelLayout
+) -> None:
+    """Check a loader or data module against the layout and against the module.
+
+    Raises:
+        ValueError: As for ``check_data`` and ``check_packing``, or the tokens or images of the data
+            are not those of the module's Hugging Face model.
+    """
+    check_data(data, config, layout)
+    check_packing(module, data, config)
+    if isinstance(module, LitHuggingFace):
+        module.check_data(data)
 
 
 def _check_batch(size: int, config: PTDPConfig) -> None:
