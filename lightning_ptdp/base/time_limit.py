@@ -50,7 +50,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T], *, name: str = "ptdp call") -> Future[T]:
-    """Start a call in a daemon thread, and return its future, for which nothing has to wait."""
+    """Start a call in a daemon thread, and return its future, for which nothing has to wait.
+
+    While Python is exiting, it starts no threads. The call then runs in the caller's.
+    """
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -59,7 +62,10 @@ def in_thread(call: Callable[[], T], *, name: str = "ptdp call") -> Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError:
+        run()
     return outcome
 
 

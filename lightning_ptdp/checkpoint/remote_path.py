@@ -14,16 +14,16 @@ import errno
 import functools
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from lightning_ptdp.base.requirements import check_url
+from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.checkpoint.checkpoint_error import (
     CheckpointError,
     MissingCheckpointError,
@@ -193,7 +193,7 @@ class RemotePath(os.PathLike[str]):
             tries += 1
             try:
                 call = functools.partial(_call, self.url, method, *arguments, **options)
-                return _within(_CALL_S + nbytes / 1e6, call)
+                return in_thread(call, name="storage request").result(_CALL_S + nbytes / 1e6)
             except Exception as error:
                 if isinstance(error, _ABSENT) and doing != "writing":
                     raise FileNotFoundError(
@@ -273,27 +273,6 @@ def _call(url: str, method: str, *arguments: object, **options: object) -> Any:
 
     system, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
     return getattr(system, method)(path, *arguments, **options)
-
-
-def _within(limit_s: float, call: Callable[[], T]) -> T:
-    """Return the result of a call in another thread, which is abandoned at the limit.
-
-    Raises:
-        TimeoutError: The limit was reached.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    try:
-        threading.Thread(target=run, name="storage request", daemon=True).start()
-    except RuntimeError:  # While Python is exiting, it starts no threads.
-        run()
-    return future.result(limit_s)
 
 
 def _explained(error: Exception) -> tuple[bool, str]:

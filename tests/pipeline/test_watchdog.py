@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -382,6 +383,16 @@ def test_lost_store_is_called_only_once() -> None:
 
 
 # ---- threads -------------------------------------------------------------------------------------
+
+
+def test_ranks_meet_only_if_all_come(opened: Callable[..., Watchdog]) -> None:
+    """A rank that comes after another one has given up gets the same answer."""
+    store = HashStore()
+    ranks = [opened(store, rank=rank, interval_s=1e4) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda rank: rank.all_come("both", limit_s=HANGS_S), ranks))
+    assert not ranks[0].all_come("one", limit_s=0.05)
+    assert not ranks[1].all_come("one", limit_s=HANGS_S)
 
 
 def test_threads_end_with_watchdog() -> None:
