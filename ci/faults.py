@@ -77,7 +77,7 @@ _TABLE = "Last action of each rank:"
 _BLAMED = re.compile(
     r"rank (\d+): (?:last reported|has not reported)|rank (\d+) \(or torchrun\), which hosts"
     r"|(?:[Nn]o answer from|did not hear from|without) ranks? ([\d, ]+)"
-    r"|ranks? ([\d, ]+?) (?:did not join|joined and was lost|does not answer|do not answer|is "
+    r"|ranks? ([\d, ]+?) (?:did not join|joined and then disappeared|does not answer|do not answer|is "
     r"gone|are gone|was lost|has ended|was killed)"
 )
 

@@ -137,7 +137,7 @@ def test_rank_lost_after_joining_is_named(place: Place) -> None:
     for rank in (0, 2):
         assert (
             found[rank]
-            == f"rank {rank} could not join the other ranks: rank 1 joined and was lost, while creating the process groups: {GLOO}"
+            == f"rank {rank} could not join the other ranks: rank 1 joined and then disappeared, while creating the process groups: {GLOO}"
         )
 
 

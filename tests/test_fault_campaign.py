@@ -43,7 +43,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
             {0, 2},
         ),
         (
-            "rank 3 could not join the other ranks: rank 2 joined and was lost, its process has "
+            "rank 3 could not join the other ranks: rank 2 joined and then disappeared, its process has "
             "ended",
             {2},
         ),

@@ -193,7 +193,7 @@ def test_rank_frozen_during_group_creation_is_named(ranks: Any, doomed: int) -> 
     whom = (
         "rank 0 (or torchrun), which hosts the store"
         if doomed == 0
-        else f"rank {doomed} joined and was lost"
+        else f"rank {doomed} joined and then disappeared"
     )
     for rank, text in said.items():
         assert text.startswith(f"rank {rank} could not join the other ranks: {whom}"), text
@@ -208,7 +208,7 @@ def test_rank_killed_during_group_creation_is_named(ranks: Any, doomed: int) -> 
     whom = (
         "rank 0 (or torchrun), which hosts the store"
         if doomed == 0
-        else f"rank {doomed} joined and was lost (the process has ended), "
+        else f"rank {doomed} joined and then disappeared (the process has ended), "
     )
     for rank, text in said.items():
         assert text.startswith(f"rank {rank} could not join the other ranks: {whom}"), text

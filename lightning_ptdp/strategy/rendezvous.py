@@ -213,7 +213,7 @@ class _InThread:
                 dead = [rank for rank, process in processes.items() if has_ended(process)]
                 if dead and not self._closed.is_set():
                     notes.set(
-                        _LOST, f"{listed('rank', dead)} joined and was lost (the process has ended)"
+                        _LOST, f"{listed('rank', dead)} joined and then disappeared (the process has ended)"
                     )
         except dist.DistError:
             if not self._closed.is_set():
@@ -317,7 +317,7 @@ def _missed(life_store: dist.Store, rank: int, world_size: int) -> str:
     reason = (
         f"{listed('rank', absent)} did not join"
         if absent
-        else f"{listed('rank', silent) if silent else 'one rank'} joined and was lost"
+        else f"{listed('rank', silent) if silent else 'one rank'} joined and then disappeared"
     )
     # Notify ranks that began later and have not noticed yet, because the store may end with rank 0.
     life_store.set(_LOST, reason)
