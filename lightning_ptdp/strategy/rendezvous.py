@@ -213,7 +213,8 @@ class _InThread:
                 dead = [rank for rank, process in processes.items() if has_ended(process)]
                 if dead and not self._closed.is_set():
                     notes.set(
-                        _LOST, f"{listed('rank', dead)} joined and then disappeared (the process has ended)"
+                        _LOST,
+                        f"{listed('rank', dead)} joined and then disappeared (the process has ended)",
                     )
         except dist.DistError:
             if not self._closed.is_set():
