@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import LitCausalLM
-from lightning_ptdp.base.data_record import DatasetRecord
+from lightning_ptdp.base.data_record import DatasetRecord, DescribedData
 from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.models.fits import quiet_trainer
@@ -60,7 +61,7 @@ class Dropped(Wide):
         self.save_hyperparameters({"sizes": {"dropout": dropout}, "cache": cache})
 
 
-class Described(L.LightningDataModule):
+class Described(DescribedData, L.LightningDataModule):
     """Data with a digest."""
 
     def __init__(self, digest: str) -> None:
@@ -76,9 +77,37 @@ class Described(L.LightningDataModule):
         return DataLoader(torch.zeros(8, 4), batch_size=2)
 
 
+class Plain(L.LightningDataModule):
+    """Data of a user, with an attribute of another meaning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.datasets = {"train": torch.zeros(8, 4)}
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.datasets["train"], batch_size=2)
+
+
+def fit_with_another_option(rank: int) -> list[str]:
+    trainer = quiet_trainer(devices=2, strategy=PTDPStrategy(), max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Dropped(0.2 if rank else 0.1, f"/node{rank}/cache"), datamodule=Plain())
+    return [text for one in caught if (text := str(one.message)).startswith("option ")]
+
+
+def test_rank_with_another_option_warns(pool: Pool) -> None:
+    zero, one = pool.run(fit_with_another_option, world_size=2)
+    assert not zero
+    assert one == [
+        "option 'sizes.dropout' is 0.2 here, but 0.1 on rank 0. All ranks need the same code, "
+        "options and files"
+    ]
+
+
 def fit_other(rank: int, what: str, folder: str) -> str:
     other = what if rank else ""
-    module: L.LightningModule = Dropped(0.2 if other == "option" else 0.1, f"/node{rank}/cache")
+    module: L.LightningModule = Dropped(0.1, f"/node{rank}/cache")
     if what == "weights":
         module = LitCausalLM(f"{folder}/model{rank}")
     trainer = quiet_trainer(devices=2, strategy=PTDPStrategy(), max_steps=1)
@@ -92,7 +121,6 @@ def fit_other(rank: int, what: str, folder: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("option", "option 'sizes.dropout' is 0.2 here, but 0.1 on rank 0"),
         ("data", "the digest of the training data is b here, but a on rank 0"),
         ("weights", "the digest of the initial weights is "),
         ("", ""),

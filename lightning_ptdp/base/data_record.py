@@ -23,3 +23,19 @@ class DatasetRecord:
     digest: str
     source: Mapping[str, object]
     profile: Mapping[str, object]
+
+
+class DescribedData:
+    """Base of data modules that describe their data.
+
+    A base, not only a method, because users' data modules often have an attribute ``datasets``.
+    """
+
+    def datasets(self) -> list[DatasetRecord]:
+        """Return records of the data for training and validation."""
+        raise NotImplementedError
+
+
+def records_of(datamodule: object) -> list[DatasetRecord]:
+    """Return the records of a data module; empty if it does not describe its data."""
+    return datamodule.datasets() if isinstance(datamodule, DescribedData) else []

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ptdp.base.data_record import records_of
 from lightning_ptdp.base.output import say
 from lightning_ptdp.callbacks.artifacts import store_tags, store_text
 from lightning_ptdp.callbacks.run_summary import StrategySummary, render
@@ -42,16 +43,15 @@ class LogDatasets(Callback):
     """Callback that logs the datasets of training and validation.
 
     Loggers that support datasets (``MLFlowLogger.log_dataset``) get name, source, hash, samples and
-    tokens of every split. The data module must provide them (``datasets()``, as those of
-    ``lightning_ptdp.data`` do)."""
+    tokens of every split, if the data module is a ``DescribedData``, as those of
+    ``lightning_ptdp.data`` are."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the datasets, on global rank 0."""
-        describe = getattr(getattr(trainer, "datamodule", None), "datasets", None)
         loggers = [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
-        if describe is None or not loggers or not trainer.is_global_zero:
+        if not loggers or not trainer.is_global_zero:
             return
-        for dataset in describe():
+        for dataset in records_of(getattr(trainer, "datamodule", None)):
             for logger in loggers:
                 logger.log_dataset(dataset)
 

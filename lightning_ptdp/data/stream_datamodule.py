@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule, Trainer
 
-from lightning_ptdp.base.data_record import DatasetRecord
+from lightning_ptdp.base.data_record import DatasetRecord, DescribedData
 from lightning_ptdp.base.option_types import Count, Size, check_arguments
 from lightning_ptdp.data.batch_options import BatchOptions
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
@@ -25,7 +25,7 @@ __all__ = ["StreamDataModule", "replica_of"]
 Loader = TypeVar("Loader")
 
 
-class StreamDataModule(LightningDataModule):
+class StreamDataModule(DescribedData, LightningDataModule):
     """Batches of the samples of a stream; subclasses define the stream (``_stream``).
 
     A replica's batch holds ``micro_batch_size * num_microbatches`` samples: ``{"input_ids",

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_ptdp.base.data_record import records_of
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.requirements import check_installed
 from lightning_ptdp.checkpoint.files import sha256
@@ -24,6 +25,7 @@ from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
 from lightning_ptdp.world.layout import ParallelLayout
 
 _DIGEST = 12  # characters shown
+_OPTION = "option '"
 
 
 def check_late(model: nn.Module, *, built: Collection[str]) -> None:
@@ -54,8 +56,9 @@ def check_late(model: nn.Module, *, built: Collection[str]) -> None:
 def check_same_training(module: LightningModule) -> None:
     """Check that all ranks have the same model, options, initial weights and data; collective.
 
-    Of a model, names, shapes, types and the plain values of its hyperparameters are compared. Data
-    are compared if the data module describes them (``datasets()``).
+    Of a model, names, shapes and types are compared, and the plain values of its hyperparameters,
+    which only warn: a module may store the time or its rank. Data are compared if the data module
+    describes them (``DescribedData``).
 
     Raises:
         CheckpointError: A rank differs from rank 0. Raised on all ranks.
@@ -70,11 +73,15 @@ def check_same_training(module: LightningModule) -> None:
         for name in {**expected, **facts}:
             there = expected.get(name, "missing")
             here = facts.get(name, "missing")
-            if there != here:
-                raise ValueError(
-                    f"{name} is {here} here, but {there} on rank 0. All ranks need the same code, "
-                    "options and files. Update those of this rank's node"
-                )
+            if there == here:
+                continue
+            text = (
+                f"{name} is {here} here, but {there} on rank 0. All ranks need the same code, "
+                "options and files"
+            )
+            if not name.startswith(_OPTION):
+                raise ValueError(f"{text}. Update those of this rank's node")
+            warnings.warn(text, stacklevel=2)
 
 
 def _facts(module: LightningModule) -> dict[str, str]:
@@ -83,16 +90,16 @@ def _facts(module: LightningModule) -> dict[str, str]:
         for name, parameter in module.named_parameters()
         if not is_lazy(parameter)
     }
-    facts |= {f"option '{name}'": value for name, value in _plain(dict(module.hparams))}
+    facts |= {f"{_OPTION}{name}'": value for name, value in _plain(dict(module.hparams))}
     weights = getattr(module, "initial_weights", lambda: None)()
     if weights is not None:
         facts["the digest of the initial weights"] = fingerprint(local_folder(weights.path))[
             :_DIGEST
         ]
-    describe = getattr(getattr(module.trainer, "datamodule", None), "datasets", None)
-    if describe is not None and fits(module.trainer):
+    if fits(module.trainer):
         facts |= {
-            f"the digest of the {one.context} data": one.digest[:_DIGEST] for one in describe()
+            f"the digest of the {one.context} data": one.digest[:_DIGEST]
+            for one in records_of(getattr(module.trainer, "datamodule", None))
         }
     return facts
 
