@@ -41,7 +41,7 @@ pytestmark = pytest.mark.thorough
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("layout", ["d2", "t2p2"])
+@pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_trains_like_single_process(family: str, layout: str, parity: Parity) -> None:
     """The first microbatch has no image, nor has one replica in the second step."""
@@ -158,7 +158,7 @@ def test_step_without_images_leaves_tower_unchanged(
     parity.check(run, {**LAYOUTS, "zb": zero_bubble}[layout])
 
 
-@pytest.mark.parametrize("layout", ["d2", "t2p2"])
+@pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
 def test_frozen_tower_trains_language_model_alone(layout: str, parity: Parity) -> None:
     run = VisionRun(model="qwen2_5_vl", images=TEXT_STEP, frozen=("model.visual.",))
     parity.check(run, LAYOUTS[layout])
@@ -203,7 +203,7 @@ def test_exported_folder_reloads_with_equal_logits(
     assert (one - logits(folders / family, family)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("layout", ["d2", "t2p2"])
+@pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
 def test_adapters_are_in_language_model_only(
     layout: str, folders: Path, parity: Parity, tmp_path: Path
 ) -> None:
