@@ -27,10 +27,11 @@ from lightning_ptdp.checkpoint.local_copies import local_copy
 from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.cli import main
 from lightning_ptdp.data import PrepareConfig, TextDataModule, prepare
-from lightning_ptdp.exchange import convert, open_huggingface
+from lightning_ptdp.exchange import convert
 from lightning_ptdp.models.pretrained_folder import config_values
 from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.folders import read_huggingface
 from tests.parity import make_trainer
 
 MODEL = "memory://store/model"
@@ -88,12 +89,12 @@ def test_model_trains_from_an_address_and_is_exported_to_another(
         trainer = make_trainer(PTDPStrategy(), max_steps=2, callbacks=[export])
         trainer.fit(LitCausalLM(path), batches)
         found[path] = {
-            name: value.clone() for name, value in open_huggingface(local_copy(exported)).items()
+            name: value.clone() for name, value in read_huggingface(local_copy(exported)).items()
         }
     for name, value in found[str(tiny)].items():
         assert torch.equal(value, found[MODEL][name])
     assert any(
-        not torch.equal(value, found[MODEL][n]) for n, value in open_huggingface(tiny).items()
+        not torch.equal(value, found[MODEL][n]) for n, value in read_huggingface(tiny).items()
     )
     trainer = make_trainer(PTDPStrategy(), max_steps=0, callbacks=[InitFrom(exported)])
     trainer.fit(module := LitCausalLM(MODEL, pretrained=False), batches)
@@ -155,7 +156,7 @@ def test_single_files_and_folders_convert_between_addresses(store: Any, tiny: Pa
     convert("memory://store/other.ckpt", MODEL, config=config, shard_bytes=8192)
     assert len([path for path in located(MODEL).iterdir() if path.suffix == ".safetensors"]) > 1  # type: ignore[union-attr]
     convert("memory://store/other.ckpt", MODEL, config=config)
-    assert open_huggingface(local_copy(MODEL)).keys() == open_huggingface(tiny).keys()
+    assert read_huggingface(local_copy(MODEL)).keys() == read_huggingface(tiny).keys()
     assert not (located(MODEL) / "model.safetensors.index.json").exists()  # type: ignore[union-attr]
     located("memory://store/thesis/a.tex").write_bytes(b"years of work")  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="is a folder with other content"):

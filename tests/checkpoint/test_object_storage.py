@@ -30,12 +30,12 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.checkpoint_error import StorageError
 from lightning_ptdp.cli import main
-from lightning_ptdp.exchange import open_huggingface
 from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.checkpoint import layouts
 from tests.checkpoint.s3_server import SECRET, SETTINGS, Server, serving
+from tests.folders import read_huggingface
 from tests.parity import make_trainer
 from tests.pool import Pool
 from tests.tiny_gpt import Run
@@ -134,7 +134,7 @@ def test_ranks_fetch_a_model_once_per_node_and_export_it_together(
     assert read == sorted(path.name for path in tiny.iterdir())
     copy = tmp_path / "copy"
     s3fs.S3FileSystem().get(export, str(copy), recursive=True)
-    exported = {f"model.{name}": value for name, value in open_huggingface(copy).items()}
+    exported = {f"model.{name}": value for name, value in read_huggingface(copy).items()}
     assert exported.keys() == trained.keys()
     assert all(torch.equal(value, trained[name]) for name, value in exported.items())
 
