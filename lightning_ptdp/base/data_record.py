@@ -32,8 +32,8 @@ class DescribedData:
     """
 
     def datasets(self) -> list[DatasetRecord]:
-        """Return records of the data for training and validation."""
-        raise NotImplementedError
+        """Return records of the data for training and validation; by default none."""
+        return []
 
 
 def records_of(datamodule: object) -> list[DatasetRecord]:

@@ -6,6 +6,7 @@ It has no knowledge of the order beyond that list.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,33 +22,33 @@ from lightning_ptdp.schedule.actions import MESSAGES, Action, ActionKind, Schedu
 from lightning_ptdp.world.mesh import Group
 
 
-class StepJob:
+class StepJob(ABC):
     """Work of one step of one replica; the runtime calls it in the order of the schedule.
 
     A subclass without gradients leaves the methods about them out.
     """
 
+    @abstractmethod
     def begin(self, stage: int, microbatch: int) -> Forward:
         """Prepare for the next forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def signature(self, microbatch: int) -> Hashable:
         """Return the shapes and dtypes of the microbatch.
 
         Equal signatures give hidden states of equal shape.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(self, forward: Forward) -> object:
         """Run the user's step on the microbatch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, forward: Forward, output: Any) -> Tensor | None:
         """Take the step's output on the last stage.
 
         In training, return the scalar to differentiate.
         """
-        raise NotImplementedError
 
     def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
         """Prepare for the action that completes a microbatch's gradients of ``stage``.
@@ -55,18 +56,23 @@ class StepJob:
         The action is a backward (None), or the weight gradients of ``awaited``. With ``last`` it
         is that of the step's last microbatch.
         """
+        return
 
     def gradient_complete(self, parameter: Tensor) -> None:
         """Handle the completion of the gradient of an awaited parameter."""
+        return
 
     def reduce(self, stage: int, *, last: bool) -> None:
         """Reduce the gradients of ``stage``, which a microbatch has completed."""
+        return
 
     def gather(self, stage: int) -> None:
         """Start to gather the sharded parameters of ``stage``."""
+        return
 
     def free(self, stage: int) -> None:
         """Free the other replicas' parts of the parameters of ``stage``."""
+        return
 
 
 @dataclass(kw_only=True)
