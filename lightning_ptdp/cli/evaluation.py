@@ -80,31 +80,24 @@ class Evaluation(Callback):
             jobs.put(job)
             return answers.get()
 
-        def evaluate() -> None:
+        def run() -> None:
+            layout = trainer.strategy.layout.describe()
+            about = {"checkpoint": self.checkpoint, "layout": layout}
             try:
-                result.set_result(self._evaluate(trainer, pl_module, ask))
+                from lightning_ptdp.cli.harness import evaluate
+
+                result.set_result(
+                    evaluate(ask, self.tokenizer, pl_module, self.tasks, self.options, about)
+                )
             except BaseException as error:
                 result.set_exception(error)
             jobs.put(None)
 
         if trainer.is_global_zero:
-            Thread(target=evaluate, daemon=True).start()
+            Thread(target=run, daemon=True).start()
         while (job := next_of_rank_zero(trainer, jobs)) is not None:
             answers.put(job(pl_module, self.tokenizer))
         if trainer.is_global_zero:
             from lightning_ptdp.cli.harness import report
 
             report(result.result(), self.options.output)
-
-    def _evaluate(self, trainer: Trainer, module: LightningModule, ask: Ask) -> dict[str, Any]:
-        from lightning_ptdp.cli.harness import HarnessModel, evaluate
-
-        arguments = {"checkpoint": self.checkpoint, "layout": trainer.strategy.layout.describe()}
-        model = HarnessModel(
-            ask,
-            self.tokenizer,
-            module,
-            batch_size=self.options.batch_size,
-            info={"model": "ptdp", "model_args": arguments},
-        )
-        return evaluate(model, self.tasks, self.options)

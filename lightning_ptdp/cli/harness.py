@@ -82,17 +82,10 @@ class HarnessModel(HFLM):
         tokenizer: Tokenizer of the model.
         module: The module that answers.
         batch_size: Number of sequences in a forward.
-        info: Entries of the results' configuration.
     """
 
     def __init__(
-        self,
-        ask: Ask,
-        tokenizer: TextTokenizer,
-        module: nn.Module,
-        *,
-        batch_size: int,
-        info: Mapping[str, object],
+        self, ask: Ask, tokenizer: TextTokenizer, module: nn.Module, *, batch_size: int
     ) -> None:
         config = getattr(language_model(module), "config", None)
         if not isinstance(config, PretrainedConfig):
@@ -106,11 +99,10 @@ class HarnessModel(HFLM):
                 batch_size=batch_size,
             )
         self._ask = ask
-        self._info = info
 
     def get_model_info(self) -> dict[str, object]:
-        """Return entries of the results' configuration."""
-        return dict(self._info)
+        """Return the name in the results."""
+        return {"model": "ptdp"}
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[object, list[int], list[int]]], *_: object, **__: object
@@ -148,9 +140,14 @@ class HarnessModel(HFLM):
 
 
 def evaluate(
-    model: HarnessModel, tasks: Sequence[Any], options: EvaluationOptions
+    ask: Ask,
+    tokenizer: TextTokenizer,
+    module: nn.Module,
+    tasks: Sequence[Any],
+    options: EvaluationOptions,
+    description: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Evaluate loaded tasks and return the harness's results.
+    """Evaluate loaded tasks and return the harness's results, which contain the description.
 
     Raises:
         ValueError: The model cannot answer a request.
@@ -158,7 +155,8 @@ def evaluate(
     limit = options.limit
     try:
         results: dict[str, Any] = simple_evaluate(
-            model,
+            HarnessModel(ask, tokenizer, module, batch_size=options.batch_size),
+            model_args=description,
             tasks=list(tasks),
             num_fewshot=options.num_fewshot,
             limit=int(limit) if limit is not None and limit >= 1 else limit,

@@ -9,7 +9,6 @@ from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.checkpoint import read_metadata
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
 from lightning_ptdp.cli.error_messages import UserError
-from lightning_ptdp.loggers.model_registry import store_of
 
 _CARD = "README.md"
 
@@ -57,14 +56,12 @@ def push_folder(client: Any, repository: str, folder: str, *, source: str) -> No
 
 
 def model_card(repository: str, source: str) -> str:
-    """Return a model card with the run, the layout and the steps of the checkpoint ``source``."""
+    """Return a model card with the layout and the steps of the checkpoint ``source``."""
     facts = {}
-    if store_of(source) is not None:
-        facts["experiment"] = Path(source).resolve().parents[2].name
     if Path(source, METADATA_FILE).is_file():
         run = read_metadata(source).run
         names = {"layout": "layout", "global_step": "steps"}
-        facts |= {label: run[key] for key, label in names.items() if key in run}
+        facts = {label: run[key] for key, label in names.items() if key in run}
     lines = "".join(f"\n- {label}: {value}" for label, value in facts.items())
     return (
         "---\nlibrary_name: transformers\ntags: [lightning-ptdp]\n---\n\n"

@@ -102,11 +102,7 @@ class ChatFormat:
             else self._compared(conversation, text)
         )
         if not learned[1:].any():
-            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in conversation))
-            raise FaultyRow(
-                "there is nothing to learn: no message has the role assistant (the roles are "
-                f"{roles})"
-            )
+            raise FaultyRow("there is nothing to learn: the chat template marks no answer")
         return ids, learned
 
     def _marked(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
@@ -227,8 +223,7 @@ def _check_powers(template: str, source: str | Path) -> None:
 
 def _check_rendered(conversation: Conversation, text: str) -> None:
     for message in conversation:
-        content = message.get("content")
-        texts = [content] if isinstance(content, str) else texts_of(content)
+        texts = texts_of(message.get("content"))
         if message["role"] != "assistant" and any(part.strip() not in text for part in texts):
             raise FaultyRow(
                 f"the chat template leaves out messages of the role {message['role']!r}. Use "

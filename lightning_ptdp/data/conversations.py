@@ -130,17 +130,23 @@ class Columns:
         """Return the messages after the row's system message, if it has one.
 
         Raises:
-            FaultyRow: An answer is empty.
+            FaultyRow: There is no answer, or it is empty.
         """
         column = self.names.get("system", "")
         if row.get(column) and messages[0]["role"] != "system":
             messages = [*said(row[column], "system", column), *messages]
+        roles = dict.fromkeys(str(message["role"]) for message in messages)
+        if "assistant" not in roles:
+            raise FaultyRow(
+                "there is nothing to learn: no message has the role assistant (the roles are "
+                f"{', '.join(roles)})"
+            )
         for number, message in enumerate(messages, start=1):
             content = message.get("content")
             if (
                 message["role"] == "assistant"
                 and not message.get("tool_calls")
-                and not (content and str(content).strip())
+                and not "".join(texts_of(content)).strip()
             ):
                 raise FaultyRow(
                     f"message {number}, an answer, is empty. Add its text, or remove the row"
@@ -275,9 +281,9 @@ def said(value: object, role: str, column: str) -> Conversation:
 
 
 def texts_of(content: object) -> list[str]:
-    """Return the texts in the content of a message that is a list of parts."""
-    parts = content if isinstance(content, list) else []
-    return [part["text"] for part in parts if isinstance(part, Mapping) and "text" in part]
+    """Return the texts in the content of a message: a text, or a list of parts."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return [str(part["text"]) for part in parts if isinstance(part, Mapping) and part.get("text")]
 
 
 def _messages(value: object, column: str) -> Conversation:

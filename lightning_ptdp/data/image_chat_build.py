@@ -42,21 +42,12 @@ class ImageColumns(Columns):
         """Return the messages of a row, each with a list of texts and images.
 
         Raises:
-            FaultyRow: There is no answer, or a part is neither text nor image.
+            FaultyRow: An answer has no text, or a part is neither text nor image.
         """
-        messages = [
+        return [
             {**message, "content": _parts(message.get("content"), number)}
             for number, message in enumerate(super().conversation(row), start=1)
         ]
-        if not any(
-            message["role"] == "assistant" and "".join(texts_of(message["content"])).strip()
-            for message in messages
-        ):
-            raise FaultyRow(
-                "no message of the role assistant has a text, so there is nothing to learn. Add "
-                "an answer, or remove the row"
-            )
-        return messages
 
 
 class ImageChatFormat(ChatFormat):

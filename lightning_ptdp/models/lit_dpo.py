@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.forward.frozen_forward import Within, frozen_forward, initial_values
 from lightning_ptdp.models.lit_huggingface import LitCausalLM
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch
@@ -77,6 +78,7 @@ class LitDPO(LitCausalLM):
         reference: Reference = "auto",
         **kwargs: Any,
     ) -> None:
+        check_arguments(LitDPO.__init__, {"reference": reference})
         super().__init__(path, **kwargs)
         if beta <= 0:
             raise ValueError(f"beta={beta} must be positive")
@@ -84,8 +86,6 @@ class LitDPO(LitCausalLM):
             raise ValueError(
                 f"label_smoothing={label_smoothing} must be at least 0 and less than 0.5"
             )
-        if reference not in get_args(Reference):
-            raise ValueError(f"reference={reference!r} must be one of {list(get_args(Reference))}")
         if reference == "auto":
             reference = "copy" if self.adapter is None else "adapters_off"
         if reference == "adapters_off":
@@ -166,7 +166,7 @@ class LitDPO(LitCausalLM):
             known: Tensor | None = None
             for number, batch in enumerate(loader):
                 batch = strategy.batch_to_device(batch)
-                logps = torch.stack(list(frozen_forward(self, batch, number).values()), 1)
+                logps = torch.stack([*frozen_forward(self, batch, number).values()], 1)
                 if known is None:
                     # one row more for the pairs that fill up batches, whose number is -1
                     known = logps.new_zeros(size + 1, 2)
@@ -202,19 +202,18 @@ class LitDPO(LitCausalLM):
         self, batch: MutableMapping[str, Tensor], batch_idx: int, split: str = "validation"
     ) -> None:
         within = self._within
-        if split in self._known:
-            logps = self._known[split][batch["pair"]]
-            batch.update(dict(zip(_REFERENCES, logps.unbind(1), strict=True)))
-            return
         if self.reference == "adapters_off":
             within = partial(adapters_off, self.model)
-        if within is None:
+        if split in self._known:
+            logps = self._known[split][batch["pair"]].unbind(1)
+        elif within is not None:
+            logps = frozen_forward(self, batch, batch_idx, within=within).values()
+        else:
             raise ValueError(
                 f"reference={self.reference!r} is known only while training. Validate in fit, or "
                 "train adapters with reference='adapters_off'"
             )
-        logps = frozen_forward(self, batch, batch_idx, within=within)
-        batch.update(dict(zip(_REFERENCES, logps.values(), strict=True)))
+        batch.update(zip(_REFERENCES, logps, strict=True))
 
     # ---- steps -----------------------------------------------------------------------------------
 

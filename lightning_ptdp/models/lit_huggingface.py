@@ -9,13 +9,13 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ptdp.base.nested import IMAGE_FIELDS
 from lightning_ptdp.base.requirements import import_optional
@@ -217,8 +217,8 @@ class LitHuggingFace(LitTokens):
             self._inject(model, self.adapter)
         return model
 
-    def _inject(self, model: Any, adapter: LoraOptions) -> None:
-        adapter.inject(model, task_type=self._task)
+    def _inject(self, model: Any, adapter: LoraOptions, **options: Any) -> None:
+        adapter.inject(model, task_type=self._task, **options)
 
     @staticmethod
     def _logits_of_zeros(model: Any, length: int) -> Tensor:
@@ -409,18 +409,11 @@ class LitImageTextToText(LitHuggingFace):
         accepted = inspect.signature(type(self.model).forward).parameters
         return super()._run(**{name: inputs[name] for name in inputs if name in accepted})
 
-    def _inject(self, model: Any, adapter: LoraOptions) -> None:
+    def _inject(self, model: Any, adapter: LoraOptions, **options: Any) -> None:
         if adapter.target_modules == ALL_LINEAR:
             towers = "|".join(map(re.escape, image_parts(model)))
-            names = [
-                re.escape(name)
-                for name, child in model.named_modules()
-                if isinstance(child, nn.Linear)
-                and child is not model.get_output_embeddings()
-                and not re.match(towers, name)
-            ]
-            adapter = replace(adapter, target_modules="|".join(names))
-        super()._inject(model, adapter)
+            options["exclude_modules"] = f"({towers}).*"
+        super()._inject(model, adapter, **options)
 
 
 class LitMaskedLM(LitHuggingFace):

@@ -63,7 +63,7 @@ def test_export_is_uploaded_with_model_card(
     card = client.files.pop("README.md").decode()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "# mine\n" in card
-    assert "\n\n- experiment: tiny\n- layout: t2 p2 v2 d1\n- steps: 4\n" in card
+    assert "\n\n- layout: t2 p2 v2 d1\n- steps: 4\n" in card
     assert client.files == {path.name: path.read_bytes() for path in out.iterdir()}
     client.files["README.md"] = b"mine"
     assert ptdp(*arguments)[0] == 0
