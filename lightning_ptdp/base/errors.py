@@ -15,6 +15,11 @@ class PTDPError(Exception):
     """
 
 
+def one_line(text: object) -> str:
+    """Return the beginning of a text, such as another library's error, on one line."""
+    return " ".join(str(text).split())[:300]
+
+
 def listed(names: Collection[str], limit: int, separator: str = ", ") -> str:
     """Return the first names for a message, and the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

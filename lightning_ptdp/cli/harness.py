@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig
 
+from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.evaluate import EvaluationOptions
@@ -59,9 +60,8 @@ def _load(manager: TaskManager, name: str) -> list[Any]:
     try:
         loaded = manager.load([name])
     except Exception as error:  # a task may run any code
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
-            f"--tasks {name} cannot load its data ({reason}). Data on the Hugging Face Hub need "
+            f"--tasks {name} cannot load its data ({one_line(error) or type(error).__name__}). Data on the Hugging Face Hub need "
             "the network, or an earlier download in this machine's cache"
         ) from error
     for task in loaded["tasks"].values():

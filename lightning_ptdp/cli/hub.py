@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.checkpoint import read_metadata
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
@@ -31,7 +32,7 @@ def make_repository(repository: str) -> Any:
         client.create_repo(repository, private=True, exist_ok=True)
     except Exception as error:  # of HTTP, of the connection, of the name
         raise UserError(
-            f"--push_to_hub {repository}: the Hub does not accept it ({_line(error)}). Check its "
+            f"--push_to_hub {repository}: the Hub does not accept it ({one_line(error)}). Check its "
             "name (user/model), the token's permission to write, and the network"
         ) from error
     return client
@@ -50,7 +51,7 @@ def push_folder(client: Any, repository: str, folder: str, *, source: str) -> No
         client.upload_folder(repo_id=repository, folder_path=folder)
     except Exception as error:
         raise UserError(
-            f"{folder} is written, but its upload failed ({_line(error)}). Try again with: "
+            f"{folder} is written, but its upload failed ({one_line(error)}). Try again with: "
             f"hf upload {repository} {folder}"
         ) from error
 
@@ -67,7 +68,3 @@ def model_card(repository: str, source: str) -> str:
         "---\nlibrary_name: transformers\ntags: [lightning-ptdp]\n---\n\n"
         f"# {repository.rpartition('/')[2]}\n\nTrained with lightning-ptdp.\n{lines}\n"
     )
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

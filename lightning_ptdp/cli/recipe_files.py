@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.cli.error_messages import UserError
 
@@ -68,7 +69,7 @@ def find_config(name: str, *, said: str = "--config ", beside: Path | None = Non
     if _is(path, Path.is_dir):
         raise UserError(f"{said}{name} is a folder. Give a YAML file in it")
     raise UserError(
-        f"{said}{' '.join(name.split())[:200]} is neither a file nor a "
+        f"{said}{one_line(name)} is neither a file nor a "
         f"recipe{nearest(short, recipe_names(shared=True))} (ptdp recipes list shows all)"
     )
 

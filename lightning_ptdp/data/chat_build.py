@@ -61,6 +61,7 @@ class ChatConfig(Preparation):
     faulty: Literal["error", "drop"] = "error"
     split_seed: Count = 0
 
+    form: ClassVar[Form] = "chat"
     columns_class: ClassVar[type[Columns]] = Columns
     tokenizer_class: ClassVar[type[HuggingFaceTokenizer]] = HuggingFaceTokenizer
     format_class: ClassVar[type[ChatFormat]] = ChatFormat
@@ -101,11 +102,6 @@ class ChatConfig(Preparation):
                 "of the model"
             )
         return self.tokenizer_class(self.tokenizer_dir)
-
-    @property
-    def form(self) -> Form:
-        """Conversations."""
-        return "chat"
 
     @property
     def settings(self) -> dict[str, Any]:

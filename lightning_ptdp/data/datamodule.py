@@ -12,7 +12,7 @@ from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES, Corpus
 from lightning_ptdp.data.corpus_build import Builder
 from lightning_ptdp.data.data_error import TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
-from lightning_ptdp.data.manifest import Form, SplitName, SplitRecord, verify_store
+from lightning_ptdp.data.manifest import SplitName, SplitRecord, verify_store
 from lightning_ptdp.data.number_checks import check_fraction, check_integer
 from lightning_ptdp.data.prepare import Preparation
 from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
@@ -165,6 +165,8 @@ class PrepareConfig(Corpus, Preparation):
     tokenizer_characters: Size = 20_000_000
     part_bytes: Size = 1 << 24
 
+    form = "text"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not str(self.output):
@@ -191,11 +193,6 @@ class PrepareConfig(Corpus, Preparation):
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
         check_integer("document_bytes", self.document_bytes, least=1 << 10)
         check_fraction("validation_fraction", self.validation_fraction)
-
-    @property
-    def form(self) -> Form:
-        """Documents."""
-        return "text"
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ _SETTINGS = "processor_config.json"
 class HuggingFaceProcessor(HuggingFaceTokenizer):
     """Processor in a folder that ``save_pretrained`` wrote, usually that of the model."""
 
-    patterns: ClassVar[tuple[str, ...]] = (*HuggingFaceTokenizer.patterns, f"*{_SETTINGS}")
-    auto_class: ClassVar[str] = "AutoProcessor"
+    patterns = (*HuggingFaceTokenizer.patterns, f"*{_SETTINGS}")
+    auto_class = "AutoProcessor"
 
     @cached_property
     def processor(self) -> Any:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.requirements import RequirementError, import_optional
 from lightning_ptdp.base.untrusted import (
     MOST_SETTINGS,
@@ -115,9 +116,8 @@ class HuggingFaceTokenizer:
                     f"tokenizer folder {self.folder} refers to its own code (auto_map), which "
                     "is not run. Use a model whose tokenizer is part of transformers"
                 ) from error
-            message = " ".join(reason(error).split())[:300]
             raise TokenizerError(
-                f"tokenizer folder {self.folder} cannot be read: {message}"
+                f"tokenizer folder {self.folder} cannot be read: {one_line(reason(error))}"
             ) from error
 
     @property
@@ -185,7 +185,7 @@ class HuggingFaceTokenizer:
 class CopiedTokenizer(HuggingFaceTokenizer):
     """Tokenizer of a prepared folder, which holds copied files only."""
 
-    patterns: ClassVar[tuple[str, ...]] = ("*",)
+    patterns = ("*",)
 
 
 AnyTokenizer: TypeAlias = Tokenizer | HuggingFaceTokenizer

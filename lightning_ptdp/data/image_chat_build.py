@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +28,7 @@ from lightning_ptdp.data.conversations import (
     texts_of,
 )
 from lightning_ptdp.data.huggingface_processor import HuggingFaceProcessor
-from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.image_files import absolute, image_size, images_of, open_image
-from lightning_ptdp.data.manifest import Form
 from lightning_ptdp.data.token_store import mark_sample
 
 
@@ -63,7 +61,7 @@ class ImageChatFormat(ChatFormat):
     """
 
     # They are positions in the text before images replace their places.
-    reads_marks: ClassVar[bool] = False
+    reads_marks = False
 
     def _compared(self, conversation: Conversation, text: str) -> tuple[np.ndarray, np.ndarray]:
         processor, images = self._processor.processor, images_of(conversation)
@@ -101,16 +99,12 @@ class ImageChatConfig(ChatConfig):
 
     max_images: Size | None = None
 
-    columns_class: ClassVar[type[Columns]] = ImageColumns
-    tokenizer_class: ClassVar[type[HuggingFaceTokenizer]] = HuggingFaceProcessor
-    format_class: ClassVar[type[ChatFormat]] = ImageChatFormat
-    checks_every_row: ClassVar[bool] = True
-    about: ClassVar[str] = "colors"
-
-    @property
-    def form(self) -> Form:
-        """Conversations with images."""
-        return "image_chat"
+    form = "image_chat"
+    columns_class = ImageColumns
+    tokenizer_class = HuggingFaceProcessor
+    format_class = ImageChatFormat
+    checks_every_row = True
+    about = "colors"
 
     def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
         """Yield the rows with absolute paths of images; without a path, those about colors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +18,7 @@ from lightning_ptdp.data.huggingface_processor import HuggingFaceProcessor
 from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER
 from lightning_ptdp.data.image_chat_build import ImageChatConfig
 from lightning_ptdp.data.image_files import image_size
-from lightning_ptdp.data.manifest import Form, SplitName
+from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
 
 
@@ -28,8 +28,8 @@ class ImageChatStream(ChatStream):
     The arguments are those of ``ChatStream`` without packing.
     """
 
-    form: ClassVar[Form] = "image_chat"
-    remedies: ClassVar[str] = "drop"
+    form = "image_chat"
+    remedies = "drop"
 
     def __init__(self, folder: str | Path, *, split: SplitName = "train", **options: Any) -> None:
         super().__init__(folder, split=split, **options)
@@ -89,8 +89,8 @@ class ImageChatDataModule(ChatDataModule):
         ValueError: A value is out of range; the message names it.
     """
 
-    config_class: ClassVar[type[ChatConfig]] = ImageChatConfig
-    stream_class: ClassVar[type[ChatStream]] = ImageChatStream
+    config_class = ImageChatConfig
+    stream_class = ImageChatStream
 
     def __init__(
         self,

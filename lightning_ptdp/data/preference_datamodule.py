@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from lightning_ptdp.data.chat_format import ChatFormat
 from lightning_ptdp.data.chat_stream import ChatStream
 from lightning_ptdp.data.conversations import Columns, Conversation, FaultyRow, said
 from lightning_ptdp.data.loader import EvaluationLoader
-from lightning_ptdp.data.manifest import Form
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
 from lightning_ptdp.data.stream_datamodule import replica_of
 from lightning_ptdp.data.token_store import mark_sample
@@ -37,9 +36,9 @@ class PreferenceColumns(Columns):
             and ``system``.
     """
 
-    forms: ClassVar = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-    needed: ClassVar[str] = "chosen and rejected"
-    example: ClassVar[str] = "{prompt: question, chosen: better, rejected: worse}"
+    forms = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+    needed = "chosen and rejected"
+    example = "{prompt: question, chosen: better, rejected: worse}"
 
     def pair(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         """Return the two conversations of a row.
@@ -89,13 +88,9 @@ class PreferenceConfig(ChatConfig):
     ``PreferenceDataModule`` documents the fields.
     """
 
-    columns_class: ClassVar[type[Columns]] = PreferenceColumns
-    checks_every_row: ClassVar[bool] = True
-
-    @property
-    def form(self) -> Form:
-        """Pairs."""
-        return "preference"
+    form = "preference"
+    columns_class = PreferenceColumns
+    checks_every_row = True
 
     def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
         """Yield the rows; without a path, answers beside their words in reverse order."""
@@ -124,8 +119,8 @@ class PreferenceStream(ChatStream):
     conversation is.
     """
 
-    form: ClassVar[Form] = "preference"
-    per_document: ClassVar[int] = 2
+    form = "preference"
+    per_document = 2
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Return inputs, labels and positions of chosen and rejected, int32 (b, 2, 3, s)."""
@@ -175,8 +170,8 @@ class PreferenceDataModule(ChatDataModule):
         ValueError: A value is out of range; the message names it.
     """
 
-    config_class: ClassVar[type[ChatConfig]] = PreferenceConfig
-    stream_class: ClassVar[type[ChatStream]] = PreferenceStream
+    config_class = PreferenceConfig
+    stream_class = PreferenceStream
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.data.data_error import DataError, StoreError
@@ -77,14 +77,12 @@ class Preparation(ABC):
     overwrite: bool = False
     num_workers: Size = 1
 
+    form: ClassVar[Form]
+    """Kind of contents."""
+
     def __post_init__(self) -> None:
         check_types(self)
         check_fraction("validation_fraction", self.validation_fraction)
-
-    @property
-    @abstractmethod
-    def form(self) -> Form:
-        """Kind of contents."""
 
     @property
     @abstractmethod

@@ -131,9 +131,7 @@ def merge_adapters(
         )
     files.check_apart(target, [folder])
     files.check_replaceable(target, marker=files.EXPORT_MARK)
-    auto_class = _AUTO_CLASSES[base_weights["task"]]
-    if base_weights.get("auto_class") == _WITH_IMAGES:
-        auto_class = _WITH_IMAGES
+    auto_class = base_weights.get("auto_class") or _AUTO_CLASSES[base_weights["task"]]
     model = getattr(transformers, auto_class).from_pretrained(
         folder, dtype=dtype or "auto", use_safetensors=True, trust_remote_code=False
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.models.pretrained_folder import local_folder
 
@@ -59,7 +60,7 @@ def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
                 "not support. Use LitCausalLM for a causal language model, LitMaskedLM for an "
                 "encoder, and your own LightningModule for other models"
             ) from None
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        why = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(
             f"{said}: the model of its configuration cannot be built ({why})"
         ) from error
@@ -83,5 +84,4 @@ def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **opt
             raise
         raise ValueError(f"{said}: the shapes of the weights differ from config.json") from error
     except OSError as error:
-        why = " ".join(str(error).split())[:300]
-        raise ValueError(f"{said}: the weights cannot be read ({why})") from error
+        raise ValueError(f"{said}: the weights cannot be read ({one_line(error)})") from error

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.base.time_limit import in_thread
@@ -31,8 +32,7 @@ from lightning_ptdp.models.checked_config import (
     stored_tensors,
     weight_map,
 )
-from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
-from lightning_ptdp.models.tiny_vision import make_tiny_vision
+from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny, make_tiny_vision
 
 ADAPTER_NAMES = ("*.lora_*",)
 """Patterns of the names that peft's adapters add to a model."""
@@ -245,9 +245,8 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
         config = kind(**values)
         known = vars(kind())
     except Exception as error:  # the checks of transformers raise many types
-        reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"config: {kind.__name__} does not accept these fields: {reason}"
+            f"config: {kind.__name__} does not accept these fields: {one_line(error)}"
         ) from error
     if undeclared := [name for name in values if name in vars(config) and name not in known]:
         # Some models read fields that their configuration does not declare (Qwen3-MoE: head_dim).

@@ -141,12 +141,11 @@ def with_images(shape: ModelShape, module: nn.Module) -> ModelShape:
     The tower runs on the first stage, by assumption for one patch per token of the sequence, as in
     ``layer_ranges``.
     """
-    towers = [module.get_submodule(name.rstrip(".")) for name in image_parts(module)]
+    towers = image_parts(module)
     products = [
         Product(rows=shape.sequence_length, outputs=len(matrix), inputs=matrix[0].numel())
-        for tower in towers
-        for matrix in tower.parameters()
-        if matrix.dim() > 1
+        for name, matrix in module.named_parameters()
+        if name.startswith(towers) and matrix.dim() > 1
     ]
     first = replace(shape.input, products=(*products, *shape.input.products))
     return replace(shape, input=first)

@@ -79,31 +79,25 @@ def collects_by_itself(module: nn.Module) -> bool:
 
 def image_token_of(module: nn.Module) -> int | None:
     """Return the id of the tokens that stand for images in the model inside; None if unknown."""
-    return next((model.config.image_token_id for _, model in _image_models(module)), None)
+    return next((model.config.image_token_id for model in _image_models(module)), None)
 
 
 def image_parts(module: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the modules that compute image features in the model inside.
 
     These are all parts of a vision-language model but its language model and head."""
-    for name, model in _image_models(module):
-        base = model.base_model
+    for model in _image_models(module):
         embedding = model.get_input_embeddings()
-        path = [name, "" if base is model else model.base_model_prefix]
-        prefix = "".join(f"{part}." for part in path if part)
-        return tuple(
-            f"{prefix}{key}."
-            for key, child in base.named_children()
-            if all(part is not embedding for part in child.modules())
-        )
+        parts = {part for part in model.base_model.children() if embedding not in part.modules()}
+        return tuple(f"{name}." for name, part in module.named_modules() if part in parts)
     return ()
 
 
-def _image_models(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, child in module.named_modules():
+def _image_models(module: nn.Module) -> Iterator[Any]:
+    for child in module.modules():
         token = getattr(getattr(child, "config", None), "image_token_id", None)
         if isinstance(token, int) and is_huggingface_model(child):
-            yield name, child
+            yield child
 
 
 def is_causal_model(module: nn.Module) -> bool:

@@ -16,8 +16,7 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.data import ImageChatDataModule, TokenizerError, TokenLoader, chat_build
 from lightning_ptdp.data.data_error import CorpusError, StoreError
 from lightning_ptdp.models import LitImageTextToText, make_tiny
-from lightning_ptdp.models.tiny import tiny_tokenizer
-from lightning_ptdp.models.tiny_vision import make_tiny_vision
+from lightning_ptdp.models.tiny import make_tiny_vision, tiny_tokenizer
 from tests.data.folders import write_rows
 from tests.huggingface.vision import FAMILIES, build_vision
 

@@ -16,7 +16,7 @@ from lightning_ptdp.callbacks import ExportHuggingFace
 from lightning_ptdp.data import ImageChatDataModule
 from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import AdamWConfig, LitImageTextToText, LoraOptions
-from lightning_ptdp.models.tiny_vision import make_tiny_vision
+from lightning_ptdp.models.tiny import make_tiny_vision
 from tests.data.folders import write_rows
 from tests.huggingface.chat_training import ChatTraining
 from tests.huggingface.runs import LAYOUTS
