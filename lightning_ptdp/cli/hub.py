@@ -58,12 +58,9 @@ def push_folder(client: Any, repository: str, folder: str, *, source: str) -> No
 
 def model_card(repository: str, source: str) -> str:
     """Return a model card with the layout and the steps of the checkpoint ``source``."""
-    facts = {}
-    if Path(source, METADATA_FILE).is_file():
-        run = read_metadata(source).run
-        names = {"layout": "layout", "global_step": "steps"}
-        facts = {label: run[key] for key, label in names.items() if key in run}
-    lines = "".join(f"\n- {label}: {value}" for label, value in facts.items())
+    run = read_metadata(source).run if Path(source, METADATA_FILE).is_file() else {}
+    names = {"layout": "layout", "global_step": "steps"}
+    lines = "".join(f"\n- {label}: {run[key]}" for key, label in names.items() if key in run)
     return (
         "---\nlibrary_name: transformers\ntags: [lightning-ptdp]\n---\n\n"
         f"# {repository.rpartition('/')[2]}\n\nTrained with lightning-ptdp.\n{lines}\n"

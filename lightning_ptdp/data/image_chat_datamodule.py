@@ -75,7 +75,6 @@ class ImageChatDataModule(ChatDataModule):
     The tokens are prepared once. The images stay in their files, which every rank reads.
 
     Args:
-        tokenizer_dir: Folder of the processor, usually that of the model.
         path: Data as for ``ChatDataModule``, with a column ``messages``. The content of a message
             is a text, or a list of ``{"type": "text", "text": ...}`` and ``{"type": "image",
             "path": ...}``. Paths are relative to the folder of the data file. Default: questions
@@ -83,7 +82,8 @@ class ImageChatDataModule(ChatDataModule):
         max_images: Largest number of images in a conversation. Default: any number.
         too_long: Treatment of samples that are longer than the sequence: drop, or raise an error.
             Their number is logged.
-        kwargs: Further arguments of ``ChatDataModule``.
+        kwargs: Further arguments of ``ChatDataModule``. ``tokenizer_dir`` is the folder of the
+            processor.
 
     Raises:
         ValueError: A value is out of range; the message names it.
@@ -95,7 +95,6 @@ class ImageChatDataModule(ChatDataModule):
     def __init__(
         self,
         *,
-        tokenizer_dir: str | None = None,
         path: str | list[str] | None = None,
         max_images: int | None = None,
         too_long: TooLong = "error",
@@ -104,9 +103,7 @@ class ImageChatDataModule(ChatDataModule):
         if too_long == "cut":
             raise ValueError("too_long='cut' would cut images. Use too_long='drop' or 'error'")
         self._max_images = max_images
-        super().__init__(
-            tokenizer_dir=tokenizer_dir, path=path, packing=False, too_long=too_long, **kwargs
-        )
+        super().__init__(path=path, packing=False, too_long=too_long, **kwargs)
 
     @property
     def image_ids(self) -> list[int]:

@@ -20,7 +20,6 @@ from lightning_ptdp.data.chat_stream import ChatStream
 from lightning_ptdp.data.conversations import Columns, Conversation, FaultyRow, said
 from lightning_ptdp.data.loader import EvaluationLoader
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
-from lightning_ptdp.data.stream_datamodule import replica_of
 from lightning_ptdp.data.token_store import mark_sample
 
 _ROUNDED = 64
@@ -99,9 +98,9 @@ class PreferenceConfig(ChatConfig):
                 yield row
                 continue
             words = row["response"].split()
-            answers = {"chosen": " ".join(words), "rejected": " ".join(reversed(words))}
-            if len(set(answers.values())) == 2:
-                yield {"prompt": row["prompt"], **answers}
+            chosen, rejected = " ".join(words), " ".join(reversed(words))
+            if chosen != rejected:
+                yield {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
 
     def content(self, columns: Any, row: Mapping[str, Any]) -> Any:
         """Return the pair of a row."""
@@ -187,8 +186,5 @@ class PreferenceDataModule(ChatDataModule):
 
         ``pair`` of a batch is a number in the split, and -1 for a row that fills up the batch.
         """
-        sizes = self.batch_options.plan(replica_of(self.trainer)[0])
-        train = self._loader(
-            EvaluationLoader, self._stream("train"), micro_batch_size=sizes.micro_batch_size
-        )
+        train = self._evaluation_loader(self._stream("train"))
         return {"train": train, "validation": self.val_dataloader()}

@@ -152,9 +152,9 @@ class StreamDataModule(DescribedData, LightningDataModule):
 
     def val_dataloader(self) -> EvaluationLoader:
         """Return a loader that reads every validation sample once, over all replicas."""
-        stream = self._stream("validation", max_samples=self.validation_samples)
-        micro_batch_size = self.batch_options.plan(replica_of(self.trainer)[0]).micro_batch_size
-        return self._loader(EvaluationLoader, stream, micro_batch_size=micro_batch_size)
+        return self._evaluation_loader(
+            self._stream("validation", max_samples=self.validation_samples)
+        )
 
     def test_dataloader(self) -> EvaluationLoader:
         """Return the loader of the validation samples, because there is no third split."""
@@ -196,6 +196,10 @@ class StreamDataModule(DescribedData, LightningDataModule):
     @abstractmethod
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         """Return the samples of a split, or only ``max_samples`` of them."""
+
+    def _evaluation_loader(self, stream: SampleStream) -> EvaluationLoader:
+        micro_batch_size = self.batch_options.plan(replica_of(self.trainer)[0]).micro_batch_size
+        return self._loader(EvaluationLoader, stream, micro_batch_size=micro_batch_size)
 
     def _train_loader(self, stream: SampleStream) -> TokenLoader:
         return self._loader(

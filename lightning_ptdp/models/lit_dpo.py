@@ -115,10 +115,8 @@ class LitDPO(LitCausalLM):
 
     def configure_parallel(self) -> ParallelPlan:
         """Return the model's plan, with sums over the tokens of all context-parallel ranks."""
-        plan = find_plan(self)
-        if plan is None:
-            return ParallelPlan()
-        return replace(plan, tensor={**plan.tensor, "over_tokens": Sum()})
+        plan = find_plan(self) or ParallelPlan()
+        return replace(plan, tensor={**plan.tensor, "over_tokens": Sum()}) if plan.tensor else plan
 
     def check_parallel(self, layout: ParallelLayout) -> None:
         """Refuse to split sequences of a model without a plan, whose sums would be incomplete.
@@ -287,16 +285,15 @@ class LitDPO(LitCausalLM):
             return torch.where(counted, values, 0.0).sum() / count.clamp(min=1)
 
         loss = mean(losses)
-        log = partial(
-            self.log, sync_dist=sync_dist, batch_size=counted.numel() if sync_dist else None
-        )
-        log(name, loss, prog_bar=True)
         prefix = name.removesuffix("loss") if sync_dist else ""
-        for reward, values in (
-            ("chosen", chosen),
-            ("rejected", rejected),
-            ("margins", margins),
-            ("accuracies", (margins > 0).to(margins.dtype)),
-        ):
-            log(f"{prefix}rewards/{reward}", mean(values.detach()))
+        rewards = {
+            "chosen": chosen,
+            "rejected": rejected,
+            "margins": margins,
+            "accuracies": (margins > 0).float(),
+        }
+        values = {f"{prefix}rewards/{key}": mean(each.detach()) for key, each in rewards.items()}
+        options: Any = {"sync_dist": sync_dist, "batch_size": len(counted) if sync_dist else None}
+        self.log(name, loss, prog_bar=True, **options)
+        self.log_dict(values, **options)
         return {"loss": loss, "num_tokens": count}

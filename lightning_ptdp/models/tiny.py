@@ -46,14 +46,6 @@ _VISION_CHAT = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _SIDE, _PATCH = 16, 8
-_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": _SIDE,
-    "patch_size": _PATCH,
-}
 _FILES = ("argparse.py", "ast.py", "inspect.py", "pathlib.py", "textwrap.py", "typing.py")
 
 
@@ -123,7 +115,15 @@ def make_tiny_vision(folder: str | os.PathLike[str], *, seed: int = 0) -> None:
         ).save_pretrained(part)
         config = transformers.LlavaConfig(
             text_config={**TINY_SIZES, "pad_token_id": tokenizer.pad_token_id},
-            vision_config={"model_type": "clip_vision_model", **_TOWER},
+            vision_config={
+                "model_type": "clip_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": _SIDE,
+                "patch_size": _PATCH,
+            },
             image_token_index=tokenizer.convert_tokens_to_ids(_IMAGE),
             tie_word_embeddings=False,
         )
