@@ -60,8 +60,10 @@ def look(folder: Path, before: Standing) -> Standing:
 
 
 def newest_here(folder: Path) -> Path | None:
-    """Return the newest checkpoint that this node has; the link to lost snapshots is none."""
-    return next((path for path in map(Path, newest_first(folder)) if path.exists()), None)
+    """Return the newest checkpoint that this node has.
+
+    The link to snapshots is none: they are lost, or not yet copied to this node."""
+    return next((path for path in map(Path, newest_first(folder)) if not path.is_symlink()), None)
 
 
 def leftovers(folder: Path) -> list[str]:
