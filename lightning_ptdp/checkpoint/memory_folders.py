@@ -102,6 +102,8 @@ class MemoryFolder:
             os.utime(self.link, follow_symlinks=False)
             return
         self.link.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in files.leftovers(self.link):  # of a process that was killed here
+            files.remove(leftover)
         temporary = files.part_name(self.link)
         os.symlink(self.path, temporary)
         os.replace(temporary, self.link)

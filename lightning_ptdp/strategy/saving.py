@@ -46,6 +46,8 @@ from lightning_ptdp.strategy.model_space import (
 __all__ = ["FolderSaves", "optimizer_state"]
 
 _PATIENCE = timedelta(minutes=1)
+# A save that still needs the lost rank cannot end, and one that does not needs only its index.
+_AFTER_LOSS = timedelta(seconds=1)
 _SHOWN = 3
 
 
@@ -166,14 +168,16 @@ class FolderSaves:
         saver, self._saver, self.in_background = self._saver, None, False
         if saver is None:
             return
-        peer_lost = isinstance(exception, (PeerError, CheckpointError)) or is_communication_error(
-            exception
-        )
+        patience = limit
+        if isinstance(exception, PeerError) or is_communication_error(exception):
+            patience = min(limit, _AFTER_LOSS)
+        elif isinstance(exception, CheckpointError):
+            patience = min(limit, _PATIENCE)
         try:
             if isinstance(exception, StoppedNow):
                 raise StoppedNow
             with breakable():
-                saver.wait(min(limit, _PATIENCE) if peer_lost else limit)
+                saver.wait(patience)
         except (CheckpointError, RuntimeError, KeyboardInterrupt) as error:
             reason = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else error
             warnings.warn(f"the background save did not end: {reason}", stacklevel=2)

@@ -27,7 +27,9 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.background import HostCopies
 from lightning_ptdp.parameters.placement import Placement
+from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.saving import FolderSaves
 from tests.checkpoint.layouts import replicated
 from tests.models.fits import quiet_trainer
 from tests.pool import Pool
@@ -226,6 +228,25 @@ def test_wait_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         saver.wait(timedelta(seconds=0.01))
     gate.opened.set()
     saver.wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "most_s"),
+    [
+        (PeerError("rank 1 does not answer"), 1),  # the save needs rank 1
+        (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer"), 1),
+        (CheckpointError("the disk is full"), 60),
+        (ValueError("of the user"), 300),
+    ],
+)
+def test_patience_after_error_depends_on_what_save_needs(
+    error: Exception, most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, waited = FolderSaves(), []
+    saves._saver = BackgroundSaver(limit=LIMIT)
+    monkeypatch.setattr(saves._saver, "wait", waited.append)
+    saves.end(error, timedelta(minutes=5))
+    assert waited == [timedelta(seconds=most_s)]
 
 
 def _train(

@@ -274,7 +274,10 @@ def test_snapshot_without_link_is_removed_when_its_process_has_ended(
         (runs / str(number)).mkdir()
         place.create()
     save(linked.path, 1)
+    half_linked = linked.link.with_name(f"{LINK}.tmp-{'0' * 12}")
+    half_linked.symlink_to(killed.path)
     linked.publish(linked.path / "step-1", linked=True)
+    assert not half_linked.is_symlink(), "a link of a process that was killed here is left"
     del killed, linked._lock
     gc.collect()
     MemoryFolder.new(runs).create()
