@@ -3,6 +3,8 @@ every layout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -181,7 +183,7 @@ def fit(
     size: int,
     options: dict[str, Any],
     settings: dict[str, Any],
-    module: type[pl.LightningModule] | None = None,
+    module: Callable[[], pl.LightningModule] | None = None,
 ) -> dict[str, list[list[Wait]]]:
     """Train on a fake GPU and return the host's waits in each training and validation batch."""
     try:
@@ -196,7 +198,7 @@ def _fit(
     size: int,
     options: dict[str, Any],
     settings: dict[str, Any],
-    module: type[pl.LightningModule] | None,
+    module: Callable[[], pl.LightningModule] | None,
 ) -> dict[str, list[list[Wait]]]:
     torch.manual_seed(0)
     sizes = {
@@ -266,7 +268,7 @@ def test_hugging_face_module_waits_for_device_at_most_once(
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
 
 
-def mixture() -> pl.LightningModule:
+def mixture(**options: Any) -> pl.LightningModule:
     return LitGPT(
         GPTConfig.gpt2(
             vocabulary_size=32,
@@ -278,6 +280,7 @@ def mixture() -> pl.LightningModule:
             experts_per_token=2,
             mlp="swiglu",
             bias=False,
+            **options,
         ),
         AdamWConfig(learning_rate=1e-3),
     )
@@ -292,11 +295,13 @@ def mixture() -> pl.LightningModule:
     ],
     ids=["e2", "e2 recomputed", "e1"],
 )
+@pytest.mark.parametrize("capacity", [None, 1.0])
 def test_experts_wait_once_per_layer(
-    size: int, options: dict[str, Any], reads: int, pool: Pool
+    size: int, options: dict[str, Any], reads: int, capacity: float | None, pool: Pool
 ) -> None:
     """Four layers read the numbers of rows that are sent; the grouped kernel needs none."""
-    for batches in pool.run(fit, world_size=size, args=(size, options, HALF, mixture)):
+    module = partial(mixture, capacity_factor=capacity)
+    for batches in pool.run(fit, world_size=size, args=(size, options, HALF, module)):
         for waits in batches["train"][1:]:
             experts = [wait for wait in waits if wait.place.startswith("expert_parallel/")]
             assert len(experts) == reads, waits
