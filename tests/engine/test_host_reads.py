@@ -154,6 +154,14 @@ class LitPaddedLlama(LitLlama):
         return {**batch, "attention_mask": mask}
 
 
+class LitPackedLlama(LitLlama):
+    """A module with two packed conversations in every sample."""
+
+    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+        positions = torch.arange(batch["input_ids"].size(1)).remainder(5)
+        return {**batch, "position_ids": positions.expand_as(batch["input_ids"]).clone()}
+
+
 class Marks(pl.Callback):
     """Callback that starts a new list of waits at the start and the end of every batch."""
 
@@ -317,6 +325,16 @@ def test_context_ranks_read_mask_once_for_all_layers(pool: Pool) -> None:
         for waits in batches["train"]:
             reads = [wait for wait in waits if wait.place.startswith(("attention/", "context_"))]
             assert [read.what for read in reads] == ["tolist"], waits
+
+
+@pytest.mark.parametrize("attention", ["ring", "all_to_all"])
+def test_context_ranks_read_no_mask_of_packed_chat(attention: str, pool: Pool) -> None:
+    options = {
+        "context_parallel_size": 2,
+        "context_parallel_attention": attention,
+        "num_microbatches": 2,
+    }
+    _check(pool.run(fit, world_size=2, args=(2, options, {}, LitPackedLlama)))
 
 
 @pytest.mark.parametrize(
