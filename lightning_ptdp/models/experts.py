@@ -308,11 +308,8 @@ class Mixture(nn.Module):
 
     def forward(self, x_bsh: Tensor) -> tuple[Tensor, Tensor]:
         index, weights, kept, aux_b3 = self.router(x_bsh)
-        y_nh = self.experts(
-            x_bsh.flatten(0, 1),
-            index.flatten(0, 1),
-            weights.flatten(0, 1),
-            kept_nk=kept if kept is None else kept.flatten(0, 1),
-        )
+        inputs = (x.flatten(0, 1) for x in (x_bsh, index, weights))
+        options = {} if kept is None else {"kept_nk": kept.flatten(0, 1)}
+        y_nh = self.experts(*inputs, **options)
         y_bsh = y_nh.view_as(x_bsh)
         return (y_bsh if self.shared is None else y_bsh + self.shared(x_bsh)), aux_b3
