@@ -454,6 +454,7 @@ def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "init": lambda: None,
         "device_count": lambda: 64,
         "current_device": lambda: device.index,
         "set_device": lambda *_: None,

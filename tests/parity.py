@@ -31,15 +31,17 @@ Result = dict[str, Any]
 
 
 def make_trainer(strategy: Any, world_size: int = 1, **options: Any) -> L.Trainer:
-    """Return a Trainer for CPU processes that writes nothing."""
+    """Return a Trainer that writes nothing, for CPU processes unless ``options`` differ."""
     callbacks = options.get("callbacks", ())
-    quiet = {
+    usual = {
+        "accelerator": "cpu",
+        "devices": world_size,
         "logger": False,
         "enable_checkpointing": any(isinstance(one, Checkpoint) for one in callbacks),
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return L.Trainer(strategy=strategy, accelerator="cpu", devices=world_size, **(quiet | options))
+    return L.Trainer(strategy=strategy, **(usual | options))
 
 
 def make_loader(data: Any, trainer: L.Trainer, global_batch: int) -> DataLoader:

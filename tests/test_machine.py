@@ -11,10 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.checks.machine_limits import check_machine, check_other_gpus
+from lightning_ptdp.strategy.checks.machine_limits import (
+    check_machine,
+    check_nccl,
+    check_other_gpus,
+)
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
 PLACE: dict[str, Any] = {"world_size": 4, "start_method": "fork", "accelerator": "cpu"}
@@ -104,6 +109,68 @@ def test_different_gpus_in_tensor_group_are_refused() -> None:
         ValueError, match=r"^tensor_parallel_size=2: .*NVIDIA H100 and NVIDIA A100 .*ranks 0, 1"
     ):
         check_other_gpus(store, rank=0, tensor_ranks=(0, 1), gpu=_gpu("GPU-0", "NVIDIA A100"))
+
+
+def test_rank_without_device_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(ValueError, match=r"^devices=2, so local rank 3 has no device\. Start 2"):
+        make_trainer(Place(world_size=2))
+
+
+@pytest.mark.parametrize("numbers", [(2, 3), (0, 1)])
+def test_too_few_visible_gpus_are_refused_before_launch(
+    numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning saw more GPUs, for example before CUDA_VISIBLE_DEVICES was set."""
+    devices = [torch.device("cuda", number) for number in numbers]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: max(numbers))
+    place = Place(world_size=2, layout={"parallel_devices": devices})
+    with pytest.raises(
+        ValueError,
+        match=rf"^devices=\[{numbers[0]}, {numbers[1]}\], but local rank 0 sees {max(numbers)} GPUs"
+        ".*CUDA_VISIBLE_DEVICES",
+    ):
+        make_trainer(place, accelerator="gpu", devices=1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert make_trainer(place, accelerator="gpu", devices=1).strategy.root_device == devices[0]
+
+
+def test_old_driver_is_refused_before_groups_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 12080). Please update"
+        )
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # read from NVML
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("too late"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    place = Place(world_size=2, layout={"parallel_devices": devices})
+    trainer = make_trainer(place, accelerator="gpu")
+    with pytest.raises(
+        ValueError,
+        match=r"^accelerator='gpu': torch .* too old \(found version 12080\)\. Install a driver "
+        r"for CUDA [\d.]+, or a torch",
+    ):
+        trainer.fit(LitNet(), loader())
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
+def test_older_nccl_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_nccl()
+    monkeypatch.setattr(dist.ProcessGroupNCCL, "get_runtime_nccl_version", lambda: (2, 19, 3))
+    with pytest.raises(ValueError, match=r"^NCCL 2\.19\.3 is loaded, but torch .*LD_LIBRARY_PATH"):
+        check_nccl()
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
+def test_unknown_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend: Any = dist.Backend
+    plugin = backend._BackendPlugin(test_unknown_nccl_is_refused, True)
+    monkeypatch.setitem(backend._plugins, "NCCL", plugin)
+    with pytest.raises(ValueError, match=r"^process_group_backend='nccl' is tests\..*'gloo'"):
+        check_nccl()
 
 
 def test_unknown_backend_and_nccl_without_gpus_are_refused() -> None:

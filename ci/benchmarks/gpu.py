@@ -203,6 +203,15 @@ def rows(found: Sequence[tuple[Job, Measured]], machine: Machine) -> Iterator[Co
                 peer_name=peer,
                 unit="s",
             )
+        if job.engine == "ptdp-hf" and case.published_tokens and "H100" in machine.name:
+            theirs = case.tokens / case.published_tokens
+            yield compare(
+                name=name,
+                ours=one.seconds,
+                peer=[theirs] * len(one.seconds),
+                peer_name=f"NeMo AutoModel, published: {case.published_tokens:,.0f} tokens/s",
+                unit="s",
+            )
         for engine, peer in peers_of(job):
             other = plain.get((case.name, engine))
             if other is not None:

@@ -38,6 +38,8 @@ class Case:
         lora: Train adapters of rank 16 on all projections only (peft).
         tensor: t; above 1 the model's blocks alone are trained, a rank's part of them.
         published: TFLOP/s of an A100 in a paper, for the same part.
+        published_tokens: Tokens/s of one H100 with NeMo AutoModel, for the same model, s and b
+            (docs.nvidia.com/nemo/automodel/latest/performance/performance-summary.md).
     """
 
     name: str
@@ -51,6 +53,7 @@ class Case:
     lora: bool = False
     tensor: int = 1
     published: float | None = None
+    published_tokens: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -83,16 +86,24 @@ class Job:
 
 
 def _llama(
-    layers: int, hidden: int, ffn: int, heads: int, length: int, *, tied: bool = True
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    length: int,
+    *,
+    tied: bool = True,
+    kv_heads: int = 8,
+    vocabulary: int = 128256,
 ) -> GPTConfig:
     return GPTConfig.llama(
-        vocabulary_size=128256,
+        vocabulary_size=vocabulary,
         sequence_length=length,
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_heads=heads,
-        num_kv_heads=8,
+        num_kv_heads=kv_heads,
         rope_base=5e5,
         tie_embeddings=tied,
     )
@@ -133,6 +144,11 @@ _SPLIT: dict[str, Any] = {
 _LEAN: dict[str, Any] = {
     "precision": "bf16-true",
     "options": {"master_weights": False, "gradient_dtype": "parameter"},
+}
+_LORA: dict[str, Any] = {
+    "engines": ("ptdp-hf", "hf"),
+    "precision": "bf16-true",
+    "lora": True,
 }
 _COMPILED: Options = {"compile": "blocks"}
 _FASTER: tuple[Options, ...] = (
@@ -176,9 +192,21 @@ CASES = (
         name="LoRA 8B s=2048",
         config=_llama(32, 4096, 14336, 32, 2048, tied=False),
         samples=1,
-        engines=("ptdp-hf", "hf"),
-        precision="bf16-true",
-        lora=True,
+        **_LORA,
+    ),
+    Case(
+        name="LoRA 8B s=4096",
+        config=_llama(32, 4096, 14336, 32, 4096, tied=False),
+        samples=2,
+        published_tokens=12_473,
+        **_LORA,
+    ),
+    Case(
+        name="LoRA of Qwen2.5-7B's size s=4096",
+        config=_llama(28, 3584, 18944, 28, 4096, tied=False, kv_heads=4, vocabulary=152064),
+        samples=2,
+        published_tokens=14_110,
+        **_LORA,
     ),
     Case(name="GPT-2 355M s=1024", config=_gpt(24, 1024, 16, 1024), samples=8),
     Case(

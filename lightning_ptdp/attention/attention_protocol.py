@@ -177,14 +177,12 @@ def with_causal(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
     return mask & past if mask.dtype is torch.bool else mask.masked_fill(~past, -torch.inf)
 
 
-def find_documents(positions: Tensor) -> Tensor | None:
+def find_documents(positions: Tensor) -> Tensor:
     """Return the document index of each token of packed sequences, (b, s) int64.
 
-    A document begins where the positions (b, s) do not continue. The result is None if no sequence
-    has more than one document. Reads a value back from the device.
+    A document begins where the positions (b, s) do not continue.
     """
-    begins = F.pad(positions.diff() != 1, (1, 0))
-    return begins.cumsum(-1) if bool(begins.any()) else None
+    return F.pad(positions.diff() != 1, (1, 0)).cumsum(-1)
 
 
 def document_mask(documents: Tensor, queries: Tensor) -> Tensor:

@@ -2,8 +2,17 @@
 
 The log-sum-exp is needed to combine blocks. torch's fused kernels return it, and their backwards
 take it as an argument, but only under private names. These names are used in this file alone
-(tests/attention/test_kernels.py checks them). The cases that they do not cover (masks on a GPU,
-dropout, float64, unusual head sizes, other devices) use ``_plain``, which is correct everywhere.
+(tests/attention/test_kernels.py checks them)::
+
+    CPU                            flash attention for CPUs
+    GPU, half precision, no bias   FlashAttention
+    GPU, with a bias or float32    memory-efficient attention, whose bias may hide padding and
+                                   other documents
+    all else                       ``_plain``, which is correct everywhere: dropout, float64,
+                                   unusual head sizes, other devices
+
+cuDNN's kernel, which torch prefers on Hopper for whole sequences, is not used for blocks: nothing
+says that its backward accepts the log-sum-exp of a row that continues in other blocks.
 
 Blockwise attention relies on this property: given the output and the log-sum-exp of the *full* row,
 a backward computes exactly this block's share of the gradients (arXiv 2310.01889, section 3; arXiv
@@ -18,10 +27,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _TILE_ELEMENTS = 2**24
 """Scores that ``_plain`` holds at a time: 64 MiB in float32, plus a few copies."""
+_ALIGNED = 8
+_ALIGNED_ROWS = 32
+"""Multiples of which CUDA's kernels need the channels or keys, and the rows' log-sum-exps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,25 +66,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tens
         (float64 for float64 inputs).
     """
     kernel = fused_kernel(q, k, v, block)
-    if kernel == "cpu":
-        heads = q.size(1) // k.size(1)
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = op(
-            q,
-            _repeat(k, heads),
-            _repeat(v, heads),
-            0.0,
-            block.causal,
-            attn_mask=block.bias,
-            scale=block.scale,
-        )
-        # The kernel returns 0 for a query without visible keys.
-        return out, lse if block.bias is None else lse.masked_fill(_blind(block), -torch.inf)
-    if kernel == "cuda":
+    if kernel is None:
+        return _plain(q, k, v, block)
+    if kernel == "flash":
         op = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse = op(q, k, v, 0.0, block.causal, False, scale=block.scale)[:2]
         return out, lse
-    return _plain(q, k, v, block)
+    k, v = (_repeat(x, q) for x in (k, v))
+    if kernel == "cpu":
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = op(q, k, v, 0.0, block.causal, attn_mask=block.bias, scale=block.scale)
+    else:
+        op = torch.ops.aten._scaled_dot_product_efficient_attention
+        bias = _aligned_bias(q, k, block)
+        out, lse = op(q, k, v, bias, True, 0.0, block.causal, scale=block.scale)[:2]
+        lse = lse[..., : q.size(2)]
+    if block.bias is None:
+        return out, lse
+    blind = _blind(block)
+    return out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
 
 
 def attend_backward(
@@ -89,71 +102,91 @@ def attend_backward(
     kernel = fused_kernel(q, k, v, block)
     if kernel is None:
         return _plain_backward(grad, q, k, v, out, lse, block)
-    lse = lse.contiguous()
     grad = grad.contiguous()
-    if kernel == "cpu":
-        heads = q.size(1) // k.size(1)
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads = op(
+    if kernel == "flash":
+        # Random state of a dropout; there is no dropout here.
+        rng = torch.empty(2, dtype=torch.uint64, device=q.device)
+        lengths = (q.size(2), k.size(2))
+        op = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        return op(
             grad,
             q,
-            _repeat(k, heads),
-            _repeat(v, heads),
+            k,
+            v,
             out,
-            lse if block.bias is None else _finite(lse),
+            lse.contiguous(),
+            None,
+            None,
+            *lengths,
             0.0,
             block.causal,
-            attn_mask=block.bias,
+            rng,
+            rng,
             scale=block.scale,
         )
-        return grads[0], _sum_repeated(grads[1], heads), _sum_repeated(grads[2], heads)
-    # Random state of a dropout; there is no dropout here.
-    rng = torch.empty(2, dtype=torch.uint64, device=q.device)
-    lengths = (q.size(2), k.size(2))
-    op = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    return op(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        None,
-        None,
-        *lengths,
-        0.0,
-        block.causal,
-        rng,
-        rng,
-        scale=block.scale,
-    )
+    inputs = (grad, q, _repeat(k, q), _repeat(v, q))
+    lse = _finite(lse).contiguous()
+    if kernel == "cpu":
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = op(*inputs, out, lse, 0.0, block.causal, attn_mask=block.bias, scale=block.scale)
+    else:
+        op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+        lse = F.pad(lse, (0, -lse.size(2) % _ALIGNED_ROWS), value=torch.inf)
+        rng = torch.empty((), dtype=torch.int64)
+        options = (rng, rng, 0.0, [True, True, True, False], block.causal)
+        bias = _aligned_bias(q, k, block)
+        grads = op(*inputs, bias, out, lse, *options, scale=block.scale)
+    return grads[0], _sum_repeated(grads[1], k), _sum_repeated(grads[2], k)
 
 
 def fused_kernel(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> str | None:
-    """Return the fused kernel that supports this block: "cpu", "cuda" or None."""
-    if block.dropout_p or q.size(-1) != v.size(-1):
-        return None
-    if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return "cpu" if block.bias is None or block.bias.dtype is torch.float32 else None
+    """Return the fused kernel that supports this block: "cpu", "flash", "efficient" or None."""
+    single = q.dtype is torch.float32
     if (
-        q.is_cuda
-        and block.bias is None
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.size(-1) % 8 == 0
+        block.dropout_p
+        or q.size(-1) != v.size(-1)
+        or not (single or q.dtype in (torch.bfloat16, torch.float16))
+        or (block.bias is not None and block.bias.dtype is not torch.float32)
     ):
-        parameters = torch.backends.cuda.SDPAParams(
-            q, k, v, None, 0.0, block.causal, q.size(1) != k.size(1)
-        )
-        return "cuda" if torch.backends.cuda.can_use_flash_attention(parameters) else None
-    return None
+        return None
+    if q.device.type == "cpu":
+        return "cpu"
+    if not q.is_cuda or q.size(-1) % _ALIGNED:
+        return None
+    can = torch.backends.cuda
+    if block.bias is None and not single:
+        grouped = q.size(1) != k.size(1)
+        if can.can_use_flash_attention(can.SDPAParams(q, k, v, None, 0.0, block.causal, grouped)):
+            return "flash"
+    # The repeated keys have the form of the queries, except for their number.
+    whole = can.SDPAParams(q, q, q, None, 0.0, block.causal, False)
+    # ROCm's log-sum-exp has another form.
+    supports = torch.version.hip is None and can.can_use_efficient_attention(whole)
+    return "efficient" if supports else None
 
 
-def _repeat(x: Tensor, heads: int) -> Tensor:
+def _aligned_bias(q: Tensor, k: Tensor, block: AttentionBlock) -> Tensor | None:
+    """Return the bias (b, n, q, k) as memory-efficient attention needs it.
+
+    It has the dtype of ``q``, rows at multiples of 8 elements, and no -inf: a row that hides all
+    keys would become NaN. (Half of the minimum, because the kernel multiplies by log2(e).)
+    """
+    if block.bias is None:
+        return None
+    length = k.size(2)
+    bias = block.bias.to(q.dtype).clamp(min=torch.finfo(q.dtype).min / 2)
+    bias = F.pad(bias, (0, -length % _ALIGNED)).contiguous()[..., :length]
+    return bias.expand(*q.shape[:3], length)
+
+
+def _repeat(x: Tensor, q: Tensor) -> Tensor:
+    """Repeat key or value heads to the number of query heads."""
+    heads = q.size(1) // x.size(1)
     return x if heads == 1 else x.repeat_interleave(heads, dim=1)
 
 
-def _sum_repeated(grad: Tensor, heads: int) -> Tensor:
-    return grad if heads == 1 else torch.unflatten(grad, 1, (-1, heads)).sum(2)
+def _sum_repeated(grad: Tensor, k: Tensor) -> Tensor:
+    return grad if grad.size(1) == k.size(1) else grad.unflatten(1, (k.size(1), -1)).sum(2)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:

@@ -100,6 +100,7 @@ class ContextParallel(Surrounding):
     attending: Container[int] = (0,)
     _module: nn.Module | None = field(default=None, repr=False)
     _takers: dict[nn.Module, list[Taker]] = field(default_factory=dict, repr=False)
+    _packed: bool = field(default=False, repr=False)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Store the module whose forwards are intercepted."""
@@ -178,7 +179,7 @@ class ContextParallel(Surrounding):
             length=length,
             takers=takers,
             positions=pos_ids,
-            documents=_documents(batch, takers),
+            documents=self._documents(batch),
             attention=SlicedAttention(
                 distributed=ATTENTIONS[self.attention](self.group),
                 length=length,
@@ -186,6 +187,24 @@ class ContextParallel(Surrounding):
                 differentiates=torch.is_grad_enabled(),
             ),
         )
+
+    def _documents(self, batch: Any) -> Tensor | None:
+        """Return the document index of each token, (b, s) int64, or None.
+
+        It is needed if the model separates documents by positions that restart. A value is read
+        from the device until one batch was packed. Later ones are taken for packed, too, which
+        changes no result of a causal model.
+        """
+        places = _given(batch)
+        if (
+            not isinstance(places, Tensor)
+            or batch.get("attention_mask") is not None
+            or not any(t.reads_documents for takers in self._takers.values() for t in takers)
+        ):
+            return None
+        documents = find_documents(places)
+        self._packed = self._packed or bool(documents.any())
+        return documents if self._packed else None
 
     def _check(self, running: ContextForward, expects_attention: bool) -> None:
         if running.shifts is not None and running.shifted_targets is None:
@@ -204,22 +223,6 @@ class ContextParallel(Surrounding):
                 "0 on every context rank. Call such a module itself instead of its parts, or "
                 "add 'position_ids' to the batch"
             )
-
-
-def _documents(batch: Any, takers: list[Taker]) -> Tensor | None:
-    """Return the document index of each token, (b, s) int64, or None.
-
-    It is needed if the model separates documents by positions that restart. Reads a value back from
-    the device if the batch contains positions.
-    """
-    places = _given(batch)
-    if (
-        not isinstance(places, Tensor)
-        or batch.get("attention_mask") is not None
-        or not any(t.reads_documents for t in takers)
-    ):
-        return None
-    return find_documents(places)
 
 
 def _given(batch: object) -> object:

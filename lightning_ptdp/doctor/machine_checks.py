@@ -16,6 +16,7 @@ from lightning_ptdp.base.requirements import (
     read_declared,
 )
 from lightning_ptdp.doctor.check import Check, enough, failed, ok, warning
+from lightning_ptdp.shims.torch import cuda_error
 
 _GIB = 2**30
 # A process with torch and Lightning imported, and the activations of a nano model.
@@ -166,10 +167,9 @@ def count_gpus() -> int:
 def check_devices(wanted: int) -> Iterator[Check]:
     """Check the GPUs that torch sees, for ``wanted`` processes."""
     if not torch.cuda.is_available():
-        reason = (
-            "this torch is built without CUDA" if torch.version.cuda is None else "CUDA finds none"
+        yield ok(
+            "GPUs", f"none ({cuda_error()}): processes run on the CPU and communicate with gloo"
         )
-        yield ok("GPUs", f"none ({reason}): processes run on the CPU and communicate with gloo")
         yield from check_arithmetic(torch.device("cpu"))
         return
     count = torch.cuda.device_count()

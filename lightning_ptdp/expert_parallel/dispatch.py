@@ -14,6 +14,9 @@ device synchronization per layer, which a recomputation does not repeat (``HostN
 faults of a router are read in the same synchronization. One rank alone (e = 1) needs no number; on
 a GPU, the device itself then checks for faults.
 
+A choice beyond an expert's capacity is not sent. One rank alone computes its row as zeros instead,
+because the number of kept rows is known only to the device.
+
 Reordered rows are always gathered, in the backward too; no scatter with addition is used.
 
 Shapes: n local tokens, k experts per token, h features; E experts, e ranks; r received rows, each
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.shims.torch import assert_on_device
@@ -120,6 +124,8 @@ class Dispatched:
             self.sent,
             self.group,
         )
+        if dropped := self.going.order.numel() - back.size(0):
+            back = F.pad(back, (0, 0, 0, dropped))
         combined: Tensor = _Combine.apply(back, weights_nk, self.going)
         return combined
 
@@ -132,6 +138,7 @@ def dispatch(
     num_experts: int,
     group: Group,
     numbers: HostNumbers | None = None,
+    kept_nk: Tensor | None = None,
 ) -> Dispatched:
     """Send each token to the ranks of its experts; collective, forward and backward.
 
@@ -143,22 +150,28 @@ def dispatch(
             them.
         group: e ranks.
         numbers: Reads the sizes.
+        kept_nk: bool, the choices within the capacities; None: all. The experts must return zeros
+            for a row of zeros.
     """
     chosen = index_nk.reshape(-1)
     exists = (chosen >= 0) & (chosen < num_experts)
     chosen = torch.where(exists, chosen, num_experts - 1)
+    if kept_nk is not None and group.size > 1:
+        chosen = torch.where(kept_nk.reshape(-1), chosen, num_experts)  # sorted to the end
     order = chosen.argsort(stable=True)
     going = _Order(
         order=order,
         places=torch.empty_like(order).scatter_(0, order, _numbers(order.numel(), order)),
     )
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=x_nh.device).scatter_add_(
-        0, chosen, torch.ones_like(chosen)
-    )
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=x_nh.device)
+    counts = counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:-1]
+    rows = _Take.apply(x_nh, going, index_nk.size(1))
     wrong = torch.stack([(~exists).sum(), (~weights_nk.isfinite()).sum()])
     if group.size == 1:
+        if kept_nk is not None:
+            rows = torch.where(kept_nk.reshape(-1, 1).index_select(0, order), rows, 0)
         return Dispatched(
-            rows_rh=_Take.apply(x_nh, going, index_nk.size(1)),
+            rows_rh=rows,
             counts=counts,
             faults=_checked(wrong),
             going=going,
@@ -177,7 +190,9 @@ def dispatch(
         [sum(half[start : start + num_local]) for start in range(0, num_experts, num_local)]
         for half in halves
     )
-    rows = _exchange(_Take.apply(x_nh, going, index_nk.size(1)), sent, received, group)
+    if kept_nk is not None:
+        rows = rows[: sum(sent)]
+    rows = _exchange(rows, sent, received, group)
     received_counts = received_counts.view(group.size, num_local)
     arrived = _by_expert(received_counts, sum(received)) if num_local > 1 else None
     return Dispatched(

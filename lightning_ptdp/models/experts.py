@@ -65,15 +65,24 @@ class ExpertWeights(nn.Module):
         nn.init.normal_(self.gate_up_proj, std=self.std)
         nn.init.normal_(self.down_proj, std=self.std_down)
 
-    def forward(self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
+    def forward(
+        self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *, kept_nk: Tensor | None = None
+    ) -> Tensor:
         """Return for each token the weighted sum of its experts' outputs, (n, h).
 
-        ``index_nk`` is int64.
+        ``index_nk`` is int64. Choices that are not ``kept_nk`` (bool) add nothing.
 
         Raises:
             ExpertError: A weight is NaN or infinite.
         """
-        routed = dispatch(x_nh, index_nk, weights_nk, num_experts=self.num_experts, group=Group())
+        routed = dispatch(
+            x_nh,
+            index_nk,
+            weights_nk,
+            num_experts=self.num_experts,
+            group=Group(),
+            kept_nk=kept_nk,
+        )
         if routed.faults.not_finite:
             raise ExpertError(
                 f"the router of layer {self.layer} returned {routed.faults.not_finite} weights "
@@ -299,29 +308,8 @@ class Mixture(nn.Module):
 
     def forward(self, x_bsh: Tensor) -> tuple[Tensor, Tensor]:
         index, weights, kept, aux_b3 = self.router(x_bsh)
-        x_nh = x_bsh.flatten(0, 1)
-        index_nk = index.flatten(0, 1)
-        weights_nk = weights.flatten(0, 1)
-        if kept is None:
-            y_nh = self.experts(x_nh, index_nk, weights_nk)
-        else:
-            y_nh = self._of_kept(x_nh, index_nk, weights_nk, kept.flatten().nonzero()[:, 0])
+        inputs = (x.flatten(0, 1) for x in (x_bsh, index, weights))
+        options = {} if kept is None else {"kept_nk": kept.flatten(0, 1)}
+        y_nh = self.experts(*inputs, **options)
         y_bsh = y_nh.view_as(x_bsh)
         return (y_bsh if self.shared is None else y_bsh + self.shared(x_bsh)), aux_b3
-
-    def _of_kept(
-        self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, kept_r: Tensor
-    ) -> Tensor:
-        """Return the output of the kept choices, with each choice as a token of its own.
-
-        Dropped choices are not dispatched.
-        """
-        k = index_nk.size(1)
-        chosen = (x_nk.reshape(-1, 1).index_select(0, kept_r) for x_nk in (index_nk, weights_nk))
-        y_rh = self.experts(x_nh.index_select(0, kept_r // k), *chosen)
-        return (
-            y_rh.new_zeros(index_nk.numel(), x_nh.size(1))
-            .index_copy(0, kept_r, y_rh)
-            .view(-1, k, x_nh.size(1))
-            .sum(1)
-        )

@@ -159,7 +159,9 @@ def count_once(
     expert_flops = list[int]()
     modules = [module for module in model.modules() if kind.fits(module)]
 
-    def visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
+    def visited(
+        module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, **_: object
+    ) -> Tensor:
         """Replace the experts' forward by one with the same gradients, and count its products.
 
         It uses shapes only, because routing depends on values that fake tensors lack.

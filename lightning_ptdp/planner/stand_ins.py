@@ -86,7 +86,9 @@ class _Visit(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
-def _visited(module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor) -> Tensor:
+def _visited(
+    module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, **_: object
+) -> Tensor:
     vars(module)["_visits"] = (index_nk.size(-1), x_nh.size(-1))
     result: Tensor = _Visit.apply(x_nh, weights_nk)
     return result

@@ -207,6 +207,15 @@ def _has_grouped_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
     )
 
 
+def cuda_error() -> str:
+    """Start CUDA, and return torch's reason if it does not start, or ""."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # AssertionError: torch without CUDA
+        return str(error).partition(". ")[0].strip(".")
+    return ""
+
+
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """End the program if ``condition`` is False, without waiting for the device.
 

@@ -124,6 +124,23 @@ def binds_device() -> bool:
     return hasattr(dist.ProcessGroupNCCL.Options, "lazy_init")
 
 
+def nccl_creator() -> str:
+    """Return the qualified name of the function that creates torch's "nccl" groups."""
+    backend: Any = dist.Backend
+    if hasattr(backend, "_ensure_backend_registered"):  # needed since torch 2.15
+        backend._ensure_backend_registered("nccl")
+    plugin = backend._plugins.get("NCCL")
+    # Until torch 2.14, torch creates them without a function, and a plugin replaces them.
+    create = dist.init_process_group if plugin is None else plugin.creator_fn
+    return f"{create.__module__}.{create.__qualname__}"
+
+
+def nccl_versions() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the version of NCCL that torch was built with, and that of the loaded library."""
+    nccl: Any = dist.ProcessGroupNCCL
+    return nccl.get_build_nccl_version(), nccl.get_runtime_nccl_version()
+
+
 def accepts_max_ctas() -> bool:
     """Return True if NCCL accepts a maximum number of thread blocks for a group."""
     return hasattr(getattr(dist.ProcessGroupNCCL.Options(), "config", None), "max_ctas")

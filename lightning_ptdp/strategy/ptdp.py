@@ -42,6 +42,7 @@ from lightning_ptdp.strategy.checks import (
     check_trainer,
     warn_of_objects,
 )
+from lightning_ptdp.strategy.checks.machine_limits import check_visible
 from lightning_ptdp.strategy.checks.trial_step import verify_first_step
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.layout_choice import Forecast, LayoutChoice
@@ -109,6 +110,7 @@ class _PTDPStrategy(SetupHooks):
 
     def _configure_launcher(self) -> None:
         self.follow_launcher()
+        check_visible(self.parallel_devices, self.local_rank)
         # Raise before any process is started if the degrees do not fit the number of devices.
         _ = self.layout
         self._launcher = make_launcher(self, self._names.namespace, self.config.start_method)

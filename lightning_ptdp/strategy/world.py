@@ -20,6 +20,7 @@ from lightning_ptdp.shims.lightning import Launcher
 from lightning_ptdp.strategy.checks.machine_limits import (
     check_device,
     check_machine,
+    check_nccl,
     check_other_gpus,
     check_processes,
 )
@@ -164,10 +165,10 @@ class World(RunningStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group and make the mesh."""
+        check_device(self.root_device, precision=str(self.lightning_module.trainer.precision))
         super().setup_environment()
         self.set_world_ranks()
         layout = self.layout
-        check_device(self.root_device, precision=str(self.lightning_module.trainer.precision))
         if layout.world_size > 1 and self.num_nodes == 1:
             self._interfaces = [*self._interfaces, *listen_on_loopback()]
         self._run = self._begin(layout, self._run)
@@ -266,6 +267,7 @@ class World(RunningStrategy):
             if self.root_device.type == "cuda":
                 torch.cuda.set_device(self.root_device)  # each thread has its own
             if backend == "nccl":
+                check_nccl()
                 check_other_gpus(
                     store,
                     rank=expected.rank,

@@ -88,7 +88,13 @@ class ExpertsForward(OwnForward):
     numbers: HostNumbers = field(default_factory=HostNumbers)
 
     def __call__(
-        self, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, *args: Any, **kwargs: Any
+        self,
+        x_nh: Tensor,
+        index_nk: Tensor,
+        weights_nk: Tensor,
+        *args: Any,
+        kept_nk: Tensor | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         shape = x_nh.shape
         x_nh = x_nh.reshape(-1, shape[-1])
@@ -97,8 +103,13 @@ class ExpertsForward(OwnForward):
             local = [copy(x_nh, self.tensor), index_nk, copy(weights_nk, self.tensor)]
         else:
             local = [self._own(x) for x in (x_nh, index_nk, weights_nk)]
+            kept_nk = kept_nk if kept_nk is None else self._own(kept_nk)
         routed = dispatch(
-            *local, num_experts=self.num_experts, group=self.group, numbers=self.numbers
+            *local,
+            num_experts=self.num_experts,
+            group=self.group,
+            numbers=self.numbers,
+            kept_nk=kept_nk,
         )
         self._check(routed)
         y_nh = routed.combine(self._experts(routed), local[2])

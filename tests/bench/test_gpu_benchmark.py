@@ -124,6 +124,7 @@ def test_rows_compare_with_measured_peers_and_paper(
 ) -> None:
     gpu, cases, measure = (module(name) for name in ("gpu", "gpu_cases", "gpu_measure"))  # type: ignore[operator]
     slice_, small = cases.CASES[2], cases.CASES[0]
+    lora = next(case for case in cases.CASES if case.name == "LoRA 8B s=4096")
 
     def job(case: object, engine: str, seconds: float, **options: object) -> tuple[object, object]:
         one = measure.Measured(seconds=(seconds,) * 3, peak_bytes=2**30, idle=0.1, parameters=1)
@@ -137,6 +138,7 @@ def test_rows_compare_with_measured_peers_and_paper(
         job(small, "ptdp", 0.5, fp8="rowwise"),
         job(small, "hf", 2.0),
         job(slice_, "slice", at_papers_share / 2),
+        job(lora, "ptdp-hf", 2 * 4096 / 12_473 / 2),
     ]
     rows = {(row.name, row.peer_name): row.ratio for row in gpu.rows(found, machine)}
     assert rows["GPT-2 124M s=1024, ptdp", "Hugging Face, plain loop"] == 0.5
@@ -145,4 +147,6 @@ def test_rows_compare_with_measured_peers_and_paper(
     assert rows[
         "175B, a rank of t8 p12, slice", "49% of the peak, as A100 in whole runs (arXiv 2104.04473)"
     ] == pytest.approx(0.5)
+    published = "NeMo AutoModel, published: 12,473 tokens/s"
+    assert rows["LoRA 8B s=4096, ptdp-hf", published] == pytest.approx(0.5)
     assert "98.1%" in gpu.line(*found[3], machine)

@@ -77,12 +77,13 @@ def test_documents_in_position_ids_become_mask() -> None:
     """The documents have 3 and 5 tokens. This rank has tokens 2 to 5, and only token 2 is in the
     first document."""
     model, places = LikeHuggingFace(), torch.arange(8).expand(2, -1)
-    with context().forward(
+    parallel = context()
+    with parallel.forward(
         model, {**BATCH, "position_ids": places}, expects_attention=False
     ) as running:
         assert torch.equal(model(**running.batch)[1], torch.ones(2, 4))
     anew = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(2, -1)
-    with context().forward(
+    with parallel.forward(
         model, {**BATCH, "position_ids": anew}, expects_attention=False
     ) as running:
         mask = model(**running.batch)[1]
@@ -92,6 +93,10 @@ def test_documents_in_position_ids_become_mask() -> None:
     seen = [[0, 1, 2], [3], [3, 4], [3, 4, 5]]
     assert mask.shape == (2, 1, 4, 8)
     assert [row.nonzero().flatten().tolist() for row in mask[1, 0]] == seen
+    with parallel.forward(
+        model, {**BATCH, "position_ids": places}, expects_attention=False
+    ) as running:  # the positions are no longer read
+        assert model(**running.batch)[1].sum(-1)[0, 0].tolist() == [3, 4, 5, 6]
 
 
 def test_indivisible_sequence_is_refused_before_step() -> None:

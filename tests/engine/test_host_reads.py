@@ -3,6 +3,8 @@ every layout."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -152,6 +154,14 @@ class LitPaddedLlama(LitLlama):
         return {**batch, "attention_mask": mask}
 
 
+class LitPackedLlama(LitLlama):
+    """A module with two packed conversations in every sample."""
+
+    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+        positions = torch.arange(batch["input_ids"].size(1)).remainder(5)
+        return {**batch, "position_ids": positions.expand_as(batch["input_ids"]).clone()}
+
+
 class Marks(pl.Callback):
     """Callback that starts a new list of waits at the start and the end of every batch."""
 
@@ -181,7 +191,7 @@ def fit(
     size: int,
     options: dict[str, Any],
     settings: dict[str, Any],
-    module: type[pl.LightningModule] | None = None,
+    module: Callable[[], pl.LightningModule] | None = None,
 ) -> dict[str, list[list[Wait]]]:
     """Train on a fake GPU and return the host's waits in each training and validation batch."""
     try:
@@ -196,7 +206,7 @@ def _fit(
     size: int,
     options: dict[str, Any],
     settings: dict[str, Any],
-    module: type[pl.LightningModule] | None,
+    module: Callable[[], pl.LightningModule] | None,
 ) -> dict[str, list[list[Wait]]]:
     torch.manual_seed(0)
     sizes = {
@@ -266,7 +276,7 @@ def test_hugging_face_module_waits_for_device_at_most_once(
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
 
 
-def mixture() -> pl.LightningModule:
+def mixture(**options: Any) -> pl.LightningModule:
     return LitGPT(
         GPTConfig.gpt2(
             vocabulary_size=32,
@@ -278,6 +288,7 @@ def mixture() -> pl.LightningModule:
             experts_per_token=2,
             mlp="swiglu",
             bias=False,
+            **options,
         ),
         AdamWConfig(learning_rate=1e-3),
     )
@@ -292,11 +303,13 @@ def mixture() -> pl.LightningModule:
     ],
     ids=["e2", "e2 recomputed", "e1"],
 )
+@pytest.mark.parametrize("capacity", [None, 1.0])
 def test_experts_wait_once_per_layer(
-    size: int, options: dict[str, Any], reads: int, pool: Pool
+    size: int, options: dict[str, Any], reads: int, capacity: float | None, pool: Pool
 ) -> None:
     """Four layers read the numbers of rows that are sent; the grouped kernel needs none."""
-    for batches in pool.run(fit, world_size=size, args=(size, options, HALF, mixture)):
+    module = partial(mixture, capacity_factor=capacity)
+    for batches in pool.run(fit, world_size=size, args=(size, options, HALF, module)):
         for waits in batches["train"][1:]:
             experts = [wait for wait in waits if wait.place.startswith("expert_parallel/")]
             assert len(experts) == reads, waits
@@ -312,6 +325,16 @@ def test_context_ranks_read_mask_once_for_all_layers(pool: Pool) -> None:
         for waits in batches["train"]:
             reads = [wait for wait in waits if wait.place.startswith(("attention/", "context_"))]
             assert [read.what for read in reads] == ["tolist"], waits
+
+
+@pytest.mark.parametrize("attention", ["ring", "all_to_all"])
+def test_context_ranks_read_no_mask_of_packed_chat(attention: str, pool: Pool) -> None:
+    options = {
+        "context_parallel_size": 2,
+        "context_parallel_attention": attention,
+        "num_microbatches": 2,
+    }
+    _check(pool.run(fit, world_size=2, args=(2, options, {}, LitPackedLlama)))
 
 
 @pytest.mark.parametrize(

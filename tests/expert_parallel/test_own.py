@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp import ParallelPlan, PTDPStrategy, Sampling, generate
 from lightning_ptdp.models import GPT, LitGPT
-from lightning_ptdp.models.experts import Capacity, Router
+from lightning_ptdp.models.experts import Capacity, ExpertWeights, Router
+from lightning_ptdp.models.layers import swiglu
 from tests.expert_parallel import toy
 from tests.expert_parallel.own import Run, config_of
 from tests.letters import ET, SP, C, E, M, P, T, V, Z
@@ -176,6 +178,32 @@ def test_capacity_keeps_first_tokens_of_each_sequence() -> None:
         [[True, True], [True, True], [False, True], [True, False]],
         [[True, True], [True, True], [True, True], [True, True]],
     ]
+
+
+def test_dropped_choices_add_nothing_to_output_and_gradients() -> None:
+    torch.manual_seed(3)
+    experts = ExpertWeights(config_of(Run()), layer=0).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(6, experts.gate_up_proj.size(2), dtype=torch.float64, requires_grad=True)
+    index = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(6)])
+    weights = torch.rand(6, 2, dtype=torch.float64, requires_grad=True)
+    kept = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1], [0, 1], [1, 1]], dtype=torch.bool)
+    inputs = [x, weights, *experts.parameters()]
+    found = experts(x, index, weights, kept_nk=kept)
+    expected = torch.zeros_like(x)
+    for token, choice in kept.nonzero().tolist():
+        expert = index[token, choice]
+        hidden = swiglu(x[token] @ experts.gate_up_proj[expert].T)
+        row = weights[token, choice] * (hidden @ experts.down_proj[expert].T)
+        expected = expected.index_add(0, torch.tensor([token]), row[None])
+    grad = torch.randn_like(x)
+    assert_close(found, expected)
+    assert_close(
+        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad)
+    )
+    wrong = x.detach().index_fill(0, torch.tensor([2]), torch.inf)
+    assert_close(experts(wrong, index, weights, kept_nk=kept), expected)
 
 
 def test_router_counts_recomputed_tokens_once_and_skips_eval() -> None:

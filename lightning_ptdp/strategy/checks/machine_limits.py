@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ptdp.shims.torch import cuda_error
+from lightning_ptdp.shims.torch_distributed import nccl_creator, nccl_versions
 from lightning_ptdp.world.launched import MPI, SLURM_TASKS, WORLD, number_in
 
 _LOOPBACK = "127.0.0.1"
@@ -90,12 +92,40 @@ def _check_loopback() -> None:
 _BF16 = (8, 0)
 
 
-def check_device(device: torch.device, *, precision: str) -> None:
-    """Check the device of this rank, which must be set up.
+def check_visible(devices: Sequence[torch.device], local_rank: int) -> None:
+    """Check that every process of this machine has a device that torch sees.
+
+    Args:
+        devices: Devices of the processes.
+        local_rank: Index of this process on this machine.
 
     Raises:
-        ValueError: See ``check_gpu``.
+        ValueError: This process has no device, or one of the GPUs is not visible.
     """
+    if local_rank >= len(devices):
+        raise ValueError(
+            f"devices={len(devices)}, so local rank {local_rank} has no device. Start "
+            f"{len(devices)} processes on this machine, or use more devices"
+        )
+    numbers = [device.index for device in devices if device.type == "cuda"]
+    if numbers and max(numbers) >= (count := torch.cuda.device_count()):
+        raise ValueError(
+            f"devices={numbers}, but local rank {local_rank} sees {count} GPUs, numbered from 0. "
+            "Use other devices=..., or set CUDA_VISIBLE_DEVICES to more GPUs"
+        )
+
+
+def check_device(device: torch.device, *, precision: str) -> None:
+    """Start CUDA if this rank uses it, and check the rank's device.
+
+    Raises:
+        ValueError: CUDA does not start, or as for ``check_gpu``.
+    """
+    if device.type == "cuda" and (reason := cuda_error()):
+        raise ValueError(
+            f"accelerator='gpu': torch {torch.__version__} cannot use the GPUs: {reason}. Install "
+            f"a driver for CUDA {torch.version.cuda}, or a torch built for the CUDA of the driver"
+        )
     if device.type == "cuda" and torch.version.hip is None:
         check_gpu(
             torch.cuda.get_device_name(device),
@@ -133,6 +163,27 @@ def check_gpu(
             f"precision={precision!r} is slow on {name} (compute capability {version}), which "
             f"computes in float32 instead. Use precision={precision.replace('bf16', '16')!r}",
             stacklevel=2,
+        )
+
+
+def check_nccl() -> None:
+    """Check that "nccl" is torch's, with the library that torch was built for.
+
+    Raises:
+        ValueError: It is not. NCCL's own error would name no cause.
+    """
+    creator = nccl_creator()
+    if not creator.startswith("torch."):
+        raise ValueError(
+            f"process_group_backend='nccl' is {creator} in this process, whose rules for "
+            "streams and groups are unknown. Do not register it as 'nccl', or use 'gloo'"
+        )
+    built, loaded = nccl_versions()
+    if loaded < built:
+        raise ValueError(
+            f"NCCL {'.'.join(map(str, loaded))} is loaded, but torch {torch.__version__} needs "
+            f"{'.'.join(map(str, built))}. Remove the older libnccl.so.2 from LD_LIBRARY_PATH and "
+            "LD_PRELOAD"
         )
 
 
