@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -183,6 +184,7 @@ def begin(case: Case, folder: Path, environment: dict[str, str]) -> int:
     if process:
         return process
     os.setsid()
+    gc.freeze()  # to collect the imported objects at exit takes longer than the training
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(folder / f"output-{environment.get('RANK', 0)}.txt", os.O_WRONLY | os.O_CREAT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import runpy
@@ -59,10 +60,7 @@ def pytest_collection_finish() -> None:
     """Exclude the collected modules and tests from every later garbage collection.
 
     A collection writes to every object that it inspects, which copies memory pages in forked ranks.
+    At the end pytest collects ten times, each of which would take a second.
     """
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Unfreeze the objects; otherwise extension modules report leaks at exit."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # otherwise extension modules report leaks at exit

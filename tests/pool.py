@@ -39,6 +39,7 @@ PRELOAD = [
     "lightning_ptdp.strategy.ptdp",
     "lightning_ptdp.models",
     "transformers.modeling_utils",
+    "tests.preloaded",
 ]
 
 
@@ -51,7 +52,6 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
     from lightning.fabric.utilities import registry
 
     torch.set_num_threads(1)
-    gc.freeze()  # exclude preloaded objects from garbage collection
     # Every Trainer looks for callbacks in the metadata of all installed packages.
     registry.entry_points = functools.cache(registry.entry_points)
     os.chdir(started_in)

@@ -35,12 +35,16 @@ class Session:
             if key not in names and not key.startswith("SLURM")
         }
         self._path = folder / f"output{len(list(folder.glob('output*.txt')))}.txt"
+        # With faulthandler, SIGABRT makes a process print its stacks.
+        env = {**clean, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **env}
+        self.process = self._start(list(command), folder, env)
+
+    def _start(self, command: list[str], folder: Path, env: dict[str, str]) -> Any:
         with self._path.open("w") as output:
-            self.process = subprocess.Popen(
-                list(command),
+            return subprocess.Popen(
+                command,
                 cwd=folder,
-                # With faulthandler, SIGABRT makes a process print its stacks.
-                env={**clean, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **env},
+                env=env,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

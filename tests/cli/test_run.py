@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import yaml
 
 from lightning_ptdp.checkpoint import read_metadata, verify_checkpoint
 from tests.cli.commands import PTDP
-from tests.processes import session
+from tests.scripts import forked_session
 
 pytestmark = pytest.mark.thorough
 
@@ -223,12 +222,6 @@ def test_generate_refuses_invalid_checkpoint(ptdp: Run, tmp_path: Path, kind: st
     assert "Traceback" not in err
 
 
-# A separate process: torch refuses to fork workers from a process that was itself forked.
-COMMAND = [
-    sys.executable,
-    "-c",
-    "import sys; from lightning_ptdp.cli import main; sys.exit(main())",
-]
 ENDLESS = [
     *PTDP,
     "--trainer.devices=2",
@@ -244,7 +237,7 @@ ENDLESS = [
 def test_signal_saves_checkpoint_and_ends_all_processes(
     config: str, tmp_path: Path, sent: signal.Signals, expected: int
 ) -> None:
-    with session([*COMMAND, "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
+    with forked_session(["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
         fit.wait_until(
             lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint"
         )
@@ -259,7 +252,7 @@ def test_signal_saves_checkpoint_and_ends_all_processes(
 
 
 def test_killed_rank_ends_run_with_short_error(config: str, tmp_path: Path) -> None:
-    with session([*COMMAND, "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
+    with forked_session(["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
         fit.wait_until(
             lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint"
         )

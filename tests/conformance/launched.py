@@ -12,18 +12,26 @@ from typing import Any
 import torch
 
 from tests.processes import Session, session
+from tests.scripts import forked_session
 
 SCRIPT = Path(__file__).with_name("script.py")
 
 
 def started(
+    folder: Path, settings: dict[str, Any], **env: str
+) -> contextlib.AbstractContextManager[Session]:
+    """Start the script in its own session, in a process that has imported Lightning."""
+    return forked_session([str(SCRIPT), json.dumps(settings), str(folder)], folder=folder, **env)
+
+
+def started_afresh(
     folder: Path,
     settings: dict[str, Any],
     prefix: Sequence[str] = (),
     inside: Sequence[str] = (),
     **env: str,
 ) -> contextlib.AbstractContextManager[Session]:
-    """Start the script in its own session. ``inside`` is a prefix such as ``ip netns exec``."""
+    """Start the script in a new interpreter. ``inside`` is a prefix such as ``ip netns exec``."""
     command = [*inside, sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)]
     return session(command, folder=folder, **env)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.launched import results, started, trained_alone
+from tests.conformance.launched import results, started, started_afresh, trained_alone
 from tests.processes import Session, listening
 
 pytestmark = pytest.mark.thorough
@@ -50,7 +50,7 @@ def free_port() -> str:
 def run(
     folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str
 ) -> list[dict[str, Any]]:
-    with started(folder, settings, prefix, **env) as script:
+    with started_afresh(folder, settings, prefix, **env) as script:
         assert script.finish() == 0, script.output
     return results(folder)
 
@@ -100,7 +100,7 @@ def test_slurm_launch_without_torch_backend_autoload(
     with contextlib.ExitStack() as stack:
         tasks = [
             stack.enter_context(
-                started(tmp_path, settings, **common, SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
+                started_afresh(tmp_path, settings, **common, SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
             )
             for i in range(2)
         ]
@@ -136,7 +136,9 @@ def test_parent_process_gets_whole_model_from_spawned_ranks(
         "configure_model": configure_model,
         "evaluate": then,
     }
-    (result,) = run(tmp_path, settings)
+    with started(tmp_path, settings) as script:
+        assert script.finish() == 0, script.output
+    (result,) = results(tmp_path)
     assert result["parameters"] == 8 * 9 * 2 + 9, "the parent's module is incomplete"
     net = flat_net()
     alone = trained_alone(even_net if configure_model else flat_net)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import session
+from tests.scripts import forked_session
 
 PROGRAM = Path(__file__).parents[2] / "ci" / "endings.py"
 # Several starts, each of which takes minutes on a busy machine.
@@ -18,8 +17,8 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("launcher", ["one", "ranks", "fork"])
 def test_started_background_save_completes(launcher: str, tmp_path: Path) -> None:
-    with session(
-        [sys.executable, str(PROGRAM), "--runs", "4", "--launchers", launcher], folder=tmp_path
+    with forked_session(
+        [str(PROGRAM), "--runs", "4", "--launchers", launcher], folder=tmp_path
     ) as endings:
         assert endings.finish(550) == 0, endings.output
     assert "4 runs in" in endings.output
@@ -34,8 +33,8 @@ def test_ctrl_c_saves_checkpoint_under_lightnings_launcher(way: str, tmp_path: P
         "on_ranks": [1],
         "saves": True,
     }
-    with session(
-        [sys.executable, str(PROGRAM), "--only", json.dumps(case), str(tmp_path)], folder=tmp_path
+    with forked_session(
+        [str(PROGRAM), "--only", json.dumps(case), str(tmp_path)], folder=tmp_path
     ) as script:
         assert script.finish(400) == 1, script.output
     assert (

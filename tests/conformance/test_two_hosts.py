@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conformance.launched import results, started, trained_alone
+from tests.conformance.launched import results, started_afresh, trained_alone
 
 pytestmark = pytest.mark.thorough
 
@@ -73,7 +73,7 @@ def test_tensor_parallel_within_and_pipeline_across_hosts(hosts: list[str], tmp_
             inside = ["ip", "netns", "exec", name]
             nodes.append(
                 stack.enter_context(
-                    started(folder, settings, torchrun, inside=inside, GLOO_SOCKET_IFNAME="eth0")
+                    started_afresh(folder, settings, torchrun, inside=inside, GLOO_SOCKET_IFNAME="eth0")
                 )
             )
         codes = [node.finish() for node in nodes]

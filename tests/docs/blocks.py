@@ -124,8 +124,12 @@ def run_blocks(rank: int, blocks: list[Block], folder: str, shared: str) -> None
         folder: Empty folder of the page.
         shared: Folder of all pages: the text in ``text``, prepared data and the MLflow store.
     """
-    import litdata  # noqa: F401 - imported once, before a block forks processes
-    import mlflow  # noqa: F401 - likewise
+    # imported once, before blocks fork ranks
+    import litdata  # noqa: F401
+    import mlflow.store.tracking.sqlalchemy_workspace_store
+    import peft
+    import s3fs
+    import sqlalchemy.dialects.sqlite  # noqa: F401
 
     before = os.getcwd()
     os.chdir(folder)
