@@ -237,7 +237,9 @@ ENDLESS = [
 def test_signal_saves_checkpoint_and_ends_all_processes(
     config: str, tmp_path: Path, sent: signal.Signals, expected: int
 ) -> None:
-    with forked_session(["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
+    with forked_session(
+        ["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path
+    ) as fit:
         fit.wait_until(
             lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint"
         )
@@ -252,7 +254,9 @@ def test_signal_saves_checkpoint_and_ends_all_processes(
 
 
 def test_killed_rank_ends_run_with_short_error(config: str, tmp_path: Path) -> None:
-    with forked_session(["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path) as fit:
+    with forked_session(
+        ["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path
+    ) as fit:
         fit.wait_until(
             lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint"
         )

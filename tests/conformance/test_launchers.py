@@ -100,7 +100,9 @@ def test_slurm_launch_without_torch_backend_autoload(
     with contextlib.ExitStack() as stack:
         tasks = [
             stack.enter_context(
-                started_afresh(tmp_path, settings, **common, SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
+                started_afresh(
+                    tmp_path, settings, **common, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)
+                )
             )
             for i in range(2)
         ]

@@ -73,7 +73,9 @@ def test_tensor_parallel_within_and_pipeline_across_hosts(hosts: list[str], tmp_
             inside = ["ip", "netns", "exec", name]
             nodes.append(
                 stack.enter_context(
-                    started_afresh(folder, settings, torchrun, inside=inside, GLOO_SOCKET_IFNAME="eth0")
+                    started_afresh(
+                        folder, settings, torchrun, inside=inside, GLOO_SOCKET_IFNAME="eth0"
+                    )
                 )
             )
         codes = [node.finish() for node in nodes]

@@ -126,9 +126,6 @@ def run_blocks(rank: int, blocks: list[Block], folder: str, shared: str) -> None
     """
     # imported once, before blocks fork ranks
     import litdata  # noqa: F401
-    import mlflow.store.tracking.sqlalchemy_workspace_store
-    import peft
-    import s3fs
     import sqlalchemy.dialects.sqlite  # noqa: F401
 
     before = os.getcwd()

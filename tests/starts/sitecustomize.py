@@ -1,8 +1,8 @@
 """Faster start of interpreters that tests start.
 
 They skip the packages that torchmetrics imports for image and audio metrics, and seldom collect
-garbage: a collection of what torch and Lightning create at import takes a second. Python runs a file of this name at its start; ``conftest.py`` adds the folder to the
-interpreters' path.
+garbage: a collection of what torch and Lightning create at import takes a second. Python runs a
+file of this name at its start; ``conftest.py`` adds the folder to the interpreters' path.
 """
 
 import atexit
