@@ -106,20 +106,14 @@ class ModelSpace:
 
         Collective over the world; the model must fit into a rank's memory."""
         with self.waiting_in("gathering the whole model"):
-            # Tensors are pickled ten times slower than arrays, which lack some of their types.
             local_state = {
-                name: (
-                    tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy(),
-                    tensor.dtype,
-                    placement,
-                )
+                name: (tensor.cpu(), placement)
                 for name, (tensor, placement) in self.tensors(to_write=True).items()
             }
             ranks = gather(local_state)
         state: dict[str, Tensor] = {}
         for rank_state in ranks:
-            for name, (data, dtype, placement) in rank_state.items():
-                tensor = torch.from_numpy(data).view(dtype).view(placement.held_shape)
+            for name, (tensor, placement) in rank_state.items():
                 full = state.setdefault(name, torch.empty(placement.full_shape, dtype=tensor.dtype))
                 for offset, view in placement.held(tensor):
                     full[Rectangle.at(offset, view.shape).slices] = view
