@@ -47,7 +47,7 @@ __all__ = ["FolderSaves", "optimizer_state"]
 
 _PATIENCE = timedelta(minutes=1)
 # A save that still needs the lost rank cannot end, and one that does not needs only its index.
-_AFTER_LOSS = timedelta(seconds=1)
+_AFTER_LOSS = timedelta(seconds=0.2)  # ranks may end one after the other
 _SHOWN = 3
 
 

@@ -26,6 +26,7 @@ from lightning_ptdp.attention.kernels import (
 )
 from lightning_ptdp.attention.ring import _merge
 from tests.context_parallel.toy import assert_close, qkv
+from tests.pool import in_new_process
 
 SCALE = 1 / math.sqrt(8)
 FORWARD = "_scaled_dot_product_efficient_attention"
@@ -206,26 +207,17 @@ def test_efficient_blocks_combine_to_full_attention() -> None:
     assert_close(total.double(), dq, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bias", "causal", "kernel"),
-    [
-        (torch.bfloat16, False, False, "flash"),
-        (torch.bfloat16, True, False, "efficient"),
-        (torch.float16, True, True, "efficient"),
-        (torch.float32, False, True, "efficient"),
-        (torch.float32, True, False, "efficient"),
-    ],
-)
-def test_blocks_on_gpu_use_fused_kernels(
-    dtype: torch.dtype, bias: bool, causal: bool, kernel: str
-) -> None:
-    """The operators of the installed torch accept the calls, with tensors of a GPU without data."""
-    cuda = torch.backends.cuda
-    with (
-        FakeTensorMode(),
-        patch.object(cuda, "can_use_flash_attention", return_value=True),
-        patch.object(cuda, "can_use_efficient_attention", return_value=True),
-    ):
+GPU_BLOCKS = [
+    (torch.bfloat16, False, False, "flash"),
+    (torch.bfloat16, True, False, "efficient"),
+    (torch.float16, True, True, "efficient"),
+    (torch.float32, False, True, "efficient"),
+    (torch.float32, True, False, "efficient"),
+]
+
+
+def _run_on_gpu_without_data() -> None:
+    for dtype, bias, causal, kernel in GPU_BLOCKS:
         q = torch.empty(2, 4, 13, 8, device="cuda", dtype=dtype)
         k = torch.empty(2, 2, 13, 8, device="cuda", dtype=dtype)
         hidden = torch.empty(2, 1, 1, 13, device="cuda") if bias else None
@@ -233,19 +225,31 @@ def test_blocks_on_gpu_use_fused_kernels(
         assert fused_kernel(q, k, k, block) == kernel
         out, lse = attend(q, k, k, block)
         grads = attend_backward(out, q, k, k, out, lse, block)
-    assert (out.shape, out.dtype) == (q.shape, dtype)
-    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-    assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+        assert (out.shape, out.dtype) == (q.shape, dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+    q = torch.empty(2, 4, 13, 8, device="cuda")
+    odd = torch.empty(2, 4, 13, 6, device="cuda")
+    double = q.double()
+    assert fused_kernel(q, q, q, AttentionBlock(scale=SCALE, dropout_p=0.1)) is None
+    assert fused_kernel(odd, odd, odd, AttentionBlock(scale=SCALE)) is None
+    assert fused_kernel(double, double, double, AttentionBlock(scale=SCALE)) is None
 
 
-def test_blocks_beyond_fused_kernels_on_gpu_use_plain_kernel() -> None:
+def _fake_gpu() -> None:
+    cuda = torch.backends.cuda
     with (
         FakeTensorMode(),
-        patch.object(torch.backends.cuda, "can_use_efficient_attention", return_value=True),
+        patch.object(cuda, "can_use_flash_attention", return_value=True),
+        patch.object(cuda, "can_use_efficient_attention", return_value=True),
     ):
-        q = torch.empty(2, 4, 13, 8, device="cuda")
-        odd = torch.empty(2, 4, 13, 6, device="cuda")
-        double = q.double()
-        assert fused_kernel(q, q, q, AttentionBlock(scale=SCALE, dropout_p=0.1)) is None
-        assert fused_kernel(odd, odd, odd, AttentionBlock(scale=SCALE)) is None
-        assert fused_kernel(double, double, double, AttentionBlock(scale=SCALE)) is None
+        _run_on_gpu_without_data()
+
+
+def test_blocks_on_gpu_use_fused_kernels() -> None:
+    """The operators of the installed torch accept the calls, with tensors of a GPU without data.
+
+    In a process of its own, because torch refuses a backward in a process that is forked from one
+    with such tensors.
+    """
+    assert in_new_process(_fake_gpu) == 0
