@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -23,7 +24,7 @@ from pathlib import Path
 from lightning_ptdp.base.file_locks import locked
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.latest import checkpoint_times
+from lightning_ptdp.checkpoint.latest import checkpoint_times, written_at
 from lightning_ptdp.checkpoint.remote_path import Place, is_url
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
 LINK = "memory"
 _ROOT = Path("/dev/shm")
 _BACK = "link"
+_SNAPSHOT = re.compile(r"step-(\d+)")
 
 
 class MemoryFolder:
@@ -98,15 +100,15 @@ class MemoryFolder:
                 files.discard(older)
         if not linked:
             return
-        if self._is_linked():
-            os.utime(self.link, follow_symlinks=False)
-            return
-        self.link.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in files.leftovers(self.link):  # of a process that was killed here
-            files.remove(leftover)
-        temporary = files.part_name(self.link)
-        os.symlink(self.path, temporary)
-        os.replace(temporary, self.link)
+        if not self._is_linked():
+            self.link.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in files.leftovers(self.link):  # of a process that was killed here
+                files.remove(leftover)
+            temporary = files.part_name(self.link)
+            os.symlink(self.path, temporary)
+            os.replace(temporary, self.link)
+        if (written := written_at(snapshot)) is not None:
+            os.utime(self.link, (written, written), follow_symlinks=False)
 
     def remove(self, *, linked: bool) -> None:
         """Remove the snapshots on this node, and with ``linked`` the link to them."""
@@ -119,9 +121,9 @@ class MemoryFolder:
     def _is_linked(self) -> bool:
         return self.link.is_symlink() and os.readlink(self.link) == str(self.path)
 
-    def times(self) -> dict[str, float]:
-        """Return the names of the complete snapshots on this node, and their times."""
-        return {path.name: time for path, time in checkpoint_times(self.path).items()}
+    def steps(self) -> dict[str, int]:
+        """Return the names of the complete snapshots on this node, and their optimizer steps."""
+        return {path.name: _step_of(path) for path in checkpoint_times(self.path)}
 
 
 def in_memory(path: str | os.PathLike[str]) -> bool:
@@ -132,15 +134,17 @@ def in_memory(path: str | os.PathLike[str]) -> bool:
 def newest_first(folder: str | os.PathLike[str]) -> list[Place]:
     """Return the complete checkpoints below a folder, in memory and on the disk, newest first.
 
-    The link to snapshots that this node does not have is one of them.
+    The link to snapshots that this node does not have is one of them. Snapshots have the time of
+    the link, because the clocks of nodes differ.
     """
     times = checkpoint_times(folder, recursive=True)
     for parent, folders, names in os.walk(folder):
         link = Path(parent) / LINK
         if LINK not in (*folders, *names) or not link.is_symlink() or not in_memory(link):
             continue
-        times |= checkpoint_times(os.readlink(link)) or {link: os.lstat(link).st_mtime}
-    return sorted(times, key=lambda path: times[path], reverse=True)
+        snapshots = checkpoint_times(os.readlink(link)) or [link]
+        times |= dict.fromkeys(snapshots, os.lstat(link).st_mtime)
+    return sorted(times, key=lambda path: (times[path], _step_of(path)), reverse=True)
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Place | None:
@@ -166,6 +170,12 @@ def check_memory(num_bytes: int) -> None:
             f"{2 * num_bytes / 1e6:.1f} MB, but {free / 1e6:.1f} MB are free. Enlarge it (mount -o "
             "remount,size=…), remove what is left there, or leave snapshots out"
         )
+
+
+def _step_of(path: Place) -> int:
+    """Return the optimizer step of a snapshot, and 0 for other paths."""
+    found = _SNAPSHOT.match(path.name)
+    return int(found[1]) if found and in_memory(str(path)) else 0
 
 
 def _followed(path: str | os.PathLike[str]) -> Path:

@@ -91,7 +91,7 @@ class Snapshots:
     def keep(self, exception: BaseException) -> None:
         """Complete the current snapshot after an exception, if the other ranks can."""
         self._saves.end(exception, self._limit)
-        if is_rank_zero() and (kept := self._place.times()):
+        if is_rank_zero() and (kept := self._place.steps()):
             newest = max(kept, key=lambda name: kept[name])
             print(f"the snapshot {self._place.path / newest} is kept in memory", flush=True)
 
@@ -157,8 +157,8 @@ def fetch_snapshot(
         CheckpointError: There is no checkpoint; or one could not be copied.
     """
     place = from_rank_zero(lambda: MemoryFolder.of(path))
-    times = gather(place.times())
-    _, newest = max(((t, name) for found in times for name, t in found.items()), default=(0.0, ""))
+    steps = gather(place.steps())  # not times: the clocks of nodes differ
+    _, newest = max(((s, name) for found in steps for name, s in found.items()), default=(0, ""))
     if not newest:
         on_disk = from_rank_zero(lambda: complete_checkpoints(place.link.parent))
         if not on_disk:
@@ -168,8 +168,8 @@ def fetch_snapshot(
             )
         _tell(f"the snapshots of {place.link.parent} are lost. Training resumes from {on_disk[0]}")
         return Path(on_disk[0]), place
-    holders = [rank for rank, found in enumerate(times) if newest in found]
-    missing = [rank for rank, found in enumerate(times) if newest not in found]
+    holders = [rank for rank, found in enumerate(steps) if newest in found]
+    missing = [rank for rank, found in enumerate(steps) if newest not in found]
     if missing:
         leaders = sorted({rank // ranks_per_node * ranks_per_node for rank in missing})
         ranks = [holders[0], *leaders]

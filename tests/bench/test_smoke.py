@@ -16,7 +16,8 @@ BENCHMARKS = Path(__file__).parents[2] / "ci" / "benchmarks"
 NAMES = sorted(
     path.stem
     for path in BENCHMARKS.glob("*.py")
-    if path.stem not in ("gpu", "first_hour", "rank_loss") and "__main__" in path.read_text(encoding="utf-8")
+    if path.stem not in ("gpu", "first_hour", "rank_loss")
+    and "__main__" in path.read_text(encoding="utf-8")
 )
 FIELDS = {"name", "ours", "peer", "peer_name", "ratio", "unit"}
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -210,7 +211,8 @@ def test_nodes_without_newest_snapshot_receive_it(
     pool: Pool, tmp_path: Path, nodes: list[Path], given: str
 ) -> None:
     place = MemoryFolder.new(tmp_path / "runs")
-    for node, step in zip(nodes, (1, 2), strict=True):  # node 0 was lost in step 2
+    # node 0 was lost in step 2, and its clock was ahead
+    for node, step in ((nodes[1], 2), (nodes[0], 1)):
         with contextlib.chdir(node):
             place.create()
             save(place.path, step)
@@ -291,5 +293,21 @@ def test_newer_checkpoint_on_disk_is_preferred(shm: Path, tmp_path: Path) -> Non
     save(place.path, 1)
     place.publish(place.path / "step-1", linked=True)
     assert newest_checkpoint(tmp_path) == place.path / "step-1"
+    save(tmp_path, 2)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-2"
+
+
+def test_clock_of_another_node_does_not_make_its_snapshot_newer(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = MemoryFolder.new(tmp_path)
+    place.create()
+    save(place.path, 1)
+    place.publish(place.path / "step-1", linked=True)
+    shutil.rmtree(place.path / "step-1")
+    tomorrow = time.time() + 86400
+    with monkeypatch.context() as other_node:
+        other_node.setattr(time, "time", lambda: tomorrow)
+        save(place.path, 1)
     save(tmp_path, 2)
     assert newest_checkpoint(tmp_path) == tmp_path / "step-2"
