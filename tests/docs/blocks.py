@@ -126,6 +126,9 @@ def run_blocks(rank: int, blocks: list[Block], folder: str, shared: str) -> None
     """
     # imported once, before blocks fork ranks
     import litdata  # noqa: F401
+    import mlflow.store.tracking.sqlalchemy_workspace_store  # noqa: F401
+    import peft  # noqa: F401
+    import s3fs  # noqa: F401
     import sqlalchemy.dialects.sqlite  # noqa: F401
 
     before = os.getcwd()
