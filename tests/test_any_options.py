@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -225,7 +225,12 @@ FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, 
 
 def options_of(door: str) -> list[str]:
     _, signature, further = FRONT_DOORS[door]
-    names = [name for name in get_type_hints(signature) if name not in ("return", "kwargs")]
+    hints = get_type_hints(signature)
+    names = [
+        name
+        for name in hints
+        if name not in ("return", "kwargs") and get_origin(hints[name]) is not ClassVar
+    ]
     return [*names, *(name for name in further if name not in names)]
 
 

@@ -186,7 +186,7 @@ def _repeat(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _sum_repeated(grad: Tensor, k: Tensor) -> Tensor:
-    return grad if grad.size(1) == k.size(1) else grad.unflatten(1, (k.size(1), -1)).sum(2)
+    return grad if grad.size(1) == k.size(1) else torch.unflatten(grad, 1, (k.size(1), -1)).sum(2)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
