@@ -72,7 +72,7 @@ def in_lightning(engine: str, pause_s: float) -> None:
     rank = int(os.environ["RANK"])
     Path(f"pid-{rank}").write_text(str(os.getpid()))
 
-    class Notes(L.Callback):
+    class NoteSteps(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             note(rank, trainer.global_step, RANKS * BATCH)
 
@@ -87,7 +87,7 @@ def in_lightning(engine: str, pause_s: float) -> None:
         accelerator="cpu",
         devices=RANKS,
         max_steps=10**5,
-        callbacks=[Notes()] if ours else [Notes(), saving],
+        callbacks=[NoteSteps()] if ours else [NoteSteps(), saving],
         **options,
     )
     last = newest_checkpoint(".") if ours else Path("checkpoints/last.ckpt")

@@ -46,8 +46,9 @@ from lightning_ptdp.strategy.model_space import (
 __all__ = ["FolderSaves", "optimizer_state"]
 
 _PATIENCE = timedelta(minutes=1)
-# A save that still needs the lost rank cannot end, and one that does not needs only its index.
-_AFTER_LOSS = timedelta(seconds=0.2)  # ranks may end one after the other
+# A save that still needs the lost rank cannot end, and any other has only its index left to write.
+# The limit is short because one rank may wait for the end of another.
+_AFTER_LOSS = timedelta(seconds=0.2)
 _SHOWN = 3
 
 
