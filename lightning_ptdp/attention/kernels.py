@@ -84,7 +84,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tens
     if block.bias is None:
         return out, lse
     blind = _blind(block)
-    return out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+    return out.masked_fill_(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
 
 
 def attend_backward(
