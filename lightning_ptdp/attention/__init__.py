@@ -27,7 +27,7 @@ from lightning_ptdp.attention.sequence_chunks import (
     positions,
     shard_sequence,
 )
-from lightning_ptdp.attention.sliced_attention import SlicedAttention
+from lightning_ptdp.attention.sliced_attention import SlicedAttention, WholeMask, known_mask
 
 __all__ = [
     "ATTENTIONS",
@@ -36,12 +36,14 @@ __all__ = [
     "ContextParallelError",
     "KeyedAttention",
     "SlicedAttention",
+    "WholeMask",
     "additive",
     "check_sequence",
     "document_mask",
     "find_documents",
     "gather_sequence",
     "intercepted",
+    "known_mask",
     "positions",
     "shard_sequence",
 ]

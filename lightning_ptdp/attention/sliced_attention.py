@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import and_
 
@@ -29,14 +29,18 @@ class SlicedAttention:
         length: s, tokens of the full sequence.
         padded: True if the batch has a padding mask, which may hide tokens.
         differentiates: True if the forward began with gradients enabled.
+        known: Mask for the calls of a model that was given ``known_mask``.
         attended: True if it was called.
+        seen: For each kind of call with a mask of the slice or none, causal or not, its number of key/value heads.
     """
 
     distributed: DistributedAttention
     length: int
     padded: bool
     differentiates: bool
+    known: WholeMask | None = None
     attended: bool = False
+    seen: dict[bool, int] = field(default_factory=dict)
     _last: tuple[object, WholeMask | None, Tensor | None] = (None, None, None)
 
     def __call__(self, call: AttentionCall) -> Tensor:
@@ -66,7 +70,14 @@ class SlicedAttention:
             group=self.distributed.group,
             padded=self.padded,
         )
-        full_mask = read() if call.mask is None and not self.padded else self._read_once(read)
+        if self.known is not None and _is_known(call.mask):
+            full_mask = self.known
+        else:
+            full_mask = read() if call.mask is None and not self.padded else self._read_once(read)
+        is_own = call.mask is None or call.mask.size(-1) == q.size(2)
+        # Compiled code would be compiled again for another form of the mask.
+        if is_own and not torch.compiler.is_compiling():
+            self.seen[full_mask.causal] = full_mask.kv_heads
         # Surplus heads of this rank's call are copies, adjacent to each other.
         copies = k.size(1) // full_mask.kv_heads
         result = self.distributed(
@@ -288,6 +299,18 @@ def _agree(
         kv_heads=min(fields[1::3]),
         is_reusable=len({*fields[2::3]}) == 1,
     )
+
+
+def known_mask(device: torch.device) -> Tensor:
+    """Return a mask (1, 1, 1, 1) in place of one whose meaning is known for the full sequence.
+
+    Models take a mask with four dimensions as it is. They neither read it nor make another one.
+    """
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _is_known(mask: Tensor | None) -> bool:
+    return mask is not None and mask.shape == (1, 1, 1, 1)
 
 
 def _shape_of(mask: Tensor) -> str:

@@ -16,8 +16,10 @@ from lightning_ptdp.attention import (
     AttentionKind,
     ContextParallelError,
     SlicedAttention,
+    WholeMask,
     check_sequence,
     find_documents,
+    known_mask,
     positions,
 )
 from lightning_ptdp.base.nested import iterate_tensors
@@ -25,7 +27,8 @@ from lightning_ptdp.context_parallel.global_positions import Supplier, Taker, fi
 from lightning_ptdp.context_parallel.sequence_batch import (
     SequenceDims,
     count_targets,
-    is_padded,
+    may_hide,
+    padding_masks,
     sequence_length,
     shard_batch,
 )
@@ -101,6 +104,8 @@ class ContextParallel(Surrounding):
     _module: nn.Module | None = field(default=None, repr=False)
     _takers: dict[nn.Module, list[Taker]] = field(default_factory=dict, repr=False)
     _packed: bool = field(default=False, repr=False)
+    _seen: dict[int, dict[bool, int]] = field(default_factory=dict, repr=False)
+    _full: set[tuple[int, int | None]] = field(default_factory=set, repr=False)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Store the module whose forwards are intercepted."""
@@ -112,12 +117,21 @@ class ContextParallel(Surrounding):
         """Run ``forward`` of the attached module on this rank's slice."""
         assert self._module is not None
         with self.forward(
-            self._module, forward.whole, expects_attention=forward.stage in self.attending
+            self._module,
+            forward.whole,
+            expects_attention=forward.stage in self.attending,
+            stage=forward.stage,
         ) as running:
             running.draws_alike = lambda: forward.draws_alike
             forward.batch = running.batch
             forward.part = running
             yield
+
+    def moved(self, before: Any, after: Any) -> None:
+        """Note the padding masks that hide nothing, while no device has to be read."""
+        here, there = (padding_masks(batch, self.padding_keys) for batch in (before, after))
+        pairs = zip(here, there, strict=True)
+        self._full = {_identity(mask) for read, mask in pairs if not may_hide(read)}
 
     def recomputation(self, forward: Forward) -> Contexts | None:
         """Intercept the recomputation too, so that it attends over the full sequence."""
@@ -126,7 +140,7 @@ class ContextParallel(Surrounding):
 
     @contextlib.contextmanager
     def forward(
-        self, module: nn.Module, batch: Any, *, expects_attention: bool = True
+        self, module: nn.Module, batch: Any, *, expects_attention: bool = True, stage: int = 0
     ) -> Iterator[ContextForward]:
         """Run one step of ``module`` on (a microbatch of) a batch inside the context.
 
@@ -137,6 +151,7 @@ class ContextParallel(Surrounding):
             batch: Batch with the full sequence, the same on all ranks of the group.
             expects_attention: Raise if no attention call was replaced; False for a pipeline stage
                 without attention.
+            stage: The pipeline stage that runs.
 
         Raises:
             ValueError: The batch has no sequence, or a sequence that cannot be cut.
@@ -144,12 +159,17 @@ class ContextParallel(Surrounding):
                 support, called no attention that could be replaced, or cannot receive the positions
                 of its tokens.
         """
-        running = self._begin(module, batch)
+        if module not in self._takers:
+            self._takers = {module: find_takers(module)}
+            self._seen.clear()
+        running = self._begin(module, batch, self._seen.get(stage, {}))
         with running.active():
             yield running
         self._check(running, expects_attention)
+        if running.attention.seen:
+            self._seen.setdefault(stage, running.attention.seen)
 
-    def _begin(self, module: nn.Module, batch: Any) -> ContextForward:
+    def _begin(self, module: nn.Module, batch: Any, seen: Mapping[bool, int]) -> ContextForward:
         length = sequence_length(batch, self.sequence_dims)
         size = self.group.size
         rank = self.group.rank
@@ -157,8 +177,6 @@ class ContextParallel(Surrounding):
         local = shard_batch(
             batch, length=length, rank=rank, size=size, sequence_dims=self.sequence_dims
         )
-        if module not in self._takers:
-            self._takers = {module: find_takers(module)}
         takers = self._takers[module]
         if (
             self.needs_positions
@@ -173,6 +191,9 @@ class ContextParallel(Surrounding):
                 "context_parallel_positions=False"
             )
         pos_ids = positions(length, rank, size, device=next(iterate_tensors(local)).device)[None]
+        masks = padding_masks(batch, self.padding_keys)
+        padded = any(may_hide(mask) and _identity(mask) not in self._full for mask in masks)
+        known = self._known(batch, seen, padded=padded)
         return ContextForward(
             batch=local,
             group=self.group,
@@ -180,13 +201,28 @@ class ContextParallel(Surrounding):
             takers=takers,
             positions=pos_ids,
             documents=self._documents(batch),
+            padding=_given(local, "attention_mask"),
+            known=None if known is None else known_mask(pos_ids.device),
             attention=SlicedAttention(
                 distributed=ATTENTIONS[self.attention](self.group),
                 length=length,
-                padded=is_padded(batch, self.padding_keys),
+                padded=padded,
                 differentiates=torch.is_grad_enabled(),
+                known=known,
             ),
         )
+
+    def _known(self, batch: Any, seen: Mapping[bool, int], *, padded: bool) -> WholeMask | None:
+        """Return the mask of all calls of a model that makes it of the batch's padding mask.
+
+        None: its first forward has not run, or has shown calls of both kinds.
+        """
+        if len(seen) != 1:
+            return None
+        ((causal, kv_heads),) = seen.items()
+        mask = _given(batch, "attention_mask") if padded else None
+        visible = (mask != 0)[:, None, None] if isinstance(mask, Tensor) else None
+        return WholeMask(causal=causal, kv_heads=kv_heads, mask=visible)
 
     def _documents(self, batch: Any) -> Tensor | None:
         """Return the document index of each token, (b, s) int64, or None.
@@ -225,6 +261,12 @@ class ContextParallel(Surrounding):
             )
 
 
-def _given(batch: object) -> object:
-    """Return the positions in a batch, or None."""
-    return batch.get("position_ids") if isinstance(batch, Mapping) else None
+def _given(batch: object, name: str = "position_ids") -> object:
+    """Return the positions in a batch, or another value; None: it has none."""
+    return batch.get(name) if isinstance(batch, Mapping) else None
+
+
+def _identity(mask: Tensor) -> tuple[int, int | None]:
+    """Return a key that all slices of a tensor share until it is changed."""
+    version = None if mask.is_inference() else mask._version
+    return mask.untyped_storage().data_ptr(), version

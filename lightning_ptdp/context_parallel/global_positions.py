@@ -7,6 +7,9 @@
   padding from ``padding_idx + 1``. The count covers the full sequence.
 - *A mask of ones.* Without a mask, Hugging Face's models take a jump in the positions, as between a
   rank's two chunks, for the border of two documents. A mask without padding prevents this.
+- *A mask that nobody reads*, from the second forward on, if the model would make its own mask of a
+  padding mask, as Hugging Face's models do. They read that on the host. The first forward shows
+  whether its attention is causal.
 - *The mask of documents*, if the batch's own positions restart: (b, 1, s/c, s), with this rank's
   queries and all keys.
 - *Shifted labels.* Hugging Face's causal language models compare each token with the label of the
@@ -40,6 +43,7 @@ _POSITIONS = "position_ids"
 _MASK = "attention_mask"
 _TOKENS = "input_ids"
 _IGNORED_LABEL = -100
+_MAKERS = {"create_causal_mask", "create_bidirectional_mask"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ class Taker:
         module: The module.
         parameters: Names of its forward's parameters, in order.
         reads_documents: True if it derives documents from its positions.
+        makes_mask: True if its forward makes the mask of its attention from a padding mask.
         shifts_labels: True if its loss compares each token with the label of the next one.
         padding_index: Token id of padding, if its positions count the tokens that are not padding,
             from ``padding_index + 1``; else None.
@@ -58,6 +63,7 @@ class Taker:
     module: nn.Module
     parameters: tuple[str, ...]
     reads_documents: bool
+    makes_mask: bool
     shifts_labels: bool
     padding_index: int | None = None
 
@@ -83,6 +89,7 @@ def find_takers(module: nn.Module) -> list[Taker]:
                     module=child,
                     parameters=names,
                     reads_documents=documents,
+                    makes_mask=documents and not _MAKERS.isdisjoint(names_in_forward(child)),
                     shifts_labels=shifts,
                     padding_index=_padding_index(child),
                 )
@@ -130,6 +137,9 @@ class Supplier:
         length: s, tokens of the full sequence.
         group: The context group.
         documents: Document index of each token, (b, s) int64; None: one document.
+        padding: This rank's part of the batch's padding mask, or the mask that was supplied
+            because there is none.
+        known: Mask to give to a model that makes its own of ``padding``; None: not yet.
         used: True if positions were supplied, or were already given.
         shifted_targets: After the forward, this rank's number of labels that are not ignored, ()
             int64, if the model shifts labels itself; else None. A count of the batch's own labels
@@ -141,6 +151,8 @@ class Supplier:
     length: int
     group: Group
     documents: Tensor | None = None
+    padding: object = None
+    known: Tensor | None = None
     used: bool = False
     shifted_targets: Tensor | None = None
 
@@ -166,22 +178,25 @@ class Supplier:
             self.used = True
             if arguments.get(_POSITIONS) is None:
                 added[_POSITIONS] = self._positions_of(taker, arguments.get(_TOKENS))
-        if taker.reads_documents and arguments.get(_MASK) is None:
+        mask = arguments.get(_MASK)
+        is_known = self.known is not None and self.documents is None
+        if taker.makes_mask and is_known and mask is self.padding:
+            added[_MASK] = self.known
+        elif taker.reads_documents and mask is None:
             samples = next(
                 x.size(0) for x in arguments.values() if isinstance(x, Tensor) and x.dim() > 1
             )
-            added[_MASK] = (
-                self.positions.new_ones(samples, self.positions.size(1))
-                if self.documents is None
-                else document_mask(self.documents, self.positions[0])
-            )
+            if self.documents is not None:
+                added[_MASK] = document_mask(self.documents, self.positions[0])
+            else:
+                ones = added[_MASK] = self.positions.new_ones(samples, self.positions.size(1))
+                self.padding = ones if self.padding is None else self.padding
         if taker.shifts_labels and isinstance(labels := arguments.get("labels"), Tensor):
             shifted = arguments.get("shift_labels")
             if not isinstance(shifted, Tensor):
                 shifted = added["shift_labels"] = self._shift(labels)
             self.shifted_targets = (shifted != _IGNORED_LABEL).sum()
-        # A positional argument that was None is replaced in place; all other values become
-        # keywords.
+        # A positional argument is replaced in place; all other values become keywords.
         places = tuple(added.pop(name, value) for name, value in zip(named, args, strict=False))
         return (*places, *args[len(named) :]), {**kwargs, **added}
 

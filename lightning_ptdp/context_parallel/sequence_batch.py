@@ -93,18 +93,22 @@ def shard_batch(
     return batch if size == 1 else map_named(batch, cut)
 
 
-def is_padded(batch: Any, names: Sequence[str]) -> bool:
-    """Return True if a tensor (b, s) under one of ``names`` may mark tokens as padding.
-
-    It does so if its values are not all equal; on an accelerator they are not read. All ranks of a
-    replica read the same batch, so all get the same answer if the batch has not been cut yet.
-    """
-    masks = [
+def padding_masks(batch: Any, names: Sequence[str]) -> list[Tensor]:
+    """Return the tensors (b, s) under ``names``, which may mark tokens as padding."""
+    return [
         tensor
         for name, tensor in named_tensors(batch)
         if name in names and tensor.dim() == 2 and tensor.numel()
     ]
-    return any(mask.device.type != "cpu" or bool((mask != mask[:1, :1]).any()) for mask in masks)
+
+
+def may_hide(mask: Tensor) -> bool:
+    """Return True if a padding mask may hide tokens.
+
+    It does so if its values are not all equal; on an accelerator they are not read. All ranks of a
+    replica read the same batch, so all get the same answer if the batch has not been cut yet.
+    """
+    return mask.device.type != "cpu" or bool((mask != mask[:1, :1]).any())
 
 
 def count_targets(batch: Any) -> Tensor | None:

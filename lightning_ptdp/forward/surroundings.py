@@ -121,6 +121,10 @@ class Surrounding:
         """
         return _nothing
 
+    def moved(self, before: Any, after: Any) -> None:
+        """Take note of a batch that was moved to the device, as it is on both sides."""
+        return
+
     def around(self, forward: Forward) -> Context:
         """Return the context of the user's step."""
         return contextlib.nullcontext()
@@ -160,6 +164,11 @@ class Surroundings:
             for entry in reversed(self.entries):
                 undo.callback(entry.attach(module))
             return undo.pop_all().close
+
+    def moved(self, before: Any, after: Any) -> None:
+        """Let all entries take note of a batch that was moved to the device."""
+        for entry in self.entries:
+            entry.moved(before, after)
 
     @contextlib.contextmanager
     def around(self, forward: Forward) -> Iterator[None]:

@@ -23,9 +23,22 @@ from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
 from lightning_ptdp.strategy.snapshot_hooks import SnapshotHooks
 
+_MOVES = ("transfer_batch_to_device", "on_after_batch_transfer")
+
 
 class StepHooks(SnapshotHooks):
     """Layer of the strategy: training and evaluation steps, gradients and their norm."""
+
+    def batch_to_device(
+        self, batch: Nested, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Nested:
+        """Move a batch, and note what can be read of it before without waiting for the device."""
+        moved = super().batch_to_device(batch, device, dataloader_idx)
+        module = self.lightning_module
+        owners = (module, getattr(module.trainer, "datamodule", None))
+        if not any(self._names.is_overridden(hook, owner) for hook in _MOVES for owner in owners):
+            self._surroundings.moved(batch, moved)
+        return moved
 
     def training_step(self, *args: Nested, **kwargs: Nested) -> Nested:
         """Run the forward of one batch, and under a schedule also its backward."""

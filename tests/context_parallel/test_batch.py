@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.context_parallel import sequence_length
-from lightning_ptdp.context_parallel.sequence_batch import count_targets, is_padded, shard_batch
+from lightning_ptdp.context_parallel.sequence_batch import (
+    count_targets,
+    may_hide,
+    padding_masks,
+    shard_batch,
+)
 
 LENGTH = 8
 MINE = [0, 1, 6, 7]
@@ -103,10 +108,12 @@ def test_padding_is_detected_in_attention_mask() -> None:
     ones = torch.ones(2, 4, dtype=torch.int64)
     padded = ones.clone()
     padded[1, 3:] = 0
-    assert not is_padded({"attention_mask": ones, "x": padded}, ("attention_mask",))
-    assert is_padded({"attention_mask": padded}, ("attention_mask",))
-    assert is_padded({"attention_mask": padded == 0}, ("attention_mask",))
-    assert not is_padded({}, ("attention_mask",))
+    (mask,) = padding_masks({"attention_mask": ones, "x": padded}, ("attention_mask",))
+    assert mask is ones
+    assert not may_hide(ones)
+    assert may_hide(padded)
+    assert may_hide(padded == 0)
+    assert padding_masks({}, ("attention_mask",)) == []
 
 
 def test_ignored_labels_are_not_counted() -> None:

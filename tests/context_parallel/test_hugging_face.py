@@ -76,10 +76,20 @@ def make_batch(lengths: Sequence[int] | None) -> dict[str, Tensor]:
 def _train_step(rank: int, name: str) -> None:
     group = context_group(rank)
     # The last lengths pad on rank 0 only. There some models copy key/value heads and pass a mask,
-    # which other ranks omit.
-    for lengths in (None, (16, 11, 3), (16, 16, 14)):
-        torch.manual_seed(0)
-        model = make_model(name).double()
+    # which other ranks omit. A repeated attention knows its mask from its first forward.
+    every = {
+        attention: ContextParallel(group=group, attention=attention)
+        for attention in ("ring", "all_to_all")
+    }
+    torch.manual_seed(0)
+    model = make_model(name).double()
+    for attention, lengths, known in (
+        ("all_to_all", None, False),
+        ("ring", (16, 11, 3), False),
+        ("ring", (16, 16, 14), True),
+        ("ring", None, True),
+        ("all_to_all", (16, 16, 16), True),
+    ):
         batch = make_batch(lengths)
         if name == "bert":  # its sentence head pools the first token, which only one rank has
             batch["next_sentence_label"] = torch.tensor([0, 1, 1])
@@ -87,10 +97,9 @@ def _train_step(rank: int, name: str) -> None:
         loss = expected.loss
         whole = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
-        with ContextParallel(group=group, attention="ring" if lengths else "all_to_all").forward(
-            model, batch
-        ) as running:
+        with every[attention].forward(model, batch) as running:
             output = model(**running.batch)
+        assert (running.known is not None) == known
         assert running.attention.attended
         local, count = output.loss, running.num_targets
         assert count is not None

@@ -14,6 +14,8 @@ import torch
 import torchmetrics
 from torch import Tensor
 
+from lightning_ptdp.attention.attention_protocol import AttentionCall
+from lightning_ptdp.attention.ring import RingAttention
 from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
@@ -152,6 +154,13 @@ class LitPaddedLlama(LitLlama):
         mask = torch.ones_like(batch["input_ids"])
         mask[:2, -3:] = 0
         return {**batch, "attention_mask": mask}
+
+
+class LitFullLlama(LitLlama):
+    """A module with a padding mask that hides nothing."""
+
+    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
 class LitPackedLlama(LitLlama):
@@ -318,13 +327,62 @@ def test_experts_wait_once_per_layer(
             }
 
 
-def test_context_ranks_read_mask_once_for_all_layers(pool: Pool) -> None:
+class LitOwnMasks(LitPaddedLlama):
+    """A module that changes its padding mask, which no longer is that of the batch."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step({**batch, "attention_mask": batch["attention_mask"] * 1}, 0)
+
+
+def test_context_ranks_read_own_mask_once_for_all_layers(pool: Pool) -> None:
     """The masks of four layers are read once. The padding of the batch is not read at all."""
     options = {"context_parallel_size": 2}
-    for batches in pool.run(fit, world_size=2, args=(2, options, {}, LitPaddedLlama)):
+    for batches in pool.run(fit, world_size=2, args=(2, options, {}, LitOwnMasks)):
         for waits in batches["train"]:
             reads = [wait for wait in waits if wait.place.startswith(("attention/", "context_"))]
             assert [read.what for read in reads] == ["tolist"], waits
+
+
+@pytest.mark.parametrize("module", [LitLlama, LitPaddedLlama, LitFullLlama])
+def test_context_ranks_read_no_mask_of_hugging_face_model(
+    module: Callable[[], pl.LightningModule], pool: Pool
+) -> None:
+    """The first forward shows whether attention is causal. Later nobody reads a mask: neither this
+    package nor the model, which would decide by its values whether it needs one."""
+    options = {"context_parallel_size": 2, "num_microbatches": 2}
+    _check(pool.run(fit, world_size=2, args=(2, options, {}, module)))
+
+
+def _masked_calls(rank: int, module: Callable[[], pl.LightningModule]) -> list[bool]:
+    calls: list[bool] = []
+    attend = RingAttention.__call__
+
+    def noting(self: RingAttention, call: AttentionCall) -> Tensor:
+        calls.append(call.mask is not None)
+        return attend(self, call)
+
+    with mock.patch.object(RingAttention, "__call__", noting):
+        fit(rank, 2, {"context_parallel_size": 2}, {}, module)
+    return calls
+
+
+class LitChanged(LitFullLlama):
+    """A module whose hook hides tokens after the batch was moved to the device."""
+
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+        return {**batch, "attention_mask": batch["attention_mask"].tril(5)}
+
+
+@pytest.mark.parametrize(
+    ("module", "masked"), [(LitFullLlama, False), (LitPaddedLlama, True), (LitChanged, True)]
+)
+def test_mask_that_hides_nothing_reaches_no_kernel(
+    module: Callable[[], pl.LightningModule], masked: bool, pool: Pool
+) -> None:
+    """A kernel without a mask is faster. The mask's values are known from the host's batch, unless
+    a hook may have changed them."""
+    for calls in pool.run(_masked_calls, world_size=2, args=(module,)):
+        assert set(calls[4:]) == {masked}
 
 
 @pytest.mark.parametrize("attention", ["ring", "all_to_all"])
