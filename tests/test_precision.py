@@ -9,6 +9,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
@@ -103,6 +104,33 @@ def test_true_half_precision_scales_loss(pool: Pool) -> None:
     for scales, moved in pool.run(_overflow, world_size=2, args=(2, {Z: "optimizer"}, "16-true")):
         assert not moved[1]
         assert scales[1] == scales[0] / 2
+
+
+class _Casts(TorchDispatchMode):
+    """Counts casts of the module's parameters to bfloat16."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._storages = {p.untyped_storage()._cdata for p in module.parameters()}
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and kwargs["dtype"] is torch.bfloat16:
+            self.count += args[0].untyped_storage()._cdata in self._storages
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "casts"), [("none", 1), ("full", 8)], ids=["kept", "to save memory"]
+)
+def test_microbatches_share_cast_weights(recompute: str, casts: int) -> None:
+    """Four microbatches; "full" recomputation casts again, and keeps no copies."""
+    module = LitNet()
+    strategy = PTDPStrategy(num_microbatches=4, recompute=recompute)
+    trainer = make_trainer(strategy, max_steps=2, precision="bf16-mixed")
+    with _Casts(module) as counted:
+        trainer.fit(module, loader())
+    assert counted.count == 2 * casts * len(list(module.parameters()))
 
 
 class LitFused(LitNet):

@@ -18,19 +18,14 @@ class LayerActivations:
         kept: Bytes kept from the forward to the backward, under the chosen recomputation.
         recomputed: Additional bytes during the layer's backward, because they are recomputed or
             fetched.
-        cast_weights: Bytes of weights in the computing precision that autocast keeps from the
-            forward to the backward. They exist only without tensor parallelism, because our sharded
-            layers cast again.
+        cast_weights: Bytes of weights in the computing precision that autocast keeps, once for all
+            microbatches. They exist only without tensor parallelism, because our sharded layers
+            cast again.
     """
 
     kept: float
     recomputed: float
     cast_weights: float
-
-    @property
-    def held(self) -> float:
-        """Return all bytes held from the forward to the backward."""
-        return self.kept + self.cast_weights
 
 
 def layer_activations(

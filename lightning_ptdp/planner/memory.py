@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 
 from lightning_ptdp.planner.activations import (
     LayerActivations,
@@ -171,9 +172,14 @@ def rank_memory(
     experts = sum(stage.experts for stage in stages)
     weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
     weights += kept_whole_bytes(job, choice, local_stages, parameters)
-    of_layers = max(
-        sum(count * kinds[id(layer)].held for count, layer in stage.runs) for stage in stages
+    kept, cast_weights = (
+        [sum(count * of(kinds[id(layer)]) for count, layer in stage.runs) for stage in stages]
+        for of in (attrgetter("kept"), attrgetter("cast_weights"))
     )
+    # All microbatches share the cast weights, but not those of parameters that are freed meanwhile.
+    shared = sum(cast_weights)
+    if shards_parameters(job, choice):
+        shared = in_flight * max(cast_weights)
     working = max(
         kinds[id(layer)].recomputed
         + _between_operations(job, choice, layer)
@@ -183,21 +189,21 @@ def rank_memory(
     )
     logits = 0.0
     if layout.num_stages - 1 in local_stages:
-        kept, extra = logits_bytes(job, choice)
+        of_logits, extra = logits_bytes(job, choice)
         # The last stage's backward follows its forward, unless the schedule runs all forwards
         # first. The head's backward, including its weight gradient, ends before that of the last
         # layer starts.
         extra += job.shape.head.table_elements(layout.tensor_parallel_size) * job.precision.weight
-        waiting = kept * (choice.num_microbatches - 1) if choice.schedule == "gpipe" else 0.0
-        logits = waiting + kept + extra
-        working = max(0.0, working - kept - extra)
+        waiting = of_logits * (choice.num_microbatches - 1) if choice.schedule == "gpipe" else 0.0
+        logits = waiting + of_logits + extra
+        working = max(0.0, working - of_logits - extra)
     return RankMemory(
         pipeline_rank=pipeline_rank,
         parameters=parameters,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=in_flight * of_layers + _inputs(job, choice, layout, local_stages),
+        activations=in_flight * max(kept) + shared + _inputs(job, choice, layout, local_stages),
         logits=logits,
         working=working,
         # none on a CPU, or if the user has subtracted them

@@ -137,6 +137,29 @@ def adds_to_gradient(parameter: torch.Tensor) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def keeping_casts() -> Iterator[None]:
+    """Keep the copies of trainable weights in lower precision that ``sharing_casts`` makes.
+
+    Autocast frees them at the end of its outermost context, which this context counts as."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def sharing_casts(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter a context that may be autocast, and let it reuse the copies of weights.
+
+    Lightning's contexts do not, because of an old error of torch's (pytorch issue 65766)."""
+    with context():
+        torch.set_autocast_cache_enabled(True)  # restored at the end of autocast
+        yield
+
+
 def has_module_hooks(module: nn.Module) -> bool:
     """Return True if hooks see a module's calls or their backwards."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -144,7 +144,7 @@ def test_activation_memory_depends_on_schedule() -> None:
             "virtual_pipeline_size": v,
         }
         how = choice(world_size=row.gpus, b=1, m=96, schedule=schedule, recompute="full", **layout)
-        layer = layer_activations(job, how).held
+        layer = layer_activations(job, how).kept
         inputs = 2048 * (8 + 8 + 12288)  # token ids, position ids, embedding mask
         count = (p if schedule != "gpipe" else 96) if v == 1 else p * v + p - 1
         return (rank_memory(job, how, 0).activations - count * inputs) / layer
@@ -153,6 +153,21 @@ def test_activation_memory_depends_on_schedule() -> None:
     assert held("1f1b") == pytest.approx(10 * p)
     assert held("gpipe") == pytest.approx(10 * 96)
     assert held("interleaved_1f1b", v=2) == pytest.approx(10 * p * (1 + (p - 1) / (p * 2)))
+
+
+def test_microbatches_in_flight_share_cast_weights() -> None:
+    """Sharded parameters are cast again for each microbatch, because they are freed meanwhile."""
+    config = VARIANTS["gpt2"]
+    job = small_job(config, precision="bf16-mixed")
+
+    def activations(m: int, shard: str) -> float:
+        options = {"pipeline_parallel_size": 2, "schedule": "gpipe", "shard": shard}
+        return rank_memory(job, choice(world_size=4, b=1, m=m, **options), 0).activations
+
+    casts = -(-config.num_layers // 2) * layer_activations(job, choice(b=1)).cast_weights
+    assert casts > 0
+    assert activations(4, "parameters") - activations(4, "none") == pytest.approx(3 * casts)
+    assert activations(1, "parameters") == activations(1, "none")
 
 
 def test_communicator_memory_depends_on_number_of_groups() -> None:

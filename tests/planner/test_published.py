@@ -230,7 +230,7 @@ def test_activation_memory_matches_paper(sizes: tuple[int, int, int]) -> None:
     t, scores = 8, 5 * heads * 2048 / hidden
 
     def kept(size: int, recompute: str, *, sequence: bool = False) -> float:
-        return layer_activations(*one_layer(sizes, size, 1, recompute, sequence)).held / (
+        return layer_activations(*one_layer(sizes, size, 1, recompute, sequence)).kept / (
             2048 * hidden
         )
 
