@@ -6,7 +6,8 @@ Every part runs in a process of its own with a time limit, so that one that hang
 
 - *layouts*: each layout that fits the GPUs trains a small GPT in float32. The losses are compared
   with those of a CPU, and the time and the memory of setting the groups up are noted.
-- *waits*: where the host waits for the GPU in steady steps (``torch.cuda.set_sync_debug_mode``).
+- *waits*: where the host waits for the GPU in steady steps (``torch.cuda.set_sync_debug_mode``). A
+  wait inside a schedule is an error.
 - *saves*: a checkpoint of GPT-2 355M beside ``torch.save`` of the same state.
 
 Then ``gpu.py`` measures its models with the rest of the budget. Without a GPU the parts run on the
@@ -41,6 +42,8 @@ from turns import Same
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
+from lightning_ptdp.pipeline.program_observers import StepObserver
+from lightning_ptdp.schedule import Schedule
 
 __all__ = ["PARTS", "first_hour", "page", "run", "write"]
 
@@ -159,12 +162,27 @@ def waits(name: str, on_gpu: bool) -> Mapping[str, Any]:
             frame = frames[-3] if len(frames) > 2 else frames[-1]
             places[f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"] += 1
 
-    class Steady(L.Callback):
+    class Steady(L.Callback, StepObserver):
+        steady = False
+
         def on_train_batch_start(
             self, trainer: L.Trainer, module: Any, batch: Any, at: int
         ) -> None:
-            if on_gpu and at in (3, 3 + STEADY):
-                torch.cuda.set_sync_debug_mode("warn" if at == 3 else "default")
+            if at in (3, 3 + STEADY):
+                self.steady = at == 3
+                self._react("warn" if self.steady else "default")
+            if at == 3:
+                trainer.strategy.observers.add(self)
+
+        def began(self, schedule: Schedule) -> None:
+            self._react("error")  # stops the run at a wait between the actions of a schedule
+
+        def ended(self) -> None:
+            self._react("warn")
+
+        def _react(self, mode: str) -> None:
+            if on_gpu and (self.steady or mode == "default"):
+                torch.cuda.set_sync_debug_mode(mode)
 
     with warnings.catch_warnings(), mock.patch.object(warnings, "showwarning", note):
         warnings.simplefilter("always")

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptdp.blocks.local_blocks import LocalBlock, local_blocks
 from lightning_ptdp.blocks.offload import Offload, Offloaded
 from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, replace_forward
+from lightning_ptdp.forward.random_draws import RandomDraws
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
@@ -172,7 +173,8 @@ def apply_recomputation(
     for block in chosen:
         targets = _outermost(block, selective) if policy == "selective" else [block.module]
         for target in targets:
-            replace_forward(target, Recomputed, surroundings=surroundings, shard_input=group)
+            options = {"shard_input": group, "draws": RandomDraws(target)}
+            replace_forward(target, Recomputed, surroundings=surroundings, **options)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -181,9 +183,11 @@ class Recomputed(OwnForward):
 
     Attributes:
         shard_input: Group over which the first input is kept in parts.
+        draws: Returns True if random numbers must be replayed.
     """
 
     shard_input: Group | None
+    draws: RandomDraws
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -198,8 +202,8 @@ class Recomputed(OwnForward):
             run = partial(_InParts(inputs[0], group), run)
             inputs = (part, *inputs[1:])
         if self.surroundings is None:
-            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=True)
-        return _checkpoint_in(self.surroundings, run, inputs)
+            return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=self.draws())
+        return _checkpoint_in(self.surroundings, run, inputs, self.draws())
 
     def _run(self, keys: tuple[str, ...], *inputs: Any) -> Any:
         count = len(inputs) - len(keys)
@@ -208,7 +212,7 @@ class Recomputed(OwnForward):
 
 @untraced
 def _checkpoint_in(
-    surroundings: Surroundings, run: Callable[..., Any], inputs: tuple[Any, ...]
+    surroundings: Surroundings, run: Callable[..., Any], inputs: tuple[Any, ...], draws: bool
 ) -> Any:
     """Run ``checkpoint`` with its contexts, untraced.
 
@@ -217,7 +221,7 @@ def _checkpoint_in(
         run,
         *inputs,
         use_reentrant=False,
-        preserve_rng_state=True,
+        preserve_rng_state=draws,
         context_fn=surroundings.recomputation,
     )
 

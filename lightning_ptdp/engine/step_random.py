@@ -10,7 +10,7 @@ one stream for each block::
 A stage without a block therefore keeps its place in the outer stream. Streams are seeded by (run,
 hook, step, microbatch of all replicas, block). The generators of torch, numpy and Python are
 switched. Those of numpy and Python have large states, so in blocks they are switched only if the
-blocks' code uses them.
+blocks' code uses them. Blocks that draw nothing (``RandomDraws``) have no stream.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.base.random import States, derive_seed, reseed, set_states
+from lightning_ptdp.forward.random_draws import RandomDraws
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
 from lightning_ptdp.shims.torch import is_compiled, untraced
@@ -75,6 +76,10 @@ class StepRandomness(Surrounding):
         imports = {origin for name in names for origin in _known_by(name)}
         self._python = random in imports
         self._numpy = np in imports
+        self._draws = {
+            number: RandomDraws(module.get_submodule(name)) for number, name in blocks.items()
+        }
+        self._switching = set[int]()
         self._bits: list[Any] = []
         self._outer: list[_Outer] = []
         self._seed: int | None = None
@@ -90,7 +95,7 @@ class StepRandomness(Surrounding):
             block = module.get_submodule(name)
             # Partials, because a method cannot be marked as untraced.
             enter = partial(self._enter, number)
-            leave = partial(self._leave)
+            leave = partial(self._leave, number)
             if is_compiled(block):
                 enter = untraced(enter)
                 leave = untraced(leave)
@@ -112,6 +117,8 @@ class StepRandomness(Surrounding):
         self._forward = forward
         forward.draws_alike = True
         self._seed = derive_seed(seed, *self._place)
+        always = self._numpy or self._python
+        self._switching = {number for number, draws in self._draws.items() if always or draws()}
         try:
             yield
         finally:
@@ -122,12 +129,16 @@ class StepRandomness(Surrounding):
             self._switch_back()
 
     def _enter(self, number: int, *_: object) -> None:
-        if self._seed is not None:
+        if self._seed is None:
+            return
+        if number in self._switching:
             self._switch(derive_seed(self._seed, number), numpy=self._numpy, python=self._python)
             self._mark()
+        else:
+            _pass()
 
-    def _leave(self, *_: object) -> None:
-        if self._seed is not None:
+    def _leave(self, number: int, *_: object) -> None:
+        if self._seed is not None and number in self._switching:
             self._switch_back()
             self._mark()
 

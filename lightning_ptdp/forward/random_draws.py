@@ -1,0 +1,67 @@
+"""Modules whose forward draws no random numbers, so that no generator need be saved for them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+_KNOWN = ("torch", "transformers", "lightning_ptdp")
+_WORDS = ("drop", "jitter", "noise")
+_FUNCTIONS = {
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "randint",
+    "randperm",
+    "bernoulli",
+    "multinomial",
+    "gumbel_softmax",
+    "rrelu",
+}
+
+
+class RandomDraws:
+    """Answers whether a module's forward may draw from torch's generators.
+
+    Modules of torch, transformers and this package draw with probabilities that they, or their
+    configurations, hold as attributes, or call a function of torch that shows it. All other modules
+    may draw.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        classes = {type(part) for part in parts}
+        self._always = any(
+            kind.__module__.partition(".")[0] not in _KNOWN or _calls_random_function(kind)
+            for kind in classes
+        )
+        owners: dict[int, Any] = {
+            id(owner): owner
+            for part in parts
+            for owner in (part, getattr(part, "config", None))
+            if hasattr(owner, "__dict__")
+        }
+        self._probabilities = [
+            (owner, name)
+            for owner in owners.values()
+            for name in vars(owner)
+            if name == "p" or any(word in name for word in _WORDS)
+        ]
+
+    def __call__(self) -> bool:
+        """Return True if it may draw with the present probabilities."""
+        return self._always or any(getattr(owner, name, 0) for owner, name in self._probabilities)
+
+
+def _calls_random_function(kind: type[nn.Module]) -> bool:
+    functions = [
+        value
+        for base in kind.__mro__
+        if issubclass(base, nn.Module) and base is not nn.Module
+        for value in vars(base).values()
+        if inspect.isfunction(value)
+    ]
+    return any(not _FUNCTIONS.isdisjoint(function.__code__.co_names) for function in functions)
