@@ -132,6 +132,25 @@ def test_missing_rank_is_named_with_store_on_rank_0() -> None:
         )
 
 
+def test_absent_rank_is_named_though_store_ends_with_rank_0(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0, which hosts the store, ends once rank 1's listening thread knows the reason."""
+    missed = rendezvous._missed
+
+    def cut_off(life_store: Any, rank: int, world_size: int) -> str:
+        if rank:
+            life_store.wait([f"{rendezvous._KNOWS}/1"], timedelta(seconds=20))
+            raise dist.DistNetworkError("Connection reset by peer")
+        return missed(life_store, rank, world_size)
+
+    monkeypatch.setattr(rendezvous, "_missed", cut_off)
+    monkeypatch.setattr(rendezvous, "_KNOWN_S", 0.0)
+    found = together(place, [0, 1], 3)
+    for rank in (0, 1):
+        assert "rank 2 did not join, while waiting for all ranks" in found[rank]
+
+
 def test_rank_lost_after_joining_is_named(place: Place) -> None:
     found = together(place, range(3), 3, dying=[1])
     for rank in (0, 2):

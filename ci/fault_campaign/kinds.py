@@ -58,7 +58,7 @@ class Kind:
 
 _WRITE = ("lightning_ptdp.checkpoint.checksums:SummingFile.write",)
 _METADATA = (
-    "lightning_ptdp.checkpoint.save:write_index",
+    "lightning_ptdp.checkpoint.save:encode_index",
     "lightning_ptdp.checkpoint.save:write_metadata",
 )
 _RENAME = ("os:rename",)

@@ -14,7 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.checkpoint.local_copies import readable
+from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.model_registry import log_folder
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
@@ -37,8 +38,8 @@ class ExportHuggingFace(pl.Callback):
 
     Args:
         folder: The folder to make, on a file system that all ranks share; an earlier export there
-            is replaced when the new one is complete. On one node it may be an address (``s3://``);
-            an earlier export there is removed before the new one is sent.
+            is replaced when the new one is complete. It may be an address (``s3://``); an earlier
+            export there is removed before the new one is sent.
         when: ``"end"``: at the end of a fit that ends well. ``"checkpoint"``: also after each saved
             checkpoint, if training continues; all exports are then named ``folder/step-NUMBER``,
             including the last one, and are kept.
@@ -101,11 +102,6 @@ class ExportHuggingFace(pl.Callback):
         folder = files.absolute(self._folder)
         if isinstance(folder, Path):
             check_writable_folder(folder.parent, f"export folder {self._folder}")
-        elif self._log_model or trainer.num_nodes > 1:
-            raise ValueError(
-                f"export folder {folder}: an address needs one node, and no log_model. Give a "
-                f"folder that all nodes share, or run ptdp convert CHECKPOINT {folder} afterwards"
-            )
         files.check_apart(self._folder, files.existing_paths(list(read)), what="export folder")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -159,17 +155,20 @@ class ExportHuggingFace(pl.Callback):
             rank_zero_info(f"exported:    {files.absolute(folder)}")
             if self._log_model and trainer.is_global_zero:
                 for logger in _mlflow_loggers(trainer):
-                    _log(logger, Path(folder))
+                    _log(logger, folder)
 
 
 def _mlflow_loggers(trainer: pl.Trainer) -> list[MLFlowLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
 
 
-def _log(logger: MLFlowLogger, folder: Path) -> None:
+def _log(logger: MLFlowLogger, folder: Place) -> None:
     """Log the export; a failure is a warning, because the folder remains."""
     try:
-        call = log_folder(folder, tracking_uri=logger.tracking_uri, run_id=logger.run_id)
+        copy = readable(folder)
+        call = log_folder(copy, tracking_uri=logger.tracking_uri, run_id=logger.run_id)
+        if isinstance(copy, Path) and copy != folder:
+            files.remove(copy)
         rank_zero_info(f"logged:      {call}")
     except Exception as error:
         rank_zero_warn(f"{folder} could not be logged to MLflow: {error}")

@@ -54,12 +54,16 @@ _SUM = np.dtype("<u4")
 
 
 class SummingFile:
-    """A data file that is being written, with the sums of its blocks."""
+    """A data file that is being written, with the sums of its blocks.
+
+    Attributes:
+        position: Number of bytes that were written.
+    """
 
     def __init__(self, stream: IO[bytes], sync: files.EarlySync) -> None:
         self._stream, self._sync = stream, sync
         self._crc = self.position = 0
-        self.sums: list[int] = []
+        self._sums: list[int] = []
 
     def write(self, content: bytes | memoryview) -> None:
         """Append bytes."""
@@ -71,26 +75,30 @@ class SummingFile:
             self.position += end - begin
             begin = end
             if self.position % BLOCK == 0:
-                self.end_block()
+                self._end_block()
         self._sync.reached(self.position)
 
-    def end_block(self) -> None:
-        """Keep the sum of the current block, and begin the next one."""
-        self.sums.append(self._crc)
+    def finish(self) -> bytes:
+        """Wait for the current sync, and return the content of the ``.crc`` file.
+
+        Raises:
+            OSError: The disk did not accept earlier bytes.
+        """
+        if self.position % BLOCK:
+            self._end_block()
+        self._sync.wait()
+        return np.array(self._sums, dtype=_SUM).tobytes()
+
+    def _end_block(self) -> None:
+        self._sums.append(self._crc)
         self._crc = 0
 
 
 @contextmanager
 def summing(path: Place) -> Iterator[SummingFile]:
-    """Return a context with a data file to write; its sums are written beside it at the end."""
+    """Return a context with a data file to write."""
     with files.open_synced(path) as stream, closing(files.EarlySync(stream)) as sync:
-        file = SummingFile(stream, sync)
-        yield file
-        if file.position % BLOCK:
-            file.end_block()
-        sync.wait()
-    with files.open_synced(path.with_suffix(SUMS_SUFFIX)) as stream:
-        stream.write(np.array(file.sums, dtype=_SUM).tobytes())
+        yield SummingFile(stream, sync)
 
 
 def sums_bytes(size: int) -> int:

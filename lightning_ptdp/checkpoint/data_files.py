@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
+from threading import Lock
 
 import torch
 import torch.distributed as dist
 
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.checksums import BLOCK, DATA_SUFFIX, pieces_of, summing
+from lightning_ptdp.checkpoint.checksums import BLOCK, DATA_SUFFIX, SUMS_SUFFIX, pieces_of, summing
 from lightning_ptdp.checkpoint.index import StoredRectangle
 from lightning_ptdp.checkpoint.local_rectangles import Held, LocalRectangle, check_held, share_out
-from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.metadata import FileEntry, TensorEntry, write_small
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
 from lightning_ptdp.checkpoint.safetensors_file import header_of, is_storable
 from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank, same_outcome
@@ -28,6 +31,8 @@ __all__ = ["Written", "write_data_file", "write_rectangles"]
 # In larger files, a header that fills whole blocks is negligible.
 _ALIGNED_BYTES = 1 << 20
 _OBJECT_BYTES = 1 << 26  # of a file in object storage, which is in memory until it is sent
+_Stored = tuple[list[tuple[str, StoredRectangle]], dict[str, FileEntry]]
+"""Rectangles of a data file, each with its tensor's name, and the entries of it and its sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +42,12 @@ class Written:
     Attributes:
         tensors: Every full tensor by name.
         rectangles: Rectangles of each full tensor, by its name.
+        entries: Every written file by its name.
     """
 
     tensors: Mapping[str, TensorEntry]
     rectangles: Mapping[str, Sequence[StoredRectangle]]
+    entries: Mapping[str, FileEntry]
 
 
 def write_rectangles(
@@ -76,22 +83,30 @@ def write_rectangles(
         assigned = share_out(held)[rank]
         stored = _write(folder, rank, [local[key] for key in local if key in assigned], num_files)
     by_name: dict[str, list[StoredRectangle]] = {}
-    for name, stored_rectangle in (pair for pairs in gather(stored, group) for pair in pairs):
-        by_name.setdefault(name, []).append(stored_rectangle)
+    entries: dict[str, FileEntry] = {}
+    for placed, written in chain.from_iterable(gather(stored, group)):
+        entries |= written
+        for name, rectangle in placed:
+            by_name.setdefault(name, []).append(rectangle)
     with same_outcome(doing, group):
-        names = {rectangle.file for parts in by_name.values() for rectangle in parts}
-        if is_rank_zero(group) and (unseen := _unseen(folder, names)):
+        if is_rank_zero(group) and (unseen := _unseen(folder, {*entries})):
             raise CheckpointError(
                 f"{folder / unseen[0]} was written but is not visible to this rank. All ranks "
                 "must write to one shared file system"
             )
-    return Written(tensors=tensors, rectangles=by_name)
+    return Written(tensors=tensors, rectangles=by_name, entries=entries)
 
 
 def write_data_file(
-    path: Place, rectangles: Sequence[LocalRectangle]
-) -> list[tuple[str, StoredRectangle]]:
-    """Write one file and its checksums; return the name and place of each rectangle."""
+    path: Place,
+    rectangles: Sequence[LocalRectangle],
+    turn: AbstractContextManager[object] | None = None,
+) -> _Stored:
+    """Write one file and its checksums; return the name and place of each rectangle, and entries.
+
+    The entries are those of both files, by name. An object is gathered within ``turn``, and sent
+    afterwards.
+    """
     # Tensors of whole blocks come first, and the largest of the others next, to begin at a block.
     ordered = sorted(
         rectangles,
@@ -103,20 +118,23 @@ def write_data_file(
     )
     stored = []
     with summing(path) as file:
-        file.write(header)
-        for rectangle in ordered:
-            begin = begins[_key(rectangle)]
-            assert file.position == begin, (rectangle.name, file.position, begin)
-            for piece in pieces_of(rectangle.to_write().detach()):
-                file.write(piece)
-            place = StoredRectangle(file=path.name, begin=begin, place=rectangle.place)
-            stored.append((rectangle.name, place))
-    return stored
+        with turn or nullcontext():
+            file.write(header)
+            for rectangle in ordered:
+                begin = begins[_key(rectangle)]
+                assert file.position == begin, (rectangle.name, file.position, begin)
+                for piece in pieces_of(rectangle.to_write().detach()):
+                    file.write(piece)
+                place = StoredRectangle(file=path.name, begin=begin, place=rectangle.place)
+                stored.append((rectangle.name, place))
+        sums = path.with_suffix(SUMS_SUFFIX)
+        entries = {sums.name: write_small(sums, file.finish())}
+    return stored, entries | {path.name: FileEntry(size=file.position)}
 
 
 def _write(
     folder: Place, rank: int, rectangles: Sequence[LocalRectangle], num_files: int
-) -> list[tuple[str, StoredRectangle]]:
+) -> list[_Stored]:
     folder.mkdir(parents=True, exist_ok=True)  # rank 0 looks whether it sees the same one
     if isinstance(folder, RemotePath):
         rectangles = [
@@ -128,13 +146,14 @@ def _write(
     names = [f"rank{rank}-{number}{DATA_SUFFIX}" for number in range(len(shares))]
     paths = [folder / name for name in names]
     if len(shares) < 2:
-        written = list(map(write_data_file, paths, shares))
-    elif isinstance(folder, RemotePath):
-        written = each(folder, lambda pair: write_data_file(*pair), zip(paths, shares, strict=True))
-    else:
-        with ThreadPoolExecutor(len(shares)) as pool:
-            written = list(pool.map(write_data_file, paths, shares))
-    return [pair for pairs in written for pair in pairs]
+        return list(map(write_data_file, paths, shares))
+    if isinstance(folder, RemotePath):
+        turn = Lock()  # One object is gathered while others are sent.
+        return each(
+            folder, lambda pair: write_data_file(*pair, turn), zip(paths, shares, strict=True)
+        )
+    with ThreadPoolExecutor(len(shares)) as pool:
+        return list(pool.map(write_data_file, paths, shares))
 
 
 def _unseen(folder: Place, names: set[str]) -> list[str]:

@@ -297,7 +297,7 @@ def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: boo
         raise CheckpointError(
             f"{place} is a folder with other content, which would be lost. Choose another path"
         )
-    if place.is_file() and not or_file:
+    if not or_file and place.is_file():
         raise CheckpointError(
             f"{place} is a file, which would be replaced by a folder. Choose another path"
         )
@@ -351,6 +351,6 @@ def has_other_content(path: Place, *, marker: str) -> bool:
 
     Interrupted saves in object storage do not count.
     """
-    if not path.is_dir() or (path / marker).is_file():
+    if (path / marker).is_file() or not path.is_dir():
         return False
     return any(not SAVE_NAME.fullmatch(entry.name) for entry in path.iterdir())

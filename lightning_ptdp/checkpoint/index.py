@@ -21,7 +21,6 @@ from lightning_ptdp.base.checked_json import (
     text,
 )
 from lightning_ptdp.base.untrusted import parse_json
-from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.local_rectangles import check_cover
 from lightning_ptdp.checkpoint.metadata import (
@@ -33,7 +32,7 @@ from lightning_ptdp.checkpoint.metadata import (
 from lightning_ptdp.checkpoint.remote_path import Place
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["Index", "StoredRectangle", "check_index", "open_index", "write_index"]
+__all__ = ["Index", "StoredRectangle", "check_index", "encode_index", "open_index"]
 
 _FORMAT = "lightning-ptdp index"
 _SMALLEST = 48  # bytes; a rectangle needs more in a header of safetensors
@@ -130,8 +129,8 @@ class Index:
         return list_of(check)(value)
 
 
-def write_index(folder: Place, tensors: Mapping[str, Sequence[StoredRectangle]]) -> None:
-    """Write ``index.json``."""
+def encode_index(tensors: Mapping[str, Sequence[StoredRectangle]]) -> bytes:
+    """Return the content of ``index.json``."""
     names = sorted({part.file for parts in tensors.values() for part in parts})
     numbers = {name: position for position, name in enumerate(names)}
     content = {
@@ -146,8 +145,7 @@ def write_index(folder: Place, tensors: Mapping[str, Sequence[StoredRectangle]])
             for name, parts in tensors.items()
         },
     }
-    with files.open_synced(folder / INDEX_FILE) as stream:
-        stream.write(json.dumps(content, separators=(",", ":")).encode())
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def open_index(folder: Place, metadata: CheckpointMetadata) -> Index:

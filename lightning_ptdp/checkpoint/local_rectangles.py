@@ -121,15 +121,18 @@ def cut_strips(rectangles: Iterable[LocalRectangle]) -> Iterator[LocalRectangle]
 
     A file stores a matrix row by row. Any rows can be read alone, but columns are small runs of
     every row. With strips, up to eight ranks that split a matrix by columns read only their own
-    part. A matrix at least twice as tall as wide is not cut: vocabularies and widening layers have
-    such a shape, and ranks split them by rows (arXiv 1909.08053, section 3). Strips cost the save a
-    copy.
+    part. A matrix at least twice as tall as wide is cut only if this rank holds a part of its
+    columns: vocabularies and widening layers have such a shape, and ranks split them by rows
+    (arXiv 1909.08053, section 3). Strips cost the save a copy.
     """
     for rectangle in rectangles:
         rows, columns = rectangle.full_shape[:2] if len(rectangle.full_shape) > 1 else (1, 1)
         full_bytes = math.prod(rectangle.full_shape) * rectangle.values.element_size()
         fitting = (n for n in _STRIPS if columns % n == 0 and full_bytes >= n * _STRIP_BYTES)
-        strips = next(fitting, 1) if rows < 2 * columns else 1
+        held = rectangle.values.shape
+        # A sharded optimizer also has parts of single rows, which are not worth a cut.
+        is_split = held[1:2] != rectangle.full_shape[1:2] and held[0] > 1
+        strips = next(fitting, 1) if rows < 2 * columns or is_split else 1
         if strips == 1:
             yield rectangle
             continue

@@ -41,7 +41,7 @@ from lightning_ptdp.checkpoint.checksums import (
     parse_sums,
     sums_bytes,
 )
-from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, located
 from lightning_ptdp.version import __version__
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "read_sums",
     "read_verified",
     "write_metadata",
+    "write_small",
 ]
 
 FORMAT = "lightning-ptdp checkpoint"
@@ -149,18 +150,16 @@ def write_metadata(
     *,
     run: Mapping[str, Json],
     tensors: Mapping[str, TensorEntry],
+    entries: Mapping[str, FileEntry],
     created: float,
 ) -> None:
     """Write ``metadata.json``, with a digest of itself, into an otherwise complete checkpoint.
 
-    The other files are in ``folder`` of the checkpoint.
+    The other files, ``entries``, are in ``folder`` of the checkpoint.
 
     Raises:
         CheckpointError: The content could not be read back.
     """
-    place = checkpoint / folder if folder else checkpoint
-    paths: list[Place] = sorted(place.iterdir())
-    file_entries = dict(each(place, _file_entry, paths))
     versions = {"lightning": importlib.metadata.version("lightning"), "torch": torch.__version__}
     content = _plain(
         {
@@ -175,7 +174,7 @@ def write_metadata(
                 "lightning-ptdp": __version__,
                 **versions,
             },
-            "files": file_entries,
+            "files": {name: vars(entry) for name, entry in sorted(entries.items())},
             "tensors": {
                 name: {"shape": entry.shape, "dtype": str(entry.dtype).removeprefix("torch.")}
                 for name, entry in tensors.items()
@@ -188,9 +187,11 @@ def write_metadata(
         stream.write(text.encode())
 
 
-def _file_entry(path: Place) -> tuple[str, Json]:
-    digest = None if path.suffix == DATA_SUFFIX else files.sha256(path.read_bytes())
-    return path.name, {"size": _size_of(path), "sha256": digest}
+def write_small(path: Place, content: bytes) -> FileEntry:
+    """Write a file other than the tensors', and return its entry."""
+    with files.open_synced(path) as stream:
+        stream.write(content)
+    return FileEntry(size=len(content), sha256=files.sha256(content))
 
 
 def check_json(run: Mapping[str, Json]) -> None:
@@ -377,15 +378,11 @@ def _not_a_checkpoint(folder: Place) -> str:
     return f"{folder} does not exist{hint}"
 
 
-def _size_of(file: Place) -> int:
-    return regular_size(file, linked=()) if isinstance(file, Path) else file.size()
-
-
 def _check_file(file: Place, size: int) -> None:
     if not (os.path.lexists(file) if isinstance(file, Path) else file.exists()):
         raise CheckpointError(f"{file.parent} is damaged: {file.name} is missing")
     with reading(file):
-        actual = _size_of(file)
+        actual = regular_size(file, linked=()) if isinstance(file, Path) else file.size()
     if actual != size:
         raise CheckpointError(f"{file} is damaged: it has {actual} bytes instead of {size}")
 

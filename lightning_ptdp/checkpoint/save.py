@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_ptdp.checkpoint import data_files, files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.files import check_apart
-from lightning_ptdp.checkpoint.index import write_index
+from lightning_ptdp.checkpoint.index import encode_index
 from lightning_ptdp.checkpoint.local_rectangles import (
     LocalRectangle,
     Tensors,
@@ -22,16 +22,18 @@ from lightning_ptdp.checkpoint.local_rectangles import (
     rectangles_of,
 )
 from lightning_ptdp.checkpoint.metadata import (
+    INDEX_FILE,
     METADATA_FILE,
     README_FILE,
     STATE_FILE,
     Json,
     check_json,
     write_metadata,
+    write_small,
 )
 from lightning_ptdp.checkpoint.pending_save import new_save_name, pending_save
 from lightning_ptdp.checkpoint.reader import MODEL, TensorReader, verify_checkpoint
-from lightning_ptdp.checkpoint.remote_path import Place
+from lightning_ptdp.checkpoint.remote_path import Place, each
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero, same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.saved_state import STATE, encode_state, read_state
@@ -194,12 +196,22 @@ def save_rectangles(
         )
         with same_outcome(doing, group):
             if is_rank_zero(group):
-                for name, data in ((STATE_FILE, content.text), (README_FILE, README.encode())):
-                    with files.open_synced(save.part / name) as stream:
-                        stream.write(data)
-                write_index(save.part, written.rectangles)
+                small = {
+                    STATE_FILE: content.text,
+                    README_FILE: README.encode(),
+                    INDEX_FILE: encode_index(written.rectangles),
+                }
+                sent = each(
+                    target, lambda name: (name, write_small(save.part / name, small[name])), small
+                )
                 time = keeper.time_of_next(target.parent) if created is None else created
-                write = partial(write_metadata, run=metadata, tensors=written.tensors, created=time)
+                write = partial(
+                    write_metadata,
+                    run=metadata,
+                    tensors=written.tensors,
+                    entries={**written.entries, **dict(sent)},
+                    created=time,
+                )
                 save.commit(write)
                 save.release()
     except CheckpointError:

@@ -402,4 +402,5 @@ class CheckpointHooks(World):
             shard_bytes=shard_bytes,
             prefix=prefix,
             check_only=check_only,
+            several_nodes=self.num_nodes > 1,
         )

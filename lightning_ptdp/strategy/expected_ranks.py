@@ -87,6 +87,10 @@ class ExpectedRanks:
             return f"{self.keeper} does not answer"
         return f"the store at {self.where} does not answer"
 
+    def silent(self) -> str:
+        """Return the reason why the store has stopped to answer."""
+        return f"{self.keeper} does not answer any more"
+
     def _how(self, nodes: list[int]) -> str:
         if not nodes or self.num_nodes == 1:
             return ""

@@ -10,9 +10,16 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, files, same_outcome
+from lightning_ptdp.checkpoint import (
+    CheckpointError,
+    LocalRectangle,
+    TensorReader,
+    files,
+    same_outcome,
+)
 from lightning_ptdp.checkpoint.local_copies import send
-from lightning_ptdp.checkpoint.remote_path import Place
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
+from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero
 from lightning_ptdp.exchange import (
     Described,
@@ -35,6 +42,7 @@ def export_model(
     shard_bytes: int,
     prefix: str | None,
     check_only: bool,
+    several_nodes: bool,
 ) -> None:
     """Write the model, each rank its part; see ``PTDPStrategy.export_huggingface``.
 
@@ -67,6 +75,9 @@ def export_model(
             )
             if check_only:
                 export.check(rectangles)
+            elif several_nodes and not isinstance(target, Path):
+                with _collected(target, rectangles) as collected:
+                    export.write(collected)
             else:
                 export.write(rectangles)
 
@@ -94,6 +105,25 @@ def _written_here(target: Place, *, check_only: bool) -> Iterator[Path]:
     finally:
         if is_rank_zero():
             files.remove(scratch)
+
+
+@contextlib.contextmanager
+def _collected(
+    target: RemotePath, rectangles: list[LocalRectangle]
+) -> Iterator[list[LocalRectangle]]:
+    """Return a context with all rectangles on rank 0, which reads them, and none elsewhere.
+
+    Nodes share no disk for an export to an address. The ranks save weights beside it until rank 0
+    has read them.
+    """
+    spare = target.parent / f"{target.name}.weights"
+    write_checkpoint(spare, rectangles=rectangles, state={}, metadata={})
+    try:
+        reader = TensorReader(spare)
+        yield [reader.on_disk(name) for name in reader.tensors] if is_rank_zero() else []
+    finally:
+        if is_rank_zero():
+            files.discard(spare)
 
 
 def _described(module: LightningModule, prefix: str | None) -> tuple[Described, str | None]:

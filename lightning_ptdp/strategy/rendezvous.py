@@ -45,6 +45,7 @@ _ROLL = "lightning_ptdp/roll"
 _HERE = "lightning_ptdp/here"
 _KNOWS = "lightning_ptdp/knows"
 _ANSWERS_S = 2.0
+_SILENT_S = 6.0
 _POLL_S = 0.02
 _LOOK_S = 0.1
 _LISTEN_S = 0.25
@@ -109,7 +110,8 @@ def join(
         reason = thread.lost
         if not reason:
             reason = (
-                _lost(shared, life, crowd)
+                # Rank 0 ends, with the store, once the listening thread knows the lost ranks.
+                _lost(shared, life, crowd) or thread.lost or crowd.silent()
                 if shared is not None and life
                 else crowd.unanswered(shared is not None)
             )
@@ -191,8 +193,8 @@ class _InThread:
             time.sleep(_POLL_S)
 
     def _hear(self) -> None:
-        if time.monotonic() - self._heard > _ANSWERS_S:
-            self.lost = self.lost or f"{self._crowd.keeper} does not answer any more"
+        if time.monotonic() - self._heard > _SILENT_S:
+            self.lost = self.lost or self._crowd.silent()
 
     def _listen(self, shared: dist.Store, life: str) -> None:
         # Use a separate connection, because another thread may be waiting on the first.
@@ -298,14 +300,15 @@ def _answer(
 
 
 def _lost(shared: dist.Store, life: str, crowd: ExpectedRanks) -> str:
+    """Return the lost ranks; "" if the store does not answer."""
     # An abandoned thread may occupy the existing connection.
     outcome = in_thread(
         lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size)
     )
     try:
-        return outcome.result(3 * _ANSWERS_S)
+        return outcome.result(_SILENT_S)
     except (TimeoutError, dist.DistError):
-        return f"{crowd.keeper} does not answer any more"
+        return ""
 
 
 def _missed(life_store: dist.Store, rank: int, world_size: int) -> str:
@@ -328,15 +331,23 @@ def _missed(life_store: dist.Store, rank: int, world_size: int) -> str:
             life_store,
             [peer for peer in range(1, world_size) if peer not in (absent or silent)],
             _KNOWS,
+            patience_s=_SILENT_S,
         )
     return reason
 
 
-def _without(life_store: dist.Store, ranks: list[int], key: str, enough: int = 0) -> list[int]:
+def _without(
+    life_store: dist.Store,
+    ranks: list[int],
+    key: str,
+    *,
+    enough: int = 0,
+    patience_s: float = _ANSWERS_S,
+) -> list[int]:
     """Return the ranks that have not left a note.
 
     Waits until at most ``enough`` of them are missing, or until a time limit."""
-    deadline = time.monotonic() + _ANSWERS_S
+    deadline = time.monotonic() + patience_s
     while True:
         ranks = [rank for rank in ranks if not life_store.check([f"{key}/{rank}"])]
         if len(ranks) <= enough or time.monotonic() > deadline:

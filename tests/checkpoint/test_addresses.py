@@ -119,6 +119,10 @@ def test_files_are_whole_before_metadata_and_earlier_save_is_removed_after_it(st
         _save(LAST, 2)
     changes = [request for request in requests if request.split()[0] in ("pipe_file", "rm")]
     assert changes[-2:] == [f"pipe_file {LAST}/metadata.json", f"rm {LAST}/{first}"]
+    # What was sent is not read back.
+    assert {name for name in requests if name.startswith("cat_file")} == {
+        f"cat_file {LAST}/metadata.json"
+    }
     assert len(_saves(LAST)) == 1
 
 

@@ -53,7 +53,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Written]:
     """Write all tensors to one file; return name -> (tensor, byte where its values begin)."""
     path = tmp_path_factory.mktemp("data") / "x.safetensors"
     tensors = {name: make() for name, make in TENSORS.items()}
-    stored = write_data_file(path, [LocalRectangle.whole(*item) for item in tensors.items()])
+    stored, _ = write_data_file(path, [LocalRectangle.whole(*item) for item in tensors.items()])
     return path, {name: (tensors[name], one.begin) for name, one in stored}
 
 
@@ -110,9 +110,10 @@ def test_checksums_are_crc32_of_each_block(written: tuple[Path, Written]) -> Non
 def test_large_tensors_begin_at_block_boundaries(tmp_path: Path) -> None:
     sizes = {"bias": 7, "odd": 300_001, "weight": 8 * BLOCK, "small": 5}
     tensors = [LocalRectangle.whole(name, torch.zeros(size)) for name, size in sizes.items()]
-    begins = {name: one.begin for name, one in write_data_file(tmp_path / "x.safetensors", tensors)}
+    stored, _ = write_data_file(tmp_path / "x.safetensors", tensors)
+    begins = {name: one.begin for name, one in stored}
     assert begins["weight"] % BLOCK == begins["odd"] % BLOCK == 0
-    few = write_data_file(tmp_path / "y.safetensors", tensors[:1])
+    few, _ = write_data_file(tmp_path / "y.safetensors", tensors[:1])
     assert few[0][1].begin < 200
 
 

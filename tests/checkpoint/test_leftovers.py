@@ -98,7 +98,7 @@ def test_complete_but_unrenamed_save_is_finished_on_resume(
     assert read_metadata(tmp_path / "step=2.ckpt").created == written
 
 
-@pytest.mark.parametrize(("name", "last"), [("write_metadata", 2), ("write_index", 2)])
+@pytest.mark.parametrize(("name", "last"), [("write_metadata", 2), ("encode_index", 2)])
 def test_incomplete_save_is_removed_by_next_training(tmp_path: Path, name: str, last: int) -> None:
     from lightning_ptdp.checkpoint import save as save_module
 

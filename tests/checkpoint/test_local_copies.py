@@ -6,17 +6,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
-import lightning.pytorch as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import LitCausalLM
 from lightning_ptdp.base.requirements import RequirementError
-from lightning_ptdp.callbacks import ExportHuggingFace, InitFrom
+from lightning_ptdp.callbacks import ExportHuggingFace, InitFrom, export_huggingface
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     MissingCheckpointError,
@@ -194,16 +194,23 @@ def test_corpus_and_prepared_folder_are_read_from_addresses(store: Any, tmp_path
         PrepareConfig(source="memory://store/absent", output=str(tmp_path / "x")).files()
 
 
-@pytest.mark.parametrize(("num_nodes", "log_model"), [(2, False), (1, True)])
-def test_export_that_cannot_be_sent_is_refused_before_launch(
-    num_nodes: int, log_model: bool, monkeypatch: pytest.MonkeyPatch
+def test_export_at_an_address_is_logged_from_a_copy_that_is_removed(
+    store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "lightning_ptdp.callbacks.export_huggingface._mlflow_loggers", lambda _: [1]
-    )
-    trainer = L.Trainer(num_nodes=num_nodes, accelerator="cpu", logger=False)
-    with pytest.raises(ValueError, match=r"memory://store/model: an address needs one node.*ptdp"):
-        ExportHuggingFace(MODEL, log_model=log_model).check(trainer, [])
+    store.pipe_file(f"{MODEL}/config.json", b"{}")
+    logged: list[Path] = []
+
+    def log_folder(folder: Path, **_: object) -> str:
+        assert (folder / "config.json").read_bytes() == b"{}"
+        logged.append(folder)
+        return "load"
+
+    monkeypatch.setattr(export_huggingface, "log_folder", log_folder)
+    logger: Any = SimpleNamespace(tracking_uri="", run_id="")
+    export_huggingface._log(logger, located(MODEL))
+    assert not logged[0].exists()
+    export_huggingface._log(logger, local_copy(MODEL))
+    assert logged[1].exists()
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/model", "nosuch://bucket/model"])

@@ -115,6 +115,9 @@ def _train_model(rank: int, path: str, export: str) -> dict[str, torch.Tensor]:
         PTDPStrategy(tensor_parallel_size=2), 2, max_steps=2, callbacks=[ExportHuggingFace(export)]
     )
     trainer.fit(LitCausalLM(path), batches)
+    # Nodes share no disk: only rank 0 may touch the temporary folder, which is its own.
+    trainer.strategy.num_nodes = 2
+    trainer.strategy.export_huggingface(f"{export}-of-nodes")
     return dict(trainer.strategy.gather_state_dict())
 
 
@@ -132,11 +135,18 @@ def test_ranks_fetch_a_model_once_per_node_and_export_it_together(
     fetched = [entry["path"] for entry in server.requests() if entry["method"] == "GET"]
     read = sorted(name for path in fetched if (name := path.partition("models/tiny/")[2]))
     assert read == sorted(path.name for path in tiny.iterdir())
-    copy = tmp_path / "copy"
-    s3fs.S3FileSystem().get(export, str(copy), recursive=True)
-    exported = {f"model.{name}": value for name, value in read_huggingface(copy).items()}
-    assert exported.keys() == trained.keys()
-    assert all(torch.equal(value, trained[name]) for name, value in exported.items())
+    for folder in (export, f"{export}-of-nodes"):
+        copy = tmp_path / "copy" / Path(folder).name
+        s3fs.S3FileSystem().get(folder, str(copy), recursive=True)
+        exported = {f"model.{name}": value for name, value in read_huggingface(copy).items()}
+        assert exported.keys() == trained.keys()
+        assert all(torch.equal(value, trained[name]) for name, value in exported.items())
+    assert {
+        name.partition("/")[0] for name in remote_path.RemotePath(f"{ROOT}/exports").below()
+    } == {
+        "tuned",
+        "tuned-of-nodes",
+    }
 
 
 def _save(path: str, step: int) -> None:

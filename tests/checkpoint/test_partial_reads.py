@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_ptdp.checkpoint import load_tensors
 from lightning_ptdp.checkpoint.local_rectangles import cut_strips, rectangles_of
+from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.checkpoint.stored_tensor import runs
 from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
@@ -89,6 +90,33 @@ def test_strips_of_shard_align_with_strips_of_full_tensor() -> None:
         }
         for strip in strips:
             assert torch.equal(strip.values, full[:, strip.offset[1] : strip.offset[1] + 192])
+
+
+def test_tall_matrix_is_cut_only_by_ranks_that_split_its_columns(tmp_path: Path) -> None:
+    full = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(0))
+
+    def part(size: int, index: int) -> Placement:
+        return shard_columns(full.shape, parts=[1024], size=size, index=index, dim=1)
+
+    halves = [
+        rectangle
+        for placement in (part(2, 0), part(2, 1))
+        for rectangle in rectangles_of({"model/w": (slice_full(full, placement), placement)})
+    ]
+    assert len(list(cut_strips(halves))) == 8
+    rows = shard_columns(full.shape, parts=[8192], size=2, index=0)
+    flat = rows.flattened(1000, 500_000)
+    for placement, values in ((rows, full[:4096]), (flat, full.flatten()[1000:500_000])):
+        held = rectangles_of({"model/w": (values, placement)})
+        assert len(list(cut_strips(held))) == len(held)
+    path = tmp_path / "tall"
+    write_checkpoint(path, rectangles=halves, state={}, metadata={})
+    for index in range(4):
+        found = torch.empty(8192, 256)
+        before = _bytes_read()
+        load_tensors(path, {"model/w": (found, part(4, index))})
+        assert found.nbytes <= _bytes_read() - before < 1.01 * found.nbytes
+        assert torch.equal(found, full[:, 256 * index : 256 * index + 256])
 
 
 @settings(deadline=None)

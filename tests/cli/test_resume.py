@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from lightning_ptdp.checkpoint import newest_checkpoint, read_metadata, save_checkpoint
+from lightning_ptdp.checkpoint.memory_folders import MemoryFolder
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.resume import (
     Experiment,
@@ -135,6 +136,24 @@ def test_newest_checkpoint_of_own_experiment_is_found(trainer: L.Trainer, tmp_pa
     found = find_newest(trainer, {"seed": "3"})
     assert (found.own, found.other) == (None, other)
     assert found.why == "seed is 2 in the checkpoint, but 3 in this experiment"
+
+
+def test_stale_snapshot_of_another_experiment_is_not_resumed(
+    trainer: L.Trainer, tmp_path: Path
+) -> None:
+    own = save(tmp_path / "1.ckpt", 1, experiment={"seed": "1"})
+    memory = MemoryFolder.new(tmp_path)
+    try:
+        memory.create()
+        stale = save(memory.path / "step-9", 9, experiment={"seed": "2"})
+        memory.publish(stale, linked=True)
+        assert newest_checkpoint(tmp_path) == stale
+        assert find_newest(trainer, {"seed": "1"}).own == own
+        found = find_newest(trainer, {"seed": "3"})
+        assert (found.own, found.other) == (None, stale)
+        assert found.why == "seed is 2 in the checkpoint, but 3 in this experiment"
+    finally:
+        memory.remove(linked=True)
 
 
 @pytest.mark.parametrize("experiment_there", [None, "seed 1", ["seed"]])
