@@ -1,7 +1,9 @@
 """A fake GPU: its tensors report "cuda", but are computed on the CPU.
 
 Every operation for which the host would wait for the device is recorded. Tensors on the device are
-identified by their storage. Mixing tensors of both devices is an error, as on a GPU.
+identified by their storage. Mixing tensors of both devices is an error, as on a GPU. So is memory
+that is freed after a use on a stream other than that of its allocation, if neither ``record_stream``
+was called nor the stream of the allocation has waited: torch's allocator would reuse the memory.
 """
 
 from __future__ import annotations
@@ -134,6 +136,7 @@ class _Memory:
     device: torch.device
     waits: Waits
     held: dict[int, Any] = field(default_factory=dict)
+    streams: _Streams = field(default_factory=lambda: _Streams())
     _copies_to_host: int = 0
 
     def has(self, tensor: object) -> bool:
@@ -166,6 +169,48 @@ class _Memory:
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 self.held[storage._cdata] = storage
+                self.streams.owners.setdefault(storage._cdata, self.streams.current)
+
+
+@dataclass
+class _Streams:
+    """Streams that allocated and used memory.
+
+    Attributes:
+        current: The current stream.
+        owners: Stream that allocated a storage, by its address.
+        uses: Uses on other streams, which may be running when the memory is free: (address, stream)
+            -> operation.
+    """
+
+    current: Any = None
+    owners: dict[int, Any] = field(default_factory=dict)
+    uses: dict[tuple[int, Any], str] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
+        outer, self.current = self.current, stream
+        yield
+        self.current = outer
+
+    def use(self, tensors: list[Tensor], name: str) -> None:
+        for address in (tensor.untyped_storage()._cdata for tensor in tensors):
+            if self.owners[address] is not self.current:
+                self.uses[address, self.current] = name
+
+    def recorded(self, tensor: Tensor, stream: Any) -> None:
+        self.uses.pop((tensor.untyped_storage()._cdata, stream), None)
+
+    def waited(self, stream: Any, other: Any) -> None:
+        """Forget the uses on ``other`` of memory of ``stream``, which has waited for them.
+
+        Memory that was already free must not have such uses.
+        """
+        for address, used_on in list(self.uses):
+            if used_on is other and self.owners[address] is stream:
+                name = self.uses.pop((address, used_on))
+                if torch._C._storage_Use_Count(address) == 1:  # the reference in ``held``
+                    raise RuntimeError(f"memory that {name} uses on another stream was freed")
 
 
 def _claims(memory: _Memory) -> dict[str, Any]:
@@ -253,6 +298,7 @@ class _Notes(TorchDispatchMode):
             kwargs["device"] = _CPU
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
         here = [tensor for tensor in tensors if memory.has(tensor)]
+        memory.streams.use(here, name)
         if name == "_to_copy" and on_device and not here:
             return memory.move(
                 lambda: function(*args, **kwargs),
@@ -333,7 +379,7 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
         # torch caches the constructors that `torch.device` changes: those replaced here, too
         _device_constructors.cache_clear()
         stack.callback(_device_constructors.cache_clear)
-        for name, stub in _stubs(memory.device, memory.waits).items():
+        for name, stub in _stubs(memory).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
         stack.enter_context(
             mock.patch.object(torch.accelerator, "current_stream", torch.cuda.current_stream)
@@ -351,7 +397,9 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
         for name, functions in {"_MOVES": moves, "_CONVERSIONS": moves}.items():
             patched = getattr(absent_parameters, name) | functions
             stack.enter_context(mock.patch.object(absent_parameters, name, patched))
-        stack.enter_context(mock.patch.object(Tensor, "record_stream", return_value=None))
+        stack.enter_context(
+            mock.patch.object(Tensor, "record_stream", lambda *used: memory.streams.recorded(*used))
+        )
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _made_on_host(getattr(torch, name))))
         for name in ("broadcast_object_list", "all_gather_object"):
@@ -361,6 +409,7 @@ def fake_cuda(rank: int) -> Iterator[Waits]:
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(_Notes(memory))
         yield memory.waits
+        assert not memory.streams.uses, f"reused too early: {[*memory.streams.uses.values()]}"
 
 
 def _in_float(function: Any, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -406,15 +455,16 @@ def _noted(name: str, waits: Waits) -> Callable[..., Any]:
     return run
 
 
-def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
+def _stubs(memory: _Memory) -> dict[str, Any]:
     """Return replacements of functions of torch.cuda."""
+    device, waits, streams = memory.device, memory.waits, memory.streams
     state = torch.zeros(16, dtype=torch.uint8)
 
     class Stream:
         """Stream or event whose queued work is always complete."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
-            self.device, self._at = device, -1
+            self.device, self._at, self.stream = device, -1, self
 
         def __enter__(self) -> Stream:
             return self
@@ -435,22 +485,27 @@ def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
         def is_capturing(self) -> bool:
             return False
 
-        def record(self, *_: Any) -> None:
-            self._at = waits.count
+        def record(self, stream: Any = None) -> None:
+            self._at, self.stream = waits.count, stream or streams.current
 
-        def wait(self, *_: Any) -> None: ...
+        def wait(self, stream: Any = None) -> None:
+            streams.waited(stream or streams.current, self.stream)
 
-        def wait_stream(self, *_: Any) -> None: ...
+        def wait_stream(self, other: Any) -> None:
+            streams.waited(self, other)
 
-        def wait_event(self, *_: Any) -> None: ...
+        def wait_event(self, event: Any) -> None:
+            streams.waited(self, event.stream)
 
         def record_event(self, event: Any = None) -> Any:
-            return event or Stream()
+            event = event or Stream()
+            event.stream = self
+            return event
 
         def elapsed_time(self, *_: Any) -> float:
             return 0.0
 
-    one = Stream()
+    one = streams.current = Stream()
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -473,8 +528,8 @@ def _stubs(device: torch.device, waits: Waits) -> dict[str, Any]:
         "manual_seed_all": lambda *_: None,
         "Stream": Stream,
         "Event": Stream,
-        "stream": lambda *_: contextlib.nullcontext(),
-        "current_stream": lambda *_: one,
+        "stream": streams.entered,
+        "current_stream": lambda *_: streams.current,
         "default_stream": lambda *_: one,
         "synchronize": lambda *_: waits.note("synchronize"),
     }

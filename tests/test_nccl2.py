@@ -228,6 +228,35 @@ def test_flight_record_is_read_from_backend_in_use() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not binds_device(), reason="torch has no backends in Python yet")
+def test_failed_rank_ends_though_destroying_its_groups_waits() -> None:
+    """As with NCCL, the end of a group waits for posted receives, which nobody serves any more."""
+    script = """
+        import atexit, threading
+        import torch.distributed as dist
+        from lightning_ptdp.pipeline.watchdog import Watchdog
+        from tests.test_nccl2 import StandIn
+
+        class Waiting(StandIn):
+            served = threading.Event()
+
+            def shutdown(self):
+                self.served.wait()
+
+            def abort(self):
+                self.served.set()
+
+        make = lambda store, rank, size, limit: Waiting(rank, size)
+        dist.Backend.register_backend("waiting", make, devices=["cpu"])
+        dist.init_process_group("waiting", store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+        watchdog = Watchdog(rank=0, world_size=2, ranks=[0, 1], limit_s=1, waits_raise=False)
+        watchdog.annotate(ValueError())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    subprocess.run(command, check=True, timeout=120)
+
+
 def test_failed_rank_aborts_process_groups_before_exit() -> None:
     script = """
         import atexit

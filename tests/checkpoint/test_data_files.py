@@ -160,7 +160,8 @@ def test_failed_fsync_fails_save_and_leaves_no_files(
 def test_gpu_rows_are_staged_in_two_pinned_buffers(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each copy is synchronized before its buffer is read."""
+    """Each copy is synchronized before its buffer is read. Buffers have at least 32 MiB."""
+    assert checksums._STAGED >= 32 * 2**20
     monkeypatch.setattr(checksums, "_STAGED", 2 * BLOCK)
     expected = torch.arange(rows * BLOCK // 8, dtype=torch.float64).view(rows, -1)
     empty = torch.empty
