@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import runpy
@@ -29,6 +30,11 @@ os.environ["PYTHONPATH"] = (
 )
 
 from tests.pool import Pool
+
+# Do not preempt a process when another one wakes up. gloo's threads hold a lock while they wake
+# their peers, and the next thread that needs the lock spins. This process's children inherit it.
+with contextlib.suppress(AttributeError, OSError):  # other systems have no such policy
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 # This process was started without the folder on its path.
 runpy.run_path(str(Path(__file__).with_name("starts") / "sitecustomize.py"))
