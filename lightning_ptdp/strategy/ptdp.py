@@ -244,7 +244,10 @@ class _PTDPStrategy(SetupHooks):
 
         ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("_run", "_parallel", "_engine", "_guard", "_heap", "_snapshots", "_continued")
+        of_a_run = (
+            *("_run", "_parallel", "_engine", "_guard", "_heap", "_preempt"),
+            *("_snapshots", "_continued"),
+        )
         saves = {"_surroundings": Surroundings(), "_saves": FolderSaves()}
         return {**state, **dict.fromkeys(of_a_run), **saves}
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import uuid
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.glibc import Heap
 from lightning_ptdp.shims.lightning import Launcher
+from lightning_ptdp.shims.scheduler import compute_without_preemption
 from lightning_ptdp.strategy.checks.machine_limits import (
     check_device,
     check_machine,
@@ -47,6 +49,7 @@ class World(RunningStrategy):
     _parent: int
     _interfaces: list[str]
     _heap: Heap | None = None
+    _preempt: Callable[[], None] | None = None
     _layout: tuple[PTDPConfig, int, ParallelLayout] | None = None
 
     @property
@@ -174,6 +177,7 @@ class World(RunningStrategy):
         self._run = self._begin(layout, self._run)
         if self._heap is None and self.root_device.type == "cpu":
             self._heap = Heap()
+            self._preempt = compute_without_preemption()
         if self.global_rank != 0:
             # Every rank would print this warning of ModelCheckpoint.
             warnings.filterwarnings("ignore", message="The dirpath has changed")
@@ -291,7 +295,7 @@ class World(RunningStrategy):
             self._heap.trim_if_grown()
 
     def leave_environment(self) -> None:
-        """Restore the network interfaces that the user or torch chose, and the C library's heap.
+        """Restore the user's network interfaces, and the usual heap and scheduling.
 
         Groups that are made later use these interfaces."""
         chosen = self._interfaces
@@ -301,6 +305,10 @@ class World(RunningStrategy):
         self._heap = None
         if heap is not None:
             heap.close()
+        preempt = self._preempt
+        self._preempt = None
+        if preempt is not None:
+            preempt()
 
     def _ended(self) -> str:
         """Return a message about ended child or parent processes; "" if there are none."""

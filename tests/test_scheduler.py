@@ -1,0 +1,44 @@
+"""Linux's scheduling of threads during a training on a CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import lightning.pytorch as L
+import pytest
+
+from lightning_ptdp.strategy import PTDPStrategy
+from tests.conformance.toys import LitNet, loader
+from tests.parity import make_trainer
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="another system")
+
+
+class Policies(L.Callback):
+    """Callback that notes the policy during the training."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_train_batch_start(self, *_: object) -> None:
+        self.found.append(os.sched_getscheduler(0))
+
+
+@pytest.fixture(params=["SCHED_OTHER", "SCHED_BATCH"])
+def policy(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Run the test in a policy."""
+    usual, chosen = os.sched_getscheduler(0), getattr(os, request.param)
+    os.sched_setscheduler(0, chosen, os.sched_param(0))
+    try:
+        yield chosen
+    finally:
+        os.sched_setscheduler(0, usual, os.sched_param(0))
+
+
+def test_policy_is_batch_in_training_and_then_as_before(policy: int) -> None:
+    policies = Policies()
+    trainer = make_trainer(PTDPStrategy(), max_steps=1, callbacks=[policies])
+    trainer.fit(LitNet(), loader())
+    assert policies.found == [os.SCHED_BATCH]
+    assert os.sched_getscheduler(0) == policy
