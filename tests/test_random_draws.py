@@ -46,6 +46,14 @@ def test_draws_are_known_from_probabilities_and_code(module: nn.Module, draws: b
     assert RandomDraws(module)() == draws
 
 
+def test_hooks_and_forwards_of_users_may_draw() -> None:
+    hooked, replaced = nn.Linear(2, 2), nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda module, args, y: y + torch.randn_like(y))
+    replaced.forward = lambda x: x + torch.randn_like(x)  # type: ignore[method-assign]
+    assert RandomDraws(hooked)()
+    assert RandomDraws(replaced)()
+
+
 def test_probability_may_change() -> None:
     dropout = nn.Dropout(0.0)
     draws = RandomDraws(dropout)

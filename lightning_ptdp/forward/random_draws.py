@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+
+from lightning_ptdp.shims.torch import forward_hooks, forward_pre_hooks
 
 _KNOWN = ("torch", "transformers", "lightning_ptdp")
 _WORDS = ("drop", "jitter", "noise")
@@ -28,15 +31,14 @@ class RandomDraws:
 
     Modules of torch, transformers and this package draw with probabilities that they, or their
     configurations, hold as attributes, or call a function of torch that shows it. All other modules
-    may draw.
+    may draw, and those with a hook or a forward from elsewhere.
     """
 
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
         classes = {type(part) for part in parts}
-        self._always = any(
-            kind.__module__.partition(".")[0] not in _KNOWN or _calls_random_function(kind)
-            for kind in classes
+        self._always = any(map(_calls_random_function, classes)) or not all(
+            _is_known(source) for part in parts for source in _sources(part)
         )
         owners: dict[int, Any] = {
             id(owner): owner
@@ -54,6 +56,20 @@ class RandomDraws:
     def __call__(self) -> bool:
         """Return True if it may draw with the present probabilities."""
         return self._always or any(getattr(owner, name, 0) for owner, name in self._probabilities)
+
+
+def _sources(module: nn.Module) -> Iterator[object]:
+    """Yield the class of a module, its hooks, and a forward in the place of that of the class."""
+    yield type(module)
+    yield from forward_hooks(module)[0].values()
+    yield from forward_pre_hooks(module)[0].values()
+    if "forward" in vars(module):
+        yield module.forward
+
+
+def _is_known(source: object) -> bool:
+    source = getattr(source, "func", source)  # of a partial
+    return str(getattr(source, "__module__", "")).partition(".")[0] in _KNOWN
 
 
 def _calls_random_function(kind: type[nn.Module]) -> bool:
