@@ -130,7 +130,7 @@ class ContextParallel(Surrounding):
     def moved(self, before: Any, after: Any) -> None:
         """Note the padding masks that hide nothing, while no device has to be read."""
         here, there = (padding_masks(batch, self.padding_keys) for batch in (before, after))
-        pairs = zip(here, there, strict=True)
+        pairs = zip(here, there, strict=True) if len(here) == len(there) else ()
         self._full = {_identity(mask) for read, mask in pairs if not may_hide(read)}
 
     def recomputation(self, forward: Forward) -> Contexts | None:
@@ -215,13 +215,14 @@ class ContextParallel(Surrounding):
     def _known(self, batch: Any, seen: Mapping[bool, int], *, padded: bool) -> WholeMask | None:
         """Return the mask of all calls of a model that makes it of the batch's padding mask.
 
-        None: its first forward has not run, or has shown calls of both kinds.
+        None: its first forward has not run, or has shown calls of both kinds, or the batch has a
+        mask of queries and keys.
         """
-        if len(seen) != 1:
+        mask = _given(batch, "attention_mask")
+        if len(seen) != 1 or (isinstance(mask, Tensor) and mask.dim() != 2):
             return None
         ((causal, kv_heads),) = seen.items()
-        mask = _given(batch, "attention_mask") if padded else None
-        visible = (mask != 0)[:, None, None] if isinstance(mask, Tensor) else None
+        visible = (mask != 0)[:, None, None] if padded and isinstance(mask, Tensor) else None
         return WholeMask(causal=causal, kv_heads=kv_heads, mask=visible)
 
     def _documents(self, batch: Any) -> Tensor | None:

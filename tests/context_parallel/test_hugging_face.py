@@ -128,6 +128,27 @@ def _logits(output: Any) -> Tensor:
     return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
 
 
+def _train_with_mask_of_pairs(rank: int) -> None:
+    group = context_group(rank)
+    torch.manual_seed(0)
+    model = make_model("llama").double()
+    parallel = ContextParallel(group=group)
+    halves = torch.block_diag(*(torch.ones(LENGTH // 2, LENGTH // 2).tril() for _ in range(2)))
+    pairs = halves.bool()[None, None].expand(3, 1, -1, -1)
+    for mask in ({}, {"attention_mask": pairs}):
+        batch = {**make_batch(None), **mask}
+        loss = model(**batch).loss.detach()
+        with parallel.forward(model, batch) as running:
+            local = model(**running.batch).loss
+        local = weighted(running, local).detach() / group.size
+        dist.all_reduce(local, group=group.handle)
+        assert_close(local, loss)
+
+
+def test_mask_of_queries_and_keys_is_not_replaced_by_known_one(pool: Pool) -> None:
+    pool.run(_train_with_mask_of_pairs, world_size=2)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta"])
 def test_hugging_face_model_matches_single_process(pool: Pool, name: str) -> None:
     pool.run(_train_step, world_size=2, args=(name,))
