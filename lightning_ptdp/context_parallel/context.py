@@ -215,11 +215,12 @@ class ContextParallel(Surrounding):
     def _known(self, batch: Any, seen: Mapping[bool, int], *, padded: bool) -> WholeMask | None:
         """Return the mask of all calls of a model that makes it of the batch's padding mask.
 
-        None: its first forward has not run, or has shown calls of both kinds, or the batch has a
-        mask of queries and keys.
+        None: its first forward has not run, or has shown calls of both kinds, or the batch has
+        other masks.
         """
         mask = _given(batch, "attention_mask")
-        if len(seen) != 1 or (isinstance(mask, Tensor) and mask.dim() != 2):
+        is_padding = isinstance(mask, Tensor) and mask.dim() == 2
+        if len(seen) != 1 or not (is_padding or mask is None):
             return None
         ((causal, kv_heads),) = seen.items()
         visible = (mask != 0)[:, None, None] if padded and isinstance(mask, Tensor) else None
