@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import lightning.pytorch as L
 import pytest
 
+from lightning_ptdp.shims.scheduler import compute_without_preemption
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 from tests.parity import make_trainer
@@ -34,6 +35,15 @@ def policy(request: pytest.FixtureRequest) -> Iterator[int]:
         yield chosen
     finally:
         os.sched_setscheduler(0, usual, os.sched_param(0))
+
+
+def test_system_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    compute_without_preemption()()
 
 
 def test_policy_is_batch_in_training_and_then_as_before(policy: int) -> None:

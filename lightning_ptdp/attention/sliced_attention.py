@@ -31,7 +31,7 @@ class SlicedAttention:
         differentiates: True if the forward began with gradients enabled.
         known: Mask for the calls of a model that was given ``known_mask``.
         attended: True if it was called.
-        seen: For each kind of call with a mask of the slice or none, causal or not, its number of key/value heads.
+        seen: Calls with a mask of the slice or none: causal or not, and number of key/value heads.
     """
 
     distributed: DistributedAttention
@@ -40,7 +40,7 @@ class SlicedAttention:
     differentiates: bool
     known: WholeMask | None = None
     attended: bool = False
-    seen: dict[bool, int] = field(default_factory=dict)
+    seen: set[tuple[bool, int]] = field(default_factory=set)
     _last: tuple[object, WholeMask | None, Tensor | None] = (None, None, None)
 
     def __call__(self, call: AttentionCall) -> Tensor:
@@ -77,7 +77,7 @@ class SlicedAttention:
         is_own = call.mask is None or call.mask.size(-1) == q.size(2)
         # Compiled code would be compiled again for another form of the mask.
         if is_own and not torch.compiler.is_compiling():
-            self.seen[full_mask.causal] = full_mask.kv_heads
+            self.seen.add((full_mask.causal, full_mask.kv_heads))
         # Surplus heads of this rank's call are copies, adjacent to each other.
         copies = k.size(1) // full_mask.kv_heads
         result = self.distributed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,7 @@ class ContextParallel(Surrounding):
     _module: nn.Module | None = field(default=None, repr=False)
     _takers: dict[nn.Module, list[Taker]] = field(default_factory=dict, repr=False)
     _packed: bool = field(default=False, repr=False)
-    _seen: dict[int, dict[bool, int]] = field(default_factory=dict, repr=False)
+    _seen: dict[int, set[tuple[bool, int]]] = field(default_factory=dict, repr=False)
     _full: set[tuple[int, int | None]] = field(default_factory=set, repr=False)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
@@ -162,14 +162,16 @@ class ContextParallel(Surrounding):
         if module not in self._takers:
             self._takers = {module: find_takers(module)}
             self._seen.clear()
-        running = self._begin(module, batch, self._seen.get(stage, {}))
+        running = self._begin(module, batch, self._seen.get(stage, set()))
         with running.active():
             yield running
         self._check(running, expects_attention)
         if running.attention.seen:
             self._seen.setdefault(stage, running.attention.seen)
 
-    def _begin(self, module: nn.Module, batch: Any, seen: Mapping[bool, int]) -> ContextForward:
+    def _begin(
+        self, module: nn.Module, batch: Any, seen: Collection[tuple[bool, int]]
+    ) -> ContextForward:
         length = sequence_length(batch, self.sequence_dims)
         size = self.group.size
         rank = self.group.rank
@@ -212,17 +214,19 @@ class ContextParallel(Surrounding):
             ),
         )
 
-    def _known(self, batch: Any, seen: Mapping[bool, int], *, padded: bool) -> WholeMask | None:
+    def _known(
+        self, batch: Any, seen: Collection[tuple[bool, int]], *, padded: bool
+    ) -> WholeMask | None:
         """Return the mask of all calls of a model that makes it of the batch's padding mask.
 
-        None: its first forward has not run, or has shown calls of both kinds, or the batch has
+        None: its first forward has not run, or has shown calls of several kinds, or the batch has
         other masks.
         """
         mask = _given(batch, "attention_mask")
         is_padding = isinstance(mask, Tensor) and mask.dim() == 2
         if len(seen) != 1 or not (is_padding or mask is None):
             return None
-        ((causal, kv_heads),) = seen.items()
+        ((causal, kv_heads),) = seen
         visible = (mask != 0)[:, None, None] if padded and isinstance(mask, Tensor) else None
         return WholeMask(causal=causal, kv_heads=kv_heads, mask=visible)
 

@@ -105,3 +105,19 @@ def test_indivisible_sequence_is_refused_before_step() -> None:
         context().forward(Reader(), {"input_ids": torch.zeros(1, 6)}),
     ):
         pytest.fail("the step ran")
+
+
+@pytest.mark.parametrize(
+    ("calls", "known"),
+    [({(True, 2)}, True), ({(True, 2), (False, 2)}, False), ({(True, 2), (True, 4)}, False)],
+    ids=["alike", "causal or not", "numbers of heads"],
+)
+def test_mask_is_known_only_if_all_calls_were_alike(
+    calls: set[tuple[bool, int]], known: bool
+) -> None:
+    parallel, model = context(), LikeHuggingFace()
+    for _ in range(2):
+        with parallel.forward(model, BATCH, expects_attention=False) as running:
+            model(running.batch["input_ids"])
+            running.attention.seen |= calls
+    assert (running.known is not None) == known
