@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.data_parallel.flat_parameters import LateValue
 from lightning_ptdp.data_parallel.sharded_parameters import Direction, ShardedParameters
+from lightning_ptdp.forward.matrix_product import StepCasts
 from lightning_ptdp.parameters.managed_parameter import (
     ManagedParameter,
     ManagedParameters,
@@ -79,6 +80,7 @@ class ParallelModel:
         shards: This rank's part of sharded parameters; None: they are not sharded.
         split_blocks: Dotted name of the container outside of which sequence parallelism leaves the
             sequence whole; None: there is none.
+        casts: Cast copies of parameters that the products of this package share.
     """
 
     module: nn.Module
@@ -92,6 +94,7 @@ class ParallelModel:
     late_value: LateValue | None = None
     shards: ShardedParameters | None = None
     split_blocks: str | None = None
+    casts: StepCasts = field(default_factory=StepCasts)
 
     def computing(self, *, forward: bool = False) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass, in which sharded parameters are gathered when read.
@@ -253,6 +256,9 @@ def parallelize(  # noqa: PLR0913
         else None,
         late_value=partial(_local_value, materialize) if late else None,
     )
+    for child in module.modules():
+        if "step_casts" in vars(child):
+            child.step_casts = parallel.casts  # type: ignore[assignment]
     parallel.check()
     return parallel
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
-from tests.letters import D, M, P, S, V, Z
+from tests.letters import SP, D, M, P, S, T, V, Z
 from tests.parity import Parity, Place, assert_near, distance, make_trainer
 from tests.pool import Pool
 from tests.tiny_gpt import Run
@@ -111,12 +112,12 @@ class _Casts(TorchDispatchMode):
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
-        self._storages = {p.untyped_storage()._cdata for p in module.parameters()}
-        self.count = 0
+        self._names = {p.untyped_storage()._cdata: name for name, p in module.named_parameters()}
+        self.counts = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._to_copy.default and kwargs["dtype"] is torch.bfloat16:
-            self.count += args[0].untyped_storage()._cdata in self._storages
+            self.counts[self._names.get(args[0].untyped_storage()._cdata, "other")] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -130,7 +131,51 @@ def test_microbatches_share_cast_weights(recompute: str, casts: int) -> None:
     trainer = make_trainer(strategy, max_steps=2, precision="bf16-mixed")
     with _Casts(module) as counted:
         trainer.fit(module, loader())
-    assert counted.count == 2 * casts * len(list(module.parameters()))
+    del counted.counts["other"]
+    assert counted.counts == dict.fromkeys(dict(module.named_parameters()), 2 * casts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedCasts(Run):
+    """Counts the casts of this rank's matrices in its last step."""
+
+    def make_callbacks(self) -> list[L.Callback]:
+        return [_CountsCasts()]
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        matrices = [name for name, p in module.model.blocks.named_parameters() if p.dim() > 1]
+        (found,) = (c for c in trainer.callbacks if isinstance(c, _CountsCasts))
+        return {"casts": {name: found.casts.counts[name] for name in matrices}}
+
+
+class _CountsCasts(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.casts = _Casts(module.model.blocks)
+        self.casts.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.casts.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        ((2, {T: 2, M: 4}), {}),
+        ((2, {T: 2, SP: True, M: 4}), {}),
+        ((2, {P: 2, M: 4, S: "zb_h1"}), {}),
+        ((1, {M: 4}), {"llama": True, "experts": 4}),
+        ((2, {T: 2, M: 4}), {"llama": True, "experts": 4}),
+    ],
+    ids=["t2", "t2 sp", "zb_h1", "experts", "t2 experts"],
+)
+def test_products_of_this_package_share_cast_weights(
+    place: Place, options: dict[str, Any], parity: Parity
+) -> None:
+    """Experts are cast with gradients, and by the recomputation of nobody else."""
+    run = CountedCasts(precision="bf16-mixed", steps=2, **options)
+    for found in parity.ranks(run.on(place)):
+        assert found["casts"]
+        assert set(found["casts"].values()) == {1}, found["casts"]
 
 
 class LitFused(LitNet):

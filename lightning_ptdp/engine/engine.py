@@ -38,7 +38,7 @@ from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import OTHER_REPLICAS, Watchdog
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.shims.torch import keeping_casts, sharing_casts
+from lightning_ptdp.shims.torch import sharing_casts
 from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -341,10 +341,9 @@ class Engine:
         """
         # Weights are cast once for all microbatches. The copies would outlive gathered parameters,
         # and "full" recomputation is chosen for the sake of memory.
-        keeps = self._config.recompute != "full" and self._config.shard != "parameters"
         casts: Context = contextlib.nullcontext()
-        if keeps:
-            casts = keeping_casts()
+        if self._config.recompute != "full" and self._config.shard != "parameters":
+            casts = self._parallel.casts.kept()
             job.context = partial(sharing_casts, job.context)
         with self._parallel.computing(), casts:
             self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.forward.matrix_product import StepCasts
 from lightning_ptdp.shims.torch import grouped_product
 
 _SAID = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
@@ -91,7 +92,7 @@ def _linear(
     dtype: torch.dtype | None,
 ) -> Tensor:
     weight = getattr(module, name)
-    weight = weight if dtype is None else weight.to(dtype)
+    weight = getattr(module, "step_casts", StepCasts()).cast(weight, dtype)
     output = grouped_product(
         x.to(weight.dtype), weight if module.is_transposed else weight.mT, sizes=sizes, ends=ends
     )

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from lightning_ptdp.base.function_replacement import Replacing
 from lightning_ptdp.forward.matrix_product import (
     MatrixProduct,
+    StepCasts,
     add_to_gradient,
     autocast_dtype,
     bias_gradient,
@@ -38,7 +39,7 @@ from lightning_ptdp.shims.torch import has_gradient_hooks, saved_tensor_hooks
 
 Operand = Tensor | Callable[[], Callable[[], Tensor]]
 """A tensor, or a function that starts to fetch it and returns a function that waits."""
-Products = Callable[[Tensor, torch.dtype | None, bool], MatrixProduct]
+Products = Callable[[Tensor, torch.dtype | None, bool, StepCasts], MatrixProduct]
 """``MatrixProduct``, or another class with the same constructor."""
 
 
@@ -56,8 +57,12 @@ class WeightGradients(Surrounding):
     A user's module takes part if it has an attribute ``weight_gradients`` (None at first). When the
     schedule splits the backward, the attribute is set to this object. The module's autograd
     function may then call ``defer`` if ``waits`` is true.
+
+    Attributes:
+        casts: Cast copies of parameters.
     """
 
+    casts: StepCasts = field(default_factory=StepCasts)
     _kept: dict[Hashable, list[tuple[Tensor, Start]]] = field(default_factory=dict)
     _collecting: list[tuple[Tensor, Start]] | None = None
     _recomputing: int = 0
@@ -174,7 +179,7 @@ class WeightGradients(Surrounding):
         if operands is None or not self.can_wait or not _can_wait(*operands[:3]):
             return function(*args, **kwargs)
         x, weight, bias, transposed = operands
-        return multiply(x, weight, bias, transposed=transposed, store=self)
+        return multiply(x, weight, bias, transposed=transposed, store=self, casts=self.casts)
 
     def recomputation(self, forward: Forward) -> Contexts | None:
         """Return the contexts in which a recomputed forward may defer.
@@ -255,6 +260,7 @@ def multiply(
     products: Products = MatrixProduct,
     transposed: bool = False,
     store: WeightGradients | None = None,
+    casts: StepCasts | None = None,
 ) -> Tensor:
     """Return x W^T + bias, under autocast in its dtype.
 
@@ -268,7 +274,7 @@ def multiply(
             x if dtype is None else x.to(dtype),
             weight,
             bias,
-            products(weight, dtype, transposed),
+            products(weight, dtype, transposed, casts or StepCasts()),
             store,
         ),
     )

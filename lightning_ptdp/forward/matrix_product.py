@@ -5,13 +5,53 @@ This is the only place that computes them and decides their precision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_ptdp.shims.torch import adds_to_gradient, gradient_dtype
+from lightning_ptdp.shims.torch import adds_to_gradient, gradient_dtype, keeping_casts
+
+
+class StepCasts:
+    """Copies of trainable parameters in lower precision, shared by a step's microbatches.
+
+    Autocast keeps copies for torch's own functions, and this object for those of this package.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[Tensor, bool], Tensor] | None = None
+
+    def __deepcopy__(self, memo: Any) -> StepCasts:
+        """Return self: a copied layer has the parameters of another one only if it shares them."""
+        return self
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the copies from here to the end of the context."""
+        with keeping_casts():
+            self._copies = {}
+            try:
+                yield
+            finally:
+                self._copies = None
+
+    def cast(self, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Return ``weight`` in ``dtype``; None: in its own."""
+        copies = self._copies
+        if copies is None or dtype is None or type(weight) is not nn.Parameter:
+            return weight.to(dtype)
+        if torch.compiler.is_compiling():  # a graph has no effects other than its outputs
+            return weight.to(dtype)
+        key = weight, torch.is_grad_enabled()  # a copy made without gradients passes on none
+        copy = copies[key] if key in copies else weight.to(dtype)
+        if weight.requires_grad and copy is not weight:
+            copies[key] = copy
+        return copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,18 +61,20 @@ class MatrixProduct:
     Attributes:
         weight: (o, i), the parameter itself: under recomputation a saved tensor comes back as
             another object.
-        dtype: Dtype of the product; None: that of the weight. Each product casts the weight, so
-            that a microbatch in flight keeps the parameter and not its own cast copy.
+        dtype: Dtype of the product; None: that of the weight. The product keeps the parameter and
+            not a cast copy, which each microbatch in flight would have.
         transposed: The weight is stored as (i, o).
+        casts: Cast copies of parameters.
     """
 
     weight: Tensor
     dtype: torch.dtype | None = None
     transposed: bool = False
+    casts: StepCasts = field(default_factory=StepCasts)
 
     def output(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + bias."""
-        return F.linear(x, self.matrix, None if bias is None else self._cast(bias))
+        return F.linear(x, self.matrix, None if bias is None else bias.to(self.dtype))
 
     def input_gradient(self, grad: Tensor) -> Tensor:
         """Return the gradient of the input, (..., i), from that of the output, (..., o)."""
@@ -76,11 +118,8 @@ class MatrixProduct:
     @property
     def matrix(self) -> Tensor:
         """Return the weight as (o, i) in the product's dtype."""
-        weight = self._cast(self.weight)
+        weight = self.casts.cast(self.weight, self.dtype)
         return weight.t() if self.transposed else weight
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor if self.dtype is None else tensor.to(self.dtype)
 
 
 def bias_gradient(grad: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.expert_parallel import dispatch, usual_output
-from lightning_ptdp.forward.matrix_product import autocast_dtype
+from lightning_ptdp.forward.matrix_product import StepCasts, autocast_dtype
 from lightning_ptdp.models.layers import NormalLinear, swiglu
 from lightning_ptdp.models.model_config import GPTConfig
 from lightning_ptdp.tensor_parallel.sharded_experts import ExpertError
@@ -58,6 +58,7 @@ class ExpertWeights(nn.Module):
         self.std_down = config.init_std / math.sqrt(2 * config.num_layers)
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * f, h))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, h, f))
+        self.step_casts = StepCasts()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

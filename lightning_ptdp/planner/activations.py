@@ -18,9 +18,7 @@ class LayerActivations:
         kept: Bytes kept from the forward to the backward, under the chosen recomputation.
         recomputed: Additional bytes during the layer's backward, because they are recomputed or
             fetched.
-        cast_weights: Bytes of weights in the computing precision that autocast keeps, once for all
-            microbatches. They exist only without tensor parallelism, because our sharded layers
-            cast again.
+        cast_weights: Bytes of weights in the computing precision, kept once for all microbatches.
     """
 
     kept: float
@@ -42,8 +40,8 @@ def layer_activations(
     cores = sum(core_bytes(job, choice, attention) for attention in layer.attentions)
     total = kept_on(choice, layer.kept) + cores
     cast = 0.0
-    if job.precision.casts and choice.layout.tensor_parallel_size == 1:
-        cast = layer.elements() * job.precision.compute
+    if job.precision.casts:
+        cast = layer.elements(choice.layout.tensor_parallel_size) * job.precision.compute
     if layer.experts is not None:
         total += expert_kept(layer.experts, job, choice)
         if job.precision.casts:

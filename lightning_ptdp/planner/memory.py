@@ -227,17 +227,17 @@ def _held(choice: Choice, pipeline_rank: int) -> int:
 
 
 def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int, ...]) -> float:
-    """Return the bytes of a rank's embedding and of autocast's copy of the head.
+    """Return the bytes of a rank's embedding and of the cast copy of the head.
 
-    The embedding keeps the ids and the mask of its dropout. The copy of the head exists only
-    without tensor parallelism.
+    The embedding keeps the ids and the mask of its dropout.
     """
     total = 0.0
     if 0 in stages:
         total += _held(choice, layout.rank_of_stage(0)) * kept_on(choice, job.shape.input.kept)
-    if layout.num_stages - 1 in stages and job.precision.casts and layout.tensor_parallel_size == 1:
+    if layout.num_stages - 1 in stages and job.precision.casts:
+        t = layout.tensor_parallel_size
         total += (
-            sum(product.elements() for product in job.shape.head.products) * job.precision.compute
+            sum(product.elements(t) for product in job.shape.head.products) * job.precision.compute
         )
     return total
 

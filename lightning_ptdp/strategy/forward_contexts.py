@@ -53,7 +53,7 @@ def make_surroundings(
     shards = [] if parallel.shards is None else [parallel.shards]
     entries: list[Surrounding] = [*shards, _step_randomness(config, mesh, parallel, device)]
     if may_split_backward(config.schedule):
-        entries.append(WeightGradients())
+        entries.append(WeightGradients(parallel.casts))
     if config.recompute in ("full", "selective") and mesh.group("expert").size > 1:
         entries.append(ReadOnce())
     if context.size > 1:

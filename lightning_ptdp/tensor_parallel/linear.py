@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.forward.deferred_weight_gradients import Products, WeightGradients, multiply
-from lightning_ptdp.forward.matrix_product import MatrixProduct, autocast_dtype
+from lightning_ptdp.forward.matrix_product import MatrixProduct, StepCasts, autocast_dtype
 from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.tensor_parallel.parallel_product import (
     ColumnProduct,
@@ -42,7 +42,7 @@ from lightning_ptdp.world.mesh import Group
 class ParallelLayer(nn.Module):
     """Base class of layers that hold a shard of their weights and compute its products.
 
-    Its attributes configure deferred weight gradients and random numbers.
+    Its attributes configure deferred weight gradients, shared casts and random numbers.
 
     Args:
         transposed: Weights are stored as (i, o), as in Hugging Face's ``Conv1D``.
@@ -61,6 +61,7 @@ class ParallelLayer(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.weight_gradients: WeightGradients | None = None
         self.products: Products = MatrixProduct
+        self.step_casts = StepCasts()
         self.pieces: Pieces = 1
         self.randomness: Randomness | None = None
 
@@ -108,7 +109,7 @@ class ParallelLayer(nn.Module):
         store = self.weight_gradients if defers else None
         pieces: Pieces = self.pieces if self.sequence_parallel and x.dim() == 3 else 1
         product = ParallelProduct(
-            self.products(weight, dtype, self.transposed),
+            self.products(weight, dtype, self.transposed, self.step_casts),
             self.group,
             self.sequence_parallel,
             store,
@@ -126,6 +127,7 @@ class ParallelLayer(nn.Module):
             products=self.products,
             transposed=self.transposed,
             store=self.weight_gradients,
+            casts=self.step_casts,
         )
 
     def extra_repr(self) -> str:

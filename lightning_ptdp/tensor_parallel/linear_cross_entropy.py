@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.forward.fused import fused
-from lightning_ptdp.forward.matrix_product import MatrixProduct, add_product
+from lightning_ptdp.forward.matrix_product import add_product
 from lightning_ptdp.shims.torch import adds_to_gradient, has_module_hooks
 from lightning_ptdp.tensor_parallel.cross_entropy import (
     Reduction,
@@ -139,7 +139,7 @@ class _Parts:
 
     def matrix(self, part: slice, dtype: torch.dtype) -> Tensor:
         """Return the rows (k, h) of the weight in a dtype."""
-        return MatrixProduct(self.weight.detach()[part], dtype).matrix
+        return self.weight.detach()[part].to(dtype)
 
     def logits(self, part: slice, x: Tensor, matrix: Tensor) -> Tensor:
         """Return the logits (n, k) in the dtype of ``x``."""

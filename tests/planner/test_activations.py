@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from lightning_ptdp.blocks.recompute import apply_recomputation
+from lightning_ptdp.forward.matrix_product import StepCasts
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.planner.activations import layer_activations, logits_bytes
+from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from tests.memory import kept_bytes
 from tests.planner.jobs import choice, small_job
 from tests.pool import Pool
@@ -75,10 +77,14 @@ def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str,
                 )
                 x = hidden_states(precision, t, sequence_parallel)
                 block = model.blocks[0].to(x.dtype)
-                with computing_in(precision):
-                    found[name, precision, policy] = kept_bytes(
-                        lambda x=x, block=block: block(x + 0), block.parameters()
-                    )
+                casts = StepCasts()
+                for layer in block.modules():
+                    if isinstance(layer, ParallelLayer) and policy in ("none", "selective"):
+                        layer.step_casts = casts
+                with casts.kept(), computing_in(precision):
+                    saved = kept_bytes(lambda x=x, block=block: block(x + 0), block.parameters())
+                    shared = sum(copy.nbytes for copy in casts._copies.values())
+                found[name, precision, policy] = saved + shared
     return found
 
 
@@ -199,7 +205,7 @@ def test_context_parallelism_divides_layer_activations() -> None:
     assert four.kept == one.kept / 4
 
 
-def test_cast_weights_are_kept_only_in_bf16_mixed_without_tp() -> None:
+def test_cast_weights_are_kept_only_in_bf16_mixed() -> None:
     model = GPTConfig.gpt2(sequence_length=64, hidden_size=64, num_heads=4)
     cast = {
         (precision, t): layer_activations(
@@ -208,8 +214,8 @@ def test_cast_weights_are_kept_only_in_bf16_mixed_without_tp() -> None:
         for precision in PRECISIONS
         for t in (1, 2)
     }
-    assert {key for key, value in cast.items() if value} == {("bf16-mixed", 1)}
-    assert cast["bf16-mixed", 1] == 12 * 64 * 64 * 2
+    assert {key for key, value in cast.items() if value} == {("bf16-mixed", 1), ("bf16-mixed", 2)}
+    assert cast["bf16-mixed", 1] == 2 * cast["bf16-mixed", 2] == 12 * 64 * 64 * 2
 
 
 def test_offload_keeps_activations_of_two_layers_on_device() -> None:
