@@ -92,11 +92,14 @@ class Wait:
         what: The operation.
         place: Calling file and function, e.g. "engine/step_report.py read_numbers".
         in_schedule: True between the first and the last action of a schedule.
+        queued: Number of operations that the default stream was given and the wait does not cover,
+            because it is on another stream.
     """
 
     what: str
     place: str
     in_schedule: bool = False
+    queued: int = 0
 
 
 @dataclass
@@ -114,7 +117,7 @@ class Waits:
         """Number of waits in all batches."""
         return sum(map(len, self.batches))
 
-    def note(self, what: str) -> None:
+    def note(self, what: str, queued: int = 0) -> None:
         """Record a wait with its caller."""
         place, in_schedule, frame = "", False, sys._getframe(1)
         while frame is not None:
@@ -126,7 +129,7 @@ class Waits:
                 place = f"{file[len(_PACKAGE) :] if ours else file} {name}"
             in_schedule |= ours and file.endswith("pipeline/runtime.py") and name == "run"
             frame = frame.f_back  # type: ignore[assignment]
-        self.batches[-1].append(Wait(what, place, in_schedule))
+        self.batches[-1].append(Wait(what, place, in_schedule, queued))
 
 
 @dataclass
@@ -181,9 +184,15 @@ class _Streams:
         owners: Stream that allocated a storage, by its address.
         uses: Uses on other streams, which may be running when the memory is free: (address, stream)
             -> operation.
+        default: The default stream.
+        queued: Number of operations on the default stream.
+        seen: ``queued`` when another stream last waited for the default stream.
     """
 
     current: Any = None
+    default: Any = None
+    queued: int = 0
+    seen: dict[Any, int] = field(default_factory=dict)
     owners: dict[int, Any] = field(default_factory=dict)
     uses: dict[tuple[int, Any], str] = field(default_factory=dict)
 
@@ -194,9 +203,18 @@ class _Streams:
         self.current = outer
 
     def use(self, tensors: list[Tensor], name: str) -> None:
+        self.queued += self.current is self.default
         for address in (tensor.untyped_storage()._cdata for tensor in tensors):
             if self.owners[address] is not self.current:
                 self.uses[address, self.current] = name
+
+    def read(self) -> int:
+        """Let the host wait for the current stream; return what it does not wait for."""
+        for use in [use for use in self.uses if use[1] is self.current]:
+            del self.uses[use]
+        if self.current is self.default:
+            return 0
+        return self.queued - self.seen.get(self.current, 0)
 
     def recorded(self, tensor: Tensor, stream: Any) -> None:
         self.uses.pop((tensor.untyped_storage()._cdata, stream), None)
@@ -206,6 +224,8 @@ class _Streams:
 
         Memory that was already free must not have such uses.
         """
+        if other is self.default:
+            self.seen[stream] = self.queued
         for address, used_on in list(self.uses):
             if used_on is other and self.owners[address] is stream:
                 name = self.uses.pop((address, used_on))
@@ -259,7 +279,7 @@ def _claims(memory: _Memory) -> dict[str, Any]:
 
         def reading(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if memory.has(tensor):
-                memory.waits.note(name)
+                memory.waits.note(name, memory.streams.read())
             return function(tensor, *args, **kwargs)
 
         return reading
@@ -505,7 +525,7 @@ def _stubs(memory: _Memory) -> dict[str, Any]:
         def elapsed_time(self, *_: Any) -> float:
             return 0.0
 
-    one = streams.current = Stream()
+    one = streams.current = streams.default = Stream()
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

@@ -28,7 +28,13 @@ from lightning_ptdp.engine.replica_step import (
 )
 from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.engine.step_habits import warn_of_loss
-from lightning_ptdp.engine.step_report import LogRecorder, StepReport, replay, weigh_over_replicas
+from lightning_ptdp.engine.step_report import (
+    LogRecorder,
+    ReportStream,
+    StepReport,
+    replay,
+    weigh_over_replicas,
+)
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.forward.surroundings import Context, Forward, Surroundings
 from lightning_ptdp.parallelize import ParallelModel
@@ -108,6 +114,7 @@ class Engine:
         )
         self._image_token = image_token_of(module)
         self._memory = ReportMemory()
+        self._stream = ReportStream(device)
         self._owners = find_owners(module)
         self._metrics = BatchMetrics(module, mesh.group("context"))
         self.optimization = Optimization(
@@ -351,10 +358,10 @@ class Engine:
         last = self._mesh.layout.last_stage_rank
         sent = None
         if pipeline.rank == last:
-            sent = job.report(self._weigh if self._weighs(hook) else None)
+            sent = job.report()
         with self._watchdog.counting("the last stage"):
             report = share_report(
-                sent, group=pipeline, source=last, memory=self._memory, device=self._device
+                sent, group=pipeline, source=last, memory=self._memory, stream=self._stream
             )
         if sent is None:
             apply_changes(self._module, report.changes)
@@ -402,6 +409,8 @@ class Engine:
             stages=self._mesh.layout.num_stages,
             metrics=self._metrics,
             owners=self._owners,
+            stream=self._stream,
+            weigh=self._weigh if self._weighs(hook) else None,
             **training,
         )
 

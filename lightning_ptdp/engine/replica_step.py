@@ -28,6 +28,7 @@ from lightning_ptdp.engine.step_habits import (
 from lightning_ptdp.engine.step_report import (
     LogCall,
     LogRecorder,
+    ReportStream,
     StepReport,
     average_calls,
     numbers_on,
@@ -77,6 +78,23 @@ def counted_loss(loss: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight > 0, loss, torch.zeros_like(loss))
 
 
+@dataclass(frozen=True, eq=False)
+class BegunReport:
+    """Report whose numbers are queued on the device.
+
+    Attributes:
+        report: The report.
+        numbers: Loss, weight, logged values and spread, (n) float64.
+        shares: Weights of the microbatches, (m) float64.
+        parts: Numbers of the ranks with other parts of the microbatches; None: there are none.
+    """
+
+    report: StepReport
+    numbers: Tensor
+    shares: Tensor
+    parts: PartReports | None
+
+
 @dataclass(kw_only=True, eq=False)
 class LightningJob(StepJob):
     """Runs a LightningModule's step on microbatches, called by the pipeline runtime.
@@ -108,6 +126,9 @@ class LightningJob(StepJob):
         loss_scale: Factor on every loss; stays in the gradients.
         reduces: Whether this step completes an optimizer step.
         may_skip: The step may return None for the whole batch, which then has no effect.
+        stream: Computes and reads the report.
+        weigh: Replaces the numbers of a report that counts its tokens with those of all replicas;
+            None: each replica keeps its own.
         losses: Losses of the microbatches whose last stage ran on this rank.
         skipped: The step returned None for all microbatches so far.
     """
@@ -125,6 +146,8 @@ class LightningJob(StepJob):
     stages: int
     metrics: BatchMetrics
     owners: Sequence[Owner]
+    stream: ReportStream
+    weigh: Callable[[StepReport], None] | None
     shards: ShardedParameters | None = None
     gradients: GradientStore | None = None
     expected_tokens: float = 1.0
@@ -145,6 +168,8 @@ class LightningJob(StepJob):
         self._shares: list[Tensor | float] = [1.0] * self.count
         self._divisors: list[Tensor | None] = []
         self._part: BatchPart | None = None
+        self._awaited = self.count
+        self._begun: BegunReport | None = None
         self._before: StepState | None = None
 
     @property
@@ -208,6 +233,13 @@ class LightningJob(StepJob):
 
         The loss is scaled, and weighted by samples or tokens.
         """
+        loss = self._keep(forward, output)
+        self._awaited -= 1
+        if not self._awaited and not self.skipped and self.stream.is_apart:
+            self._begun = self._begin_report()
+        return loss
+
+    def _keep(self, forward: Forward, output: Nested) -> Tensor | None:
         microbatch = forward.microbatch
         part = forward.part
         self._part = part
@@ -281,15 +313,38 @@ class LightningJob(StepJob):
         if self.shards is not None:
             self.shards.free(stage)
 
-    def report(self, weigh: Callable[[StepReport], None] | None = None) -> StepReport:
+    def report(self) -> StepReport:
         """Return the last stage's report after all microbatches have run.
 
-        It waits for the device once.
-
-        Args:
-            weigh: Replaces the numbers of a report that counts its tokens with those of all
-                replicas.
+        It waits for the device once: for the forwards, if the device can compute the report beside
+        the backwards.
         """
+        begun = self._begun or self._begin_report()
+        report = begun.report
+        self.metrics.settle()
+        with self.stream.entered():
+            microbatch_weights, part_weights = self._read(begun)
+        report.extras = self._extras(microbatch_weights)
+        if self._part is not None:
+            part = self._part
+            report.extras = whole_outputs(
+                report.extras,
+                length=part.length,
+                weights=part_weights,
+                tokens=sum(part_weights) if report.counted else None,
+                group=part.group,
+                device=self.device,
+            )
+        if self._before is not None:
+            report.changes = self._before.changes()
+        return report
+
+    def _begin_report(self) -> BegunReport:
+        with torch.no_grad(), self.stream.entered(after=True):
+            return self._numbers()
+
+    def _numbers(self) -> BegunReport:
+        """Queue the computation of the report's numbers, which are on the device."""
         counted = all(tokens is not None for tokens in self._tokens)
         part = self._part
         weights = numbers_on(self.device, self._tokens if counted else self.sizes)
@@ -311,7 +366,6 @@ class LightningJob(StepJob):
             losses=losses,
         )
         report = StepReport(weight=weights.sum(), counted=counted, calls=calls)
-        self.metrics.settle()
         if self.training and not self.skipped:
             losses = numbers_on(self.device, self.losses) if losses is None else losses
             report.loss = torch.where(weights != 0, losses * weights, 0.0).sum()
@@ -320,39 +374,25 @@ class LightningJob(StepJob):
             if part is None
             else PartReports(report, weight=shares.sum(), group=part.group, device=self.device)
         )
-        if counted and weigh is not None:
-            weigh(report)
-        microbatch_weights, part_weights = self._read(report, shares, parts)
-        report.extras = self._extras(microbatch_weights)
-        if part is not None:
-            tokens = sum(part_weights) if counted else None
-            report.extras = whole_outputs(
-                report.extras,
-                length=part.length,
-                weights=part_weights,
-                tokens=tokens,
-                group=part.group,
-                device=self.device,
-            )
-        if self._before is not None:
-            report.changes = self._before.changes()
-        return report
-
-    def _read(
-        self, report: StepReport, shares: Tensor, parts: PartReports | None
-    ) -> tuple[list[float], list[float]]:
-        """Read the report's numbers from the device into the report.
-
-        Returns:
-            The weights of the microbatches, and of the ranks that have other parts of them.
-        """
+        if counted and self.weigh is not None:
+            self.weigh(report)
         spread = [] if self.spread is None else [*self.spread]
         numbers = numbers_on(
             self.device,
             [report.loss, report.weight, *(call.value for call in report.calls), *spread],
         )
+        return BegunReport(report, numbers, shares, parts)
+
+    def _read(self, begun: BegunReport) -> tuple[list[float], list[float]]:
+        """Read the report's numbers from the device into the report.
+
+        Returns:
+            The weights of the microbatches, and of the ranks that have other parts of them.
+        """
+        report = begun.report
+        parts = begun.parts
         (loss, weight, *values), microbatch_weights, part_weights = read_numbers(
-            numbers, shares, numbers[:0] if parts is None else parts.numbers
+            begun.numbers, begun.shares, begun.numbers[:0] if parts is None else parts.numbers
         )
         report.loss = loss
         report.weight = weight

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.engine.step_report import LogCall, StepReport
+from lightning_ptdp.engine.step_report import LogCall, ReportStream, StepReport
 from lightning_ptdp.engine.step_state import Change
 from lightning_ptdp.tensor_parallel import gather_full
 from lightning_ptdp.world.mesh import Group
@@ -71,7 +71,7 @@ def share_report(
     group: Group,
     source: int,
     memory: ReportMemory,
-    device: torch.device,
+    stream: ReportStream,
 ) -> StepReport:
     """Broadcast the report of ``source`` over the pipeline group.
 
@@ -81,6 +81,7 @@ def share_report(
         assert report is not None
         return report
     source = group.ranks[source]
+    device = stream.device
     head = torch.zeros(_CAPACITY + 4, dtype=torch.float64)
     numbers: list[float] = []
     tensors: list[Tensor] = []
@@ -92,10 +93,11 @@ def share_report(
         first = [report.loss, report.weight, report.counted, form_changed, *numbers[:_CAPACITY]]
         head[: len(first)] = torch.tensor(first, dtype=torch.float64)
         memory.form = form
-    head = head.to(device, non_blocking=True)
-    dist.broadcast(head, source, group=group.handle)
-    if report is None:  # the source has the values, and need not read its device
-        loss, weight, counted, form_changed, *numbers = head.tolist()
+    with stream.entered():
+        head = head.to(device, non_blocking=True)
+        dist.broadcast(head, source, group=group.handle)
+        if report is None:  # the source has the values, and need not read its device
+            loss, weight, counted, form_changed, *numbers = head.tolist()
     if form_changed:
         memory.form = _broadcast_object(memory.form, source, group)
     content: _Form = pickle.loads(memory.form)

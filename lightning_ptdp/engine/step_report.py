@@ -4,11 +4,13 @@ They are made on the last stage and needed on every rank. The last stage records
 microbatch. Afterwards the calls are combined over the microbatches, sent to the other stages
 (sharing.py) and replayed everywhere, so that loggers, the progress bar, ModelCheckpoint and
 EarlyStopping get the same values on all ranks. Reading a value waits for the device, so all values
-are computed on the device and read together at the end.
+are computed on the device and read together. A GPU computes them right after the last forward, on a
+stream of their own, so that the host does not wait for the backwards that are queued behind it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -83,6 +85,37 @@ class StepReport:
     extras: Any = None
     changes: list[Change] = field(default_factory=list)
     spread: Sequence[float] = ()
+
+
+class ReportStream:
+    """Stream of a GPU on which reports are computed, sent and read; a CPU has none.
+
+    A read waits only for what was queued on its own stream. Values of this stream must be read
+    before another stream uses them.
+
+    Attributes:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @property
+    def is_apart(self) -> bool:
+        """Return True if the device can compute a report beside other work."""
+        return self._stream is not None
+
+    def entered(self, *, after: bool = False) -> contextlib.AbstractContextManager[object]:
+        """Return the context of work on this stream.
+
+        With ``after``, it waits for what the current stream has to do now.
+        """
+        if self._stream is None:
+            return contextlib.nullcontext()
+        if after:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
 
 
 class LogRecorder:

@@ -11,6 +11,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torchmetrics
 from torch import Tensor
 
@@ -268,6 +269,29 @@ def test_step_waits_for_device_at_most_once(name: str, pool: Pool) -> None:
     _check(pool.run(fit, world_size=size, args=(size, options, settings)))
 
 
+def _summed(rank: int, options: dict[str, Any]) -> list[tuple[bool, torch.dtype]]:
+    """Return the last sums over the two replicas: asynchronous or not, dtype."""
+    sums = []
+    all_reduce = dist.all_reduce
+
+    def noting(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        sums.append((async_op, tensor.dtype))
+        return all_reduce(tensor, *args, async_op=async_op, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", noting):
+        fit(rank, 2, options, {}, LitTokens)
+    return sums
+
+
+def test_tokens_are_summed_before_gradients(pool: Pool) -> None:
+    """A communicator runs in issue order, so the report would wait for the gradients' sums."""
+    for sums in pool.run(_summed, world_size=2, args=({"num_microbatches": 2},)):
+        tokens = sums.index((False, torch.float64))
+        gradients = sums.index((True, torch.float32))
+        assert tokens < gradients
+        assert sums[tokens:].count((False, torch.float64)) == 3
+
+
 @pytest.mark.parametrize("name", ["one m4", "d4", "p2 d2 ZB-V"])
 def test_user_module_waits_for_device_at_most_once(name: str, pool: Pool) -> None:
     size, options, _ = LAYOUTS[name]
@@ -408,6 +432,8 @@ def test_finite_check_and_loss_scaler_wait_for_gradients(
             "engine/step_report.py read_numbers",
             "engine/sharing.py share_report",
         )
+        assert report.queued
+        assert not decision.queued
         assert (
             decision.place.endswith(("engine/gradient_checks.py complete", "amp.py optimizer_step"))
             and not decision.in_schedule
@@ -426,3 +452,6 @@ def _check(ranks: list[dict[str, list[list[Wait]]]]) -> None:
                 assert not any(wait.in_schedule for wait in waits), waits
                 assert {(wait.place, wait.what) for wait in waits} <= ALLOWED
                 assert len(waits) <= 1, waits
+                if kind == "train":
+                    # The report needs only forwards: the read does not wait for what follows.
+                    assert all(wait.queued for wait in waits if wait.what == "tolist"), waits

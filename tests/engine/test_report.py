@@ -13,6 +13,7 @@ from lightning_ptdp.engine.sharing import ReportMemory, share_report
 from lightning_ptdp.engine.step_report import (
     LogCall,
     LogRecorder,
+    ReportStream,
     StepReport,
     average_calls,
     numbers_on,
@@ -107,7 +108,7 @@ def _share(rank: int) -> list[tuple[Any, ...]]:
             group=group,
             source=2,
             memory=memory,
-            device=torch.device("cpu"),
+            stream=ReportStream(CPU),
         )
         extras = (
             None
@@ -154,7 +155,11 @@ def _share_column(rank: int) -> list[float]:
     report = StepReport(0.0, 0.0, False, [], {"column": torch.arange(6.0).view(2, 3)[:1, 1]})
     return (
         share_report(
-            report if rank else None, group=group, source=1, memory=ReportMemory(), device=CPU
+            report if rank else None,
+            group=group,
+            source=1,
+            memory=ReportMemory(),
+            stream=ReportStream(CPU),
         )
         .extras["column"]
         .tolist()
