@@ -127,6 +127,9 @@ class PTDPConfig(Degrees):
             Default: "block", or "chunk" under a pipeline.
         master_weights: Let the optimizer step on float32 copies of parameters in half precision
             ("bf16-true", "16-true").
+        offload_optimizer: Keep the optimizer's states, and the copies of the parameters on which it
+            then steps, in the memory of the host, and step on the CPU (ZeRO-Offload, arXiv
+            2101.06840). On a GPU only weights, gradients and activations are left.
         gradient_dtype: Type in which the gradients of such parameters are accumulated: "float32" or
             the "parameter" dtype.
         reduce_dtype: Type in which gradients are summed over the replicas: "float32", "bfloat16" or
@@ -196,6 +199,7 @@ class PTDPConfig(Degrees):
     shard: Sharding = "none"
     reshard_after: Resharding | None = None
     master_weights: bool = True
+    offload_optimizer: bool = False
     gradient_dtype: GradientDtype = "float32"
     reduce_dtype: ReduceDtype | None = None
     data_parallel_replicas: Size = 1
@@ -282,6 +286,12 @@ class PTDPConfig(Degrees):
     def shards_gradients(self) -> bool:
         """Return True if each replica keeps a part of the gradients."""
         return self.shard in ("gradients", "parameters")
+
+    @property
+    def reason_for_copies(self) -> str:
+        """Return which option keeps copies of parameters for the optimizer, if one does."""
+        option = "offload_optimizer" if self.offload_optimizer else "master_weights"
+        return f"{option}=True keeps copies of the parameters"
 
     @property
     def timeout(self) -> timedelta:

@@ -127,10 +127,12 @@ EXPECTED = {
         (
             {},
             {**EXPECTED, "optimizer": 14 * GIB},
-            ["optimizer: more than expected. Use shard='optimizer', or a larger"],
+            [
+                "optimizer: more than expected. Use shard='optimizer', or offload_optimizer=True, or a"
+            ],
         ),
         (
-            {"shard": "optimizer"},
+            {"shard": "optimizer", "offload_optimizer": True},
             {**EXPECTED, "optimizer": 14 * GIB},
             ["optimizer: more than expected. Use a larger tensor_"],
         ),

@@ -107,8 +107,10 @@ class GradientStore(Protocol):
 
 
 def needs_masters(config: PTDPConfig, parameters: ManagedParameters) -> bool:
-    """Return True if the optimizer steps on float32 copies."""
-    return config.master_weights and any(p.dtype in HALF for p in parameters if p.requires_grad)
+    """Return True if the optimizer steps on copies, in float32 or on the host."""
+    return config.offload_optimizer or (
+        config.master_weights and any(p.dtype in HALF for p in parameters if p.requires_grad)
+    )
 
 
 def make_store(

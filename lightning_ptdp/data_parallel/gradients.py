@@ -114,7 +114,7 @@ class Gradients:
         tensor = self._mesh.group("tensor")
         whole = any(is_cut_for_step(managed, tensor) for managed in self._store.parameters)
         if masters or whole or self._store.scatters:
-            self.stepped = OptimizerParameters(self._store, masters=masters, tensor=tensor)
+            self.stepped = OptimizerParameters(self._store, config=self._config, tensor=tensor)
             self.stepped.adopt(self._optimizer)
             self._gather = ParameterGather(
                 self._module,

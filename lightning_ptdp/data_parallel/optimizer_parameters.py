@@ -1,4 +1,6 @@
-"""Tensors on which the optimizer steps: parameters, float32 masters, or shards.
+"""Tensors on which the optimizer steps: parameters, masters, or shards.
+
+Masters are float32 copies of parameters in half precision, or copies in the memory of the host.
 
 The user's optimizer is kept, with its groups, hyperparameters and schedulers. Only the tensors in
 its groups are replaced, before its first step. A sharded optimizer (ZeRO-1, arXiv 1910.02054,
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.bucket import HALF, Bucket
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters, ParameterState
 from lightning_ptdp.data_parallel.gradient_store import GradientStore
@@ -42,28 +45,37 @@ class OptimizerParameters:
 
     Args:
         gradients: The rank's gradients; sharded if their reduction scatters.
-        masters: Step on float32 copies of half-precision parameters.
+        config: The strategy's options.
         tensor: The tensor group.
+
+    Raises:
+        ValueError: The optimizer needs whole parameters, which cannot be in the host's memory.
     """
 
     def __init__(
-        self, gradients: GradientStore, *, masters: bool, tensor: Group | None = None
+        self, gradients: GradientStore, *, config: PTDPConfig, tensor: Group | None = None
     ) -> None:
         self._gradients = gradients
-        self._masters = masters
+        self._config = config
         self._flat: list[FlatParameters] = []
         self._flat_of: dict[nn.Parameter, FlatParameters] = {}
         for managed in gradients.parameters:
+            values = managed.parameter.detach()
             if gradients.scatters:
                 managed.step_on(None)
-            elif masters and managed.parameter.dtype in HALF:
-                rounded = managed.parameter.detach()
-                managed.step_on(nn.Parameter(rounded.float()), rounded=rounded)
+            elif (master := self._master(values)) is not None:
+                managed.step_on(master, rounded=values)
         if gradients.scatters:
             for bucket in gradients.buckets():
                 self._shard(bucket)
         cut = [managed for managed in gradients.parameters if is_cut_for_step(managed, tensor)]
         self._whole = None
+        if cut and config.offload_optimizer:
+            raise ValueError(
+                f"offload_optimizer=True: the optimizer needs all of '{cut[0].name}', which the "
+                "ranks of a tensor group gather on the device. Use offload_optimizer=False, or an "
+                "optimizer that works element by element"
+            )
         if cut and tensor is not None:
             owned = [managed for managed in cut if managed.stepped is not None]
             self._whole = WholeMatrices(owned, tensor)
@@ -102,7 +114,9 @@ class OptimizerParameters:
             gradient = managed.gradient
             if stepped is not None and managed.steps_on_copy and not self._is_whole(managed):
                 gradient = managed.parameter.grad if gradient is None else gradient
-                stepped.grad = None if gradient is None else gradient.to(stepped.dtype)
+                stepped.grad = None if gradient is None else self._like(stepped, gradient)
+        if self._config.offload_optimizer and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the optimizer reads the gradients now
         if self._whole is not None:
             self._whole.show()
         if self._gradients.scatters:
@@ -119,7 +133,7 @@ class OptimizerParameters:
                 stepped = managed.stepped
                 rounded = managed.rounded
                 if rounded is not None and stepped is not None and not self._is_whole(managed):
-                    rounded.copy_(stepped)
+                    rounded.copy_(stepped, non_blocking=True)
             if self._whole is not None:
                 self._whole.publish()
         for flat in reversed(self._flat):
@@ -143,8 +157,9 @@ class OptimizerParameters:
                 rounded = managed.rounded
                 stepped = managed.stepped
                 if rounded is not None and stepped is not None and not self._is_whole(managed):
-                    unchanged = stepped.to(rounded.dtype) == rounded
-                    stepped.copy_(torch.where(unchanged, stepped, rounded.float()))
+                    values = rounded.to(stepped.device)
+                    unchanged = stepped.to(values.dtype) == values
+                    stepped.copy_(torch.where(unchanged, stepped, values.to(stepped.dtype)))
             if self._whole is not None:
                 self._whole.reload()
 
@@ -166,15 +181,36 @@ class OptimizerParameters:
             )
             self._flat.append(flat)
             self._flat_of.update({managed.parameter: flat for managed in bucket.parameters})
-        is_master = self._masters and flat.own.dtype in HALF
         for managed, part, region in bucket.own_parts():
             values = flat.at(region).view(part.held_shape)
+            master = self._master(values)
             managed.step_on(
-                nn.Parameter(values.float() if is_master else values),
+                nn.Parameter(values) if master is None else master,
                 part,
-                rounded=values if is_master else None,
+                rounded=None if master is None else values,
                 gradient=bucket.at(region).view(part.held_shape),
             )
+
+    def _master(self, values: Tensor) -> nn.Parameter | None:
+        """Return the copy on which the optimizer steps; None: it steps on ``values``."""
+        widens = self._config.master_weights and values.dtype in HALF
+        offloads = self._config.offload_optimizer
+        if not (widens or offloads):
+            return None
+        device = "cpu" if offloads else values.device
+        like = torch.empty((), dtype=torch.float32 if widens else values.dtype, device=device)
+        return nn.Parameter(self._like(like, values, copy=True))
+
+    @staticmethod
+    def _like(stepped: Tensor, values: Tensor, *, copy: bool = False) -> Tensor:
+        """Return ``values`` with the dtype and on the device of ``stepped``.
+
+        A copy to the host is queued, to memory that is locked for it.
+        """
+        if stepped.device == values.device:
+            return values.to(stepped.dtype, copy=copy)
+        target = torch.empty(values.shape, dtype=stepped.dtype, pin_memory=True)
+        return target.copy_(values, non_blocking=True)
 
 
 def is_cut_for_step(managed: ManagedParameter, tensor: Group | None) -> bool:
@@ -199,7 +235,7 @@ def _state_of(managed: ManagedParameter, state: dict[str, object]) -> dict[str, 
             if managed.stepped_placement.flat is not None:
                 value = value.reshape(-1)[slice(*managed.stepped_placement.flat)].clone()
             if managed.rounded is not None and value.is_floating_point():
-                value = value.float()
+                value = value.to(managed.stepped)
         converted[key] = value
     return converted
 

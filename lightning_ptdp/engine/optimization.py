@@ -185,8 +185,9 @@ def check_evaluates_again(
     if steps_on_copies:
         raise ValueError(
             f"{name} evaluates the loss several times in a step, but with a sharded optimizer, or "
-            "with float32 copies of parameters in half precision, the model receives the new "
-            "values only after the step. Use shard='none' and master_weights=False"
+            "with copies of the parameters in float32 or on the host, the model receives the new "
+            "values only after the step. Use shard='none', master_weights=False and "
+            "offload_optimizer=False"
         )
 
 

@@ -31,8 +31,8 @@ class ManagedParameter:
         held: Values that this rank keeps between the steps: the parameter's, or a flat part.
         held_placement: Place of ``held`` in the full tensor.
         stays_whole: The optimizer must step on all of the local tensor, not on a range of it.
-        stepped: Tensor on which the optimizer steps: the parameter, its float32 main copy, or a
-            flat part of either; None if other ranks step on all of it.
+        stepped: Tensor on which the optimizer steps: the parameter, its main copy (in float32, or
+            on the host), or a flat part of either; None if other ranks step on all of it.
         stepped_placement: Place of ``stepped`` in the full tensor.
         rounded: The part of the parameter that receives ``stepped`` after a step; None if
             ``stepped`` is no main copy.

@@ -42,6 +42,7 @@ class Job:
             balancing, and published benchmarks force it. The metrics of a run show its own value.
         trained: Share of the parameters that are trained. The other parameters are frozen, as with
             adapters.
+        offloads_optimizer: The optimizer's states are in the host's memory, which is not counted.
         reserve: Share of a device's usable memory that a layout leaves free, because estimates of
             memory are too low.
 
@@ -59,6 +60,7 @@ class Job:
     sequence_length: Count = 0
     imbalance: float = 1.0
     trained: float = 1.0
+    offloads_optimizer: bool = False
     reserve: float = RESERVE
 
     def __post_init__(self) -> None:

@@ -105,7 +105,7 @@ def static_bytes(
     return (
         parameters * precision.weight,
         job.trained * (stepped if choice.shard == "gradients" else parameters) * gradient,
-        job.trained * stepped * precision.state,
+        0.0 if job.offloads_optimizer else job.trained * stepped * precision.state,
     )
 
 

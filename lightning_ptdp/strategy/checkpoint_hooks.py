@@ -177,11 +177,7 @@ class CheckpointHooks(World):
             return f"snapshot_every_n_steps={self.config.snapshot_every_n_steps} writes folders"
         if self.config.shards_optimizer and self.layout.size("replica_sum") > 1:
             return f"shard={self.config.shard!r} cuts the optimizer's states"
-        return (
-            "master_weights=True keeps float32 copies of the parameters"
-            if self.model_space.steps_on_copies
-            else ""
-        )
+        return self.config.reason_for_copies if self.model_space.steps_on_copies else ""
 
     def _why_impossible(self) -> str:
         if not self.writes_file and self._alone("saving"):

@@ -121,7 +121,7 @@ def _expected(
         "parameters": sum(p.nbytes for p in module.parameters())
         / (shards if config.shard == "parameters" else 1),
         "gradients": sizes.gradient * (stepped if config.shards_gradients else trained),
-        "optimizer": sizes.state * stepped,
+        "optimizer": 0.0 if config.offload_optimizer else sizes.state * stepped,
     }
     model = next(
         (
@@ -263,6 +263,8 @@ def _remedies(part: str, config: PTDPConfig, layout: ParallelLayout, *, mixture:
         levels = get_args(Sharding)
         if levels.index(config.shard) < levels.index(part):
             remedies.append(f"shard='{part}'")
+    if part == "optimizer" and not config.offload_optimizer:
+        remedies.append("offload_optimizer=True")
     return [*remedies, _larger_layout(layout, mixture=mixture)]
 
 

@@ -145,6 +145,7 @@ def described_job(  # noqa: PLR0913
         software=find_software(software),
         sequence_length=length or model.sequence_length,
         trained=trained_share(module),
+        offloads_optimizer=config.offload_optimizer,
     )
 
 

@@ -214,6 +214,7 @@ def _optimizer_tensors(space: ModelSpace) -> dict[str, tuple[Tensor, Placement]]
         managed.stepped: {MASTER: managed.stepped.detach()}
         for managed in space.part.parameters.values()
         if managed.stepped is not None and managed.rounded is not None
+        if managed.stepped.dtype != managed.rounded.dtype
     }
     tensors: dict[str, tuple[Tensor, Placement]] = {}
     for index, optimizer in enumerate(space.optimizers):

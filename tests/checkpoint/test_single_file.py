@@ -187,6 +187,7 @@ def test_file_plugin_with_folder_callback_is_refused(
         (SHARDED, {}, "shard='optimizer'"),
         (Place(layout={"async_save": True}), {}, "async_save=True"),
         (ONE, {"precision": "bf16-true"}, "master_weights=True"),
+        (Place(layout={"offload_optimizer": True}), {}, "offload_optimizer=True"),
     ],
 )
 def test_single_file_with_unsupported_option_is_refused(

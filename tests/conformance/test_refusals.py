@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.plugins import MixedPrecision, TorchSyncBatchNorm
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
@@ -146,6 +146,16 @@ def test_float16_without_master_weights_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+def test_scaled_loss_with_offloaded_optimizer_is_refused(precision: str) -> None:
+    place = Place(world_size=2, layout={"offload_optimizer": True})
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    options = {"precision": precision} if precision == "16-true" else {"plugins": [plugin]}
+    with pytest.raises(MisconfigurationException, match=f"'{precision}' scales the loss"):
+        make_trainer(place, **options).fit(LitTunable(), loader())
+
+
+@pytest.mark.usefixtures("nothing_starts")
 def test_tuner_and_manual_optimization_are_refused_in_pipeline() -> None:
     with pytest.raises(MisconfigurationException, match="LearningRateFinder"):
         Tuner(make_trainer(PIPELINE)).lr_find(LitTunable(), loader())
@@ -167,6 +177,7 @@ class LitBackward(LitNet):
         (LitManual, {"num_microbatches": 4}, {}, ["manual optimization", "num_microbatches=4"]),
         (LitManual, {"micro_batch_size": 4}, {}, ["manual optimization", "micro_batch_size=4"]),
         (LitManual, {"check_finite": "raise"}, {}, ["manual optimization", "check_finite='raise'"]),
+        (LitManual, {"offload_optimizer": True}, {}, ["manual optimization", "offload_optimizer"]),
         (
             LitManual,
             {},

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters
 from lightning_ptdp.data_parallel.reduction import Reduction
@@ -57,7 +58,7 @@ def _sharded(
 ) -> tuple[GradientBuckets, OptimizerParameters]:
     reduction = Reduction(inner=group, scatter=True, **options)
     buckets = GradientBuckets(managed(model.parameters()), {(): reduction}, bucket_bytes=3000)
-    return buckets, OptimizerParameters(buckets, masters=True)
+    return buckets, OptimizerParameters(buckets, config=PTDPConfig())
 
 
 def _inputs(step: int, rank: int) -> torch.Tensor:
@@ -122,7 +123,7 @@ def _bytes(rank: int, size: int, shard: Sharding) -> tuple[int, int, int]:
         ),
     )
     assert sum(1 for _ in buckets.buckets()) == 4
-    stepped = OptimizerParameters(buckets, masters=True)
+    stepped = OptimizerParameters(buckets, config=PTDPConfig())
     optimizer = torch.optim.AdamW(model.parameters())
     stepped.adopt(optimizer)
     buckets.begin(keep=False)

@@ -92,6 +92,12 @@ def _check_manual_optimization(strategy: CheckpointHooks, trainer: Trainer) -> N
             f"check_finite={config.check_finite!r}, which checks the single backward of a "
             "batch. Check the loss in training_step, and leave check_finite out"
         )
+    if config.offload_optimizer:
+        raise strategy.refusal(
+            "automatic_optimization=False (manual optimization) cannot run with "
+            "offload_optimizer=True, because toggle_optimizer and zero_grad would see the copies "
+            "instead of the parameters. Use offload_optimizer=False"
+        )
     if config.master_weights and _is_half(strategy, trainer):
         raise strategy.refusal(
             "automatic_optimization=False (manual optimization) cannot run with parameters in "
@@ -212,7 +218,7 @@ def _check_pruning(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if _steps_on_copies(strategy, trainer):
         raise strategy.refusal(
             f"the callback {name} writes new values into parameters, but the optimizer steps on "
-            "shards or float32 copies of them. Use shard='none' "
+            "shards or copies of them. Use shard='none', offload_optimizer=False "
             "and precision='32-true' or 'bf16-mixed', or prune before fit"
         )
 
@@ -231,7 +237,7 @@ def _check_finetuning(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if _steps_on_copies(strategy, trainer):
         raise strategy.refusal(
             f"the callback {name} unfreezes parameters for which the optimizer has no shards "
-            "or float32 copies. Use shard='none', and "
+            "or copies. Use shard='none', offload_optimizer=False, and "
             "precision='32-true', 'bf16-mixed', or master_weights=False"
         )
 
@@ -246,7 +252,11 @@ def _name_of(trainer: Trainer, kind: type) -> str | None:
 
 def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer) -> bool:
     shards = strategy.config.shards_optimizer and strategy.layout.size("replica_sum") > 1
-    return shards or (strategy.config.master_weights and _is_half(strategy, trainer))
+    return (
+        shards
+        or strategy.config.offload_optimizer
+        or (strategy.config.master_weights and _is_half(strategy, trainer))
+    )
 
 
 def _check_graph(strategy: CheckpointHooks, trainer: Trainer) -> None:
@@ -301,11 +311,7 @@ def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> None:
     if fits(trainer) and strategy.config.snapshot_every_n_steps is not None:
         savers.append(None)
     if savers and strategy.config.checkpoint_format == "file":
-        copies = (
-            "master_weights=True keeps float32 copies of the parameters"
-            if _steps_on_copies(strategy, trainer)
-            else ""
-        )
+        copies = strategy.config.reason_for_copies if _steps_on_copies(strategy, trainer) else ""
         if reason := strategy.why_no_file() or copies:
             raise strategy.refusal(
                 f"checkpoint_format='file', but {reason}. Use 'auto' or 'folder', into which "
@@ -355,6 +361,12 @@ def _check_precision(strategy: CheckpointHooks, trainer: Trainer) -> None:
             "precision='16-true' with master_weights=False would round away most updates of "
             "float16 parameters, and their gradients cannot be unscaled in float16. Use "
             "master_weights=True, precision='16-mixed' or precision='bf16-true'"
+        )
+    if strategy.config.offload_optimizer and str(trainer.precision).startswith("16-"):
+        raise strategy.refusal(
+            f"precision={str(trainer.precision)!r} scales the loss, and torch unscales gradients on "
+            "the GPU only, but with offload_optimizer=True the optimizer's are on the CPU. Use "
+            "precision='bf16-mixed' or 'bf16-true', or offload_optimizer=False"
         )
 
 
