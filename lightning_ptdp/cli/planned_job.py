@@ -75,6 +75,7 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
         or _inner(config, "data").get("sequence_length")
         or model.sequence_length,
         imbalance=options.imbalance,
+        offloads_optimizer=bool(_inner(trainer, "strategy").get("offload_optimizer")),
         reserve=RESERVE if options.reserve is None else options.reserve,
     )
     return _with_adapters(job, config)
@@ -237,7 +238,7 @@ def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
             "the size of a step is unknown. Set --batch, the number of sequences over all replicas"
         )
     trainer = config.get("trainer") or {}
-    layout = _inner(config.get("trainer") or {}, "strategy")
+    layout = _inner(trainer, "strategy")
     devices = trainer.get("devices")
     nodes = trainer.get("num_nodes", 1)
     replica = math.prod(

@@ -51,16 +51,20 @@ def test_plan_of_recipe_lists_layouts_and_explains(ptdp: Run) -> None:
     assert "times the time of the best" in out
 
 
-def test_half_states_take_half_of_memory(ptdp: Run, tmp_path: Path) -> None:
-    path = tmp_path / "half.yaml"
-    path.write_text("base: gpt/nano\nmodel: {init_args: {optimizer: {states: bfloat16}}}\n")
+def test_half_states_take_half_of_memory_and_offloaded_ones_none(ptdp: Run, tmp_path: Path) -> None:
+    half_states, offloading = tmp_path / "half.yaml", tmp_path / "offload.yaml"
+    half_states.write_text("base: gpt/nano\nmodel: {init_args: {optimizer: {states: bfloat16}}}\n")
+    offloading.write_text(
+        "base: gpt/nano\ntrainer: {strategy: {init_args: {offload_optimizer: true}}}\n"
+    )
     plans = []
-    for config in ("gpt/nano", str(path)):
+    for config in ("gpt/nano", str(half_states), str(offloading)):
         options = ["--world", "2", "--device", "cpu", "--top", "1", "--json"]
         code, out, err = ptdp("plan", "--config", config, *options)
         assert code == 0, err
         plans.append(json.loads(out)["best"][0]["memory"])
-    full, half = plans
+    full, half, offloaded = plans
+    assert offloaded == {**full, "optimizer": 0, "total": full["total"] - full["optimizer"]}
     assert half["optimizer"] == full["optimizer"] / 2 == 4 * half["parameters"]
     assert half["weights"] == full["weights"]
 
