@@ -42,6 +42,22 @@ H200 = (("fsdp2-fp8", 32, 10938, 47.96), ("fsdp2-fp8", 64, 10753, 46.97))
 # Left out, because the estimate is wrong for unknown reasons: c = 4 and 8 (1,071 and 548; 34 and
 # 40 % too fast), and the 70 B of table 4 (829; 26 % too slow).
 LONG = ((1, 32768, 3890), (2, 65536, 2540))
+# MosaicML, llm-foundry, scripts/train/benchmarking/README.md, "H100 80GB BF16": layers, hidden size,
+# heads; tokens of a sample, GPUs, b, full recomputation, parameters. torch's FSDP, with parameters
+# in bf16 between gathering and freeing. MPT is GPT-2 with a vocabulary of 50,368. The table gives
+# no bytes, but every row was trained in 80 GiB, most with the largest b that fits.
+MPT = (
+    ((80, 8192, 64), 2048, 64, 8, True, 64862437376),
+    ((48, 7168, 56), 8192, 8, 1, True, 30019254272),
+    ((48, 7168, 56), 2048, 8, 3, True, 29975214080),
+    ((40, 5120, 40), 16384, 8, 3, True, 12927354880),
+    ((40, 5120, 40), 2048, 8, 2, False, 12853954560),
+    ((32, 4096, 32), 65536, 8, 1, True, 6918905856),
+    ((32, 4096, 32), 2048, 8, 6, False, 6658859008),
+    ((32, 2560, 20), 8192, 8, 3, False, 2667566080),
+    ((24, 2048, 16), 2048, 64, 20, False, 1315950592),
+    ((24, 1536, 12), 512, 8, 96, False, 758111232),
+)
 # arXiv 2104.04473, table 2, ZeRO-3: (layers, hidden size, heads), (GPUs, b, TFLOP/s a GPU).
 # "slower" is fitted on the first row.
 ZERO_3 = (
@@ -114,6 +130,36 @@ def test_fsdp2_memory_is_close_to_published() -> None:
             )
             tensors = (memory.total - memory.communicators) / 2**30
             assert 0.68 <= tensors / reading <= 1.06, (software, gpus, tensors)
+
+
+def test_trainings_of_mpt_fit_their_gpus() -> None:
+    shares = []
+    for (layers, hidden, heads), length, gpus, b, recomputes, parameters in MPT:
+        model = GPTConfig.gpt2(
+            vocabulary_size=50368,
+            sequence_length=length,
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+        )
+        job = Job(
+            model=model,
+            world_size=gpus,
+            global_batch_size=b * gpus,
+            device=find_device("h100"),
+            software=dataclasses.replace(SOFTWARE["fsdp2"], again=None),
+        )
+        assert job.shape.parameters == parameters
+        how = Choice(
+            layout=ParallelLayout(world_size=gpus),
+            micro_batch_size=b,
+            num_microbatches=1,
+            recompute="full" if recomputes else "none",
+        )
+        memory = fullest_rank(job, how)
+        shares.append((memory.total - memory.communicators) / (80 * 2**30))
+    assert max(shares) <= 1.005, shares
+    assert sorted(shares)[len(shares) // 2] >= 0.75, shares
 
 
 def test_fsdp2_shards_parameters_over_replicas() -> None:
