@@ -100,15 +100,18 @@ class MemoryFolder:
                 files.discard(older)
         if not linked:
             return
+        link = self.link
         if not self._is_linked():
-            self.link.parent.mkdir(parents=True, exist_ok=True)
-            for leftover in files.leftovers(self.link):  # of a process that was killed here
+            link.parent.mkdir(parents=True, exist_ok=True)
+            for leftover in files.leftovers(link):  # of a process that was killed here
                 files.remove(leftover)
-            temporary = files.part_name(self.link)
-            os.symlink(self.path, temporary)
-            os.replace(temporary, self.link)
+            link = files.part_name(link)
+            os.symlink(self.path, link)
         if (written := written_at(snapshot)) is not None:
-            os.utime(self.link, (written, written), follow_symlinks=False)
+            # Before the link counts: the time is later than those on the disk, the clock may not be.
+            os.utime(link, (written, written), follow_symlinks=False)
+        if link != self.link:
+            os.replace(link, self.link)
 
     def remove(self, *, linked: bool) -> None:
         """Remove the snapshots on this node, and with ``linked`` the link to them."""

@@ -7,8 +7,10 @@ import gc
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,6 +297,34 @@ def test_newer_checkpoint_on_disk_is_preferred(shm: Path, tmp_path: Path) -> Non
     assert newest_checkpoint(tmp_path) == place.path / "step-1"
     save(tmp_path, 2)
     assert newest_checkpoint(tmp_path) == tmp_path / "step-2"
+
+
+def test_process_lost_while_publishing_leaves_newest_snapshot(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of this process is behind that of the process that wrote the checkpoint on the
+    disk; the times of checkpoints increase all the same."""
+    first, second = MemoryFolder.new(tmp_path), MemoryFolder.new(tmp_path)
+    clock = count(time.time() + 86400)
+    for place, calls in ((first, 9), (second, 1), (second, 2), (second, 3)):
+        place.create()
+        with monkeypatch.context() as ahead:
+            ahead.setattr(time, "time", partial(next, clock))
+            save(tmp_path, 1)
+            save(place.path, 2)
+        with monkeypatch.context() as lost:
+            left = iter(range(calls - 1))
+            for name in ("symlink", "utime", "replace"):
+                lost.setattr(os, name, partial(_until_lost, left, getattr(os, name)))
+            with contextlib.suppress(KeyboardInterrupt):
+                place.publish(place.path / "step-2", linked=True)
+        assert newest_checkpoint(tmp_path).name == "step-2", calls
+
+
+def _until_lost(left: Iterator[int], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if next(left, None) is None:
+        raise KeyboardInterrupt
+    return call(*args, **kwargs)
 
 
 def test_clock_of_another_node_does_not_make_its_snapshot_newer(
