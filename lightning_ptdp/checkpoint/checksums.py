@@ -29,23 +29,6 @@ from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.fetched_ranges import FetchedRanges
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
 
-__all__ = [
-    "BLOCK",
-    "DATA_SUFFIX",
-    "SUMS_SUFFIX",
-    "RawFile",
-    "SummedFile",
-    "SummingFile",
-    "as_bytes",
-    "open_summed",
-    "parse_sums",
-    "pieces_of",
-    "rows_at_once",
-    "summing",
-    "sums_bytes",
-]
-
-
 BLOCK = 16 * 1024
 DATA_SUFFIX, SUMS_SUFFIX = ".safetensors", ".crc"
 Sums = np.ndarray[Any, Any]

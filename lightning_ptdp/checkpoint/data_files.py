@@ -26,8 +26,6 @@ from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
 from lightning_ptdp.checkpoint.safetensors_file import header_of, is_storable
 from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank, same_outcome
 
-__all__ = ["Written", "write_data_file", "write_rectangles"]
-
 # In larger files, a header that fills whole blocks is negligible.
 _ALIGNED_BYTES = 1 << 20
 _OBJECT_BYTES = 1 << 26  # of a file in object storage, which is in memory until it is sent

@@ -14,8 +14,6 @@ import torch
 
 from lightning_ptdp.checkpoint.checksums import BLOCK, as_bytes, rows_at_once
 
-__all__ = ["ReadFile", "read_rectangle", "runs"]
-
 
 class ReadFile(Protocol):
     """A file with random access to its bytes."""

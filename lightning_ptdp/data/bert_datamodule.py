@@ -29,8 +29,6 @@ from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES, WordVocabulary
 
-__all__ = ["BertDataModule", "BertStream"]
-
 
 class BertDataModule(TextDataModule):
     """Text as batches of masked pairs of segments, as ``BertStream`` draws them.

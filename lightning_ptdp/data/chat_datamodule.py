@@ -16,8 +16,6 @@ from lightning_ptdp.data.chat_stream import ChatStream, TooLong
 from lightning_ptdp.data.manifest import SPLITS, SplitName
 from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
 
-__all__ = ["ChatDataModule"]
-
 _log = logging.getLogger(__name__)
 
 

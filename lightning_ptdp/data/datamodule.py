@@ -20,8 +20,6 @@ from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.token_store import CHUNK_TOKENS
 from lightning_ptdp.data.worker_processes import Reporter
 
-__all__ = ["PrepareConfig", "TextDataModule"]
-
 
 class TextDataModule(PreparedDataModule):
     """Text as batches of tokens.

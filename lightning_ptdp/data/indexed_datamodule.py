@@ -19,8 +19,6 @@ from lightning_ptdp.data.stream import BlockStream, SampleStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.token_store import Chunk, ChunkMap
 
-__all__ = ["IndexedDataModule", "IndexedFile", "IndexedSplit", "indexed_stream"]
-
 
 class IndexedDataModule(StreamDataModule):
     """Tokens prepared by Megatron-LM's (or NeMo's) ``preprocess_data.py``.

@@ -30,8 +30,6 @@ from lightning_ptdp.data.number_checks import check_integer
 from lightning_ptdp.data.stream import PADDING, SampleStream
 from lightning_ptdp.world.batch_size import RampUp
 
-__all__ = ["EvaluationLoader", "TokenLoader"]
-
 Batch = dict[str, torch.Tensor]
 _STATE_VERSION = 1
 _AHEAD = 64

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["check_fraction", "check_integer"]
-
 
 def check_integer(name: str, value: object, *, least: int = 1, most: int | None = None) -> None:
     """Raise ValueError, naming the field, unless ``value`` is an integer in range.

@@ -24,19 +24,6 @@ import numpy as np
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data.word_boundaries import WordVocabulary
 
-__all__ = [
-    "LEAST_TOKENS",
-    "Draws",
-    "PairObjective",
-    "Windows",
-    "choose_words",
-    "draw_pair",
-    "find_windows",
-    "number_to_predict",
-    "replace_tokens",
-]
-
-
 PairObjective = Literal["next", "swap"]
 LEAST_TOKENS = 8
 """Minimum length of a window; two segments of a shorter one teach nothing."""

@@ -48,8 +48,6 @@ from lightning_ptdp.data.number_checks import check_fraction
 from lightning_ptdp.data.work_folder import work_folder
 from lightning_ptdp.data.worker_processes import Reporter
 
-__all__ = ["Preparation", "PreparedData", "check_prepare", "prepare"]
-
 Progress = Callable[[str], None]
 
 _log = logging.getLogger(__name__)

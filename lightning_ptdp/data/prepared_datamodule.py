@@ -11,8 +11,6 @@ from lightning_ptdp.data.prepare import Preparation, check_prepare, prepare
 from lightning_ptdp.data.remote import fetch
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
-__all__ = ["PreparedDataModule"]
-
 
 class PreparedDataModule(StreamDataModule):
     """Batches of a folder that the first training process prepares or copies.

@@ -22,8 +22,6 @@ from lightning_ptdp.data.manifest import (
 )
 from lightning_ptdp.data.work_folder import work_folder
 
-__all__ = ["fetch"]
-
 _LOCAL = "local:"
 
 

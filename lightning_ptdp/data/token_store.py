@@ -23,20 +23,6 @@ import numpy as np
 from lightning_ptdp.base.untrusted import inside, read_json
 from lightning_ptdp.data.data_error import StoreError, reading
 
-__all__ = [
-    "CHUNK_TOKENS",
-    "MARKS",
-    "Chunk",
-    "ChunkMap",
-    "TokenType",
-    "mark_sample",
-    "read_chunks",
-    "sample_starts",
-    "token_dtype",
-    "unmark",
-    "write_chunks",
-]
-
 INDEX_FILE = "index.json"
 TokenType = Literal["uint16", "int32"]
 # Number of items (one), position of its first byte and position after its last, four bytes each;

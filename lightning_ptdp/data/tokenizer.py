@@ -18,8 +18,6 @@ from pathlib import Path
 from lightning_ptdp.base.untrusted import inside, read_bytes, read_json
 from lightning_ptdp.data.data_error import TokenizerError, reading
 
-__all__ = ["Tokenizer"]
-
 MODEL_FILE = "tokenizer.model"
 RECORD_FILE = "tokenizer.json"
 _RECORD_BYTES = 1 << 16

@@ -8,8 +8,6 @@ import numpy as np
 
 from lightning_ptdp.data.tokenizer import Tokenizer
 
-__all__ = ["CLS", "MASK", "SEP", "SPECIAL_PIECES", "WordVocabulary"]
-
 CLS, SEP, MASK = "[CLS]", "[SEP]", "[MASK]"
 SPECIAL_PIECES = (CLS, SEP, MASK)
 _SPACE_MARK = "\u2581"

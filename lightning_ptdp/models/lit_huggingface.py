@@ -37,8 +37,6 @@ from lightning_ptdp.models.pretrained_folder import (
 from lightning_ptdp.models.size import Operations, count_operations
 from lightning_ptdp.shims.transformers import has_sdpa, image_parts
 
-__all__ = ["Dtype", "LitCausalLM", "LitImageTextToText", "LitMaskedLM"]
-
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DEFAULT_OPTIMIZER = AdamWConfig()
 
