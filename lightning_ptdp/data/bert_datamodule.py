@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_ptdp.base.option_types import Count, Size, check_arguments
+from lightning_ptdp.base.option_types import (
+    Count,
+    Size,
+    check_arguments,
+    check_fraction,
+    check_integer,
+)
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.datamodule import TextDataModule
 from lightning_ptdp.data.manifest import Manifest, SplitName
-from lightning_ptdp.data.number_checks import check_fraction, check_integer
 from lightning_ptdp.data.pairs import (
     LEAST_TOKENS,
     Draws,
