@@ -22,8 +22,10 @@ from lightning_ptdp.data.datamodule import TextDataModule
 from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.pairs import (
     LEAST_TOKENS,
+    SPECIAL_PIECES,
     Draws,
     PairObjective,
+    WordVocabulary,
     choose_words,
     draw_pair,
     find_windows,
@@ -32,7 +34,6 @@ from lightning_ptdp.data.pairs import (
 )
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES, WordVocabulary
 
 
 class BertDataModule(TextDataModule):
