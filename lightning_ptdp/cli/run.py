@@ -106,7 +106,7 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
         )
     check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=True)
     if weights is not None:
-        check_weights("--init_from", weights, cli.model)
+        check_weights(weights, cli.model)
     read = [cli.values.get(name) for name in ("model", "data", "init_from")]
     for callback in cli.trainer.callbacks:
         if isinstance(callback, ExportHuggingFace):
