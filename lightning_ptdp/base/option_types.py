@@ -60,7 +60,9 @@ def check_types(options: Any) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
         hint = hints[field.name]
-        if isinstance(value, list) and _takes_tuple(hint):
+        if isinstance(value, list) and any(
+            get_origin(member) in (tuple, Sequence) for member in _members(hint)
+        ):
             value = tuple(value)
             object.__setattr__(options, field.name, value)
         _check(field.name, value, hint)
@@ -181,10 +183,6 @@ def _least(arguments: tuple[Hint, ...]) -> int | None:
 def _members(hint: Hint) -> tuple[Hint, ...]:
     """Return the members of a union; any other annotation is its own member."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _takes_tuple(hint: Hint) -> bool:
-    return any(get_origin(member) in (tuple, Sequence) for member in _members(hint))
 
 
 def _words(hint: Hint) -> str:

@@ -92,7 +92,8 @@ class LitHuggingFace(LitTokens):
         self.model: Any = None
         self._operations: Operations | None = None
         if self.adapter is not None:
-            self._check_adapter(self.adapter)
+            kind = self._transformers_class()
+            self.adapter.check(without_values(kind, self._model_config(), said=self._said))
 
     def configure_model(self) -> None:
         """Build the model.
@@ -141,10 +142,6 @@ class LitHuggingFace(LitTokens):
                     f"data.{name}={required} is more than the {limit} {unit} of the model in "
                     f"{self._said}. {remedy}"
                 )
-
-    def _check_adapter(self, adapter: LoraOptions) -> None:
-        kind = self._transformers_class()
-        adapter.check(without_values(kind, self._model_config(), said=self._said))
 
     def _transformers_class(self) -> Any:
         return getattr(import_optional("transformers"), self._auto_class)
