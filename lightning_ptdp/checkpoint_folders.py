@@ -52,16 +52,12 @@ def _load_file_or_folder(
         checkpoint = load(path_or_url, map_location=map_location, weights_only=weights_only)
         if not isinstance(checkpoint, dict) or _TYPES not in checkpoint:
             return checkpoint
-        return _with_types(checkpoint, path)
+        from lightning_ptdp.checkpoint import with_types
+
+        return with_types(checkpoint, path)
     from lightning_ptdp.checkpoint import read_whole
 
     return read_whole(path, map_location, trusted=weights_only is False)
-
-
-def _with_types(checkpoint: dict[str, Any], path: str) -> dict[str, Any]:
-    from lightning_ptdp.checkpoint import with_types
-
-    return with_types(checkpoint, path)
 
 
 def find_last_remotely(savers: ModuleType) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import lightning.pytorch as L
 import pytest
 
-from lightning_ptdp.shims.scheduler import compute_without_preemption
+from lightning_ptdp.shims.glibc import compute_without_preemption
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 from tests.parity import make_trainer

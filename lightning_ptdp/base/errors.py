@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 
@@ -24,6 +24,11 @@ def listed(names: Collection[str], limit: int, separator: str = ", ") -> str:
     """Return the first names for a message, and the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return separator.join(islice(names, limit)) + more
+
+
+def numbered(what: str, numbers: Sequence[int]) -> str:
+    """Return ``"rank 1"`` or ``"ranks 1, 2"``."""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,12 +11,14 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 import torch
+
+from lightning_ptdp.base.errors import numbered
 
 Tell = Callable[[str], None]
 """Called by a rank with the name of its next action."""
@@ -58,7 +60,7 @@ class Outcome:
             hanging = [rank for rank in self.late if len(self.reports[rank]) == least]
             waiting = [rank for rank in self.late if rank not in hanging]
             sentences.append(
-                f"{_ranks(hanging)} {'hangs' if len(hanging) == 1 else 'hang'} in "
+                f"{numbered('rank', hanging)} {'hangs' if len(hanging) == 1 else 'hang'} in "
                 f"{self._at(hanging[0])}"
             )
             sentences += [f"rank {rank} is waiting in {self._at(rank)}" for rank in waiting]
@@ -120,10 +122,6 @@ def _listen(outcome: Outcome, pipes: dict[Connection, int], deadline: float) -> 
             del pipes[pipe]
             if kind == "error":
                 deadline = min(deadline, time.monotonic() + _ENDING_S)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 # ---- One call in a forked process ----------------------------------------------------------------

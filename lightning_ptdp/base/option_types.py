@@ -1,6 +1,7 @@
 """Type checks of options, based on their annotations.
 
-All dataclasses and functions with options for users share one check.
+All dataclasses and functions with options for users share one check. ``check_integer`` and
+``check_fraction`` check the numbers whose range an annotation cannot say.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def check_types(options: Any) -> None:
     for field in fields(options):
         value = getattr(options, field.name)
         hint = hints[field.name]
-        if isinstance(value, list) and _takes_tuple(hint):
+        if isinstance(value, list) and any(
+            get_origin(member) in (tuple, Sequence) for member in _members(hint)
+        ):
             value = tuple(value)
             object.__setattr__(options, field.name, value)
         _check(field.name, value, hint)
@@ -182,10 +185,6 @@ def _members(hint: Hint) -> tuple[Hint, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _takes_tuple(hint: Hint) -> bool:
-    return any(get_origin(member) in (tuple, Sequence) for member in _members(hint))
-
-
 def _words(hint: Hint) -> str:
     """Return a description of an annotation for messages."""
     origin = get_origin(hint)
@@ -227,3 +226,25 @@ def _many(hint: Hint) -> str:
     return {int: "integers", float: "numbers", str: "texts", bool: "True or False"}.get(
         hint
     ) or f"({_words(hint)})"
+
+
+def check_integer(name: str, value: object, *, least: int = 1, most: int | None = None) -> None:
+    """Raise ValueError, naming the field, unless ``value`` is an integer in range.
+
+    The range is from ``least`` to ``most``, or without upper limit.
+    """
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    valid = (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and value >= least
+        and (most is None or value <= most)
+    )
+    if not valid:
+        raise ValueError(f"{name}={value!r} must be an integer {limits}")
+
+
+def check_fraction(name: str, value: float, *, note: str = "") -> None:
+    """Raise ValueError, naming the field, unless 0 < ``value`` <= 0.5."""
+    if not 0 < value <= 0.5:
+        raise ValueError(f"{name}={value!r} must be greater than 0 and at most 0.5{note}")

@@ -197,7 +197,14 @@ class Recomputed(OwnForward):
         inputs = (*args, *kwargs.values())
         run = partial(self._run, tuple(kwargs))
         group = self.shard_input
-        if group is not None and inputs and _is_divisible(inputs[0], group):
+        if (
+            group is not None
+            and inputs
+            # The joined parts are the same tensor, strides included.
+            and isinstance(inputs[0], Tensor)
+            and inputs[0].is_contiguous()
+            and inputs[0].numel() % group.size == 0
+        ):
             part = inputs[0].detach().view(group.size, -1)[group.rank].clone()
             run = partial(_InParts(inputs[0], group), run)
             inputs = (part, *inputs[1:])
@@ -242,11 +249,6 @@ class _InParts:
             tensor = start_all_gather(part, dim=0, group=self._group).wait().view(self._shape)
             tensor.requires_grad_(self._requires_grad)
         return run(tensor, *inputs)
-
-
-def _is_divisible(value: Any, group: Group) -> bool:
-    """Return True if the joined parts of ``value`` are the same tensor, strides included."""
-    return isinstance(value, Tensor) and value.is_contiguous() and value.numel() % group.size == 0
 
 
 def _chosen_numbers(ranges: Ranges, layers: Layers) -> set[int]:

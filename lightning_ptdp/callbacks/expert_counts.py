@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,31 +49,19 @@ class LayerLoad:
         return -sum(share * math.log(share) for share in shares) / math.log(max(2, len(self.loads)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertLoads:
-    """Loads of all layers that processed tokens.
-
-    Attributes:
-        layers: Loads in the order of the model.
-    """
-
-    layers: tuple[LayerLoad, ...]
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics by name; empty if no token was routed."""
-        if not self.layers:
-            return {}
-        loads = [load for layer in self.layers for load in layer.loads]
-        entropies = [
-            layer.router_entropy for layer in self.layers if layer.router_entropy is not None
-        ]
-        metrics = {
-            "expert_load_max": max(loads),
-            "expert_load_min": min(loads),
-            "expert_load_entropy": sum(layer.entropy for layer in self.layers) / len(self.layers),
-            "dead_experts": float(loads.count(0)),
-        }
-        return metrics | ({"router_entropy": sum(entropies) / len(entropies)} if entropies else {})
+def load_metrics(layers: Sequence[LayerLoad]) -> dict[str, float]:
+    """Return the metrics of all layers that processed tokens; empty if no token was routed."""
+    if not layers:
+        return {}
+    loads = [load for layer in layers for load in layer.loads]
+    entropies = [layer.router_entropy for layer in layers if layer.router_entropy is not None]
+    metrics = {
+        "expert_load_max": max(loads),
+        "expert_load_min": min(loads),
+        "expert_load_entropy": sum(layer.entropy for layer in layers) / len(layers),
+        "dead_experts": float(loads.count(0)),
+    }
+    return metrics | ({"router_entropy": sum(entropies) / len(entropies)} if entropies else {})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -195,12 +182,12 @@ class ExpertCounts:
 
         return restore
 
-    def take(self, trainer: Trainer) -> ExpertLoads:
+    def take(self, trainer: Trainer) -> list[LayerLoad]:
         """Return and reset the counts since the last call, over all ranks.
 
-        Collective, and waits for the device."""
+        The layers are in the order of the model. Collective, and waits for the device."""
         if not self.numbers:
-            return ExpertLoads(layers=())
+            return []
         width = max(self.numbers.values())
         table = torch.zeros(
             len(self.numbers), width + 2, dtype=torch.float64, device=trainer.strategy.root_device
@@ -211,19 +198,17 @@ class ExpertCounts:
                 table[row, width:] = self._layers[name].entropy
         self._clear()
         rows = trainer.strategy.reduce(table, dist.group.WORLD, "sum").tolist()
-        return ExpertLoads(
-            layers=tuple(
-                LayerLoad(
-                    name=name,
-                    loads=tuple(number * count / total for count in row[:number]),
-                    router_entropy=row[width] / row[width + 1] / math.log(max(2, number))
-                    if row[width + 1]
-                    else None,
-                )
-                for (name, number), row in zip(self.numbers.items(), rows, strict=True)
-                if (total := sum(row[:number]))
+        return [
+            LayerLoad(
+                name=name,
+                loads=tuple(number * count / total for count in row[:number]),
+                router_entropy=row[width] / row[width + 1] / math.log(max(2, number))
+                if row[width + 1]
+                else None,
             )
-        )
+            for (name, number), row in zip(self.numbers.items(), rows, strict=True)
+            if (total := sum(row[:number]))
+        ]
 
     def _tensors(self) -> list[Tensor]:
         return [
@@ -253,4 +238,4 @@ def _of_all_stages(trainer: Trainer, numbers: dict[str, int]) -> dict[str, int]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts layer 10 after layer 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", name)]
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.callbacks.artifacts import keep_files
-from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads, LayerLoad
+from lightning_ptdp.callbacks.expert_counts import ExpertCounts, LayerLoad, load_metrics
 
 
 class ExpertLoad(Callback):
@@ -72,10 +72,10 @@ class ExpertLoad(Callback):
         """Log the metrics and draw the loads."""
         if trainer.sanity_checking:
             return
-        loads = self._attached(trainer, pl_module).take(trainer)
-        self._log(loads, "val_")
-        if self.picture and loads.layers and trainer.is_global_zero and not trainer.fast_dev_run:
-            self._write(trainer, loads)
+        layers = self._attached(trainer, pl_module).take(trainer)
+        self._log(layers, "val_")
+        if self.picture and layers and trainer.is_global_zero and not trainer.fast_dev_run:
+            self._write(trainer, layers)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the counts of training."""
@@ -94,19 +94,19 @@ class ExpertLoad(Callback):
             self._counts = ExpertCounts.attach(trainer, module)
         return self._counts
 
-    def _log(self, loads: ExpertLoads, prefix: str = "") -> None:
-        for name, value in loads.metrics().items():
+    def _log(self, layers: Sequence[LayerLoad], prefix: str = "") -> None:
+        for name, value in load_metrics(layers).items():
             # The values are equal on all ranks; without sync_dist Lightning would warn in
             # validation.
             self.log(f"{prefix}{name}", value, batch_size=1, sync_dist=bool(prefix))
 
-    def _write(self, trainer: Trainer, loads: ExpertLoads) -> None:
-        numbers = json.dumps({layer.name: layer.loads for layer in loads.layers})
+    def _write(self, trainer: Trainer, layers: Sequence[LayerLoad]) -> None:
+        numbers = json.dumps({layer.name: layer.loads for layer in layers})
         title = f"step {trainer.global_step}"
         keep_files(
             trainer,
             {
-                ".png": lambda file: draw_loads(loads, file, title=title),
+                ".png": lambda file: draw_loads(layers, file, title=title),
                 ".json": lambda file: file.write_text(numbers, encoding="utf-8"),
             },
             kind="experts",
@@ -128,7 +128,7 @@ _NUMBERED = 0.34
 """Inches of a cell that has space for its number."""
 
 
-def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
+def draw_loads(layers: Sequence[LayerLoad], path: str | Path, *, title: str) -> None:
     """Write a PNG with one row per layer and one column per expert.
 
     The colour is the number of the expert's tokens over the mean of its layer. The scale is the
@@ -138,15 +138,15 @@ def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    rows = len(loads.layers)
-    columns = max(len(layer.loads) for layer in loads.layers)
+    rows = len(layers)
+    columns = max(len(layer.loads) for layer in layers)
     width = max(3.6, min(8.6, columns * 0.5))
     cell = width / columns
     height = rows * min(0.32, max(0.09, min(cell, 7.0 / rows)))
     figure = Figure(figsize=(width + 1.62, height + 1.0), dpi=_DPI, layout="constrained")
     axes = figure.subplots()
     table = np.full((rows, columns), np.nan)
-    for row, layer in enumerate(loads.layers):
+    for row, layer in enumerate(layers):
         table[row, : len(layer.loads)] = layer.loads
     image = axes.imshow(
         np.where(table == 0, _NOTHING, table.clip(_LOW)),
@@ -164,13 +164,13 @@ def draw_loads(loads: ExpertLoads, path: str | Path, *, title: str) -> None:
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"], fontsize=7)
     bar.ax.minorticks_off()
     stride = max(1, -(-rows * 16 // int(height * 100)))
-    axes.set_yticks(range(0, rows, stride), map(_label, loads.layers[::stride]))
+    axes.set_yticks(range(0, rows, stride), map(_label, layers[::stride]))
     axes.set_ylabel("layer", fontsize=8)
     axes.set_xlabel("expert", fontsize=8)
     axes.locator_params(axis="x", integer=True)
     axes.tick_params(labelsize=7, length=2)
     axes.spines[:].set_visible(False)
-    metrics = loads.metrics()
+    metrics = load_metrics(layers)
     figure.suptitle(
         f"{title}: tokens of each expert over the mean\nlargest {metrics['expert_load_max']:.3g} "
         f"  ·   smallest {metrics['expert_load_min']:.3g}   ·   {metrics['dead_experts']:.0f} "

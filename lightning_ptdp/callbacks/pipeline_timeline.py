@@ -72,7 +72,8 @@ class PipelineTimeline(Callback):
             self._recorder is None
             and self._wants(trainer.global_step)
             and has_pipeline(trainer)
-            and _in_first_replica(trainer)
+            # One pipeline is enough, and that of global rank 0 can log.
+            and trainer.strategy.mesh.group("pipeline").ranks[0] == 0
         ):
             self._recorder = ActionRecorder(trainer.strategy.root_device)
             self._step = trainer.global_step
@@ -142,10 +143,3 @@ def has_pipeline(trainer: Trainer) -> bool:
     """Return True if the strategy has pipeline stages."""
     layout = getattr(trainer.strategy, "layout", None)
     return getattr(layout, "pipeline_parallel_size", 1) > 1
-
-
-def _in_first_replica(trainer: Trainer) -> bool:
-    """Return True on the ranks of the pipeline that contains global rank 0.
-
-    One pipeline is enough, and this one can log."""
-    return trainer.strategy.mesh.group("pipeline").ranks[0] == 0

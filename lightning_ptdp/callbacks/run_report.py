@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.base.output import say
-from lightning_ptdp.callbacks.artifacts import checkpoint_dirs, run_folder, store_tags
+from lightning_ptdp.callbacks.artifacts import run_folder, store_tags
 from lightning_ptdp.callbacks.step_metrics import Goodput
 
 
@@ -22,7 +22,6 @@ class RunRecord:
 
     Attributes:
         folder: Folder of the run.
-        checkpoint_folder: Folder of the checkpoints; "" without ModelCheckpoint.
         checkpoint: The newest checkpoint, "" if there is none.
         best_checkpoint: The best checkpoint by the monitored metric, "" if no metric is monitored.
         monitor: Name of the monitored metric.
@@ -37,7 +36,6 @@ class RunRecord:
     """
 
     folder: str
-    checkpoint_folder: str = ""
     checkpoint: str = ""
     best_checkpoint: str = ""
     monitor: str = ""
@@ -133,7 +131,6 @@ def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
     measured = next((c for c in trainer.callbacks if isinstance(c, Goodput)), None)
     return RunRecord(
         folder=str(run_folder(trainer)),
-        checkpoint_folder=str(next(iter(checkpoint_dirs(trainer)), "")),
         checkpoint=next(
             (path for c in callbacks if (path := c.last_model_path or c.best_model_path)), ""
         ),

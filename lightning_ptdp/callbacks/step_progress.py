@@ -7,6 +7,8 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, TextIO, TypeAlias
 
 from lightning.pytorch import LightningModule, Trainer
@@ -212,27 +214,27 @@ class _Tqdm:
         self._bar.close()
 
 
+@dataclass
 class _StepLines:
-    def __init__(self, first: int, last: int | None, interval: int) -> None:
-        self._first = first
-        self._last = last
-        self._every = interval
+    first: int
+    last: int | None
+    interval: int
+
+    def __post_init__(self) -> None:
         self._start = time.monotonic()
-        self._printed = first
+        self._printed = self.first
 
     def show(self, step: int, text: str) -> None:
-        if step == self._printed or (step % self._every and step != self._last):
+        if step == self._printed or (step % self.interval and step != self.last):
             return
         self._printed = step
-        say(f"step {step}{'' if self._last is None else f'/{self._last}'}: {text}{self._eta(step)}")
+        say(f"step {step}{'' if self.last is None else f'/{self.last}'}: {text}{self._eta(step)}")
 
     def _eta(self, step: int) -> str:
-        if self._last is None or step >= self._last:
+        if self.last is None or step >= self.last:
             return ""
-        seconds = round(
-            (time.monotonic() - self._start) / (step - self._first) * (self._last - step)
-        )
-        return f", ETA {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        seconds = round((time.monotonic() - self._start) / (step - self.first) * (self.last - step))
+        return f", ETA {timedelta(seconds=seconds)}"
 
     def close(self) -> None:
         """Do nothing, because there is nothing to close."""

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from lightning_ptdp.base.errors import PTDPError
 
-__all__ = ["CheckpointError", "MissingCheckpointError", "StorageError", "explain", "reading"]
-
 
 class CheckpointError(PTDPError, ValueError):
     """Error of a checkpoint that cannot be written, is damaged, or does not fit the request.

@@ -11,46 +11,28 @@ the bytes before them."""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import io
-import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import IO, Any
 
 import numpy as np
-import torch
 
 from lightning_ptdp.base.checked_json import Misfit
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.fetched_ranges import FetchedRanges
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
-
-__all__ = [
-    "BLOCK",
-    "DATA_SUFFIX",
-    "SUMS_SUFFIX",
-    "RawFile",
-    "SummedFile",
-    "SummingFile",
-    "as_bytes",
-    "open_summed",
-    "parse_sums",
-    "pieces_of",
-    "rows_at_once",
-    "summing",
-    "sums_bytes",
-]
-
 
 BLOCK = 16 * 1024
 DATA_SUFFIX, SUMS_SUFFIX = ".safetensors", ".crc"
 Sums = np.ndarray[Any, Any]
 """CRC-32 of every block of a file; (blocks) uint32."""
 _SUM = np.dtype("<u4")
+_REQUEST = 16 << 20  # bytes of one request, which are in memory
 
 
 class SummingFile:
@@ -118,6 +100,35 @@ def parse_sums(content: bytes, *, size: int) -> Sums:
             f"{sums_bytes(size)}"
         )
     return np.frombuffer(content, dtype=_SUM)
+
+
+class FetchedRanges:
+    """Ranges of an object, to read in ascending order.
+
+    Args:
+        path: The object.
+        ranges: Ranges [start, stop) of bytes. All that is read must be in them.
+    """
+
+    def __init__(self, path: RemotePath, ranges: Iterable[tuple[int, int]]) -> None:
+        self._path = path
+        self._ranges: list[tuple[int, int]] = []
+        for start, stop in sorted(ranges):
+            if self._ranges and start <= self._ranges[-1][1]:
+                first, last = self._ranges.pop()
+                start, stop = first, max(last, stop)
+            self._ranges.append((start, stop))
+        self._begin, self._piece = 0, memoryview(b"")
+
+    def preadv(self, buffers: Sequence[memoryview], at: int) -> int:
+        """Read bytes from position ``at`` into the first buffer, as ``os.preadv`` does."""
+        if not self._begin <= at < self._begin + len(self._piece):
+            index = bisect.bisect(self._ranges, at, key=lambda pair: pair[0]) - 1
+            stop = min(at + _REQUEST, self._ranges[index][1])
+            self._begin, self._piece = at, memoryview(self._path.read_bytes(at, stop))
+        content = self._piece[at - self._begin :][: len(buffers[0])]
+        buffers[0][: len(content)] = content
+        return len(content)
 
 
 class RawFile:
@@ -225,79 +236,3 @@ def open_summed(
         return
     with open(path, "rb", buffering=0) as stream:
         yield SummedFile(stream, path, sums, size)
-
-
-# ---- Values of a tensor as bytes, in pieces that fit a processor's cache -------------------------
-
-
-_PIECE = 1 << 20
-_STAGED = 32 << 20  # bytes that a GPU copies at a time: enough for the speed of its bus
-
-
-def rows_at_once(row_bytes: int, nbytes: int = _PIECE) -> int:
-    """Return the number of rows of ``row_bytes`` bytes that are about ``nbytes``.
-
-    They end at the end of a block if the first of them begins at the beginning of one.
-    """
-    aligned_rows = BLOCK // math.gcd(BLOCK, row_bytes)
-    return aligned_rows * max(1, nbytes // (aligned_rows * row_bytes))
-
-
-def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the values row by row; every piece but the last ends where a block ends.
-
-    A piece is valid until the next one is requested.
-    """
-    if not values.numel():
-        return
-    if values.is_cpu and values.is_contiguous():
-        yield from _cut(values)
-        return
-    row_bytes = values[0].numel() * values.element_size()
-    if values.is_cuda:
-        for part in _staged(values, rows_at_once(row_bytes, _STAGED)):
-            yield from _cut(part)
-        return
-    count = rows_at_once(row_bytes)
-    buffer = torch.empty_like(values[:count], device="cpu", memory_format=torch.contiguous_format)
-    for rows in values.split(count):
-        part = buffer[: len(rows)]
-        if rows.is_cpu and rows.stride(-1) == 1:  # torch copies short rows at half the speed
-            np.copyto(part.view(torch.uint8).numpy(), rows.view(torch.uint8).numpy())
-        else:
-            part.copy_(rows)
-        yield as_bytes(part)
-
-
-def _cut(values: torch.Tensor) -> Iterator[memoryview]:
-    content = as_bytes(values)
-    for begin in range(0, len(content), _PIECE):
-        yield content[begin : begin + _PIECE]
-
-
-def _staged(values: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """Yield ``count`` rows of a GPU's tensor at a time, while it copies the next ones.
-
-    Rows are valid until the next ones are requested. There are two buffers in page-locked memory.
-    """
-    shape, buffers = (min(count, len(values)), *values.shape[1:]), list[torch.Tensor]()
-    pending: torch.Tensor | None = None
-    event = torch.cuda.Event()
-    for index, rows in enumerate(values.split(count)):
-        if len(buffers) < 2:
-            buffers.append(torch.empty(shape, dtype=values.dtype, pin_memory=True))
-        if pending is not None:
-            event.synchronize()
-        part = buffers[index % 2][: len(rows)].copy_(rows, non_blocking=True)
-        event.record()
-        if pending is not None:
-            yield pending
-        pending = part
-    event.synchronize()
-    assert pending is not None
-    yield pending
-
-
-def as_bytes(values: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
-    return values.view(-1).view(torch.uint8).numpy().data

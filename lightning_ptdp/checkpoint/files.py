@@ -18,32 +18,6 @@ from typing import IO
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, is_url, located
 
-__all__ = [
-    "EXPORT_MARK",
-    "SAVE_NAME",
-    "EarlySync",
-    "absolute",
-    "check_apart",
-    "check_replaceable",
-    "discard",
-    "existing_paths",
-    "has_other_content",
-    "kind_of",
-    "leftover_of",
-    "leftovers",
-    "local_path",
-    "lock_name",
-    "new_number",
-    "open_synced",
-    "part_name",
-    "remove",
-    "replace",
-    "replacing",
-    "settled",
-    "sha256",
-    "sync_folder",
-]
-
 EXPORT_MARK = ".lightning-ptdp"
 """Empty file in an exported folder.
 

@@ -32,8 +32,6 @@ from lightning_ptdp.checkpoint.metadata import (
 from lightning_ptdp.checkpoint.remote_path import Place
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["Index", "StoredRectangle", "check_index", "encode_index", "open_index"]
-
 _FORMAT = "lightning-ptdp index"
 _SMALLEST = 48  # bytes; a rectangle needs more in a header of safetensors
 

@@ -25,20 +25,6 @@ from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
 from lightning_ptdp.checkpoint.reader import verify_checkpoint
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
 
-__all__ = [
-    "LATEST",
-    "OnDamage",
-    "checkpoint_times",
-    "choose_checkpoint",
-    "complete_checkpoints",
-    "is_folder_of_checkpoints",
-    "latest_follows",
-    "latest_leaves",
-    "is_dangling",
-    "mark_latest",
-    "written_at",
-]
-
 LATEST = "latest"
 _TRIES = 10
 OnDamage = Literal["previous", "refuse"]

@@ -15,8 +15,6 @@ from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.save_agreement import gather, same_outcome
 
-__all__ = ["Stored", "load_tensors", "renamed"]
-
 _SHOWN = 5
 
 

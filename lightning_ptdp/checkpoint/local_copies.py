@@ -26,8 +26,6 @@ from lightning_ptdp.checkpoint.checkpoint_error import (
 )
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
 
-__all__ = ["MODEL_FILES", "SETTING_FILES", "local_copy", "readable", "send"]
-
 SETTING_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MODEL_FILES = (*SETTING_FILES, "*.safetensors")
 """Files of a model's folder that are read."""

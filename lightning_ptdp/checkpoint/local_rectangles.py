@@ -16,18 +16,6 @@ from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = [
-    "Held",
-    "LocalRectangle",
-    "Tensors",
-    "check_cover",
-    "check_held",
-    "cut_strips",
-    "rectangles_of",
-    "share_out",
-]
-
-
 Tensors = Mapping[str, tuple[torch.Tensor, Placement]]
 _STRIPS = (8, 4, 2)
 _STRIP_BYTES = 1 << 20

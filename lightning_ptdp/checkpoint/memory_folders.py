@@ -27,15 +27,6 @@ from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.latest import checkpoint_times, written_at
 from lightning_ptdp.checkpoint.remote_path import Place, is_url
 
-__all__ = [
-    "LINK",
-    "MemoryFolder",
-    "check_memory",
-    "in_memory",
-    "newest_checkpoint",
-    "newest_first",
-]
-
 LINK = "memory"
 _ROOT = Path("/dev/shm")
 _BACK = "link"

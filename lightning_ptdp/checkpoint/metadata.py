@@ -44,24 +44,6 @@ from lightning_ptdp.checkpoint.checksums import (
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, located
 from lightning_ptdp.version import __version__
 
-__all__ = [
-    "DTYPES",
-    "INDEX_FILE",
-    "METADATA_FILE",
-    "README_FILE",
-    "STATE_FILE",
-    "CheckpointMetadata",
-    "FileEntry",
-    "Json",
-    "TensorEntry",
-    "check_json",
-    "read_metadata",
-    "read_sums",
-    "read_verified",
-    "write_metadata",
-    "write_small",
-]
-
 FORMAT = "lightning-ptdp checkpoint"
 _MOST_JSON = 1 << 26  # bytes
 FORMAT_VERSION = 4

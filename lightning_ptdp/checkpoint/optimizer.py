@@ -27,17 +27,6 @@ from lightning_ptdp.checkpoint.save_agreement import same_outcome
 from lightning_ptdp.checkpoint.single_file import optimizer_by_name
 from lightning_ptdp.parameters.placement import Placement
 
-__all__ = [
-    "keeps_history",
-    "load_history",
-    "load_indexed_optimizer",
-    "load_optimizer",
-    "merge_groups",
-    "optimizer_groups",
-    "optimizer_history",
-    "optimizer_tensors",
-]
-
 Names = Mapping[torch.nn.Parameter, str]
 Group = dict[str, Any]
 """Hyperparameters of a parameter group by name.

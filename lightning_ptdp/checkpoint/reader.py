@@ -33,9 +33,6 @@ from lightning_ptdp.checkpoint.remote_path import each, located
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle, runs
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-__all__ = ["MODEL", "TensorReader", "verify_checkpoint"]
-
-
 MODEL = "model/"
 """Prefix of the names of the model's tensors."""
 

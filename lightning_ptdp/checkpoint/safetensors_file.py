@@ -26,16 +26,6 @@ from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
 
-__all__ = [
-    "StoredTensor",
-    "header_of",
-    "is_storable",
-    "list_safetensors",
-    "open_safetensors",
-    "read_stored",
-    "write_safetensors",
-]
-
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.checkpoint import data_files, files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.files import check_apart
@@ -26,7 +27,6 @@ from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
     README_FILE,
     STATE_FILE,
-    Json,
     check_json,
     write_metadata,
     write_small,
@@ -38,15 +38,6 @@ from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zer
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.saved_state import STATE, encode_state, read_state
 from lightning_ptdp.checkpoint.tagged_json import Encoded
-
-__all__ = [
-    "checked_content",
-    "reshard_checkpoint",
-    "save_checkpoint",
-    "save_rectangles",
-    "write_checkpoint",
-]
-
 
 README = """\
 This folder is one checkpoint of the whole model, written by lightning-ptdp. Any number of ranks can read it. torch.load() reads only files.

@@ -17,8 +17,6 @@ from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, StorageError, explain
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 
-__all__ = ["from_rank_zero", "gather", "is_rank_zero", "own_rank", "same_outcome"]
-
 T = TypeVar("T")
 _SHOWN = 3
 

@@ -32,8 +32,6 @@ from lightning_ptdp.checkpoint.metadata import INDEX_FILE, METADATA_FILE, README
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
 from lightning_ptdp.checkpoint.write_locks import Abandoned, WriteLock, writer_of
 
-__all__ = ["SaveFolders"]
-
 _TURN_S = 5.0
 _NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, README_FILE)
 

@@ -23,20 +23,6 @@ from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.checkpoint.tagged_json import Encoded, decode, encode
 
-__all__ = [
-    "LEFT_OUT",
-    "STATE",
-    "MapLocation",
-    "encode_state",
-    "left_out",
-    "mapped",
-    "read_state",
-    "separate_objects",
-    "warn_unread",
-    "with_objects",
-]
-
-
 STATE = "state/"
 """Prefix of the names of the state's tensors."""
 MapLocation = Callable[..., Any] | torch.device | str | Mapping[str, str] | None

@@ -24,8 +24,6 @@ from lightning_ptdp.checkpoint.metadata import METADATA_FILE, TensorEntry
 from lightning_ptdp.checkpoint.saved_state import warn_unread
 from lightning_ptdp.checkpoint.tagged_json import decode, encode
 
-__all__ = ["PARAMETER_NAMES", "TYPES", "InMemory", "optimizer_by_name", "with_types", "write_file"]
-
 PARAMETER_NAMES = "lightning_ptdp_parameters"
 """Key of the names of each optimizer's parameters, group by group."""
 TYPES = "lightning_ptdp_types"

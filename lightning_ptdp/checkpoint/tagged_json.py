@@ -35,8 +35,6 @@ from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.metadata import DTYPES
 from lightning_ptdp.checkpoint.torch_file import load_saved
 
-__all__ = ["Encoded", "UnreadValue", "decode", "encode", "portable"]
-
 _MOST_VALUES, _MOST_DEPTH = 20_000_000, 100
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))

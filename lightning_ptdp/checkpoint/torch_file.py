@@ -19,8 +19,6 @@ import torch
 from lightning_ptdp.base.checked_json import Misfit
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 
-__all__ = ["load_saved"]
-
 _MOST_PICKLE, _SPARE = 1 << 26, 1 << 26
 
 

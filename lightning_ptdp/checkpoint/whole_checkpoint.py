@@ -30,15 +30,6 @@ from lightning_ptdp.checkpoint.saved_state import (
 )
 from lightning_ptdp.checkpoint.tagged_json import portable
 
-__all__ = [
-    "StoredOptimizers",
-    "StoredWeights",
-    "is_checkpoint",
-    "read_full",
-    "read_whole",
-    "to_lightning_file",
-]
-
 
 class StoredWeights(MutableMapping[str, Tensor]):
     """The ``state_dict`` of the whole model, read tensor by tensor on access.

@@ -31,8 +31,6 @@ from typing import IO
 from lightning_ptdp.base.file_locks import locked, wait_for_lock
 from lightning_ptdp.checkpoint import files
 
-__all__ = ["Abandoned", "LockHolder", "WriteLock", "writer_of"]
-
 _TOUCHED_EVERY_S = 5.0
 _UNCHANGED_S = 120.0
 _RECORD_S = 1.0  # time in which the process that created the file has locked and filled it

@@ -197,10 +197,12 @@ def _measure(cli: _BenchCLI, data: LightningDataModule | None) -> BenchResult | 
 
 def _measure_elsewhere(arguments: Sequence[str], options: Sequence[str]) -> BenchResult:
     """Measure another layout in a separate process, with its own memory and its own workers."""
-    command = "import sys; from lightning_ptdp.cli import main; sys.exit(main())"
     argv = ["bench", *arguments, *options, "--compare=null", "--json"]
     completed = subprocess.run(
-        [sys.executable, "-c", command, *argv], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "lightning_ptdp", *argv],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if completed.returncode != 0:
         messages = completed.stderr.strip().splitlines() or ["it failed"]

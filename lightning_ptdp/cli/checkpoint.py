@@ -9,6 +9,8 @@ import zipfile
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from rich.filesize import decimal
+
 from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
 from lightning_ptdp.cli.error_messages import UserError
 
@@ -104,7 +106,7 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"{path}: damaged", flush=True)
         else:
             print(
-                f"{path}: undamaged, {_size(sum(entry.size for entry in metadata.files.values()))}",
+                f"{path}: undamaged, {decimal(sum(entry.size for entry in metadata.files.values()))}",
                 flush=True,
             )
     if failed:
@@ -132,7 +134,7 @@ def _reshard(options: argparse.Namespace) -> int:
         reshard_checkpoint(**arguments | {"source": source, "dtype": dtype_of(options.dtype)})
     entries = read_metadata(options.destination).files
     print(
-        f"written: {options.destination} ({_size(sum(entry.size for entry in entries.values()))} "
+        f"written: {options.destination} ({decimal(sum(entry.size for entry in entries.values()))} "
         f"in {len(entries) + 1} files)"
     )
     return 0
@@ -176,14 +178,8 @@ def _shown(value: object) -> str:
         return str(value)
     return (
         ", ".join(
-            f"{key} {_size(item) if isinstance(item, int) else item}" for key, item in value.items()
+            f"{key} {decimal(item) if isinstance(item, int) else item}"
+            for key, item in value.items()
         )
         or "none"
     )
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

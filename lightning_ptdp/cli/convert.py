@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
+from typing import Any
 
+from lightning_ptdp.base.errors import one_line
+from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
 from lightning_ptdp.cli.error_messages import UserError
 
@@ -26,6 +30,7 @@ examples:
   ptdp convert bert-hf start.ckpt --names hf           for a LightningModule with self.model = BertForMaskedLM(…)
   ptdp convert runs/last.ckpt model.safetensors --prefix model."""
 _KINDS = ("checkpoint", "huggingface", "adapter", "state_dict", "lightning")
+_CARD = "README.md"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -55,9 +60,7 @@ def run(verb: str, arguments: list[str]) -> int:
                 f"{args['destination']} would be of the kind {result!r}"
             )
     if repository is not None:
-        from lightning_ptdp.cli.hub import make_repository, push_folder
-
-        client = make_repository(repository)
+        client = _make_repository(repository)
     kind = convert(**args | {"dtype": dtype_of(args["dtype"])}, shard_bytes=shard_bytes)
     print(f"written: {args['destination']} ({kind})")
     if verify:
@@ -78,7 +81,7 @@ def run(verb: str, arguments: list[str]) -> int:
         )
         print(f"registered: {call}, store {uri}")
     if repository is not None:
-        push_folder(client, repository, args["destination"], source=args["source"])
+        _push_folder(client, repository, args["destination"], source=args["source"])
         print(f"uploaded: {repository}")
     return 0
 
@@ -170,3 +173,59 @@ def _bytes(text: str) -> int:
     if match is None or float(match.group(1)) * _UNITS[match.group(2).upper()] < 1:
         raise UserError(f"--shard_size {text} is not a size. Use a form like 500MB or 5GB")
     return int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+
+
+def _make_repository(repository: str) -> Any:
+    """Make a private repository, unless it exists, and return the client of the Hub.
+
+    Raises:
+        UserError: There is no token, or the Hub does not answer or refuses.
+    """
+    import_optional("transformers")  # installs huggingface_hub
+    hub = import_optional("huggingface_hub")
+    if hub.get_token() is None:
+        raise UserError(
+            f"--push_to_hub {repository} needs a token of the Hugging Face Hub. Run hf auth login, "
+            "or set HF_TOKEN"
+        )
+    client = hub.HfApi()
+    try:
+        client.create_repo(repository, private=True, exist_ok=True)
+    except Exception as error:  # of HTTP, of the connection, of the name
+        raise UserError(
+            f"--push_to_hub {repository}: the Hub does not accept it ({one_line(error)}). Check its "
+            "name (user/model), the token's permission to write, and the network"
+        ) from error
+    return client
+
+
+def _push_folder(client: Any, repository: str, folder: str, *, source: str) -> None:
+    """Upload a folder, and a model card if the repository has none.
+
+    Raises:
+        UserError: The upload failed; the folder remains.
+    """
+    try:
+        if not client.file_exists(repository, _CARD):
+            card = _model_card(repository, source).encode()
+            client.upload_file(path_or_fileobj=card, path_in_repo=_CARD, repo_id=repository)
+        client.upload_folder(repo_id=repository, folder_path=folder)
+    except Exception as error:
+        raise UserError(
+            f"{folder} is written, but its upload failed ({one_line(error)}). Try again with: "
+            f"hf upload {repository} {folder}"
+        ) from error
+
+
+def _model_card(repository: str, source: str) -> str:
+    """Return a model card with the layout and the steps of the checkpoint ``source``."""
+    from lightning_ptdp.checkpoint import read_metadata
+    from lightning_ptdp.checkpoint.metadata import METADATA_FILE
+
+    run = read_metadata(source).run if Path(source, METADATA_FILE).is_file() else {}
+    names = {"layout": "layout", "global_step": "steps"}
+    lines = "".join(f"\n- {label}: {run[key]}" for key, label in names.items() if key in run)
+    return (
+        "---\nlibrary_name: transformers\ntags: [lightning-ptdp]\n---\n\n"
+        f"# {repository.rpartition('/')[2]}\n\nTrained with lightning-ptdp.\n{lines}\n"
+    )

@@ -24,15 +24,13 @@ from lightning_ptdp.cli.imports import uncollected
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.cli.short_help import short_help
+from lightning_ptdp.cli.verb_options import CONFIGURED
 from lightning_ptdp.version import __version__
 
 # Verb -> (module with a function run(verb, arguments), summary for --help). Nothing here may import
 # torch, because --help must be quick.
 _RUN = "lightning_ptdp.cli.run"
-_BENCH = "lightning_ptdp.cli.bench"
-_VERIFY = "lightning_ptdp.cli.verify"
 _WRITE = "lightning_ptdp.cli.generate"
-_CONFIGURED = (_RUN, _BENCH, _VERIFY)
 VERBS = {
     "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
     "validate": (_RUN, "evaluate a checkpoint on the validation data"),
@@ -69,11 +67,11 @@ VERBS = {
         "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png",
     ),
     "verify": (
-        _VERIFY,
+        "lightning_ptdp.cli.verify",
         "compare some steps of a layout with one process: ptdp verify --config gpt/nano",
     ),
     "bench": (
-        _BENCH,
+        "lightning_ptdp.cli.bench",
         "measure training steps: ptdp bench --config gpt/nano [--compare 't2 p2, p4']",
     ),
     "doctor": (
@@ -135,7 +133,7 @@ def _run(arguments: list[str]) -> int:
     words = arguments[1:]
     if verb == "fit" and wants_launcher(words):
         name = "lightning_ptdp.cli.launcher"
-    if name in _CONFIGURED:
+    elif verb in CONFIGURED:
         if {"-h", "--help"} & {*words}:
             if "all" not in words:
                 print(short_help(verb, [word for word in words if word not in ("-h", "--help")]))

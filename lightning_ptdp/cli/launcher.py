@@ -169,8 +169,10 @@ def run(verb: str, arguments: list[str]) -> int:
     if options.dry_run:
         print(script, end="")
         return 0
-    command = _SUBMITS.get(options.launcher)
-    return _start(script) if command is None else _submit(script, command)
+    if options.launcher in _SUBMITS:
+        return _submit(script, _SUBMITS[options.launcher])
+    # The child also receives Ctrl-C from the terminal, and ends its workers.
+    return subprocess.run(["bash", "-c", script], check=False).returncode
 
 
 def _check_launcher(options: argparse.Namespace, known: argparse.ArgumentParser) -> None:
@@ -194,11 +196,6 @@ def _submit(script: str, command: Sequence[str]) -> int:
             "or print the script with --dry-run"
         )
     return subprocess.run(command, input=script, text=True, check=False).returncode
-
-
-def _start(script: str) -> int:
-    # The child also receives Ctrl-C from the terminal, and ends its workers.
-    return subprocess.run(["bash", "-c", script], check=False).returncode
 
 
 def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:

@@ -83,12 +83,9 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
     """Return True if a GPT does not describe the configured class: a user's, or one with images."""
-    size_options = {field for field, _ in SIZES.values() if getattr(options, field) is not None} - {
-        "sequence_length"
-    }
     path = str((config.get("model") or {}).get("class_path", ""))
     is_ours = path.startswith("lightning_ptdp.") and not path.endswith("LitImageTextToText")
-    return "." in path and not is_ours and not size_options
+    return "." in path and not is_ours and not _sizes(options).keys() - {"sequence_length"}
 
 
 def _followed(
@@ -142,11 +139,7 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig 
     from lightning_ptdp.models.pretrained_folder import config_of_sizes
     from lightning_ptdp.planner import gpt_sizes
 
-    size_options = {
-        field: getattr(options, field)
-        for field, _ in SIZES.values()
-        if getattr(options, field) is not None
-    }
+    size_options = _sizes(options)
     missing = [f"--{name}" for name in _NEEDED if SIZES[name][0] not in size_options]
     inner = _inner(config, "model")
     sizes = inner.get("config")
@@ -179,6 +172,12 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig 
                 f"{'BERT' if is_bert else 'GPT'}{nearest(name, fields)}"
             )
     return kind(**{**sizes, **size_options})
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the sizes on the command line, by their fields of GPTConfig."""
+    fields = ((field, getattr(options, field)) for field, _ in SIZES.values())
+    return {field: value for field, value in fields if value is not None}
 
 
 def _of_path(path: str) -> GPTConfig | BertConfig:

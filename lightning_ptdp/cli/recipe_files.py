@@ -26,25 +26,17 @@ def recipe_folder() -> Path:
     )
 
 
-def is_shared(name: str) -> bool:
-    """Return True if a recipe only serves as the base of other recipes.
-
-    The name of such a recipe ends with ``common``.
-    """
-    return name.endswith("common")
-
-
 def recipe_names(*, shared: bool = False) -> list[str]:
     """Return the sorted names of all recipes, such as ``gpt/nano``.
 
     Args:
-        shared: Include the recipes that only serve as bases.
+        shared: Include the recipes that only serve as bases, whose names end with ``common``.
     """
     folder = recipe_folder()
     names = sorted(
         path.relative_to(folder).as_posix().removesuffix(".yaml") for path in folder.rglob("*.yaml")
     )
-    return [name for name in names if shared or not is_shared(name)]
+    return [name for name in names if shared or not name.endswith("common")]
 
 
 def find_config(name: str, *, said: str = "--config ", beside: Path | None = None) -> Path:

@@ -21,9 +21,6 @@ from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.cli.inheritance import leaves, short, value_at
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
-__all__ = ["Experiment", "Found", "differences", "experiment_of", "find_newest", "was_requeued"]
-
-
 _SHOWN = 3
 
 

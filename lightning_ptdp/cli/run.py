@@ -23,7 +23,6 @@ from lightning_ptdp.base.output import survive_closed_output
 from lightning_ptdp.callbacks import (
     ExportHuggingFace,
     PredictionWriter,
-    RunRecord,
     RunReport,
     WriteSamples,
 )
@@ -43,7 +42,7 @@ from lightning_ptdp.cli.run_checks import (
 from lightning_ptdp.generation import Sampling
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.shims.lightning import load_only_named_checkpoints
-from lightning_ptdp.world.launched import launched_processes
+from lightning_ptdp.world.rendezvous_address import launched_processes
 
 
 def run(verb: str, arguments: list[str]) -> int:
@@ -106,7 +105,7 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
         )
     check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=True)
     if weights is not None:
-        check_weights("--init_from", weights, cli.model)
+        check_weights(weights, cli.model)
     read = [cli.values.get(name) for name in ("model", "data", "init_from")]
     for callback in cli.trainer.callbacks:
         if isinstance(callback, ExportHuggingFace):
@@ -177,7 +176,11 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
             with ending_workers(cli.trainer):
                 cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
         except BaseException:
-            _print_leftovers(RunReport.read(cli.report.file))
+            record = RunReport.read(cli.report.file)
+            if record is not None and not record.finished:
+                print(
+                    "\ntraining ended early", *record.lines(), sep="\n", file=sys.stderr, flush=True
+                )
             raise
     return 0
 
@@ -223,8 +226,3 @@ def _launches(trainer: Trainer) -> bool:
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return environment is None or not environment.creates_processes_externally
-
-
-def _print_leftovers(record: RunRecord | None) -> None:
-    if record is not None and not record.finished:
-        print("\ntraining ended early\n" + "\n".join(record.lines()), file=sys.stderr, flush=True)

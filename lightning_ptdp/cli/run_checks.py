@@ -10,12 +10,13 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
+from lightning_ptdp.callbacks.step_metrics import replicas
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     OnDamage,
@@ -90,7 +91,7 @@ def check_data(trainer: Trainer, datamodule: LightningDataModule | None) -> None
         DataError: The data do not meet these conditions.
     """
     if isinstance(datamodule, StreamDataModule):
-        datamodule.check(num_replicas=_replicas(trainer))
+        datamodule.check(num_replicas=replicas(trainer))
 
 
 def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule | None) -> None:
@@ -110,18 +111,13 @@ def check_validation_interval(trainer: Trainer, datamodule: LightningDataModule 
         or trainer.check_val_every_n_epoch is None
     ):
         return
-    batches = datamodule.num_training_batches(num_replicas=_replicas(trainer))
+    batches = datamodule.num_training_batches(num_replicas=replicas(trainer))
     if trainer.limit_val_batches and interval > batches:
         raise UserError(
             f"trainer.val_check_interval={interval} is longer than an epoch, which has "
             f"{batches} batches. Use {batches} or less, or count over epochs with "
             "--trainer.check_val_every_n_epoch null"
         )
-
-
-def _replicas(trainer: Trainer) -> int:
-    layout = getattr(trainer.strategy, "layout", None)
-    return 1 if layout is None else int(layout.num_replicas)
 
 
 def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> None:
@@ -132,7 +128,7 @@ def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> 
     Raises:
         UserError: The path is not a checkpoint, or a checkpoint to resume from holds only weights.
     """
-    if path is None or path in _KEYWORDS or path.startswith("http"):
+    if not _is_path(path):
         return
     place = located(path)
     if not place.exists():
@@ -173,8 +169,8 @@ def check_checkpoint(field: str, path: str | None, *, resumes: bool = False) -> 
         )
 
 
-def check_weights(field: str, path: str, model: LightningModule) -> None:
-    """Check that initial weights exist and have the model's names and shapes.
+def check_weights(path: str, model: LightningModule) -> None:
+    """Check that the weights of ``--init_from`` exist and have the model's names and shapes.
 
     Names and shapes are compared as far as they are known before launch.
 
@@ -182,6 +178,7 @@ def check_weights(field: str, path: str, model: LightningModule) -> None:
         UserError: The weights do not fit. The message names one of them.
         CheckpointError: The weights are damaged.
     """
+    field = "--init_from"
     place = readable(path)
     if reads_as_huggingface(place):
         tensors: Mapping[str, Any] | None = (
@@ -209,7 +206,7 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
         UserError: The checkpoint belongs to another model.
         CheckpointError: It is incomplete, and no earlier checkpoint may replace it.
     """
-    if path is None or path in _KEYWORDS or path.startswith("http"):
+    if not _is_path(path):
         return
     if located(path).is_file():
         # Lightning reads more file types, and reports their errors
@@ -220,6 +217,13 @@ def _check_resumed(path: str | None, model: LightningModule, *, on_damage: OnDam
         warnings.simplefilter("ignore")  # the strategy itself warns of a damaged checkpoint
         chosen = choose_checkpoint(path, on_damage=on_damage, verify=read_metadata)
     _check_shapes("--ckpt_path", str(chosen), read_metadata(chosen).tensors, model)
+
+
+def _is_path(checkpoint: str | None) -> TypeGuard[str]:
+    """Return True for a file or folder, and False for nothing, a keyword or a web address."""
+    return (
+        checkpoint is not None and checkpoint not in _KEYWORDS and not checkpoint.startswith("http")
+    )
 
 
 def _tensors_of_file(file: Place) -> dict[str, Any]:

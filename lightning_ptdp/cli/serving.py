@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias, TypeVar
 
@@ -49,20 +49,20 @@ Ranks treat a longer silence as the loss of a rank.
 """
 
 
+@dataclass(eq=False)
 class Continuation(Callback):
     """A callback that prints a prompt and its continuation."""
 
-    def __init__(self, tokenizer: TextTokenizer, sampling: Sampling, *, prompt: str) -> None:
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._prompt = prompt
+    tokenizer: TextTokenizer
+    sampling: Sampling
+    prompt: str
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Generate the continuation and print it on rank 0."""
-        row = on_rank_zero(trainer, lambda: self._tokenizer.encode(self._prompt))
-        written = _timed(trainer, pl_module, row, self._sampling, self._tokenizer)
+        row = on_rank_zero(trainer, lambda: self.tokenizer.encode(self.prompt))
+        written = _timed(trainer, pl_module, row, self.sampling, self.tokenizer)
         if trainer.is_global_zero:
-            print(self._tokenizer.decode([*row, *written]), flush=True)
+            print(self.tokenizer.decode([*row, *written]), flush=True)
 
 
 class Chat(Callback):

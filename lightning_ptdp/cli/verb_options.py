@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class VerbOption:
     """An option ``--name``.
 
     Attributes:
         name: Name without dashes.
         type: Type of its value; None if the option takes no value.
-        default: Value if the option is not given.
         text: Text of the help.
+        default: Value if the option is not given.
     """
 
     name: str
     type: Any
-    default: object = None
     text: str
+    default: object = None
 
 
 DESCRIPTIONS = {
@@ -43,73 +43,64 @@ DESCRIPTIONS = {
 CONFIGURED = tuple(DESCRIPTIONS)
 
 _CKPT_PATH = VerbOption(
-    name="ckpt_path",
-    type=str | None,
-    text="Checkpoint to resume from (fit: with the complete training state) or to evaluate.",
+    "ckpt_path",
+    str | None,
+    "Checkpoint to resume from (fit: with the complete training state) or to evaluate.",
 )
 _OPTIONS = {
     "fit": (
         VerbOption(
-            name="resume",
-            type=Literal["auto"] | None,
-            text="auto: resume from the newest complete checkpoint of this experiment in the "
+            "resume",
+            Literal["auto"] | None,
+            "auto: resume from the newest complete checkpoint of this experiment in the "
             "configuration's folders (trainer.default_root_dir, the loggers' and "
             "ModelCheckpoint's). If there is none, start a new training, or resume from "
             "--ckpt_path if it is set.",
         ),
         VerbOption(
-            name="init_from",
-            type=str | None,
-            text="Checkpoint or Hugging Face folder with the initial weights, as for "
+            "init_from",
+            str | None,
+            "Checkpoint or Hugging Face folder with the initial weights, as for "
             "fine-tuning. For other names use the callback InitFrom.",
         ),
         VerbOption(
-            name="export",
-            type=str | None,
-            text="Hugging Face folder to export to at the end, written by all ranks together. "
+            "export",
+            str | None,
+            "Hugging Face folder to export to at the end, written by all ranks together. "
             "To export every checkpoint or another dtype, use the callback ExportHuggingFace.",
         ),
     ),
     "predict": (
         VerbOption(
-            name="output",
-            type=str | None,
-            text="Output file with one line per sample; null to print the lines.",
+            "output", str | None, "Output file with one line per sample; null to print the lines."
         ),
     ),
     "verify": (
-        VerbOption(name="steps", type=int, default=3, text="Number of compared optimizer steps."),
+        VerbOption("steps", int, "Number of compared optimizer steps.", 3),
         VerbOption(
-            name="blocks",
-            type=int | None,
-            text="Number of blocks of the model to keep; null for as many as one process can hold.",
+            "blocks",
+            int | None,
+            "Number of blocks of the model to keep; null for as many as one process can hold.",
         ),
-        VerbOption(
-            name="limit_s",
-            type=float,
-            default=600.0,
-            text="Time limit of each training in seconds.",
-        ),
-        VerbOption(name="output", type=str | None, text="File for a plot (.png) of the errors."),
+        VerbOption("limit_s", float, "Time limit of each training in seconds.", 600.0),
+        VerbOption("output", str | None, "File for a plot (.png) of the errors."),
     ),
     "bench": (
+        VerbOption("warmup", int, "Steps before the measured ones; at least 1.", 3),
+        VerbOption("steps", int, "Number of measured steps.", 10),
         VerbOption(
-            name="warmup", type=int, default=3, text="Steps before the measured ones; at least 1."
-        ),
-        VerbOption(name="steps", type=int, default=10, text="Number of measured steps."),
-        VerbOption(
-            name="peak_tflops",
-            type=float | None,
-            text="TFLOP/s of one device, for MFU; null for those of its data sheet.",
+            "peak_tflops",
+            float | None,
+            "TFLOP/s of one device, for MFU; null for those of its data sheet.",
         ),
         VerbOption(
-            name="compare",
-            type=str | None,
-            text="Additional layouts, separated by commas, such as 't2 p2, p4 v2', with the "
+            "compare",
+            str | None,
+            "Additional layouts, separated by commas, such as 't2 p2, p4 v2', with the "
             "same number of samples per step where possible. Sizes that are not named "
             "are 1; data parallelism uses the remaining devices.",
         ),
-        VerbOption(name="json", type=None, default=False, text="Print the output as JSON."),
+        VerbOption("json", None, "Print the output as JSON.", False),
     ),
 }
 

@@ -29,8 +29,7 @@ from lightning_ptdp.data.mixture_datamodule import CorpusOptions, MixtureDataMod
 from lightning_ptdp.data.mixture_stream import MixtureStream
 from lightning_ptdp.data.preference_datamodule import PreferenceDataModule
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
-from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
-from lightning_ptdp.data.remote import fetch
+from lightning_ptdp.data.prepared_datamodule import PreparedDataModule, fetch
 from lightning_ptdp.data.stream import TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer

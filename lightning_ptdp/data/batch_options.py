@@ -8,8 +8,6 @@ from typing import TypedDict
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 
-__all__ = ["BatchOptions", "RampUpOptions"]
-
 _MICRO_BATCH_SIZE = 8
 
 

@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_ptdp.base.option_types import Count, Size, check_arguments
+from lightning_ptdp.base.option_types import (
+    Count,
+    Size,
+    check_arguments,
+    check_fraction,
+    check_integer,
+)
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.datamodule import TextDataModule
 from lightning_ptdp.data.manifest import Manifest, SplitName
-from lightning_ptdp.data.number_checks import check_fraction, check_integer
 from lightning_ptdp.data.pairs import (
     LEAST_TOKENS,
+    SPECIAL_PIECES,
     Draws,
     PairObjective,
+    WordVocabulary,
     choose_words,
     draw_pair,
     find_windows,
@@ -27,9 +34,6 @@ from lightning_ptdp.data.pairs import (
 )
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES, WordVocabulary
-
-__all__ = ["BertDataModule", "BertStream"]
 
 
 class BertDataModule(TextDataModule):

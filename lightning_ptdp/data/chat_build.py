@@ -31,8 +31,6 @@ from lightning_ptdp.data.split import score
 from lightning_ptdp.data.token_store import CHUNK_TOKENS, mark_sample, write_chunks
 from lightning_ptdp.data.worker_processes import Reporter, ordered_map
 
-__all__ = ["IMAGES_FILE", "ROWS_AT_ONCE", "ChatConfig"]
-
 ROWS_AT_ONCE = 256
 """Rows that a process tokenizes together, and in which columns are looked for."""
 IMAGES_FILE = "images.json"

@@ -16,8 +16,6 @@ from lightning_ptdp.data.chat_stream import ChatStream, TooLong
 from lightning_ptdp.data.manifest import SPLITS, SplitName
 from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
 
-__all__ = ["ChatDataModule"]
-
 _log = logging.getLogger(__name__)
 
 
@@ -102,8 +100,7 @@ class ChatDataModule(PreparedDataModule):
             num_workers=prepare_workers,
         )
         if data_dir is None and tokenizer_dir is not None:
-            data_dir = config.folder
-        config = replace(config, output=data_dir or "")
+            config = replace(config, output=config.folder)
         super().__init__(prepare_config=config, verify_hashes=verify_hashes, **kwargs)
         # Checkpoints name the data folder, which contains the tokenizer.
         self.save_hyperparameters()

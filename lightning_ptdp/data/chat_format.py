@@ -28,8 +28,6 @@ from lightning_ptdp.data.conversations import Conversation, FaultyRow, texts_of
 from lightning_ptdp.data.data_error import TokenizerError, reading
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 
-__all__ = ["LIMIT_S", "ChatFormat", "Learn", "read_template"]
-
 Learn: TypeAlias = Literal["answers", "last_answer"]
 
 LIMIT_S = 10.0

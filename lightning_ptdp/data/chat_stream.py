@@ -30,9 +30,6 @@ from lightning_ptdp.data.manifest import Form, Manifest, SplitName
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
 from lightning_ptdp.data.token_store import sample_starts, unmark
 
-__all__ = ["ChatStream", "TooLong", "pack"]
-
-
 TooLong: TypeAlias = Literal["cut", "drop", "error"]
 
 

@@ -23,8 +23,6 @@ from lightning_ptdp.data.corpus import Corpus, list_files
 from lightning_ptdp.data.data_error import CorpusError
 from lightning_ptdp.data.file_pieces import parse_row
 
-__all__ = ["Columns", "Conversation", "FaultyRow", "chat_files", "read_rows", "said", "texts_of"]
-
 Conversation = list[dict[str, Any]]
 """Messages, each a mapping with ``role`` and ``content``."""
 

@@ -22,16 +22,6 @@ from lightning_ptdp.checkpoint.local_copies import local_copy
 from lightning_ptdp.data.data_error import CorpusError, reading
 from lightning_ptdp.data.file_pieces import CorpusFile, FilePiece, cut_lines, cut_text, parse_row
 
-__all__ = [
-    "DEFAULT_SUFFIXES",
-    "Corpus",
-    "Document",
-    "ReadReport",
-    "Source",
-    "Undecodable",
-    "list_files",
-]
-
 Source: TypeAlias = str | Path | Sequence[str | Path] | None
 Undecodable: TypeAlias = Literal["replace", "skip", "error"]
 

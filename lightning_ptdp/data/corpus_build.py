@@ -33,7 +33,6 @@ from lightning_ptdp.data.worker_processes import Reporter, apart, ordered_map
 if TYPE_CHECKING:
     from lightning_ptdp.data.datamodule import PrepareConfig
 
-__all__ = ["Builder"]
 
 Part = tuple[FilePiece, ...]
 Result = TypeVar("Result")

@@ -12,8 +12,6 @@ from pathlib import Path
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.untrusted import reason
 
-__all__ = ["CorpusError", "DataError", "StoreError", "TokenizerError", "reading"]
-
 
 class DataError(PTDPError, ValueError):
     """The text, the tokenizer, the token store or a position in it cannot be used."""

@@ -7,20 +7,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_ptdp.base.option_types import Count, Size, check_arguments
+from lightning_ptdp.base.option_types import (
+    Count,
+    Size,
+    check_arguments,
+    check_fraction,
+    check_integer,
+)
 from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES, Corpus
 from lightning_ptdp.data.corpus_build import Builder
 from lightning_ptdp.data.data_error import TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import SplitName, SplitRecord, verify_store
-from lightning_ptdp.data.number_checks import check_fraction, check_integer
 from lightning_ptdp.data.prepare import Preparation
 from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.token_store import CHUNK_TOKENS
 from lightning_ptdp.data.worker_processes import Reporter
-
-__all__ = ["PrepareConfig", "TextDataModule"]
 
 
 class TextDataModule(PreparedDataModule):

@@ -18,16 +18,6 @@ from typing import Any, BinaryIO
 
 from lightning_ptdp.base.untrusted import parse_json
 
-__all__ = [
-    "CorpusFile",
-    "FilePiece",
-    "cut_lines",
-    "cut_text",
-    "grouped",
-    "listing_digest",
-    "parse_row",
-]
-
 _LOOK = 1 << 16
 
 

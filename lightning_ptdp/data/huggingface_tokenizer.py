@@ -26,8 +26,6 @@ from lightning_ptdp.data.data_error import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
 from lightning_ptdp.shims.transformers import TOKENIZER_FILES
 
-__all__ = ["TOKENIZER_FOLDER", "AnyTokenizer", "HuggingFaceTokenizer", "load_tokenizer"]
-
 TOKENIZER_FOLDER = "tokenizer"
 """Subfolder of a prepared folder that holds the tokenizer."""
 _READ = (

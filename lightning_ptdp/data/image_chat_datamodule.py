@@ -1,25 +1,183 @@
-"""Data module for conversations with images, whose pixels are read from the images' files."""
+"""Conversations with images: preparation, random access, and the data module.
+
+The tokens are stored, with as many image tokens as the processor gives each image. The images stay
+in their files, and are read and processed with each batch: pixels in float32 have 20 to 50 times
+the bytes of a compressed image, and processing takes a few milliseconds in the loader's workers.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.data.chat_build import IMAGES_FILE, ChatConfig
 from lightning_ptdp.data.chat_datamodule import ChatDataModule
+from lightning_ptdp.data.chat_format import ChatFormat
 from lightning_ptdp.data.chat_stream import ChatStream, TooLong
+from lightning_ptdp.data.conversations import (
+    Columns,
+    Conversation,
+    FaultyRow,
+    chat_files,
+    read_rows,
+    texts_of,
+)
 from lightning_ptdp.data.data_error import StoreError
-from lightning_ptdp.data.huggingface_processor import HuggingFaceProcessor
+from lightning_ptdp.data.huggingface_processor import (
+    HuggingFaceProcessor,
+    absolute,
+    image_size,
+    images_of,
+    open_image,
+)
 from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER
-from lightning_ptdp.data.image_chat_build import ImageChatConfig
-from lightning_ptdp.data.image_files import image_size
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
+from lightning_ptdp.data.token_store import mark_sample
+
+
+@dataclass(frozen=True)
+class ImageColumns(Columns):
+    """Names of the columns that hold a conversation, whose messages may have images."""
+
+    def conversation(self, row: Mapping[str, Any]) -> Conversation:
+        """Return the messages of a row, each with a list of texts and images.
+
+        Raises:
+            FaultyRow: An answer has no text, or a part is neither text nor image.
+        """
+        return [
+            {**message, "content": _parts(message.get("content"), number)}
+            for number, message in enumerate(super().conversation(row), start=1)
+        ]
+
+
+class ImageChatFormat(ChatFormat):
+    """Conversion of conversations with images.
+
+    The chat template writes one place for each image. The processor's text for the image, with as
+    many image tokens as the model computes features, then replaces the place::
+
+        of the template   <user><image>What?<assistant>A cat.<end>
+        with the images   <user><image><image><image><image>What?<assistant>A cat.<end>
+
+    The arguments are those of ``ChatFormat``, with a ``HuggingFaceProcessor`` as tokenizer.
+    """
+
+    # They are positions in the text before images replace their places.
+    reads_marks = False
+
+    def _compared(self, conversation: Conversation, text: str) -> tuple[np.ndarray, np.ndarray]:
+        processor, images = self._processor.processor, images_of(conversation)
+        parts = text.split(processor.image_token)
+        if len(parts) != len(images) + 1:
+            raise FaultyRow(
+                f"it has {len(images)} images, but the text of the chat template has "
+                f"{len(parts) - 1} places for them. Use a template that writes every image, and "
+                f"texts without {processor.image_token}"
+            )
+        spelled = ["", *self._processor.spelled(images)]
+
+        def expanded(prefix: str) -> str:
+            pieces = prefix.split(processor.image_token)
+            return "".join(new + piece for new, piece in zip(spelled, pieces, strict=False))
+
+        answers = [
+            (len(expanded(text[:start])), len(expanded(text[:stop])))
+            for start, stop in self._answers(conversation, text)
+        ]
+        # As in the processor: a template that writes the first token has written all of them.
+        bos = self._tokenizer.bos_token
+        ids, learned = self._masked(
+            expanded(text), answers, add_special_tokens=not (bos and text.startswith(bos))
+        )
+        return ids, learned & ~np.isin(ids, processor.image_token_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageChatConfig(ChatConfig):
+    """Source, destination and options of a preparation of conversations with images.
+
+    ``ImageChatDataModule`` documents the fields.
+    """
+
+    max_images: Size | None = None
+
+    form = "image_chat"
+    columns_class = ImageColumns
+    tokenizer_class = HuggingFaceProcessor
+    format_class = ImageChatFormat
+    checks_every_row = True
+    about = "colors"
+
+    def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows with absolute paths of images; without a path, those about colors."""
+        if path is None:
+            yield from _questions_about_colors()
+            return
+        for file in chat_files(path):
+            folder = file if file.is_dir() else file.parent
+            for row in read_rows(str(file), split=split):
+                yield absolute(row, folder)
+
+    def content(self, columns: Any, row: Mapping[str, Any]) -> Conversation:
+        """Return the messages of a row, whose images exist and are not too many."""
+        conversation: Conversation = columns.conversation(row)
+        images = images_of(conversation)
+        if self.max_images is not None and len(images) > self.max_images:
+            raise FaultyRow(f"it has {len(images)} images, more than max_images={self.max_images}")
+        for image in images:
+            open_image(image, decode=False)
+        return conversation
+
+    def encode(self, form: ChatFormat, content: Any) -> tuple[Any, np.ndarray, list[Any]]:
+        """Return the texts and names of images, the tokens with marks, and the images with sizes."""
+        images = images_of(content)
+        # Equal conversations are equal in any folder.
+        texts = [[message["role"], texts_of(message["content"])] for message in content]
+        names = [Path(image).name for image in images]
+        tokens = mark_sample(*form.encode(content))
+        return [texts, names], tokens, [[image, image_size(image)] for image in images]
+
+
+def _parts(content: object, number: int) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    parts = content if isinstance(content, list) else []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "image" and (kind != "text" or not isinstance(part.get("text"), str)):
+            raise FaultyRow(
+                f"message {number} has a part of the type {kind!r}, but only text and images are "
+                "learned. Use {'type': 'text', 'text': ...} and {'type': 'image', 'path': ...}"
+            )
+    return parts
+
+
+def _questions_about_colors() -> Iterator[dict[str, Any]]:
+    """Yield questions about images of one color each, some without an image."""
+    for color in product((0, 85, 170, 255), repeat=3):
+        pixels = b"P6 16 16 255 " + bytes(color) * 256  # in the format PPM
+        path = f"data:image/ppm;base64,{base64.b64encode(pixels).decode()}"
+        names = "red {} green {} blue {}".format(*color)
+        shown = [{"type": "image", "path": path}, {"type": "text", "text": "Which color?"}]
+        asked = shown if any(color[1:]) else f"Which color is {names}?"
+        yield {
+            "messages": [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": names},
+            ]
+        }
 
 
 class ImageChatStream(ChatStream):

@@ -11,15 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.base.option_types import Size, check_arguments, check_fraction
 from lightning_ptdp.data.data_error import StoreError, reading
 from lightning_ptdp.data.manifest import SplitName
-from lightning_ptdp.data.number_checks import check_fraction
 from lightning_ptdp.data.stream import BlockStream, SampleStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.token_store import Chunk, ChunkMap
-
-__all__ = ["IndexedDataModule", "IndexedFile", "IndexedSplit", "indexed_stream"]
 
 
 class IndexedDataModule(StreamDataModule):

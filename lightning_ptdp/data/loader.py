@@ -24,13 +24,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ptdp.base.option_types import Count, Size, check_types
+from lightning_ptdp.base.option_types import Count, Size, check_integer, check_types
 from lightning_ptdp.data.data_error import DataError
-from lightning_ptdp.data.number_checks import check_integer
 from lightning_ptdp.data.stream import PADDING, SampleStream
 from lightning_ptdp.world.batch_size import RampUp
-
-__all__ = ["EvaluationLoader", "TokenLoader"]
 
 Batch = dict[str, torch.Tensor]
 _STATE_VERSION = 1

@@ -23,18 +23,6 @@ from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER, load_tok
 from lightning_ptdp.data.token_store import INDEX_FILE, MARKS, ChunkMap, TokenType, read_chunks
 from lightning_ptdp.data.tokenizer import MODEL_FILE, RECORD_FILE, Tokenizer
 
-__all__ = [
-    "CorpusRecord",
-    "FileRecord",
-    "Form",
-    "Manifest",
-    "SplitName",
-    "SplitRecord",
-    "check_file",
-    "record_files",
-    "verify_store",
-]
-
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3
 _REMEDY = "Prepare the data again with overwrite, or copy the folder again"

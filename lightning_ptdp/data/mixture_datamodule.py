@@ -13,8 +13,6 @@ from lightning_ptdp.data.mixture_stream import MixtureStream, Turns
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
-__all__ = ["CorpusOptions", "MixtureDataModule"]
-
 
 class CorpusOptions(TypedDict):
     """One corpus of a mixture.

@@ -20,8 +20,6 @@ from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data.stream import PADDING, SampleStream, sample_order
 
-__all__ = ["MixtureStream", "Turns"]
-
 
 class MixtureStream(SampleStream):
     """Several streams as one.

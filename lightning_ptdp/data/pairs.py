@@ -1,4 +1,4 @@
-"""Windows of a token store, pairs of segments drawn from them, and masked words.
+"""Windows of a token store, pairs of segments drawn from them, and masked words, for a BERT.
 
 A window never spans two documents. A document is cut into windows of whole lines, each as large as
 possible. A window is cut between lines into two segments. The beginning and end of a segment
@@ -22,20 +22,7 @@ from typing import Literal
 import numpy as np
 
 from lightning_ptdp.base.random import derive_seed
-from lightning_ptdp.data.word_boundaries import WordVocabulary
-
-__all__ = [
-    "LEAST_TOKENS",
-    "Draws",
-    "PairObjective",
-    "Windows",
-    "choose_words",
-    "draw_pair",
-    "find_windows",
-    "number_to_predict",
-    "replace_tokens",
-]
-
+from lightning_ptdp.data.tokenizer import Tokenizer
 
 PairObjective = Literal["next", "swap"]
 LEAST_TOKENS = 8
@@ -80,9 +67,9 @@ def find_windows(chunks: Iterable[np.ndarray], *, end: int, newline: int, longes
             begin = stop + 1
         offset, document = offset + len(chunk), document + len(ends)
     return Windows(
-        starts=np.frombuffer(starts, np.int64) if starts else np.empty(0, np.int64),
-        lengths=np.frombuffer(lengths, np.int32) if lengths else np.empty(0, np.int32),
-        documents=np.frombuffer(documents, np.int64) if documents else np.empty(0, np.int64),
+        starts=np.asarray(starts),
+        lengths=np.asarray(lengths),
+        documents=np.asarray(documents),
     )
 
 
@@ -219,3 +206,79 @@ def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: WordVocabula
     return np.where(
         uniform < _MASKED, vocabulary.mask, np.where(uniform < _MASKED + _RANDOM, random, tokens)
     )
+
+
+# ---- Word boundaries of tokens, looked up by id without reading the text -------------------------
+
+CLS, SEP, MASK = "[CLS]", "[SEP]", "[MASK]"
+SPECIAL_PIECES = (CLS, SEP, MASK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordVocabulary:
+    """Properties of a tokenizer that masking needs.
+
+    A word is a run of letters, digits and underscores with the space before it. Every other
+    character is a word of its own, as is every newline and every run of spaces. A piece belongs to
+    the word of its first character.
+
+    Attributes:
+        pad, cls, sep, mask: Special ids.
+        end: Id that ends a document.
+        newline: Id of the newline.
+        ordinary: Ids that occur in text, int32.
+        begins: By id, whether a word begins with this piece.
+        closes: By id, whether a word begins after this piece.
+    """
+
+    pad: int
+    cls: int
+    sep: int
+    mask: int
+    end: int
+    newline: int
+    ordinary: np.ndarray
+    begins: np.ndarray
+    closes: np.ndarray
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> WordVocabulary:
+        """Read the properties of a tokenizer.
+
+        Raises:
+            TokenizerError: It has no [CLS], [SEP] or [MASK].
+        """
+        pieces = tokenizer.pieces
+        ends = [_ends_of(piece) for piece in pieces]
+        return cls(
+            pad=tokenizer.pad_id,
+            cls=tokenizer.control_id(CLS),
+            sep=tokenizer.control_id(SEP),
+            mask=tokenizer.control_id(MASK),
+            end=tokenizer.eos_id,
+            newline=pieces.index("\n"),
+            ordinary=np.array(
+                [index for index in range(len(pieces)) if tokenizer.is_text(index)], np.int32
+            ),
+            begins=np.array([not _continues(first) for first, _ in ends]),
+            closes=np.array([not _continues(last) for _, last in ends]),
+        )
+
+    def word_starts(self, tokens: np.ndarray) -> np.ndarray:
+        """Return positions at which words start, the first token included; int64, ascending."""
+        starts = self.begins[tokens]
+        starts[1:] |= self.closes[tokens[:-1]]
+        starts[:1] = True
+        return np.flatnonzero(starts)
+
+
+def _ends_of(piece: str) -> tuple[str, str]:
+    """Return the first and last character; a byte above 127 counts as a letter."""
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        value = int(piece[3:5], 16)
+        piece = chr(value) if value < 128 else "x"
+    return piece[0], piece[-1]
+
+
+def _continues(character: str) -> bool:
+    return character.isalnum() or character == "_"

@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning_ptdp.base.option_types import Size, check_types
+from lightning_ptdp.base.option_types import Size, check_fraction, check_types
 from lightning_ptdp.data.data_error import DataError, StoreError
 from lightning_ptdp.data.file_pieces import CorpusFile, listing_digest
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
@@ -44,11 +44,8 @@ from lightning_ptdp.data.manifest import (
     record_files,
     verify_store,
 )
-from lightning_ptdp.data.number_checks import check_fraction
 from lightning_ptdp.data.work_folder import work_folder
 from lightning_ptdp.data.worker_processes import Reporter
-
-__all__ = ["Preparation", "PreparedData", "check_prepare", "prepare"]
 
 Progress = Callable[[str], None]
 

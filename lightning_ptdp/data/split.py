@@ -16,8 +16,6 @@ import numpy as np
 from lightning_ptdp.data.corpus import Document
 from lightning_ptdp.data.data_error import CorpusError
 
-__all__ = ["Scan", "Split", "Survey", "scan", "score", "survey"]
-
 _AT_ONCE = 1 << 16  # documents whose numbers exist as Python objects at the same time
 _LINE_SEARCH = 1000  # characters before a cut in which it looks for the start of a line
 

@@ -25,17 +25,6 @@ from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.token_store import ChunkMap
 
-__all__ = [
-    "IGNORE_INDEX",
-    "PADDING",
-    "BlockStream",
-    "SampleStream",
-    "TokenStream",
-    "sample_order",
-    "sample_visits",
-]
-
-
 IGNORE_INDEX = -100
 """Label that losses ignore (the default of ``torch.nn.functional.cross_entropy``)."""
 

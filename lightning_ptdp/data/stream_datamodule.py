@@ -20,8 +20,6 @@ from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import SampleStream
 from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 
-__all__ = ["StreamDataModule", "replica_of"]
-
 Loader = TypeVar("Loader")
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,20 +21,6 @@ import numpy as np
 
 from lightning_ptdp.base.untrusted import inside, read_json
 from lightning_ptdp.data.data_error import StoreError, reading
-
-__all__ = [
-    "CHUNK_TOKENS",
-    "MARKS",
-    "Chunk",
-    "ChunkMap",
-    "TokenType",
-    "mark_sample",
-    "read_chunks",
-    "sample_starts",
-    "token_dtype",
-    "unmark",
-    "write_chunks",
-]
 
 INDEX_FILE = "index.json"
 TokenType = Literal["uint16", "int32"]
@@ -50,6 +35,7 @@ CHUNK_TOKENS = 1 << 22
 _MOST_TOKENS = 1 << 30  # of a chunk, because the format stores byte positions in four bytes
 _CHECKED = 1 << 22  # tokens at a time
 _MAPPED = 64  # chunks at a time: each needs an open file
+# Environment in which litdata sees a single process.
 _ALONE = {
     "DATA_OPTIMIZER_GLOBAL_RANK": "0",
     "DATA_OPTIMIZER_NUM_WORKERS": "1",
@@ -91,13 +77,15 @@ def write_chunks(
     All chunks have ``chunk_tokens`` tokens, except for a shorter last one. Equal tokens produce
     equal bytes. The folder appears with the first chunk.
     """
+    from unittest.mock import patch
+
     from litdata import TokensLoader
     from litdata.streaming.writer import BinaryWriter
 
     writer, total = None, 0
     for number, chunk in enumerate(_joined(runs, chunk_tokens, dtype)):
         if writer is None:
-            with _alone():
+            with patch.dict(os.environ, _ALONE):
                 writer = BinaryWriter(
                     str(folder), chunk_size=chunk_tokens, item_loader=TokensLoader()
                 )
@@ -255,21 +243,6 @@ class ChunkMap:
             return np.memmap(chunk.path, chunk.dtype, "r", chunk.offset, (chunk.tokens,))
         except (OSError, ValueError) as error:
             raise StoreError(f"{chunk.path} cannot be read: {error}") from error
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Make litdata objects that are created inside see a single process."""
-    before = {name: os.environ.get(name) for name in _ALONE}
-    os.environ.update(_ALONE)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _settle_index(path: Path) -> None:

@@ -18,14 +18,12 @@ from pathlib import Path
 from lightning_ptdp.base.untrusted import inside, read_bytes, read_json
 from lightning_ptdp.data.data_error import TokenizerError, reading
 
-__all__ = ["Tokenizer"]
-
 MODEL_FILE = "tokenizer.model"
 RECORD_FILE = "tokenizer.json"
 _RECORD_BYTES = 1 << 16
 _MODEL_BYTES = 1 << 23  # about 450,000 pieces
 _REMEDY = "Copy it again, or prepare the data again with overwrite"
-_PAD, _UNKNOWN, _BOS, _EOS = 0, 1, 2, 3
+_UNKNOWN = 1
 _SPACE_MARK = "\u2581"
 # Every ASCII character, spaces that a normalizer would remove, and characters of two, three and
 # four bytes.
@@ -45,17 +43,28 @@ class Tokenizer:
     Args:
         model: A serialized sentencepiece model, as ``train`` makes it.
 
+    Attributes:
+        model: The serialized sentencepiece model.
+        fingerprint: Hash of the pieces.
+
     Raises:
         TokenizerError: The bytes are not a complete model, or the model lacks pieces that make it
             lossless.
     """
+
+    pad_id = 0
+    """Id that fills up rows; it never occurs in a text."""
+    bos_id = 2
+    """Id of the beginning of a text."""
+    eos_id = 3
+    """Id that ends every document of a token store."""
 
     def __init__(self, model: bytes) -> None:
         import sentencepiece
 
         if not model:
             raise TokenizerError("the tokenizer model is empty (0 bytes)")
-        self._model = model
+        self.model = model
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
@@ -75,7 +84,7 @@ class Tokenizer:
         if (
             not all(map(self._processor.is_byte, self._mark_ids))
             or newline == _UNKNOWN
-            or self._processor.eos_id() != _EOS
+            or self._processor.eos_id() != self.eos_id
         ):
             raise TokenizerError(
                 "the sentencepiece model lacks byte pieces, the newline piece or end of document "
@@ -119,10 +128,10 @@ class Tokenizer:
                 allow_whitespace_only_pieces=True,
                 user_defined_symbols=["\n"],
                 control_symbols=list(control_symbols),
-                pad_id=_PAD,
+                pad_id=cls.pad_id,
                 unk_id=_UNKNOWN,
-                bos_id=_BOS,
-                eos_id=_EOS,
+                bos_id=cls.bos_id,
+                eos_id=cls.eos_id,
                 max_sentence_length=4 * _MAX_SENTENCE,
                 num_threads=_TRAIN_THREADS,
                 minloglevel=2,
@@ -169,38 +178,18 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.model``, and ``tokenizer.json`` with its hash, fingerprint and size."""
         record = {
-            "sha256": hashlib.sha256(self._model).hexdigest(),
+            "sha256": hashlib.sha256(self.model).hexdigest(),
             "fingerprint": self.fingerprint,
             "vocabulary_size": self.vocabulary_size,
         }
         Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, MODEL_FILE).write_bytes(self._model)
+        Path(folder, MODEL_FILE).write_bytes(self.model)
         Path(folder, RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
     @property
     def vocabulary_size(self) -> int:
         """Number of ids."""
         return int(self._processor.get_piece_size())
-
-    @property
-    def pad_id(self) -> int:
-        """Id that fills up rows; it never occurs in a text."""
-        return _PAD
-
-    @property
-    def bos_id(self) -> int:
-        """Id of the beginning of a text."""
-        return _BOS
-
-    @property
-    def eos_id(self) -> int:
-        """Id that ends every document of a token store."""
-        return _EOS
-
-    @property
-    def model(self) -> bytes:
-        """The serialized sentencepiece model."""
-        return self._model
 
     @property
     def pieces(self) -> list[str]:
@@ -261,7 +250,7 @@ class Tokenizer:
         return str(self._processor.decode(ids))
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[bytes]]:
-        return Tokenizer, (self._model,)
+        return Tokenizer, (self.model,)
 
     def _is_lossless(self) -> bool:
         try:

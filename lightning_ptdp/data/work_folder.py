@@ -25,8 +25,6 @@ from typing import Any, BinaryIO
 
 from lightning_ptdp.data.data_error import CorpusError, TokenizerError
 
-__all__ = ["read_record", "work_folder", "write_record"]
-
 
 @contextlib.contextmanager
 def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:

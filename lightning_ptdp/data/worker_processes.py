@@ -23,9 +23,6 @@ from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from lightning_ptdp.data.data_error import DataError
 
-__all__ = ["Reporter", "apart", "ordered_map"]
-
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

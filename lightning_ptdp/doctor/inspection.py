@@ -98,7 +98,15 @@ def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Insp
     ranks = check_ranks(count=question.processes, backend=backend, timeout_s=limit)
     device = "GPUs" if backend == "nccl" else "CPU"
     sections = (
-        Section(title="installation", checks=tuple(_installation(recipes))),
+        Section(
+            title="installation",
+            checks=(
+                check_python(),
+                *check_packages(),
+                check_entry_points(os.environ),
+                check_recipes(recipes),
+            ),
+        ),
         Section(
             title="machine",
             checks=tuple(_machine(question.processes, accelerated=backend == "nccl")),
@@ -136,13 +144,6 @@ def _limited(
             "a driver or a (network) file system hangs: see dmesg, or use a longer --timeout",
         )
     )
-
-
-def _installation(recipes: Callable[[], list[str]]) -> Iterator[Check]:
-    yield check_python()
-    yield from check_packages()
-    yield check_entry_points(os.environ)
-    yield check_recipes(recipes)
 
 
 def _machine(processes: int, *, accelerated: bool) -> Iterator[Check]:

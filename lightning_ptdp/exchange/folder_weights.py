@@ -96,7 +96,7 @@ class HuggingFaceNames:
         named = {
             name: value
             for name, value in named.items()
-            if name in self.known or not self._is_ignored(name)
+            if name in self.known or not any(re.search(pattern, name) for pattern in self.ignored)
         }
         tied: dict[str, Parts] = {
             self.aliases[name]: value for name, value in named.items() if name in self.aliases
@@ -105,9 +105,6 @@ class HuggingFaceNames:
             **tied,
             **{name: value for name, value in named.items() if name not in self.aliases},
         }
-
-    def _is_ignored(self, name: str) -> bool:
-        return any(re.search(pattern, name) for pattern in self.ignored)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
 
 def converted_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return files by name from which transformers reads a tokenizer of this package."""
-    from lightning_ptdp.data.word_boundaries import CLS, MASK, SEP
+    from lightning_ptdp.data.pairs import CLS, MASK, SEP
 
     document = _document(tokenizer)
     settings = dict[str, Json](_SETTINGS)

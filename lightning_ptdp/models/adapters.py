@@ -94,7 +94,7 @@ class LoraOptions:
             unmatched = [
                 ("target_modules", target)
                 for target in self.target_modules
-                if not _matches(target, names)
+                if not any(name == target or name.endswith(f".{target}") for name in names)
             ]
         unmatched += [
             ("modules_to_save", target)
@@ -138,7 +138,3 @@ def as_lora(value: LoraOptions | Mapping[str, Any] | None) -> LoraOptions | None
     for name in value.keys() - set(options):
         raise ValueError(f"adapter has no option {name!r}; {nearest_names(name, options)}")
     return LoraOptions(**value)
-
-
-def _matches(target: str, names: list[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for name in names)

@@ -89,7 +89,17 @@ class LitDPO(LitCausalLM):
         if reference == "auto":
             reference = "copy" if self.adapter is None else "adapters_off"
         if reference == "adapters_off":
-            self._check_adapters_off()
+            if self.adapter is None:
+                raise ValueError(
+                    "reference='adapters_off' needs adapters. Set model.adapter, or use "
+                    "reference='copy' or 'precomputed'"
+                )
+            if self.adapter.bias != "none":
+                raise ValueError(
+                    f"reference='adapters_off' with adapter.bias={self.adapter.bias!r} would not "
+                    "be the original model, because its biases are trained. Use bias='none' or "
+                    "reference='copy'"
+                )
         self.beta = beta
         self.label_smoothing = label_smoothing
         self.reference = reference
@@ -99,19 +109,6 @@ class LitDPO(LitCausalLM):
         self.over_tokens = SequenceSum()
         self._within: Within | None = None
         self._known: dict[str, Tensor] = {}
-
-    def _check_adapters_off(self) -> None:
-        if self.adapter is None:
-            raise ValueError(
-                "reference='adapters_off' needs adapters. Set model.adapter, or use "
-                "reference='copy' or 'precomputed'"
-            )
-        if self.adapter.bias != "none":
-            raise ValueError(
-                f"reference='adapters_off' with adapter.bias={self.adapter.bias!r} would not be the "
-                "original model, because its biases are trained. Use bias='none' or "
-                "reference='copy'"
-            )
 
     def configure_parallel(self) -> ParallelPlan:
         """Return the model's plan, with sums over the tokens of all context-parallel ranks."""

@@ -37,8 +37,6 @@ from lightning_ptdp.models.pretrained_folder import (
 from lightning_ptdp.models.size import Operations, count_operations
 from lightning_ptdp.shims.transformers import has_sdpa, image_parts
 
-__all__ = ["Dtype", "LitCausalLM", "LitImageTextToText", "LitMaskedLM"]
-
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DEFAULT_OPTIMIZER = AdamWConfig()
 
@@ -94,7 +92,8 @@ class LitHuggingFace(LitTokens):
         self.model: Any = None
         self._operations: Operations | None = None
         if self.adapter is not None:
-            self._check_adapter(self.adapter)
+            kind = self._transformers_class()
+            self.adapter.check(without_values(kind, self._model_config(), said=self._said))
 
     def configure_model(self) -> None:
         """Build the model.
@@ -143,10 +142,6 @@ class LitHuggingFace(LitTokens):
                     f"data.{name}={required} is more than the {limit} {unit} of the model in "
                     f"{self._said}. {remedy}"
                 )
-
-    def _check_adapter(self, adapter: LoraOptions) -> None:
-        kind = self._transformers_class()
-        adapter.check(without_values(kind, self._model_config(), said=self._said))
 
     def _transformers_class(self) -> Any:
         return getattr(import_optional("transformers"), self._auto_class)

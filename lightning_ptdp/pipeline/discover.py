@@ -58,7 +58,11 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     candidates = [
         name
         for name in sizes
-        if name != best and sizes[name] >= _SHARE * sizes[best] and not _is_around(name, best)
+        if name != best
+        and sizes[name] >= _SHARE * sizes[best]
+        # Neither is inside the other.
+        and not f"{name}.".startswith(f"{best}.")
+        and not f"{best}.".startswith(f"{name}.")
     ]
     candidates = [
         name
@@ -106,10 +110,6 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
         other_size += sum(p.numel() for part in parts for p in part.parameters(recurse=False))
         parent = parent.get_submodule(step)
     return size < _SHARE * other_size
-
-
-def _is_around(name: str, other: str) -> bool:
-    return f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.")
 
 
 def find_parts(

@@ -81,7 +81,7 @@ class RankReport:
         causes = {
             rank: heard.status
             for rank, heard in sorted(self.heard.items())
-            if _is_cause(heard.status)
+            if heard.status.failure and not heard.status.failure.startswith(LOST)
         }
         text += [
             f"The cause is on rank {rank}: {causes[rank].failure} ({causes[rank].raised_at})"
@@ -123,10 +123,6 @@ class RankReport:
             return (False, bool(heard.status.failure), heard.status.age_s - heard.at)
 
         return sorted(ranks, key=suspicion, reverse=True)[: _MOST_LINES - 1]
-
-
-def _is_cause(status: RankStatus) -> bool:
-    return bool(status.failure) and not status.failure.startswith(LOST)
 
 
 def summary(error: BaseException) -> str:

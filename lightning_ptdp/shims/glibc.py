@@ -1,8 +1,12 @@
-"""Settings of the C library for training on a CPU."""
+"""Settings of the C library, and of Linux's scheduler, for training on a CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 # Parameters from malloc.h, and the values that glibc's own adjustment reaches at most.
@@ -46,13 +50,9 @@ class Heap:
             self._library.malloc_trim(0)
             self._usual = None  # the next step touches the pages that it needs
 
-    def restore(self) -> None:
-        """Let glibc return large blocks again."""
-        self._set(_USUAL)
-
     def close(self) -> None:
         """Let glibc return large blocks again, and return all free pages."""
-        self.restore()
+        self._set(_USUAL)
         if hasattr(self._library, "malloc_trim"):
             self._library.malloc_trim(0)
 
@@ -66,3 +66,19 @@ def _resident_pages() -> int:
     """Return the pages of this process in memory that no file backs."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return int(resident) - int(shared)
+
+
+def compute_without_preemption() -> Callable[[], None]:
+    """Let a thread that wakes up wait for the one that runs; return a function that undoes it.
+
+    It applies to this thread and to those that it starts from now on. gloo's threads hold a lock
+    when they wake their peers, and if these run at once, the next thread that needs the lock spins.
+    As measured on two cores, a step of a small GPT takes 3 to 25 % less at t = 2, and 14 % less at
+    t = 2, p = 2. It does nothing on other systems than Linux, under a policy that the user has
+    chosen, and where the system does not allow it.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            return partial(os.sched_setscheduler, 0, os.SCHED_OTHER, os.sched_param(0))
+    return lambda: None

@@ -43,8 +43,6 @@ from lightning_ptdp.strategy.restoring import (
 from lightning_ptdp.strategy.saving import FolderSaves, optimizer_state
 from lightning_ptdp.strategy.world import World
 
-__all__ = ["CheckpointHooks"]
-
 
 class CheckpointHooks(World):
     """Layer of the strategy: checkpoints, which any layout can read, and exports.

@@ -8,10 +8,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from lightning_ptdp.base.errors import numbered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +65,10 @@ class ExpectedRanks:
             return ""
         node_size = self.world_size // self.num_nodes
         nodes = sorted({rank // node_size for rank in ranks})
-        location = "" if self.num_nodes == 1 else f" on {listed('node', nodes)}"
+        location = "" if self.num_nodes == 1 else f" on {numbered('node', nodes)}"
         joined = f"{self.world_size - len(ranks)} of {self.world_size} joined"
         return (
-            f"for {listed('rank', ranks)}{location}, "
+            f"for {numbered('rank', ranks)}{location}, "
             f"{joined}{self._how([node for node in nodes if node * node_size in ranks])}"
         )
 
@@ -109,11 +110,6 @@ _LOOPBACK_HINT = (
     " (MASTER_ADDR must be an address of node 0 that the other nodes can reach, and "
     "MASTER_PORT a free port there. Set both to the same values on all nodes)"
 )
-
-
-def listed(what: str, numbers: Sequence[int]) -> str:
-    """Return ``"rank 1"`` or ``"ranks 1, 2"``."""
-    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def this_process() -> str:

@@ -29,11 +29,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from lightning_ptdp.base.errors import numbered
 from lightning_ptdp.base.requirements import RequirementError, versions_that_matter
 from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.torch_distributed import is_communication_error
-from lightning_ptdp.strategy.expected_ranks import ExpectedRanks, has_ended, listed, this_process
+from lightning_ptdp.strategy.expected_ranks import ExpectedRanks, has_ended, this_process
 
 _CALL = "lightning_ptdp/call"
 _ANSWER = "lightning_ptdp/answer"
@@ -216,7 +217,7 @@ class _InThread:
                 if dead and not self._closed.is_set():
                     notes.set(
                         _LOST,
-                        f"{listed('rank', dead)} joined and then disappeared (the process has ended)",
+                        f"{numbered('rank', dead)} joined and then disappeared (the process has ended)",
                     )
         except dist.DistError:
             if not self._closed.is_set():
@@ -319,9 +320,9 @@ def _missed(life_store: dist.Store, rank: int, world_size: int) -> str:
     silent = _without(life_store, silent, _HERE, enough=1)
     absent = [peer for peer in silent if not life_store.check([f"{_CAME}/{peer}"])]
     reason = (
-        f"{listed('rank', absent)} did not join"
+        f"{numbered('rank', absent)} did not join"
         if absent
-        else f"{listed('rank', silent) if silent else 'one rank'} joined and then disappeared"
+        else f"{numbered('rank', silent) if silent else 'one rank'} joined and then disappeared"
     )
     # Notify ranks that began later and have not noticed yet, because the store may end with rank 0.
     life_store.set(_LOST, reason)

@@ -43,8 +43,6 @@ from lightning_ptdp.strategy.model_space import (
     checked_tensor,
 )
 
-__all__ = ["FolderSaves", "optimizer_state"]
-
 _PATIENCE = timedelta(minutes=1)
 # A save that still needs the lost rank cannot end, and any other has only its index left to write.
 # The limit is short because one rank may wait for the end of another.

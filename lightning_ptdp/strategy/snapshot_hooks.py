@@ -10,8 +10,6 @@ from lightning_ptdp.shims.lightning import Trainer, dump_checkpoint
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.snapshots import Snapshots, fetch_snapshot
 
-__all__ = ["SnapshotHooks"]
-
 
 class SnapshotHooks(CheckpointHooks):
     """Layer of the strategy: snapshots after optimizer steps (``snapshot_every_n_steps``)."""

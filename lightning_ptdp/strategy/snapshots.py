@@ -30,8 +30,6 @@ from lightning_ptdp.strategy.model_space import Checkpoint, ModelSpace
 from lightning_ptdp.strategy.saving import FolderSaves
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
-__all__ = ["Snapshots", "check_nodes", "fetch_snapshot"]
-
 _CHUNK = 64 << 20  # bytes
 
 

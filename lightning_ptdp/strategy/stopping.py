@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
@@ -214,6 +215,7 @@ _PATIENCE_S = 5.0
 _LEAVING_S = 40.0
 
 
+@dataclass(eq=False)
 class Interruption:
     """State of an exception in one call of ``fit``, ``validate``, ``test`` or ``predict``.
 
@@ -224,23 +226,22 @@ class Interruption:
         on_device: Whether unfinished messages may keep a device busy forever.
     """
 
-    def __init__(self, trainer: Trainer, watchdog: Watchdog, *, run: str, on_device: bool) -> None:
-        self._trainer = trainer
-        self._watchdog = watchdog
-        self._run = run
-        self._on_device = on_device
-        self._alone: bool | None = None
+    trainer: Trainer
+    watchdog: Watchdog
+    run: str
+    on_device: bool
+    _alone: bool | None = None
 
     def is_of_this_rank_alone(self) -> bool:
         """Return True if an exception did not end all ranks at the same step.
 
         Waits some seconds for the other ranks."""
-        if self._trainer.state.status != "interrupted" or self._watchdog.closed:
+        if self.trainer.state.status != "interrupted" or self.watchdog.closed:
             return False
         if self._alone is None:
-            torn = self._on_device and self._watchdog.failed
-            topic = f"{self._run}/{self._trainer.global_step}"
-            self._alone = torn or not self._watchdog.all_come(topic, limit_s=_PATIENCE_S)
+            torn = self.on_device and self.watchdog.failed
+            topic = f"{self.run}/{self.trainer.global_step}"
+            self._alone = torn or not self.watchdog.all_come(topic, limit_s=_PATIENCE_S)
         return self._alone
 
     def leave(self) -> None:
@@ -248,4 +249,4 @@ class Interruption:
 
         The launcher ends all ranks when one has ended, and rank 0 may still be writing its log."""
         if self._alone is False:
-            self._watchdog.all_come(f"{self._run}/end", limit_s=_LEAVING_S)
+            self.watchdog.all_come(f"{self.run}/end", limit_s=_LEAVING_S)

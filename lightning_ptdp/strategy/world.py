@@ -16,9 +16,8 @@ import torch.distributed as dist
 from lightning_ptdp.base.random import derive_seed, seed_process
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.pipeline.watchdog import Watchdog
-from lightning_ptdp.shims.glibc import Heap
+from lightning_ptdp.shims.glibc import Heap, compute_without_preemption
 from lightning_ptdp.shims.lightning import Launcher
-from lightning_ptdp.shims.scheduler import compute_without_preemption
 from lightning_ptdp.strategy.checks.machine_limits import (
     check_device,
     check_machine,
@@ -30,11 +29,11 @@ from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
 from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.strategy.running_strategy import Run, RunningStrategy, ValidationClock
 from lightning_ptdp.strategy.stopping import Interruption, StopRequest
-from lightning_ptdp.world.launched import launched_processes
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh, default_group_options
 from lightning_ptdp.world.rendezvous_address import (
     LOOPBACK,
+    launched_processes,
     listen_anywhere,
     listen_on_loopback,
     meeting_store,

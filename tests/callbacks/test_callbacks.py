@@ -219,7 +219,6 @@ def test_run_report_lists_checkpoints_and_scores(
     assert record is not None
     assert record == RunRecord(
         folder=str(tmp_path),
-        checkpoint_folder=str(tmp_path / "checkpoints"),
         checkpoint=str(tmp_path / "checkpoints" / "last.ckpt"),
         best_checkpoint=str(tmp_path / "checkpoints" / "best.ckpt"),
         monitor="val_loss",

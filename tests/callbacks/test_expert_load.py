@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ptdp.callbacks import ExpertLoad
-from lightning_ptdp.callbacks.expert_counts import ExpertCounts, ExpertLoads, LayerLoad
+from lightning_ptdp.callbacks.expert_counts import ExpertCounts, LayerLoad, load_metrics
 from lightning_ptdp.callbacks.expert_load import draw_loads
 from lightning_ptdp.models import GPTConfig, LitGPT
 from tests.expert_parallel.toy import EXPERTS, LENGTH, VOCABULARY, LitMixture, Run
@@ -343,13 +343,13 @@ def test_taken_and_set_aside_counts_are_excluded() -> None:
     go_on = counts.aside()
     module._loss([torch.cat([others, others[:, :1]], 1)])
     go_on()
-    assert [layer.loads for layer in counts.take(trainer).layers] == [
+    assert [layer.loads for layer in counts.take(trainer)] == [
         pytest.approx(one) for one in expected
     ]
-    assert counts.take(trainer).layers == ()
+    assert counts.take(trainer) == []
     counts.detach()
     module._loss([some])
-    assert counts.take(trainer).layers == ()
+    assert counts.take(trainer) == []
 
 
 def test_metrics_of_even_and_uneven_loads() -> None:
@@ -357,7 +357,7 @@ def test_metrics_of_even_and_uneven_loads() -> None:
     half = LayerLoad(name="b", loads=(2.0, 0.0, 2.0, 0.0), router_entropy=0.25)
     assert even.entropy == pytest.approx(1)
     assert half.entropy == pytest.approx(math.log(2) / math.log(4))
-    found = ExpertLoads(layers=(even, half)).metrics()
+    found = load_metrics([even, half])
     assert found == {
         "expert_load_max": 2,
         "expert_load_min": 0,
@@ -365,7 +365,7 @@ def test_metrics_of_even_and_uneven_loads() -> None:
         "dead_experts": 2,
         "router_entropy": 0.25,
     }
-    assert ExpertLoads(layers=()).metrics() == {}
+    assert load_metrics([]) == {}
 
 
 def test_plot_of_layers_with_different_numbers_of_experts(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_plot_of_layers_with_different_numbers_of_experts(tmp_path: Path) -> Non
         LayerLoad(name=f"layers.{i}.experts", loads=load, router_entropy=None)
         for i, load in enumerate(loads)
     )
-    draw_loads(ExpertLoads(layers=layers), tmp_path / "a.png", title="step 1")
+    draw_loads(layers, tmp_path / "a.png", title="step 1")
     with Image.open(tmp_path / "a.png") as picture:
         colours = {
             colour for count, colour in picture.convert("RGB").getcolors(2**16) or [] if count > 500

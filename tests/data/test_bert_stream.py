@@ -13,10 +13,15 @@ import pytest
 import torch
 
 from lightning_ptdp.data import BertStream, PrepareConfig, StoreError, TokenizerError, prepare
-from lightning_ptdp.data.pairs import Draws, choose_words, find_windows
+from lightning_ptdp.data.pairs import (
+    SPECIAL_PIECES,
+    Draws,
+    WordVocabulary,
+    choose_words,
+    find_windows,
+)
 from lightning_ptdp.data.stream import PADDING
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES, WordVocabulary
 from tests.data.conftest import config_of
 
 LENGTH = 64

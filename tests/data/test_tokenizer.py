@@ -62,7 +62,7 @@ def test_long_text_in_pieces_has_same_encoding(tokenizer: Tokenizer) -> None:
 def test_training_is_reproducible(tokenizer: Tokenizer) -> None:
     again = Tokenizer.train(iter(LINES), vocabulary_size=360, control_symbols=["[MASK]"])
     assert again.fingerprint == tokenizer.fingerprint
-    assert again._model == tokenizer._model
+    assert again.model == tokenizer.model
     assert Tokenizer.train(LINES, vocabulary_size=350).fingerprint != tokenizer.fingerprint
 
 
@@ -111,7 +111,7 @@ def test_save_load_and_pickle(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_damaged_models_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    model = tokenizer._model
+    model = tokenizer.model
     for bad in (b"", b"not a model", model[:100], model[:-50]):
         with pytest.raises(TokenizerError):
             Tokenizer(bad)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.data import Tokenizer
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
-from lightning_ptdp.data.word_boundaries import SPECIAL_PIECES
+from lightning_ptdp.data.pairs import SPECIAL_PIECES
 from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_of
 from lightning_ptdp.models.tiny import make_tiny
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ptdp.world.launched import launched_processes
+from lightning_ptdp.world.rendezvous_address import launched_processes
 
 
 @pytest.mark.parametrize(

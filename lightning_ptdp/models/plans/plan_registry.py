@@ -30,15 +30,13 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
     for kind in type(module).__mro__:
         if type(module).forward is not vars(kind).get("forward"):
             continue
-        if (
-            kind.__name__ == "TransformerEncoder"
-            and kind.__module__ == "torch.nn.modules.transformer"
-        ):
+        if kind is nn.TransformerEncoder:
             return transformer_encoder_plan(module, prefix)
         if (
-            kind.__name__ == "Transformer"
-            and kind.__module__ == "torch.nn.modules.transformer"
-            and _is_torchs(module)
+            kind is nn.Transformer
+            # A user may pass another encoder or decoder.
+            and isinstance(module.encoder, nn.TransformerEncoder)
+            and isinstance(module.decoder, nn.TransformerDecoder)
         ):
             return transformer_plan(module, prefix)
         folder = (
@@ -89,16 +87,6 @@ def _experts(module: nn.Module, prefix: str) -> dict[str, Kind]:
     kind = Experts()
     names = (joined(prefix, name) for name, child in module.named_modules() if kind.fits(child))
     return dict.fromkeys((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names), kind)
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    """Return True if encoder and decoder are those that ``nn.Transformer`` builds.
-
-    A user may pass custom ones instead.
-    """
-    return isinstance(module.encoder, nn.TransformerEncoder) and isinstance(
-        module.decoder, nn.TransformerDecoder
-    )
 
 
 def _is_hugging_face(module: nn.Module) -> bool:

@@ -174,7 +174,9 @@ def _masks_by_positions(model: nn.Module) -> bool:
     tree = ast.parse(textwrap.dedent(_source(inspect.unwrap(type(model).forward))))
     nodes = list(ast.walk(tree))
     collected = any(
-        isinstance(node, ast.Dict) and any(_is_name(key) for key in node.keys) for node in nodes
+        isinstance(node, ast.Dict)
+        and any(isinstance(key, ast.Constant) and key.value == _POSITIONS for key in node.keys)
+        for node in nodes
     )
     # mask_function = create_causal_mask if ... else create_sliding_window_causal_mask
     names = _MASKS | {
@@ -210,10 +212,6 @@ def _written(kind: type) -> str:
     return "".join(map(_source, methods)) + "".join(
         repr(value) for value in values if isinstance(value, str | tuple | list)
     )
-
-
-def _is_name(key: ast.expr | None) -> bool:
-    return isinstance(key, ast.Constant) and key.value == _POSITIONS
 
 
 def _source(thing: Any) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.shims.torch import cuda_error
 from lightning_ptdp.shims.torch_distributed import nccl_creator, nccl_versions
-from lightning_ptdp.world.launched import MPI, SLURM_TASKS, WORLD, number_in
+from lightning_ptdp.world.rendezvous_address import MPI, SLURM_TASKS, WORLD, number_in
 
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 5.0
