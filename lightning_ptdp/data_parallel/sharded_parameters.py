@@ -39,6 +39,7 @@ from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.pipeline.containers import Blocks
+from lightning_ptdp.shims.quantization import PackedProduct, is_packed, release
 
 Direction = Literal[-1, 0, 1]
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -111,6 +112,10 @@ class ShardedParameters(Surrounding):
         for unit in self._units:
             for flat in unit.flats:
                 for managed in flat.parameters:
+                    if is_packed(managed.parameter):
+                        layer = module.get_submodule(managed.name.rpartition(".")[0])
+                        release(layer)
+                        replace_forward(layer, PackedForward)
                     managed.hold(None)
                     set_access(managed.parameter, partial(self._access, unit, managed.name))
                 for managed, part, values in flat.own_parts():
@@ -265,6 +270,17 @@ class GatheredForward(OwnForward):
         return self.original(*args, **kwargs)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedForward(OwnForward):
+    """Forward of a layer with a packed weight, whose graph lets the elements be freed."""
+
+    def __call__(self, x: Tensor) -> Any:
+        """Run the layer's forward."""
+        layer: Any = self.module
+        elements = layer.weight.detach().as_subclass(Tensor)
+        return PackedProduct.apply(x, elements, layer.bias, layer, self.original)
+
+
 def _make_units(
     module: nn.Module,
     parameters: ManagedParameters,
@@ -275,7 +291,7 @@ def _make_units(
     """Yield the units of a rank, those of blocks in forward order.
 
     A parameter that several blocks use belongs to none. Parameters stay whole that no other rank
-    shares, and those of classes with a meaning of their own, such as quantized ones.
+    shares, and those of classes with a meaning of their own.
     """
     try:
         local = [block.module for block in local_blocks(module, blocks)]
@@ -327,4 +343,5 @@ def _flats(
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and parameter.numel() > 0
+    known = type(parameter) is nn.Parameter or is_packed(parameter)
+    return known and parameter.numel() > 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.autograd import Function
 
 
 def quantized_parameters(model: object) -> dict[str, nn.Parameter]:
@@ -17,24 +18,91 @@ def quantized_parameters(model: object) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in (model.named_parameters() if isinstance(model, nn.Module) else ())
-        if type(parameter).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
+        if class_of(parameter).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
     }
 
 
-def scales_of(parameter: nn.Parameter) -> Iterator[Tensor]:
-    """Yield the scales of a weight of bitsandbytes, which it holds beside its elements.
+def class_of(parameter: nn.Parameter) -> Any:
+    """Return the class of a parameter while it has its values."""
+    return getattr(parameter, "_ptdp_class", type(parameter))
+
+
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Return True for a weight of bitsandbytes, whose elements are a plain tensor."""
+    return class_of(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors of which ``tensor`` consists, such as elements and scales.
 
     With double quantization, scales are quantized and have scales themselves.
     """
-    state: Any = getattr(parameter, "quant_state", None)
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+        return
+    scales = [getattr(tensor, "SCB", None)]
+    state: Any = getattr(tensor, "quant_state", None)
     while state is not None:
-        yield from (value for value in (state.absmax, state.offset) if value is not None)
+        scales += [state.absmax, state.offset]
         state = state.state2
+    yield from (part for part in (tensor, *scales) if part is not None)
 
 
-def is_four_bit(parameter: nn.Parameter) -> bool:
-    """Return True for a weight of bitsandbytes' ``Linear4bit``, which has plain bytes."""
-    return type(parameter).__name__ == "Params4bit"
+def keep_format(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking weights on a CPU in evaluations.
+
+    It computes no gradient with repacked weights, not even in the training that follows.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            vars(layer)["support_avx512bf16_for_cpu"] = False
+
+
+def release(layer: Any) -> None:
+    """Leave the only reference to the elements of a packed weight to the parameter."""
+    if getattr(layer.weight, "CB", None) is not None:
+        layer.init_8bit_state()
+        layer.state.CB = None
+
+
+class PackedProduct(Function):
+    """Product of a layer of bitsandbytes whose graph saves the weight's elements.
+
+    The library's own graph refers to them directly. If replicas share them, they could then not be
+    freed between a forward and its backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        """Return the product, from input, elements, bias, layer and the layer's own forward."""
+        x, elements, _, ctx.layer, product = args
+        ctx.save_for_backward(elements)
+        if hasattr(ctx.layer, "state"):  # 8 bits
+            ctx.layer.state.CB = elements
+            y = product(x)
+            ctx.layer.state.CB = None
+            return y
+        ctx.layer.weight.quant_state.to(x.device)
+        return product(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients of input and bias."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        (gradient,) = gradients
+        (elements,) = ctx.saved_tensors
+        layer = ctx.layer
+        dtype = gradient.dtype
+        if hasattr(layer, "state"):
+            weight = elements * (layer.state.SCB / 127.0)[:, None]
+        else:
+            weight = dequantize_4bit(elements, layer.weight.quant_state)
+            dtype = layer.compute_dtype or dtype
+        of_input = (gradient.to(dtype) @ weight.to(dtype)).to(gradient.dtype)
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return of_input, None, of_bias, None, None
 
 
 Role = Literal["input", "weight", "grad_output"]

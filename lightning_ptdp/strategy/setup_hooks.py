@@ -102,7 +102,7 @@ class SetupHooks(StepHooks):
         if self.layout.divides_model and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
         # without model parallelism the module has not been built before launch
-        check_quantized(module, self.layout)
+        check_quantized(module, self.config, self.layout)
         with self.waiting_in("comparing the model and the data of all ranks"):
             check_same_training(module)
         built_without_values = awaits_values(module)
