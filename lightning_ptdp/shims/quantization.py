@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -18,8 +19,13 @@ def quantized_parameters(model: object) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in (model.named_parameters() if isinstance(model, nn.Module) else ())
-        if class_of(parameter).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
+        if is_quantized(parameter)
     }
+
+
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Return True if bitsandbytes or torchao has quantized the parameter."""
+    return class_of(parameter).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
 
 
 def class_of(parameter: nn.Parameter) -> Any:
@@ -47,6 +53,22 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
         scales += [state.absmax, state.offset]
         state = state.state2
     yield from (part for part in (tensor, *scales) if part is not None)
+
+
+def make_dense(model: nn.Module) -> None:
+    """Make linear layers of bitsandbytes ordinary ones, with weights on the meta device."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and type(layer).__module__.startswith("bitsandbytes"):
+            layer.__class__ = nn.Linear
+            weight = torch.empty(layer.out_features, layer.in_features, device="meta")
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def planned_elements(parameter: nn.Parameter, width: int) -> int:
+    """Return the number of elements of ``width`` bytes that take as much memory as a parameter."""
+    if not is_quantized(parameter):
+        return parameter.numel()
+    return sum(part.nbytes for part in parts_of(parameter)) // width
 
 
 def keep_format(model: nn.Module) -> None:

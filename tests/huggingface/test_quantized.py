@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
+from lightning_ptdp.planner import find_device, search
+from lightning_ptdp.planner.memory import static_bytes
+from lightning_ptdp.shims.quantization import parts_of
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model
-from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, make_model
+from lightning_ptdp.strategy.planning import described_choice, described_job
+from tests.huggingface.runs import LAYOUTS, LENGTH, SAMPLES, LitHuggingFace, Run, make_model
 from tests.letters import M, P, V
 from tests.optional import needs
 from tests.parity import Parity, assert_near
@@ -230,6 +234,27 @@ def test_export_of_quantized_weights_is_refused_before_first_step(
     ) as error:
         parity.ranks(run.on(LAYOUTS["p2"]))
     assert "on_fit_start" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "8 bits", "torchao"])
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_planner_counts_quantized_weights_as_they_are(kind: str, shard: Any, folder: str) -> None:
+    module = LitQuantized(quantized(kind, folder))
+    config = PTDPStrategy(shard=shard).config
+    job = described_job(
+        module, config, world_size=4, batch=8, device=find_device("a100-80gb"), length=LENGTH,
+        precision="32-true",
+    )  # fmt: skip
+    choice = described_choice(config, config.layout(4), micro_batch_size=1, num_microbatches=1)
+    weights, gradients, states = static_bytes(job, choice, job.shape.parameters)
+    replicas = 4 if shard == "parameters" else 1
+    nbytes = sum(part.nbytes for p in module.parameters() for part in parts_of(p))
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert weights == pytest.approx(nbytes / replicas, rel=1e-3)
+    assert (gradients, states) == pytest.approx((4 * trained / replicas, 8 * trained / replicas))
+    layouts = [found.choice.layout for found in search(job).best]
+    assert layouts
+    assert all(layout.tensor_parallel_size == 1 for layout in layouts)
 
 
 class LitDiffering(LitQuantized):
