@@ -5,7 +5,6 @@ demand. tests/huggingface/test_quantized.py and tests/test_fp8.py check the name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,21 +37,20 @@ def is_packed(parameter: nn.Parameter) -> bool:
     return class_of(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
-def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of which ``tensor`` consists, such as elements and scales.
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors of which ``tensor`` consists, such as elements and scales.
 
     With double quantization, scales are quantized and have scales themselves.
     """
     if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from parts_of(getattr(tensor, name))
-        return
-    scales = [getattr(tensor, "SCB", None)]
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [plain for part in parts for plain in parts_of(part)]
+    parts = [tensor, getattr(tensor, "SCB", None)]
     state: Any = getattr(tensor, "quant_state", None)
     while state is not None:
-        scales += [state.absmax, state.offset]
+        parts += [state.absmax, state.offset]
         state = state.state2
-    yield from (part for part in (tensor, *scales) if part is not None)
+    return [part for part in parts if part is not None]
 
 
 def make_dense(model: nn.Module) -> None:
@@ -100,13 +98,14 @@ class PackedProduct(Function):
         """Return the product, from input, elements, bias, layer and the layer's own forward."""
         x, elements, _, ctx.layer, product = args
         ctx.save_for_backward(elements)
-        if hasattr(ctx.layer, "state"):  # 8 bits
-            ctx.layer.state.CB = elements
-            y = product(x)
-            ctx.layer.state.CB = None
-            return y
-        ctx.layer.weight.quant_state.to(x.device)
-        return product(x)
+        state = getattr(ctx.layer, "state", None)
+        if state is None:
+            ctx.layer.weight.quant_state.to(x.device)
+            return product(x)
+        state.CB = elements
+        y = product(x)
+        state.CB = None
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -116,12 +115,11 @@ class PackedProduct(Function):
         (gradient,) = gradients
         (elements,) = ctx.saved_tensors
         layer = ctx.layer
-        dtype = gradient.dtype
         if hasattr(layer, "state"):
             weight = elements * (layer.state.SCB / 127.0)[:, None]
         else:
             weight = dequantize_4bit(elements, layer.weight.quant_state)
-            dtype = layer.compute_dtype or dtype
+        dtype = getattr(layer, "compute_dtype", None) or gradient.dtype
         of_input = (gradient.to(dtype) @ weight.to(dtype)).to(gradient.dtype)
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return of_input, None, of_bias, None, None

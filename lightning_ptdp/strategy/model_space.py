@@ -63,7 +63,7 @@ class ModelSpace:
         This is the case if neither a layout nor sharding divides it. A checkpoint has less than the
         module if weights are quantized."""
         divided = self.layout.size("shards") > 1 or self.shards_parameters
-        return not divided and not quantized_parameters(self.module)
+        return not (divided or quantized_parameters(self.module))
 
     @property
     def is_cut(self) -> bool:
