@@ -131,7 +131,7 @@ class LitAdafactor(LitBlocks):
 
 CASES = [
     *((layout, LitMuon) for layout in ("p2v2", "t2", "d2 sharded", "d2p2 sharded")),
-    ("d2 sharded parameters", LitMuon),
+    *(("d2 sharded parameters", kind) for kind in (LitMuon, LitAdafactor)),
     *((layout, LitAdafactor) for layout in ("p2", "t2p2", "d2 sharded gradients")),
     *((layout, LitLayerwise) for layout in LAYOUTS),
     *((layout, LitNamed) for layout in ("p2v2", "t2", "d2p2 sharded")),
