@@ -46,7 +46,7 @@ from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.pipeline.stage import PipelineCut
-from lightning_ptdp.shims.quantization import quantized_parameters, scales_of
+from lightning_ptdp.shims.quantization import keep_format, parts_of, quantized_parameters
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (
     SPLIT_AXES,
@@ -189,15 +189,15 @@ def parallelize(  # noqa: PLR0913
     if layout.divides_model:
         set_numbers(module, planned.numbers, tensor_parallel_size=tensor.size)
         keep_padded(module)
+    keep_format(module)
     built = [
-        (name, t)
+        (name, part)
         for name, t in (*module.named_parameters(), *module.named_buffers())
         if not t.is_meta
+        for part in parts_of(t)
     ]
-    quantized = quantized_parameters(module)
-    built += [(name, scale) for name, weight in quantized.items() for scale in scales_of(weight)]
     differing = agree_on_values(built, device=device)
-    for name in sorted(quantized.keys() & differing):
+    for name in sorted(quantized_parameters(module).keys() & differing):
         raise ValueError(
             f"'{name}' is quantized and differs between the ranks, which cannot copy it from each "
             "other. Load the same weights on every rank"

@@ -417,9 +417,9 @@ class LitTwoOptimizers(LitNet):
         ]
 
 
-class LitAdafactor(LitNet):
+class LitLBFGS(LitNet):
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adafactor(self.parameters(), lr=0.1)
+        return torch.optim.LBFGS(self.parameters(), lr=0.1)
 
 
 class LitSkips(LitNet):
@@ -465,15 +465,15 @@ AT_START = {
         loader,
         ["MisconfigurationException", "several optimizers", "parameter groups"],
     ),
-    "an optimizer of matrices": (
-        LitAdafactor,
+    "an optimizer of all parameters": (
+        LitLBFGS,
         {"shard": "parameters"},
         {},
         loader,
         [
             "MixingOptimizerError",
-            "Adafactor does not work element by element",
-            "shard='gradients', or shard='none'",
+            "LBFGS does not work element by element",
+            "shard='none'",
         ],
     ),
     "skipped step": (

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, Place] = {
     "d4 sharded parameters": (4, {"shard": "parameters", M: 2}),
     "d2zb_v sharded parameters": (4, {**ZB_V, "shard": "parameters"}),
     "d2t2 sharded": (4, {"shard": "optimizer", T: 2, M: 2}),
+    "d2t2 sharded parameters": (4, {"shard": "parameters", T: 2, M: 2}),
     "d2zb_v sharded": (4, {**ZB_V, "shard": "optimizer"}),
 }
 
@@ -128,17 +129,21 @@ def test_checkpoint_resumes_in_other_layout(before: str, after: str, trained: Tr
     assert_weights_near(trained.resumed(after, folder), trained.whole("one")[1])
 
 
-def test_whole_matrices_of_sharded_optimizer_resume_in_other_layout(trained: Trained) -> None:
-    folder, weights = trained.whole("d4 sharded", muon=True)
-    assert_weights_near(trained.resumed("d4 sharded", folder, muon=True), weights, tolerance=0)
-    for other in ("p2v2", "d2t2 sharded"):
+@pytest.mark.parametrize("layout", ["d4 sharded", "d4 sharded parameters"])
+def test_whole_matrices_of_sharded_optimizer_resume_in_other_layout(
+    layout: str, trained: Trained
+) -> None:
+    folder, weights = trained.whole(layout, muon=True)
+    assert_weights_near(trained.resumed(layout, folder, muon=True), weights, tolerance=0)
+    for other in ("p2v2", "d2t2 sharded", "d2zb_v sharded parameters"):
         found = trained.resumed(other, folder, muon=True)
         assert_weights_near(found, trained.whole("one", muon=True)[1])
 
 
-def test_masters_resume_bitwise_and_load_as_float32_parameters(trained: Trained) -> None:
+@pytest.mark.parametrize("name", ["d2t2 sharded", "d2t2 sharded parameters"])
+def test_masters_resume_bitwise_and_load_as_float32_parameters(name: str, trained: Trained) -> None:
     """Muon updates the matrices, and AdamW all other parameters."""
-    name, options = "d2t2 sharded", {"dropout": 0.2, "precision": "bf16-true", "muon": True}
+    options = {"dropout": 0.2, "precision": "bf16-true", "muon": True}
     folder, weights = trained.whole(name, **options)
     assert_weights_near(trained.resumed(name, folder, **options), weights, tolerance=0)
     rounded = trained.resumed(name, folder, epochs=1, **options)

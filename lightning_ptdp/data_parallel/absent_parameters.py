@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.base.function_replacement import PartialModelError
 from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.shims.quantization import class_of
 from lightning_ptdp.shims.torch import compares_storages
 
 Access = Callable[[str | None], bool]
@@ -100,13 +101,14 @@ def hide(parameter: nn.Parameter, nothing: Tensor) -> None:
 
     ``nothing`` is one element of its dtype on its device, which takes their place.
     """
+    vars(parameter).setdefault("_ptdp_class", type(parameter))
     parameter.data = nothing.expand(parameter.shape)
     parameter.__class__ = AbsentParameter
 
 
 def show(parameter: nn.Parameter, values: Tensor) -> None:
     """Give ``parameter`` its values."""
-    parameter.__class__ = nn.Parameter
+    parameter.__class__ = class_of(parameter)
     parameter.data = values
 
 

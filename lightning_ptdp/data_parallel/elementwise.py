@@ -89,7 +89,6 @@ def check_elementwise(
     trials: Sequence[GroupTrial],
     *,
     device: torch.device,
-    may_stay_whole: bool = True,
 ) -> list[int]:
     """Step small tensors as one rank and as several would, and compare the results.
 
@@ -100,8 +99,6 @@ def check_elementwise(
         optimizer: The optimizer.
         trials: Facts about its groups.
         device: Device of the tensors.
-        may_stay_whole: Replicas can share parameters without cutting any, and tensor groups can
-            gather them.
 
     Returns:
         Positions of the groups whose parameters must not be cut, because the optimizer combines
@@ -130,7 +127,7 @@ def check_elementwise(
         for cut in sorted(trial.cuts, key=repr):
             key = f"{kind}{cut}"
             if key not in tried:
-                tried[key] = steps.must_stay_whole(cut, may_stay_whole=may_stay_whole)
+                tried[key] = steps.must_stay_whole(cut)
             if tried[key]:
                 whole.add(position)
     return sorted(whole)
@@ -152,12 +149,12 @@ class _TrialSteps:
     state: Mapping[str, Any]
     device: torch.device
 
-    def must_stay_whole(self, cut: Cut, *, may_stay_whole: bool) -> bool:
+    def must_stay_whole(self, cut: Cut) -> bool:
         """Return True if the optimizer works with whole parameters only."""
         try:
             is_tested = self._compare(cut)
         except MixingOptimizerError as error:
-            if not may_stay_whole or not (cut.along == "flat" or cut.option.startswith("tensor_")):
+            if cut.along != "flat" and not cut.option.startswith("tensor_"):
                 raise
             try:
                 is_tested = self._compare(replace(cut, along="apart"))
@@ -248,11 +245,7 @@ def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerErro
             f"several: {reason}. Use Trainer(gradient_clip_val=...) instead of clipping in the "
             f"optimizer, an optimizer that updates each parameter separately, or {field}=1"
         )
-    remedy = f"{field}=1"
-    if cut.along == "flat":
-        remedy = "shard='none'"
-        if cut.option == "shard='parameters'":
-            remedy = "shard='gradients', or shard='none'"
+    remedy = "shard='none'" if cut.along == "flat" else f"{field}=1"
     return MixingOptimizerError(
         f"{cut.option} splits parameters, but {name} does not work element by element: "
         f"{reason}. Use an elementwise optimizer (AdamW, Adam, SGD, RMSprop, ...), or {remedy}"

@@ -133,7 +133,7 @@ class FlatParameters:
         for managed, part, region in parts_of(
             self.parameters, self.offsets, self.begin, stop, first=self.reduction.counts
         ):
-            yield managed, part, self.at(region)
+            yield managed, part, self.at(region).view(part.held_shape)
 
     def at(self, region: slice) -> Tensor:
         """Return the values in a range of the flat tensor, which ``own`` has."""

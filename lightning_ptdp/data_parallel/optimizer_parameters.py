@@ -11,7 +11,7 @@ section 5.1) gets one-dimensional pieces::
     rank 1                            | . . . | b1 | w2 . .    |   steps on the rest
 
 Parameters that an optimizer needs whole, such as Muon's matrices, have buckets of their own, in
-which no rank's part cuts one.
+which no rank's part cuts one. If the parameters are sharded, their storage is laid out so, too.
 
 The parameters of a bucket are views of one flat tensor, their gradients views of another. The
 pieces may have different hyperparameters.

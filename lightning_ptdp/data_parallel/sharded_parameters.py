@@ -36,9 +36,10 @@ from lightning_ptdp.data_parallel.flat_parameters import (
 )
 from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
-from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
+from lightning_ptdp.forward.surroundings import Forward, Surrounding
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.pipeline.containers import Blocks
+from lightning_ptdp.shims.quantization import PackedProduct, is_packed, release
 
 Direction = Literal[-1, 0, 1]
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -67,11 +68,6 @@ class Unit:
         for flat in self.flats:
             flat.start_gather()
 
-    def free(self) -> None:
-        """Free the other ranks' parts."""
-        for flat in self.flats:
-            flat.free()
-
 
 class ShardedParameters(Surrounding):
     """Sharded parameters of one rank.
@@ -84,9 +80,6 @@ class ShardedParameters(Surrounding):
         device: Device of the parameters.
         late_value: Returns the values of parameters on the meta device.
         by_block: Free each block as soon as another needs its parameters. Otherwise ``free`` does.
-
-    Attributes:
-        flats: Storage of the parameters that are sharded.
     """
 
     def __init__(
@@ -103,18 +96,40 @@ class ShardedParameters(Surrounding):
         self._by_block = by_block
         self._module = module
         make = partial(FlatParameters.of, device=device, frees=True, late_value=late_value)
-        self._units = list(_make_units(module, parameters, blocks, reductions, make))
-        self.flats = [flat for unit in self._units for flat in unit.flats]
+        self._lay_out = partial(_flats, reductions=reductions, make=make)
+        self._units = list(_make_units(module, parameters, blocks, reductions, self._lay_out))
         self._direction: Direction = 0
         self._current: tuple[Unit, Direction] | None = None
         self._saved: dict[int, tuple[Unit, FlatParameters]] = {}
         for unit in self._units:
-            for flat in unit.flats:
-                for managed in flat.parameters:
-                    managed.hold(None)
-                    set_access(managed.parameter, partial(self._access, unit, managed.name))
-                for managed, part, values in flat.own_parts():
-                    managed.hold(values, part)
+            self._hold(unit)
+
+    @property
+    def flats(self) -> list[FlatParameters]:
+        """Return the storage of the parameters that are sharded."""
+        return [flat for unit in self._units for flat in unit.flats]
+
+    def _hold(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            for managed in flat.parameters:
+                if is_packed(managed.parameter):
+                    layer = self._module.get_submodule(managed.name.rpartition(".")[0])
+                    release(layer)
+                    replace_forward(layer, PackedForward)
+                managed.hold(None)
+                set_access(managed.parameter, partial(self._access, unit, managed.name))
+            for managed, part, values in flat.own_parts():
+                managed.hold(values, part)
+
+    def keep_whole(self) -> None:
+        """Give each parameter that the optimizer needs whole to one rank; collective."""
+        for unit in self._units:
+            members = [managed for flat in unit.flats for managed in flat.parameters]
+            if any(managed.stays_whole for managed in members):
+                for flat in unit.flats:
+                    flat.wait()
+                unit.flats = [*self._lay_out(members)]
+                self._hold(unit)
 
     def __deepcopy__(self, memo: object) -> ShardedParameters:
         """Return self: a copy of a module gathers from the same storage."""
@@ -128,12 +143,9 @@ class ShardedParameters(Surrounding):
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def around(self, forward: Forward) -> Context:
-        """Gather during a forward, ahead of its blocks."""
-        return self._passing(forward)
-
     @contextlib.contextmanager
-    def _passing(self, forward: Forward) -> Iterator[None]:
+    def around(self, forward: Forward) -> Iterator[None]:
+        """Gather during a forward, ahead of its blocks."""
         outer = self._direction
         self._direction = 1
         blocks = [u for u in self._of(forward.stage) if u.block is not None]
@@ -200,7 +212,7 @@ class ShardedParameters(Surrounding):
         for flat in unit.flats:
             if flat.state is ParameterState.WHOLE:
                 self._saved.pop(_address(flat), None)
-        unit.free()
+            flat.free()
 
     def _access(self, unit: Unit, name: str, function: str | None) -> bool:
         """Gather the parameter ``name``, which ``function`` reads; see ``Access``.
@@ -265,17 +277,27 @@ class GatheredForward(OwnForward):
         return self.original(*args, **kwargs)
 
 
+class PackedForward(OwnForward):
+    """Forward of a layer with a packed weight, whose graph lets the elements be freed."""
+
+    def __call__(self, x: Tensor) -> Any:
+        """Run the layer's forward."""
+        layer: Any = self.module
+        elements = layer.weight.detach().as_subclass(Tensor)
+        return PackedProduct.apply(x, elements, layer.bias, layer, self.original)
+
+
 def _make_units(
     module: nn.Module,
     parameters: ManagedParameters,
     blocks: Blocks | None,
     reductions: Mapping[tuple[str, ...], Reduction],
-    make: Callable[..., FlatParameters],
+    lay_out: Callable[[list[ManagedParameter]], Iterable[FlatParameters]],
 ) -> Iterator[Unit]:
     """Yield the units of a rank, those of blocks in forward order.
 
     A parameter that several blocks use belongs to none. Parameters stay whole that no other rank
-    shares, and those of classes with a meaning of their own, such as quantized ones.
+    shares, and those of classes with a meaning of their own.
     """
     try:
         local = [block.module for block in local_blocks(module, blocks)]
@@ -299,7 +321,7 @@ def _make_units(
         if not group:
             continue
         chunk = group[0].chunk
-        unit = Unit(block=user, chunk=chunk, flats=list(_flats(group, reductions, make)))
+        unit = Unit(block=user, chunk=chunk, flats=[*lay_out(group)])
         if user is not None:
             if before is not None and before.chunk == chunk:
                 before.after = unit
@@ -313,18 +335,22 @@ def _flats(
     reductions: Mapping[tuple[str, ...], Reduction],
     make: Callable[..., FlatParameters],
 ) -> Iterator[FlatParameters]:
-    """Yield the storage of a unit; trained and frozen parameters, and tied ones, lie apart."""
+    """Yield the storage of a unit.
+
+    Trained and frozen parameters, tied ones, and those that the optimizer needs whole lie apart.
+    """
     kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
     for managed in group:
         parameter = managed.parameter
         placement = managed.placement
         alone = managed if placement.tied else None
-        key = (parameter.dtype, placement.data_axes, parameter.requires_grad, alone)
-        kinds.setdefault(key, []).append(managed)
-    for (_, axes, _, _), alike in kinds.items():
-        offsets, size = lay_out([managed.parameter for managed in alike], reductions[axes])
-        yield make(alike, offsets, size, reductions[axes])
+        key = parameter.dtype, placement.data_axes, parameter.requires_grad, alone
+        kinds.setdefault((*key, managed.stays_whole), []).append(managed)
+    for (_, axes, _, _, whole), alike in kinds.items():
+        parameters = [managed.parameter for managed in alike]
+        reduction = reductions[axes]
+        yield make(alike, *lay_out(parameters, reduction, whole=whole), reduction)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and parameter.numel() > 0
+    return parameter.numel() > 0 and (type(parameter) is nn.Parameter or is_packed(parameter))

@@ -18,7 +18,7 @@ class MuonWithAdamW(Optimizer):
     that both take the same learning rate and weight decay (arXiv 2502.16982, section 2.2).
 
     A sharded optimizer gives each matrix to one replica as a whole, and tensor parallelism gathers
-    it for the step. Expert parallelism of matrices and ``shard="parameters"`` are refused.
+    it for the step. Expert parallelism of matrices is refused.
 
     Args:
         groups: Parameter groups, with the options of the optimizer that updates them.

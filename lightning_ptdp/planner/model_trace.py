@@ -89,7 +89,7 @@ def trace_shape(
     for tracing in (small, large):
         tracing.follow(run)
     layers = [_layer(a, b) for a, b in zip(small.layers, large.layers, strict=True)]
-    of_layers = counted(module, plan, parts)
+    of_layers = counted(module, plan, parts, precision.weight)
     runs = list[tuple[int, LayerShape]]()
     shapes = dict[object, LayerShape]()
     for index, (kind, name) in enumerate(zip(small.order, small.names, strict=True)):
@@ -116,7 +116,9 @@ def trace_shape(
     ]
     weights = split_weights(module, plan)
     ends = [
-        parameters_of([p for p in end_parameters if (id(p) in head_ids) is in_head], weights)
+        parameters_of(
+            [p for p in end_parameters if (id(p) in head_ids) is in_head], weights, precision.weight
+        )
         for in_head in (False, True)
     ]
     costs = [

@@ -15,6 +15,7 @@ from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
 from lightning_ptdp.planner.operation_recorder import Weight
 from lightning_ptdp.planner.shapes import Divided, Parameters
+from lightning_ptdp.shims.quantization import planned_elements, quantized_parameters
 from lightning_ptdp.tensor_parallel import Experts, Kind, ParallelPlan, Region, Vocabulary
 from lightning_ptdp.tensor_parallel.kinds import AttentionHeads as AttentionKind
 from lightning_ptdp.tensor_parallel.kinds import Column, Row
@@ -71,7 +72,9 @@ def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
     return sum(part for part, _ in copied), sum(least for _, least in copied)
 
 
-def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]) -> Parameters:
+def parameters_of(
+    parameters: Iterable[nn.Parameter], weights: dict[int, Weight], width: int
+) -> Parameters:
     """Return the number of values of these parameters by how t divides them.
 
     Each parameter is counted once.
@@ -79,13 +82,15 @@ def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]
     Args:
         parameters: The parameters.
         weights: Their division (``split_weights``).
+        width: Bytes of a parameter. Quantized ones count as fewer.
     """
     whole = split = copied = 0
     heads = 1
     for p in dict.fromkeys(parameters):
         weight = weights.get(id(p), Weight())
-        if not weight.split:
-            whole += p.numel()
+        size = planned_elements(p, width)
+        if not weight.split or size < p.numel():
+            whole += size
         elif weight.copied:
             outputs = max(size for size in p.shape if size >= weight.copied)
             copied_numel = p.numel() * weight.copied // outputs
@@ -97,8 +102,10 @@ def parameters_of(parameters: Iterable[nn.Parameter], weights: dict[int, Weight]
     return Parameters(whole=whole, split=split, copied=copied, heads=heads)
 
 
-def counted(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> dict[str, Parameters]:
-    """Return the parameters of each layer by its name, without experts."""
+def counted(
+    module: nn.Module, plan: ParallelPlan, parts: ModelParts, width: int
+) -> dict[str, Parameters]:
+    """Return the parameters of each layer by its name, without experts; see ``parameters_of``."""
     weights = split_weights(module, plan)
     counts = dict[str, Parameters]()
     seen = set[int]()
@@ -112,7 +119,7 @@ def counted(module: nn.Module, plan: ParallelPlan, parts: ModelParts) -> dict[st
         }
         dense = [p for p in child.parameters() if id(p) not in of_experts and id(p) not in seen]
         seen |= {id(p) for p in dense}
-        counts[layer.name] = parameters_of(dense, weights)
+        counts[layer.name] = parameters_of(dense, weights, width)
     return counts
 
 
@@ -132,6 +139,8 @@ def tables(
 
 def divided(module: nn.Module, plan: ParallelPlan) -> Sequence[Divided]:
     """Return the sizes that t has to divide."""
+    if quantized_parameters(module):
+        return (Divided(name="quantized weights", size=1),)
     sizes = Counter[Divided]()
     for name, kind in _kinds(module, plan).items():
         child = module.get_submodule(name)

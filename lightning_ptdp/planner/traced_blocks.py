@@ -23,6 +23,7 @@ from lightning_ptdp.planner.planned_parameters import split_weights
 from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.software import Software
 from lightning_ptdp.planner.stand_ins import replace_modules, replacing_functions
+from lightning_ptdp.shims.quantization import make_dense
 from lightning_ptdp.shims.torch import storage_key, without_data
 from lightning_ptdp.tensor_parallel import ParallelPlan, Whole
 
@@ -89,6 +90,7 @@ class Following:
         model = without_tensors(self._module).train()
         with ExitStack() as stack:
             stack.enter_context(without_data())
+            make_dense(model)
             self._fill(model)
             replace_modules(model)
             weights = split_weights(self._module, self._plan)

@@ -5,11 +5,12 @@ demand. tests/huggingface/test_quantized.py and tests/test_fp8.py check the name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 
 def quantized_parameters(model: object) -> dict[str, nn.Parameter]:
@@ -17,24 +18,111 @@ def quantized_parameters(model: object) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in (model.named_parameters() if isinstance(model, nn.Module) else ())
-        if type(parameter).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
+        if is_quantized(parameter)
     }
 
 
-def scales_of(parameter: nn.Parameter) -> Iterator[Tensor]:
-    """Yield the scales of a weight of bitsandbytes, which it holds beside its elements.
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Return True if bitsandbytes or torchao has quantized the parameter."""
+    return class_of(parameter).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
+
+
+def class_of(parameter: nn.Parameter) -> Any:
+    """Return the class of a parameter while it has its values."""
+    return getattr(parameter, "_ptdp_class", type(parameter))
+
+
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Return True for a weight of bitsandbytes, whose elements are a plain tensor."""
+    return class_of(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors of which ``tensor`` consists, such as elements and scales.
 
     With double quantization, scales are quantized and have scales themselves.
     """
-    state: Any = getattr(parameter, "quant_state", None)
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [plain for part in parts for plain in parts_of(part)]
+    parts = [tensor, getattr(tensor, "SCB", None)]
+    state: Any = getattr(tensor, "quant_state", None)
     while state is not None:
-        yield from (value for value in (state.absmax, state.offset) if value is not None)
+        parts += [state.absmax, state.offset]
         state = state.state2
+    return [part for part in parts if part is not None]
 
 
-def is_four_bit(parameter: nn.Parameter) -> bool:
-    """Return True for a weight of bitsandbytes' ``Linear4bit``, which has plain bytes."""
-    return type(parameter).__name__ == "Params4bit"
+def make_dense(model: nn.Module) -> None:
+    """Make linear layers of bitsandbytes ordinary ones, with weights on the meta device."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and type(layer).__module__.startswith("bitsandbytes"):
+            layer.__class__ = nn.Linear
+            weight = torch.empty(layer.out_features, layer.in_features, device="meta")
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def planned_elements(parameter: nn.Parameter, width: int) -> int:
+    """Return the number of elements of ``width`` bytes that take as much memory as a parameter."""
+    if not is_quantized(parameter):
+        return parameter.numel()
+    return sum(part.nbytes for part in parts_of(parameter)) // width
+
+
+def keep_format(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking weights on a CPU in evaluations.
+
+    It computes no gradient with repacked weights, not even in the training that follows.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            vars(layer)["support_avx512bf16_for_cpu"] = False
+
+
+def release(layer: Any) -> None:
+    """Leave the only reference to the elements of a packed weight to the parameter."""
+    if getattr(layer.weight, "CB", None) is not None:
+        layer.init_8bit_state()
+        layer.state.CB = None
+
+
+class PackedProduct(Function):
+    """Product of a layer of bitsandbytes whose graph saves the weight's elements.
+
+    The library's own graph refers to them directly. If replicas share them, they could then not be
+    freed between a forward and its backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        """Return the product, from input, elements, bias, layer and the layer's own forward."""
+        x, elements, _, ctx.layer, product = args
+        ctx.save_for_backward(elements)
+        state = getattr(ctx.layer, "state", None)
+        if state is None:
+            ctx.layer.weight.quant_state.to(x.device)
+            return product(x)
+        state.CB = elements
+        y = product(x)
+        state.CB = None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients of input and bias."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        (gradient,) = gradients
+        (elements,) = ctx.saved_tensors
+        layer = ctx.layer
+        if hasattr(layer, "state"):
+            weight = elements * (layer.state.SCB / 127.0)[:, None]
+        else:
+            weight = dequantize_4bit(elements, layer.weight.quant_state)
+        dtype = getattr(layer, "compute_dtype", None) or gradient.dtype
+        of_input = (gradient.to(dtype) @ weight.to(dtype)).to(gradient.dtype)
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return of_input, None, of_bias, None, None
 
 
 Role = Literal["input", "weight", "grad_output"]

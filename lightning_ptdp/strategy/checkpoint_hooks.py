@@ -30,6 +30,7 @@ from lightning_ptdp.exchange import SHARD_BYTES, reads_as_huggingface
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.shims.lightning import fits
 from lightning_ptdp.shims.peft import set_magnitudes
+from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.strategy.exporting import export_model
 from lightning_ptdp.strategy.model_space import Checkpoint, ModelSpace, PathLike
 from lightning_ptdp.strategy.restoring import (
@@ -169,6 +170,8 @@ class CheckpointHooks(World):
         With such an option no rank holds everything that is saved, or saving does not wait."""
         if self.layout.divides_model:
             return f"{self.layout.describe()} cuts the model"
+        if quantized_parameters(self.lightning_module):
+            return "only folders leave out quantized weights"
         if self.config.async_save:
             return "async_save=True writes folders"
         if self.config.snapshot_every_n_steps:

@@ -58,10 +58,12 @@ class ModelSpace:
 
     @property
     def ranks_hold_all(self) -> bool:
-        """Return True if every rank holds all parameters of the model.
+        """Return True if every rank holds all that a checkpoint has of the model.
 
-        This is the case if neither a layout nor sharding divides it."""
-        return self.layout.size("shards") == 1 and not self.shards_parameters
+        This is the case if neither a layout nor sharding divides it. A checkpoint has less than the
+        module if weights are quantized."""
+        divided = self.layout.size("shards") > 1 or self.shards_parameters
+        return not (divided or quantized_parameters(self.module))
 
     @property
     def is_cut(self) -> bool:

@@ -26,6 +26,7 @@ from lightning_ptdp.planner import (
 from lightning_ptdp.planner.examples import Example, call_with, longest_sample
 from lightning_ptdp.planner.model_trace import trace_shape, with_images
 from lightning_ptdp.schedule.generators import schedule_name
+from lightning_ptdp.shims.quantization import planned_elements
 from lightning_ptdp.strategy.checks.whole_model import CUT_MARK, plan_of, whole_model
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -136,15 +137,16 @@ def described_job(  # noqa: PLR0913
         device=device,
         example=example,
     )
+    bytes_of = find_precision(precision, states=type_of_states(module))
     return Job(
         model=model,
         world_size=world_size,
         global_batch_size=batch,
         device=device,
-        precision=find_precision(precision, states=type_of_states(module)),
+        precision=bytes_of,
         software=find_software(software),
         sequence_length=length or model.sequence_length,
-        trained=trained_share(module),
+        trained=trained_share(module, bytes_of.weight),
         offloads_optimizer=config.offload_optimizer,
     )
 
@@ -165,13 +167,13 @@ def described_choice(
     )
 
 
-def trained_share(module: nn.Module) -> float:
-    """Return the share of a module's parameters that are trained.
+def trained_share(module: nn.Module, width: int) -> float:
+    """Return the share of a module's parameters, of ``width`` bytes, that are trained.
 
     Frozen parameters, such as those beside adapters, are not trained."""
     parameters = list(module.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return trained / max(1, sum(p.numel() for p in parameters))
+    return trained / max(1, sum(planned_elements(p, width) for p in parameters))
 
 
 def type_of_states(module: nn.Module) -> str:

@@ -102,7 +102,7 @@ class SetupHooks(StepHooks):
         if self.layout.divides_model and CUT_MARK in vars(module):
             check_model(module, self.config, self.layout)
         # without model parallelism the module has not been built before launch
-        check_quantized(module, self.layout)
+        check_quantized(module, self.config, self.layout)
         with self.waiting_in("comparing the model and the data of all ranks"):
             check_same_training(module)
         built_without_values = awaits_values(module)
@@ -183,12 +183,7 @@ class SetupHooks(StepHooks):
                 self.optimizers, foreign, parameters, config=self.config, layout=self.layout
             )
         for optimizer, groups in zip(self.optimizers, trials, strict=True):
-            whole = check_elementwise(
-                optimizer,
-                groups,
-                device=self.root_device,
-                may_stay_whole=not self.shards_parameters,
-            )
+            whole = check_elementwise(optimizer, groups, device=self.root_device)
             for parameter in chain.from_iterable(
                 optimizer.param_groups[position]["params"] for position in whole
             ):
@@ -196,6 +191,8 @@ class SetupHooks(StepHooks):
                     parameters[parameter].stays_whole = True
             if trainer.checkpoint_callbacks and not self.writes_file:
                 check_optimizer_state(optimizer, groups, device=self.root_device)
+        if parallel.shards is not None:
+            parallel.shards.keep_whole()
 
     def _whole_view(
         self, view: UncutView

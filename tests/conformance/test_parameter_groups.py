@@ -131,6 +131,7 @@ class LitAdafactor(LitBlocks):
 
 CASES = [
     *((layout, LitMuon) for layout in ("p2v2", "t2", "d2 sharded", "d2p2 sharded")),
+    *(("d2 sharded parameters", kind) for kind in (LitMuon, LitAdafactor)),
     *((layout, LitAdafactor) for layout in ("p2", "t2p2", "d2 sharded gradients")),
     *((layout, LitLayerwise) for layout in LAYOUTS),
     *((layout, LitNamed) for layout in ("p2v2", "t2", "d2p2 sharded")),
@@ -245,11 +246,6 @@ class LitClipping(LitBlocks):
             "d2 sharded",
             "OptimizerGroupsError: parameter group 0 of SGD has lr=0.1 on rank 0, but 0.2 on rank "
             "1",
-        ),
-        (
-            LitMuon,
-            "d2 sharded parameters",
-            "MixingOptimizerError: shard='parameters' splits parameters, but Muon",
         ),
         (
             LitClipping,

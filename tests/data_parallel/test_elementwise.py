@@ -127,13 +127,6 @@ def test_matrix_optimizers_pass_if_matrices_stay_whole(kind: Any) -> None:
     check(kind, STAGES)
     for cut in (FLAT, ROWS, COLUMNS):
         check(kind, STAGES, cut, whole=True)
-    with pytest.raises(MixingOptimizerError, match="work element by element"):
-        check_elementwise(
-            kind([nn.Parameter(torch.ones(3, 3))]),
-            [GroupTrial(cuts=frozenset({FLAT}))],
-            device=torch.device("cpu"),
-            may_stay_whole=False,
-        )
 
 
 @pytest.mark.parametrize(("kind", "cut", "words"), MIXING)

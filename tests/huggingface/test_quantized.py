@@ -1,36 +1,54 @@
-"""Adapters on bitsandbytes' quantized weights (QLoRA, arXiv 2305.14314) train like in one process.
+"""Adapters on quantized weights (QLoRA, arXiv 2305.14314) train like in one process.
 
-This covers every layout that keeps the weights whole."""
+The weights are those of bitsandbytes, which replicas can share, and of torchao."""
 
 from __future__ import annotations
 
+import gc
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import lightning.pytorch as L
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
+from lightning_ptdp.planner import find_device, search
+from lightning_ptdp.planner.memory import static_bytes
+from lightning_ptdp.shims.quantization import parts_of
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model
-from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, make_model
+from lightning_ptdp.strategy.planning import described_choice, described_job
+from tests.huggingface.runs import LAYOUTS, LENGTH, SAMPLES, LitHuggingFace, Run, make_model
+from tests.letters import M, P, V
 from tests.optional import needs
 from tests.parity import Parity, assert_near
 from tests.pool import WorkerFailure
 
-pytestmark = [pytest.mark.thorough, needs("peft", "bitsandbytes")]
+pytestmark = [pytest.mark.thorough, needs("peft", "bitsandbytes", "torchao")]
 
 
 def quantized_model(folder: str, kind: str) -> Any:
     import transformers
 
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+    config: Any
+    if kind == "8 bits":
+        config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    elif kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        config = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        config = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.float32
     )
@@ -48,7 +66,7 @@ class LitQuantized(LitHuggingFace):
         base = quantized_model(run.pretrained, dict(run.options)["kind"])
         self.model = peft.get_peft_model(
             base, peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"])
-        )
+        ).train()  # layers with 8 bits that evaluate round their inputs to integers
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +88,9 @@ def quantized(kind: str, folder: str) -> Run:
     [
         ("fp4", "d2 sharded"),
         *(("nf4", layout) for layout in ("p2v2", "full", "c2", "d2 sharded gradients")),
-        ("nf4", "p2d2 sharded parameters"),
+        *(("8 bits", layout) for layout in ("d2", "p2v2", "d2 sharded")),
+        *((kind, "p2d2 sharded parameters") for kind in ("nf4", "8 bits")),
+        *(("torchao", layout) for layout in ("p2v2", "d2 sharded gradients")),
     ],
 )
 def test_adapters_on_quantized_weights_match_single_process(
@@ -79,16 +99,105 @@ def test_adapters_on_quantized_weights_match_single_process(
     parity.check(quantized(kind, folder), LAYOUTS[layout])
 
 
-def test_checkpoint_of_quantized_weights_resumes_in_other_layout(
-    parity: Parity, folder: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("world_size", "more"),
+    [(2, {"recompute": "full"}), (4, {"reshard_after": "block", P: 2, V: 2})],
+)
+def test_shared_quantized_weights_are_gathered_again(
+    world_size: int, more: dict[str, Any], parity: Parity, folder: str
 ) -> None:
-    run = replace(quantized("nf4", folder), global_batch=SAMPLES)
+    parity.check(quantized("nf4", folder), (world_size, {"shard": "parameters", M: 2, **more}))
+
+
+def test_training_after_validation_is_the_same(parity: Parity, folder: str) -> None:
+    run = replace(quantized("nf4", folder), validate_every=None)
+    validated = parity.result(replace(run, validate_every=2))
+    assert_near(validated["losses"], parity.result(run)["losses"], 0, "losses")
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("nf4", "p2v2", "d2 sharded parameters"),
+        ("8 bits", "d2 sharded parameters", "p2v2"),
+        ("8 bits", "p2v2", "d2 sharded gradients"),
+        ("torchao", "d2", "p2v2"),
+        ("torchao", "d2", "one"),
+    ],
+)
+def test_checkpoint_of_quantized_weights_resumes_in_other_layout(
+    kind: str, before: str, after: str, parity: Parity, folder: str, tmp_path: Path
+) -> None:
+    run = replace(quantized(kind, folder), global_batch=SAMPLES)
     saved = str(tmp_path / "saved")
     expected = parity.result(run)
-    half = replace(run, steps=2, save=saved).on(LAYOUTS["p2v2"])
+    half = replace(run, steps=2, save=saved).on(LAYOUTS[before])
     assert_near(parity.ranks(half)[0]["losses"], expected["losses"][:2], 1e-5, "losses")
-    rest = replace(run, resume=saved).on(LAYOUTS["d2 sharded parameters"])
+    rest = replace(run, resume=saved).on(LAYOUTS[after])
     assert_near(parity.ranks(rest)[0]["losses"], expected["losses"][2:], 1e-5, "losses")
+
+
+class Held(L.Callback):
+    """Bytes of packed elements between the steps, and most at the end of a forward.
+
+    Attributes:
+        held, most: The bytes.
+    """
+
+    held = most = 0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if self.held:
+            return
+        self.held = packed_bytes()
+        need = ShardedParameters.need
+
+        def watched(shards: ShardedParameters, unit: Any) -> None:
+            need(shards, unit)
+            if unit.after is None:  # the last block: its forward, then the first of the backward
+                self.most = max(self.most, packed_bytes())
+
+        patch = mock.patch.object(ShardedParameters, "need", watched)
+        patch.start()
+        self.stop = patch.stop
+
+    def on_train_end(self, *_: Any) -> None:
+        self.stop()
+
+
+def packed_bytes() -> int:
+    """Return the size of all storages that may hold packed elements."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.dtype in PACKED]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values() if storage.nbytes() >= 512)
+
+
+PACKED = (torch.uint8, torch.int8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Run):
+    """A training that measures the packed elements of a rank."""
+
+    def make_callbacks(self) -> list[L.Callback]:
+        return [Held()]
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        (held,) = (one for one in trainer.callbacks if isinstance(one, Held))
+        return {"held": held.held, "most": held.most}
+
+
+@pytest.mark.parametrize(("kind", "width"), [("nf4", 0.5), ("8 bits", 1)])
+def test_replicas_share_elements_of_quantized_weights(
+    kind: str, width: float, parity: Parity, folder: str
+) -> None:
+    run = Measured(**vars(quantized(kind, folder)) | {"steps": 1, "validate_every": None})
+    elements = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * width
+    for found in parity.ranks(run.on((4, {"shard": "parameters"}))):
+        assert found["held"] <= 1.1 * elements / 4, found
+        # the running block, the next, and those of the graph: nothing
+        assert found["most"] <= 1.2 * elements * (1 / 4 + 2 / 4), found
 
 
 @pytest.mark.parametrize("degrees", [{"tensor_parallel_size": 2}, {"expert_parallel_size": 2}])
@@ -100,6 +209,22 @@ def test_cut_of_quantized_weight_is_refused_before_launch(
         check_model(LitQuantized(quantized("nf4", folder)), config, config.layout(2))
 
 
+def test_sharing_of_weights_of_torchao_is_refused_before_launch(folder: str) -> None:
+    config = PTDPStrategy(shard="parameters").config
+    module = LitQuantized(quantized("torchao", folder))
+    with pytest.raises(ValueError, match=r"Int8Tensor of torchao.* Use shard='gradients', or"):
+        check_model(module, config, config.layout(2))
+
+
+def test_training_of_quantized_weight_is_refused_before_launch(folder: str) -> None:
+    module = LitQuantized(quantized("torchao", folder))
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    config = PTDPStrategy().config
+    with pytest.raises(ValueError, match=r"would be trained, but it has no gradient"):
+        check_model(module, config, config.layout(2))
+
+
 def test_export_of_quantized_weights_is_refused_before_first_step(
     parity: Parity, folder: str, tmp_path: Path
 ) -> None:
@@ -109,6 +234,27 @@ def test_export_of_quantized_weights_is_refused_before_first_step(
     ) as error:
         parity.ranks(run.on(LAYOUTS["p2"]))
     assert "on_fit_start" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "8 bits", "torchao"])
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_planner_counts_quantized_weights_as_they_are(kind: str, shard: Any, folder: str) -> None:
+    module = LitQuantized(quantized(kind, folder))
+    config = PTDPStrategy(shard=shard).config
+    job = described_job(
+        module, config, world_size=4, batch=8, device=find_device("a100-80gb"), length=LENGTH,
+        precision="32-true",
+    )  # fmt: skip
+    choice = described_choice(config, config.layout(4), micro_batch_size=1, num_microbatches=1)
+    weights, gradients, states = static_bytes(job, choice, job.shape.parameters)
+    replicas = 4 if shard == "parameters" else 1
+    nbytes = sum(part.nbytes for p in module.parameters() for part in parts_of(p))
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert weights == pytest.approx(nbytes / replicas, rel=1e-3)
+    assert (gradients, states) == pytest.approx((4 * trained / replicas, 8 * trained / replicas))
+    layouts = [found.choice.layout for found in search(job).best]
+    assert layouts
+    assert all(layout.tensor_parallel_size == 1 for layout in layouts)
 
 
 class LitDiffering(LitQuantized):

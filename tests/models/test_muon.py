@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "p2v2": (2, {P: 2, V: 2, M: 4}),
     "d2p2v2 zb_v sharded": (4, {P: 2, V: 2, M: 4, S: "zb_v", Z: "optimizer"}),
     "c2 sharded": (2, {C: 2, Z: "optimizer"}),
+    "d2 sharded parameters": (2, {Z: "parameters"}),
+    "d2p2 sharded parameters": (4, {P: 2, M: 2, Z: "parameters"}),
+    "t2d2 sharded parameters": (4, {T: 2, M: 2, Z: "parameters"}),
+    "d4 sharded parameters in two levels": (4, {D: 2, Z: "parameters"}),
+    "d8 sharded parameters": (8, {Z: "parameters"}),
 }
 
 
@@ -48,23 +54,46 @@ def test_owners_of_matrices_change_nothing(
     world_size = 2 * layout.get(T, 1)
     whole, *others = (
         parity.result(run.on((world_size, {**layout, Z: level})))["final"]
-        for level in ("none", "optimizer", "gradients")
+        for level in ("none", "optimizer", "gradients", "parameters")
     )
     for owned in others:
         for name, value in whole.items():
             assert torch.equal(owned[name], value), name
 
 
-@pytest.mark.parametrize("level", ["none", "optimizer"])
+@dataclass(frozen=True, kw_only=True)
+class Owned(Run):
+    """A training that returns the elements of a rank's momenta, by parameter."""
+
+    muon: bool = True
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        names, _ = trainer.strategy.model_space.optimizer_records()
+        (optimizer,) = trainer.strategy.optimizers
+        states = optimizer.state.items()
+        return {
+            "momenta": {
+                names[parameter]: state["momentum_buffer"].numel()
+                for parameter, state in states
+                if "momentum_buffer" in state
+            },
+        }
+
+
+@pytest.mark.parametrize("level", ["optimizer", "parameters"])
+def test_each_matrix_has_one_owner(level: str, parity: Parity) -> None:
+    (whole,) = parity.ranks(Owned())
+    ranks = parity.ranks(Owned().on((2, {Z: level})))
+    elements = [sum(found["momenta"].values()) for found in ranks]
+    assert not ranks[0]["momenta"].keys() & ranks[1]["momenta"].keys()
+    assert ranks[0]["momenta"] | ranks[1]["momenta"] == whole["momenta"]
+    assert max(elements) <= 0.6 * sum(elements)
+
+
+@pytest.mark.parametrize("level", ["none", "optimizer", "parameters"])
 def test_experts_are_left_to_adamw(level: str, parity: Parity) -> None:
     run = Run(muon=True, llama=True, experts=4)
     parity.check(run, (4, {E: 2, M: 2, Z: level}))
-
-
-def test_sharded_parameters_are_refused(parity: Parity) -> None:
-    with pytest.raises(Exception, match="MuonWithAdamW does not work element by element") as error:
-        parity.ranks(Run(muon=True).on((2, {Z: "parameters"})))
-    assert "shard='gradients'" in str(error.value)
 
 
 def test_steps_equal_those_of_torch() -> None:

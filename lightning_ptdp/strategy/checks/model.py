@@ -64,7 +64,7 @@ def check_model(
     Raises:
         ValueError: Names the field, the value and what would work.
     """
-    check_quantized(module, layout)
+    check_quantized(module, config, layout)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
     if not layout.divides_model and blocks_stay:
         return None
@@ -76,7 +76,7 @@ def check_model(
         )
     whole = whole_model(module, config) if whole is None else whole
     check_libraries(whole)
-    check_quantized(whole, layout)
+    check_quantized(whole, config, layout)
     hooked = [
         name
         for root in (module, whole)

@@ -18,7 +18,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.pretrained_folder import fingerprint, local_folder
 from lightning_ptdp.parameters.initializers import Initializers, why_without_values
 from lightning_ptdp.shims.lightning import LightningModule, fits
-from lightning_ptdp.shims.quantization import is_four_bit, quantized_parameters
+from lightning_ptdp.shims.quantization import is_packed, quantized_parameters
 from lightning_ptdp.shims.torch import forward_hooks
 from lightning_ptdp.shims.transformers import is_capture
 from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
@@ -115,19 +115,19 @@ def _plain(values: object, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, repr(values)
 
 
-def check_quantized(model: nn.Module, layout: ParallelLayout) -> None:
-    """Check that every rank can keep a library's quantized weights as they are.
+def check_quantized(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
+    """Check that the ranks can use a library's quantized weights as they are.
 
     Raises:
-        ValueError: Tensor or expert parallelism would have to cut one, or the optimizer to step
-            on it.
+        ValueError: Tensor or expert parallelism would have to cut one, replicas to share one of
+            torchao, or the optimizer to step on it.
     """
     for name, parameter in quantized_parameters(model).items():
         kind = f"'{name}' is a {type(parameter).__name__} of {type(parameter).__module__}"
-        if not is_four_bit(parameter):
+        if config.shard == "parameters" and not is_packed(parameter):
             raise ValueError(
-                f"{kind}. Ranks can compare and move only bitsandbytes' 4-bit weights. Use "
-                "BitsAndBytesConfig(load_in_4bit=True), or load the weights in bfloat16"
+                f"{kind}, which shard='parameters' cannot share between replicas. Use "
+                "shard='gradients', or quantize with transformers.BitsAndBytesConfig"
             )
         if parameter.requires_grad:
             raise ValueError(
