@@ -2,11 +2,11 @@
 # What is published: the documentation, built without a warning (the API is read from the sources), and the package with its page.
 set -euo pipefail
 scratch="${1:-$(mktemp -d)}"
-pip install --quiet -e ".[docs]"
+uv pip install --quiet -e ".[docs]"
 zensical build --config-file mkdocs.yml --strict
 test -s build/docs/api/pipeline/index.html
 grep -q "PTDPStrategy" build/docs/api/index.html
-python -m build --outdir "$scratch" . > /dev/null
+python -m build --installer uv --outdir "$scratch" . > /dev/null
 twine check --strict "$scratch"/*
 
 # The files that the Dockerfile copies are enough to install the package.
@@ -14,7 +14,7 @@ mkdir "$scratch/image"
 sed -n 's/^COPY //p' Dockerfile | while read -r copied; do
     (set -- $copied; target="${*: -1}"; cp -r "${@:1:$#-1}" "$scratch/image/$target")
 done
-python -m build --wheel --outdir "$scratch/image/dist" "$scratch/image" > /dev/null
+python -m build --installer uv --wheel --outdir "$scratch/image/dist" "$scratch/image" > /dev/null
 
 # The wheel carries the package, its types and the recipes: installed elsewhere, above the dependencies that are here, and used from there.
 python -m venv "$scratch/elsewhere"

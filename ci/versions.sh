@@ -67,8 +67,7 @@ install() { # python, environment, resolution
     local options=(".[test]")
     [ "$3" = lowest ] && options=(--resolution lowest-direct ".[test,hf,fp8,qlora]" "$torch")
     [ "$3" = torch ] && options=(".[test]" "$torch")
-    # compiled once, not by each process
-    "$uv" pip install --quiet --compile-bytecode --python "$2/bin/python" "${options[@]}" && touch "$2/installed"
+    "$uv" pip install --quiet --python "$2/bin/python" "${options[@]}" && touch "$2/installed"
 }
 
 job() ( # environment, folder

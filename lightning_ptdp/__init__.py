@@ -56,4 +56,6 @@ def __getattr__(name: str) -> object:
     if name not in packages:
         raise AttributeError(f"module 'lightning_ptdp' has no attribute '{name}'")
     _check_core()
-    return getattr(import_module(f"lightning_ptdp.{packages[name]}"), name)
+    value = getattr(import_module(f"lightning_ptdp.{packages[name]}"), name)
+    globals()[name] = value  # the next use does not call this function
+    return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 from argparse import ArgumentError
+from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -163,6 +164,7 @@ class PTDPCLI(LightningCLI):
         if self.verb == "fit":
             resolved = self.parser.dump(self.config, skip_none=False)
             self.values: dict[str, Any] = yaml.safe_load(resolved)
+            self.config_dump = deepcopy(self.values)  # else Lightning writes and reads it again
             added = [
                 Goodput(),
                 self.report,

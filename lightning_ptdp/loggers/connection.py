@@ -16,6 +16,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_ptdp.base.file_locks import one_at_a_time
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
+from lightning_ptdp.loggers.new_database import unsynchronized_if_new
 from lightning_ptdp.loggers.tracking_store import SilentServerError, sqlite_path
 
 # Import it when used. The import is repeated here because the parser reads such imports in the file
@@ -115,7 +116,11 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     # If several processes find no tables, all but one would fail to create them.
-    with one_at_a_time(folder, limit_s=LIMIT_S), quiet(*_CHATTY):
+    with (
+        one_at_a_time(folder, limit_s=LIMIT_S),
+        unsynchronized_if_new(path),
+        quiet(*_CHATTY),
+    ):
         try:
             inner = _find(options, run_id)
         except ValueError as error:

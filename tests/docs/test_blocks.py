@@ -87,6 +87,17 @@ def test_skipped_blocks_are_few_and_have_reasons() -> None:
     )
 
 
+def test_continuous_integration_installs_as_the_readme_says() -> None:
+    blocks = [block.code for block in find_blocks(PAGES["README.md"], "README.md")]
+    commands = [code.splitlines()[1].split(" && ") for code in blocks if "pip install" in code]
+    script = (ROOT / "ci" / "install.sh").read_text(encoding="utf-8").replace(" --quiet", "")
+    assert commands == [
+        ["pip install uv", "uv pip install ."],
+        [line for line in script.splitlines() if "pip install" in line],
+    ]
+    assert f"\n{' && '.join(commands[0])}\n" in PAGES["docs/quickstart.md"].read_text("utf-8")
+
+
 def test_index_links_every_page() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}

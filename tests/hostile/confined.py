@@ -293,6 +293,7 @@ def _forked(work: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str,
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
+    gc.freeze()  # the child's collection skips what is imported here
     child = os.fork()
     if child == 0:
         status = 1
