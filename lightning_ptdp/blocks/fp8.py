@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -28,8 +28,9 @@ from lightning_ptdp.blocks.local_blocks import local_blocks
 from lightning_ptdp.forward.deferred_weight_gradients import Products, multiply
 from lightning_ptdp.forward.matrix_product import MatrixProduct, add_to_gradient
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
+from lightning_ptdp.parameters.rounded_weight import RoundedWeight
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.shims.quantization import Recipe, Role, make_recipe, scaled
+from lightning_ptdp.shims.quantization import Recipe, Role, make_recipe, scaled, weight_operand
 from lightning_ptdp.tensor_parallel import Column, Kind, Row
 from lightning_ptdp.tensor_parallel.linear import (
     ColumnParallelLinear,
@@ -57,20 +58,22 @@ class Float8Product(MatrixProduct):
 
     Attributes:
         recipe: Recipe of the rounding.
+        rounded: The weight as its replicas gather it; None: the weight itself is rounded.
     """
 
     recipe: Recipe = field(kw_only=True)
+    rounded: RoundedWeight | None = field(kw_only=True, default=None)
 
     def output(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + bias."""
         with torch.autocast(x.device.type, enabled=False):
-            y = self._scaled(_rows(x), "input", -1).mm(self._scaled(self._turned(), "weight", 0))
+            y = self._scaled(_rows(x), "input", -1).mm(self._weight(0))
             y = y if bias is None else y.add_(bias.to(y.dtype))
         return y.view(*x.shape[:-1], y.size(-1))
 
     def input_gradient(self, grad: Tensor) -> Tensor:
         """Return the gradient of the input, (..., i), from that of the output, (..., o)."""
-        weight = self._scaled(self._turned(), "weight", -1)
+        weight = self._weight(-1)
         return (
             self._scaled(_rows(grad), "grad_output", -1)
             .mm(weight.t())
@@ -103,9 +106,14 @@ class Float8Product(MatrixProduct):
     ) -> Tensor:
         return scaled(matrix, role, dim, self.recipe, pads=pads)
 
-    def _turned(self) -> Tensor:
-        """Return the weight as (i, o)."""
-        return self.weight.detach() if self.transposed else self.weight.detach().t()
+    def _weight(self, dim: Literal[0, -1]) -> Tensor:
+        """Return the weight as (i, o) in float8."""
+        if self.rounded is not None:
+            values, scale = self.rounded.read()
+            values = values if self.transposed else values.t()
+            return weight_operand(values, scale, self.weight.dtype, self.recipe)
+        weight = self.weight.detach()
+        return self._scaled(weight if self.transposed else weight.t(), "weight", dim)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -163,7 +171,12 @@ def check_fp8(
 
 
 def apply_fp8(
-    module: nn.Module, *, scaling: Float8Scaling, blocks: Blocks | None, device: torch.device
+    module: nn.Module,
+    *,
+    scaling: Float8Scaling,
+    blocks: Blocks | None,
+    device: torch.device,
+    gather: Callable[[Mapping[nn.Parameter, RoundedWeight]], None] | None = None,
 ) -> str:
     """Let the linear layers in this rank's blocks multiply in float8, in place.
 
@@ -172,6 +185,8 @@ def apply_fp8(
         scaling: The option ``fp8``.
         blocks: Dotted names of the repeated containers; found if None.
         device: Device of the module.
+        gather: Called with the weights that replicas may gather in float8: those that all products
+            round in the same way.
 
     Returns:
         A note that names the layers.
@@ -180,17 +195,24 @@ def apply_fp8(
         ValueError: The device has no float8, or a rank's part of a layer is not a multiple of 16.
     """
     _check_device(device)
-    products = partial(Float8Product, recipe=make_recipe(scaling, emulate=device.type == "cpu"))
+    recipe = make_recipe(scaling, emulate=device.type == "cpu")
+    rounded = dict[nn.Parameter, RoundedWeight]()
     names = dict[str, None]()
     for name, layer in _layers(module, blocks):
-        rows, columns = layer.get_parameter("weight").shape
+        weight = layer.get_parameter("weight")
+        rows, columns = weight.shape
         _check_sizes(name, rows, columns)
+        if gather is not None and scaling == "tensorwise":
+            rounded.setdefault(weight, RoundedWeight(recipe))
+        products = partial(Float8Product, recipe=recipe, rounded=rounded.get(weight))
         if isinstance(layer, ParallelLayer):
             layer.products = products
         else:
             vars(layer).setdefault("weight_gradients", None)
             replace_forward(layer, Float8Linear, products=products)
         names[_INDEX.sub(".*.", name)] = None
+    if gather is not None:
+        gather(rounded)
     return f"fp8={scaling!r} computes in float8: {', '.join(names) or 'no layer on this rank'}"
 
 

@@ -192,11 +192,17 @@ class FlatParameters:
                 view.copy_(managed.parameter)
                 managed.parameter.data = view
 
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return the ranges of a flat tensor that belong to the parameters, in their shapes."""
+        shapes = [managed.parameter.shape for managed in self.parameters]
+        return [
+            flat[offset : offset + shape.numel()].view(shape)
+            for offset, shape in zip(self.offsets, shapes, strict=True)
+        ]
+
     def _views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
         assert self.whole is not None
-        for managed, offset in zip(self.parameters, self.offsets, strict=True):
-            parameter = managed.parameter
-            yield managed, self.whole[offset : offset + parameter.numel()].view(parameter.shape)
+        return zip(self.parameters, self.views(self.whole), strict=True)
 
 
 def aligned(size: int) -> int:

@@ -12,12 +12,15 @@ What is gathered decides only about memory and time. Whoever reads a freed param
 it gather (``absent_parameters.py``). A graph saves no weights: it saves their positions, and
 gathers the unit when its backward needs it. All replicas run the same passes, and so gather in the
 same order.
+
+Weights of products in float8 are gathered in float8 (``rounded_parameters.py``). Other code that
+reads one in a pass makes the unrounded values gather, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -35,13 +38,16 @@ from lightning_ptdp.data_parallel.flat_parameters import (
     lay_out,
 )
 from lightning_ptdp.data_parallel.reduction import Reduction
+from lightning_ptdp.data_parallel.rounded_parameters import RoundedParameters, agree_on_scales
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.forward.surroundings import Forward, Surrounding
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
+from lightning_ptdp.parameters.rounded_weight import RoundedWeight
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.quantization import PackedProduct, is_packed, release
 
 Direction = Literal[-1, 0, 1]
+_Gathered = FlatParameters | RoundedParameters
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a saved tensor in the flat tensor."""
 
@@ -54,19 +60,21 @@ class Unit:
         block: The block that uses them; None: they are outside of the blocks.
         chunk: The stage; None: several.
         flats: Their storage.
+        gathered: What a pass gathers: a storage, or its values in float8.
         before, after: The neighbouring blocks of the same stage.
     """
 
     block: nn.Module | None
     chunk: int | None
     flats: Sequence[FlatParameters]
+    gathered: Sequence[_Gathered] = ()
     before: Unit | None = None
     after: Unit | None = None
 
     def start(self) -> None:
         """Start to gather what is missing."""
-        for flat in self.flats:
-            flat.start_gather()
+        for gathered in self.gathered:
+            gathered.start_gather()
 
 
 class ShardedParameters(Surrounding):
@@ -96,11 +104,13 @@ class ShardedParameters(Surrounding):
         self._by_block = by_block
         self._module = module
         make = partial(FlatParameters.of, device=device, frees=True, late_value=late_value)
-        self._lay_out = partial(_flats, reductions=reductions, make=make)
+        self._rounded: dict[nn.Parameter, RoundedWeight] = {}
+        self._scaled = False
+        self._lay_out = partial(_flats, reductions=reductions, make=make, rounded=self._rounded)
         self._units = list(_make_units(module, parameters, blocks, reductions, self._lay_out))
         self._direction: Direction = 0
         self._current: tuple[Unit, Direction] | None = None
-        self._saved: dict[int, tuple[Unit, FlatParameters]] = {}
+        self._saved: dict[int, tuple[Unit, _Gathered]] = {}
         for unit in self._units:
             self._hold(unit)
 
@@ -117,15 +127,32 @@ class ShardedParameters(Surrounding):
                     release(layer)
                     replace_forward(layer, PackedForward)
                 managed.hold(None)
-                set_access(managed.parameter, partial(self._access, unit, managed.name))
+                set_access(managed.parameter, partial(self._access, unit, flat, managed.name))
+                if managed.parameter in self._rounded:
+                    fetch = partial(self._fetch, unit, managed.name)
+                    self._rounded[managed.parameter].fetch = fetch
             for managed, part, values in flat.own_parts():
                 managed.hold(values, part)
+        unit.gathered = [
+            RoundedParameters(flat, self._rounded)
+            if flat.parameters[0].parameter in self._rounded
+            else flat
+            for flat in unit.flats
+        ]
 
     def keep_whole(self) -> None:
         """Give each parameter that the optimizer needs whole to one rank; collective."""
+        self._lay_out_again(lambda managed: managed.stays_whole)
+
+    def gather_rounded(self, weights: Mapping[nn.Parameter, RoundedWeight]) -> None:
+        """Gather these weights in float8, because products in float8 read them; collective."""
+        self._rounded.update(weights)
+        self._lay_out_again(lambda managed: managed.parameter in weights)
+
+    def _lay_out_again(self, moves: Callable[[ManagedParameter], bool]) -> None:
         for unit in self._units:
             members = [managed for flat in unit.flats for managed in flat.parameters]
-            if any(managed.stays_whole for managed in members):
+            if any(map(moves, members)):
                 for flat in unit.flats:
                     flat.wait()
                 unit.flats = [*self._lay_out(members)]
@@ -146,6 +173,7 @@ class ShardedParameters(Surrounding):
     @contextlib.contextmanager
     def around(self, forward: Forward) -> Iterator[None]:
         """Gather during a forward, ahead of its blocks."""
+        self._agree_on_scales()
         outer = self._direction
         self._direction = 1
         blocks = [u for u in self._of(forward.stage) if u.block is not None]
@@ -167,6 +195,7 @@ class ShardedParameters(Surrounding):
     @contextlib.contextmanager
     def computing(self, direction: Direction = -1) -> Iterator[None]:
         """Gather what is read inside the context, a backward unless a forward runs; then free."""
+        self._agree_on_scales()
         outer = self._direction
         self._direction = direction
         try:
@@ -176,14 +205,21 @@ class ShardedParameters(Surrounding):
         for unit in self._units:
             self._free(unit)
         self._current = None
+        self._scaled = False
+
+    def _agree_on_scales(self) -> None:
+        """Agree on the scales of weights in float8, once between two changes of the weights."""
+        if not self._scaled:
+            gathered = [gathered for unit in self._units for gathered in unit.gathered]
+            agree_on_scales([some for some in gathered if isinstance(some, RoundedParameters)])
+        self._scaled = True
 
     def need(self, unit: Unit) -> None:
         """Return when the parameters of ``unit`` are whole; gather the next block's meanwhile."""
         if self._current == (unit, self._direction):
             return
-        for flat in unit.flats:
-            flat.wait()
-            self._saved[_address(flat)] = unit, flat
+        for gathered in unit.gathered:
+            self._wait(unit, gathered)
         if unit.block is None or not self._by_block:
             return
         self._current = unit, self._direction
@@ -209,16 +245,33 @@ class ShardedParameters(Surrounding):
         return [unit for unit in self._units if unit.chunk in (stage, None)]
 
     def _free(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            if flat.state is ParameterState.WHOLE:
-                self._saved.pop(_address(flat), None)
-            flat.free()
+        for gathered in dict.fromkeys((*unit.gathered, *unit.flats)):
+            if gathered.state is ParameterState.WHOLE:
+                self._saved.pop(_address(gathered), None)
+            gathered.free()
 
-    def _access(self, unit: Unit, name: str, function: str | None) -> bool:
-        """Gather the parameter ``name``, which ``function`` reads; see ``Access``.
+    def _wait(self, unit: Unit, gathered: _Gathered) -> None:
+        gathered.wait()
+        self._saved[_address(gathered)] = unit, gathered
+
+    def _fetch(self, unit: Unit, name: str) -> None:
+        """Gather what a product in float8 with the parameter ``name`` reads."""
+        self._check_runs(name, "a product in float8")
+        self.need(unit)
+
+    def _access(self, unit: Unit, flat: FlatParameters, name: str, function: str | None) -> bool:
+        """Gather the parameter ``name``, which ``function`` reads; see ``Access``."""
+        if not self._check_runs(name, function):
+            return False
+        self.need(unit)
+        self._wait(unit, flat)
+        return True
+
+    def _check_runs(self, name: str, function: str | None) -> bool:
+        """Return True if a pass runs, and False if not and ``function`` is None.
 
         Raises:
-            PartialModelError: No pass runs, so other ranks may not read it now.
+            PartialModelError: No pass runs, so other ranks may not read the parameter now.
         """
         if self._direction == 0:
             if function is None:
@@ -230,7 +283,6 @@ class ShardedParameters(Surrounding):
                 "Read them in the step, call trainer.strategy.gather_state_dict() on all ranks, or "
                 "use shard='gradients'"
             )
-        self.need(unit)
         return True
 
     # ---- tensors that a graph saves --------------------------------------------------------------
@@ -240,25 +292,29 @@ class ShardedParameters(Surrounding):
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         entry = self._saved.get(tensor.untyped_storage().data_ptr())
-        if entry is None or tensor.dtype != entry[1].own.dtype:
+        if entry is None or tensor.dtype != _whole(entry[1]).dtype:
             return tensor
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return partial(self._unpacked, *entry, place)
 
-    def _unpacked(self, unit: Unit, flat: FlatParameters, place: _Place) -> Tensor:
-        if flat.state is not ParameterState.WHOLE or unit.block is not None:
+    def _unpacked(self, unit: Unit, gathered: _Gathered, place: _Place) -> Tensor:
+        if gathered.state is not ParameterState.WHOLE or unit.block is not None:
             self.need(unit)
-        assert flat.whole is not None
-        return flat.whole.as_strided(*place)
+        self._wait(unit, gathered)
+        return _whole(gathered).as_strided(*place)
 
 
 def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved()
 
 
-def _address(flat: FlatParameters) -> int:
-    assert flat.whole is not None
-    return flat.whole.untyped_storage().data_ptr()
+def _whole(gathered: _Gathered) -> Tensor:
+    assert gathered.whole is not None
+    return gathered.whole
+
+
+def _address(gathered: _Gathered) -> int:
+    return _whole(gathered).untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -334,10 +390,12 @@ def _flats(
     group: Iterable[ManagedParameter],
     reductions: Mapping[tuple[str, ...], Reduction],
     make: Callable[..., FlatParameters],
+    rounded: Container[nn.Parameter],
 ) -> Iterator[FlatParameters]:
     """Yield the storage of a unit.
 
-    Trained and frozen parameters, tied ones, and those that the optimizer needs whole lie apart.
+    Trained and frozen parameters, tied ones, those that the optimizer needs whole, and those that
+    are gathered in float8 lie apart.
     """
     kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
     for managed in group:
@@ -345,8 +403,8 @@ def _flats(
         placement = managed.placement
         alone = managed if placement.tied else None
         key = parameter.dtype, placement.data_axes, parameter.requires_grad, alone
-        kinds.setdefault((*key, managed.stays_whole), []).append(managed)
-    for (_, axes, _, _, whole), alike in kinds.items():
+        kinds.setdefault((*key, parameter in rounded, managed.stays_whole), []).append(managed)
+    for (_, axes, *_, whole), alike in kinds.items():
         parameters = [managed.parameter for managed in alike]
         reduction = reductions[axes]
         yield make(alike, *lay_out(parameters, reduction, whole=whole), reduction)

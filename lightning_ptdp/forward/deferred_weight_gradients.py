@@ -35,6 +35,7 @@ from lightning_ptdp.forward.matrix_product import (
     bias_gradient,
 )
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
+from lightning_ptdp.shims.quantization import class_of
 from lightning_ptdp.shims.torch import has_gradient_hooks, saved_tensor_hooks
 
 Operand = Tensor | Callable[[], Callable[[], Tensor]]
@@ -249,7 +250,9 @@ def _can_wait(x: Any, weight: Any, bias: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    return type(value) is nn.Parameter and not has_gradient_hooks(value)
+    # A parameter whose values are not gathered has another class meanwhile.
+    is_parameter = isinstance(value, nn.Parameter) and class_of(value) is nn.Parameter
+    return is_parameter and not has_gradient_hooks(value)
 
 
 def multiply(

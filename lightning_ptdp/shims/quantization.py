@@ -187,3 +187,31 @@ def scaled(
         round_scales_to_power_of_2=recipe.config.round_scales_to_power_of_2,
     )
     return operand
+
+
+def weight_scale(largest: Tensor, recipe: Recipe) -> Tensor:
+    """Return the scales of weights with these largest magnitudes, float32."""
+    from torchao.float8.float8_utils import amax_to_scale
+
+    dtype = recipe.config.cast_config_weight.target_dtype
+    scale: Tensor = amax_to_scale(largest, dtype, recipe.config.round_scales_to_power_of_2)
+    return scale
+
+
+def rounded_weight(values: Tensor, scale: Tensor, recipe: Recipe) -> Tensor:
+    """Return values of a weight in float8."""
+    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
+    dtype = recipe.config.cast_config_weight.target_dtype
+    rounded: Tensor = hp_tensor_and_scale_to_float8(values, scale, dtype)._data
+    return rounded
+
+
+def weight_operand(rounded: Tensor, scale: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
+    """Return a weight that is in float8, and was in ``dtype``, as operand of a product."""
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+    operand: Tensor = Float8TrainingTensor(
+        rounded, scale, dtype, recipe.products, GemmInputRole.WEIGHT
+    )
+    return operand

@@ -68,9 +68,15 @@ def _overlap(to: BlockSetting) -> None:
 
 def _float8(to: BlockSetting) -> str:
     scaling = to.config.fp8
-    blocks = to.parallel.blocks
+    shards = to.parallel.shards
     assert scaling is not None
-    return apply_fp8(to.parallel.module, scaling=scaling, blocks=blocks, device=to.device)
+    return apply_fp8(
+        to.parallel.module,
+        scaling=scaling,
+        blocks=to.parallel.blocks,
+        device=to.device,
+        gather=None if shards is None else shards.gather_rounded,
+    )
 
 
 def _compile(to: BlockSetting) -> None:
