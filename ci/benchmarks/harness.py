@@ -89,7 +89,7 @@ def _run_ptdp(arguments: list[str], folder: Path, output: Path) -> None:
 def usual_heap() -> Iterator[None]:
     """Return a context for a peer in a process in which our strategy trains: the C library returns
     large blocks, as it does for the peer's users."""
-    Heap().restore()
+    Heap().close()
     try:
         yield
     finally:

@@ -330,14 +330,13 @@ def test_replicated_adapter_weights_stay_equal_with_dropout(
         assert torch.equal(value, other[name]), name
 
 
-def test_quantized_weights_are_refused_before_launch(tmp_path: Path) -> None:
+def test_sharing_of_quantized_weights_is_refused_before_training(tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization")
+    refusal = r"q_proj.weight' is a Int8Tensor of torchao.quantization.* cannot share between"
     module = LitHuggingFace(Run(model="llama", eager=True))
     quantization.quantize_(module.model.model.layers, quantization.Int8WeightOnlyConfig())
-    strategy = PTDPStrategy()
-    with pytest.raises(
-        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao.quantization. Ranks can"
-    ):
+    strategy = PTDPStrategy(shard="parameters")
+    with pytest.raises(ValueError, match=refusal):
         check_model(module, strategy.config, strategy.config.layout(2))
 
     class Late(LitHuggingFace):
@@ -345,13 +344,9 @@ def test_quantized_weights_are_refused_before_launch(tmp_path: Path) -> None:
             super().configure_model()
             quantization.quantize_(self.model.model.layers, quantization.Int8WeightOnlyConfig())
 
-    strategy = PTDPStrategy(pipeline_parallel_size=2)
-    with pytest.raises(
-        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao.quantization. Ranks can"
-    ):
-        check_model(Late(Run(model="llama")), strategy.config, strategy.config.layout(2))
-    trainer = quiet_trainer(tmp_path, strategy=PTDPStrategy(), max_steps=1)
-    with pytest.raises(
-        ValueError, match=r"q_proj.weight' is a Int8Tensor of torchao.quantization. Ranks can"
-    ):
+    strategy = PTDPStrategy(pipeline_parallel_size=2, shard="parameters")
+    with pytest.raises(ValueError, match=refusal):
+        check_model(Late(Run(model="llama")), strategy.config, strategy.config.layout(4))
+    trainer = quiet_trainer(tmp_path, strategy=PTDPStrategy(shard="parameters"), max_steps=1)
+    with pytest.raises(ValueError, match=refusal):
         trainer.fit(Late(Run(model="llama")), DataLoader(Samples("llama"), batch_size=2))
