@@ -1,5 +1,5 @@
-"""Two hosts that are network namespaces of this machine, joined by a slow link: a veth pair that
-``tc tbf`` limits in both directions."""
+"""Hosts that are network namespaces of this machine: two that a slow link joins, a veth pair that
+``tc tbf`` limits in both directions, or one with a slow interface."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from harness import parse_options
 
-__all__ = ["HOSTS", "INIT_METHOD", "NoHosts", "run_on_hosts", "start"]
+__all__ = ["HOSTS", "INIT_METHOD", "NoHosts", "run_alone", "run_on_hosts", "start"]
 
 HOSTS = 2
 _ADDRESSES = [f"10.213.7.{host + 1}" for host in range(HOSTS)]
@@ -84,8 +85,41 @@ def run_on_hosts(script: str, arguments: Sequence[str], *, mbit: int, local: int
             _shell(f"ip netns delete {name}", check=False)
 
 
-def _make(names: Sequence[str], mbit: int) -> None:
+def run_alone(script: str, arguments: Sequence[str], *, mbit: int) -> None:
+    """Run ``script`` on a host whose loopback interface has ``mbit`` Mbit/s.
+
+    Raises:
+        NoHosts: The host cannot be made here.
+    """
+    name = f"ptdp-{os.getpid()}"
     try:
+        with _explained():
+            _shell(f"ip netns add {name}")
+            _shell(f"ip netns exec {name} ip link set lo up")
+            _shell(f"ip netns exec {name} {_limit('lo', mbit)}")
+        command = ["ip", "netns", "exec", name, sys.executable, script, *arguments]
+        subprocess.run(command, check=True, timeout=600)
+    finally:
+        _shell(f"ip netns delete {name}", check=False)
+
+
+def _limit(device: str, mbit: int) -> str:
+    return f"tc qdisc add dev {device} root tbf rate {mbit}mbit burst 256kb latency 200ms"
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        details = getattr(error, "stderr", "") or ""
+        raise NoHosts(
+            f"namespaces cannot be made here (root, ip and tc are needed): {error} {details}"
+        ) from error
+
+
+def _make(names: Sequence[str], mbit: int) -> None:
+    with _explained():
         for name in names:
             _shell(f"ip netns add {name}")
         _shell(f"ip link add ptdp0 netns {names[0]} type veth peer name ptdp1 netns {names[1]}")
@@ -94,15 +128,7 @@ def _make(names: Sequence[str], mbit: int) -> None:
             _shell(f"{inside} ip address add {address}/24 dev ptdp{host}")
             _shell(f"{inside} ip link set ptdp{host} up")
             _shell(f"{inside} ip link set lo up")
-            _shell(
-                f"{inside} tc qdisc add dev ptdp{host} root tbf rate {mbit}mbit burst 256kb "
-                "latency 200ms"
-            )
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        details = getattr(error, "stderr", "") or ""
-        raise NoHosts(
-            f"two namespaces cannot be made here (root, ip and tc are needed): {error} {details}"
-        ) from error
+            _shell(f"{inside} {_limit(f'ptdp{host}', mbit)}")
 
 
 def _shell(command: str, *, check: bool = True) -> None:

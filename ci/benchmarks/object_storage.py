@@ -1,8 +1,10 @@
 """A checkpoint in object storage, beside plain parallel transfers of the same objects, in turns.
 
-    python ci/benchmarks/object_storage.py [--rounds 5] [--mb 256]
+    python ci/benchmarks/object_storage.py [--rounds 5] [--mb 256] [--mbit 1000]
 
-The server is moto's, in a process of its own on this machine. The peer is ``S3FileSystem.pipe`` and
+The server is moto's, in a process of its own on this machine, and competes for its cores. With
+``--mbit`` both run on a host of their own (a network namespace) with a link of that rate, which is
+then the limit, as it is for a store elsewhere. The peer is ``S3FileSystem.pipe`` and
 ``cat``, which transfer all objects at a time. Ours also sums and checks every block, and asks which
 objects are there. The last row has bytes: another layout (half of each tensor) beside the bytes of
 that half.
@@ -19,6 +21,7 @@ from pathlib import Path
 import s3fs
 import torch
 from harness import compare, parse_options, report
+from hosts import run_alone
 
 from lightning_ptdp.checkpoint import TensorReader, save_checkpoint
 from lightning_ptdp.checkpoint.remote_path import RemotePath
@@ -43,7 +46,12 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mb", type=int, default=256)
+    parser.add_argument("--mbit", type=int, default=0, help="rate of the link; 0: none")
     options = parse_options(parser, rounds=1, mb=4)
+    if options.mbit:
+        arguments = [f"--rounds={options.rounds}", f"--mb={options.mb}"]
+        run_alone(__file__, arguments, mbit=options.mbit)
+        return
     rows = min(options.mb * 64, 2048)  # of 16 KiB
     count = options.mb * 64 // rows
     values = {f"model/{number}": torch.randn(rows, 4096) for number in range(count)}

@@ -77,9 +77,9 @@ class SummingFile:
 
 
 @contextmanager
-def summing(path: Place) -> Iterator[SummingFile]:
-    """Return a context with a data file to write."""
-    with files.open_synced(path) as stream, closing(files.EarlySync(stream)) as sync:
+def summing(path: Place, size: int) -> Iterator[SummingFile]:
+    """Return a context with a data file of ``size`` bytes to write."""
+    with files.open_synced(path, size) as stream, closing(files.EarlySync(stream)) as sync:
         yield SummingFile(stream, sync)
 
 

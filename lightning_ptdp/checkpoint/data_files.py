@@ -116,7 +116,8 @@ def write_data_file(
         {_key(rectangle): _entry(rectangle) for rectangle in ordered}, align=align
     )
     stored = []
-    with summing(path) as file:
+    ends = [begins[_key(rectangle)] + rectangle.values.nbytes for rectangle in ordered]
+    with summing(path, max(ends, default=len(header))) as file:
         with turn or nullcontext():
             file.write(header)
             for rectangle in ordered:

@@ -57,13 +57,14 @@ def sha256(content: bytes) -> str:
 
 
 @contextmanager
-def open_synced(path: Place) -> Iterator[IO[bytes]]:
+def open_synced(path: Place, size: int = 0) -> Iterator[IO[bytes]]:
     """Return a context with a file to write, which ends when the disk has the file.
 
-    An object is sent at the end, from memory.
+    An object is sent at the end, from memory. If its ``size`` is known, that memory need not grow,
+    which costs as much time as a tenth of a fast upload.
     """
     if isinstance(path, RemotePath):
-        content = io.BytesIO()
+        content = io.BytesIO(bytes(size))
         yield content
         path.write_bytes(content.getvalue())
         return
