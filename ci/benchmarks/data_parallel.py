@@ -18,6 +18,9 @@ over a slow link: ``slow_link.py``, run where hosts can be made."""
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import logging
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -129,6 +132,38 @@ def fsdp2(config: GPTConfig, batch: Tensor, *, reshards: bool) -> Contestant:
     return BareLoop(step)
 
 
+def deepspeed(config: GPTConfig, batch: Tensor) -> Contestant | None:
+    """Return DeepSpeed's ZeRO-3 engine, in a bare loop; None: it is not installed.
+
+    It installs with ``pip install setuptools deepspeed --no-build-isolation``.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        if dist.get_rank() == 0:
+            print("DeepSpeed is not installed and left out")
+        return None
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed as peer
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    peer.init_distributed(dist_backend="gloo")
+    model = Lit(config).model
+    engine, *_ = peer.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=RATE),
+        config={
+            "train_micro_batch_size_per_gpu": len(batch),
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+
+    def step() -> None:
+        engine.backward(token_loss(engine, batch))
+        engine.step()
+
+    return BareLoop(step)
+
+
 def least(seconds: float) -> float:
     """Return the minimum over the ranks: the last one to arrive waits only for the reductions."""
     value = torch.tensor(seconds)
@@ -179,6 +214,8 @@ def contestants(config: GPTConfig, batch: Tensor, *, shard: Sharding) -> dict[st
         found["FSDP2, gathering once"] = fsdp2(config, batch, reshards=False)
     elif shard == "parameters":
         found["FSDP2"] = fsdp2(config, batch, reshards=True)
+        if (peer := deepspeed(config, batch)) is not None:
+            found["DeepSpeed ZeRO-3"] = peer
     else:
         found["DDPStrategy"] = in_trainer(config, batch, DDPStrategy)
     return found

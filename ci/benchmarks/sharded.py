@@ -1,11 +1,12 @@
-"""Sharded parameters: beside FSDP2 at d = 2, and beside a sharded optimizer under a pipeline.
+"""Sharded parameters: beside FSDP2 and DeepSpeed at d = 2, and beside a sharded optimizer under a
+pipeline.
 
 Run: python ci/benchmarks/sharded.py [--rounds 6] [--steps 2] [--only 10]
 
 At d = 2 the GPTs and the loop are those of ``data_parallel.py``. FSDP2 gathers every block twice a
-step, as ours does. At p = 2, d = 2 (four processes) with interleaved 1F1B, the peer is
-``shard="optimizer"``, which keeps parameters and gradients whole. The number of gathers is that of
-a chunk on a rank in a step."""
+step, as ours does. DeepSpeed's ZeRO-3 takes part if it is installed. At p = 2, d = 2 (four
+processes) with interleaved 1F1B, the peer is ``shard="optimizer"``, which keeps parameters and
+gradients whole. The number of gathers is that of a chunk on a rank in a step."""
 
 from __future__ import annotations
 
