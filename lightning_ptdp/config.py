@@ -333,6 +333,14 @@ class PTDPConfig(Degrees):
         return self.virtual_pipeline_size if self.reshards_after == "step" else 2
 
     @property
+    def sums_runs(self) -> bool:
+        """Return True if a chunk's gradients are whole while its microbatches follow each other.
+
+        Its parameters are then whole, too. A single chunk of a rank would be whole for the step.
+        """
+        return self.whole_chunks is not None and self.virtual_pipeline_size > 1
+
+    @property
     def reshards_after(self) -> Resharding:
         """Return ``reshard_after``, or its default for the layout."""
         return self.reshard_after or ("block" if self.pipeline_parallel_size == 1 else "chunk")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, get_args
 from unittest import mock
@@ -281,3 +282,59 @@ def test_unsupported_options_are_refused() -> None:
         PTDPStrategy(shard="parameters", recompute="offload")
     with pytest.raises(ValueError, match="reshard_after='step' has no effect with shard='none'"):
         PTDPStrategy(reshard_after="step")
+
+
+# ---- Sums of gradients ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summed(Run):
+    """A training that counts the sums of the blocks' gradients in a step."""
+
+    steps: int = 1
+
+    def make_callbacks(self) -> list[L.Callback]:
+        return [SumCounter()]
+
+    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+        (counter,) = (c for c in trainer.callbacks if isinstance(c, SumCounter))
+        return {"sums": counter.sums}
+
+
+class SumCounter(L.Callback):
+    """Counts the sums of each bucket.
+
+    Attributes:
+        sums: Largest number of sums of a bucket.
+    """
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        counts = Counter[int]()
+        start_sum = Bucket.start_sum
+
+        def counted(bucket: Bucket) -> Any:
+            counts[id(bucket)] += 1
+            self.sums = max(counts.values())
+            return start_sum(bucket)
+
+        self.patch = mock.patch.object(Bucket, "start_sum", counted)
+        self.patch.start()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.patch.stop()
+
+
+@pytest.mark.parametrize(
+    ("layout", "sums"),
+    [
+        ({P: 2, V: 2, M: 4}, 2),  # p microbatches follow each other
+        ({P: 2, V: 2, M: 4, BY: "block"}, 4),
+        ({P: 2, M: 4}, 4),  # a single chunk would be whole for the step
+    ],
+    ids=str,
+)
+def test_chunk_sums_gradients_once_per_run_of_microbatches(
+    layout: dict[str, Any], sums: int, parity: Parity
+) -> None:
+    for found in parity.ranks(Summed(layers=4).on((4, {**layout, **SHARDED}))):
+        assert found["sums"] == sums

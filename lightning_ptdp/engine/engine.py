@@ -111,6 +111,7 @@ class Engine:
             group=pipeline,
             surroundings=surroundings,
             observer=self.observers,
+            sums_runs=config.sums_runs,
         )
         self._image_token = image_token_of(module)
         self._memory = ReportMemory()

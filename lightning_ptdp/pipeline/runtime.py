@@ -9,6 +9,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +64,7 @@ class StepJob(ABC):
         return
 
     def reduce(self, stage: int, *, last: bool) -> None:
-        """Reduce the gradients of ``stage``, which a microbatch has completed."""
+        """Reduce the gradients of ``stage``, which one or several microbatches have completed."""
         return
 
     def gather(self, stage: int) -> None:
@@ -85,6 +86,8 @@ class PipelineRuntime:
         group: The pipeline group.
         surroundings: Context managers around a forward.
         observer: Receives an event for every action.
+        sums_runs: Gradients of microbatches of a stage that follow each other on this rank are
+            reduced together, after the last of them.
     """
 
     cut: PipelineCut | WholeModel
@@ -92,13 +95,15 @@ class PipelineRuntime:
     group: Group
     surroundings: Surroundings = field(default_factory=Surroundings)
     observer: StepObserver = field(default_factory=Observers)
+    sums_runs: bool = False
 
     def run(self, schedule: Schedule, job: StepJob) -> None:
         """Execute this rank's program of ``schedule``; return when all its messages have left."""
         program = schedule.programs[self.group.rank]
         observer = self.observer
         transport = self.transport
-        handlers = _Step(self, schedule, job, _final_gradients(program)).handlers()
+        added = _added_gradients(program) if self.sums_runs else frozenset()
+        handlers = _Step(self, schedule, job, _final_gradients(program), added).handlers()
         observer.began(schedule)
         if transport is not None:
             transport.begin(schedule)
@@ -113,6 +118,8 @@ class PipelineRuntime:
 
 _Key = tuple[int, int]
 """(stage, microbatch)"""
+_Gradients = frozenset[tuple[ActionKind, int, int | None]]
+"""Actions that complete gradients: (kind, stage, microbatch)"""
 
 
 @dataclass(eq=False)
@@ -121,6 +128,7 @@ class _Step:
 
     Attributes:
         final: The last backward or weight gradient of each stage.
+        added: Those after which another microbatch of the same stage adds to its gradients.
         posted: Posted receives, by the action that requested them.
         handed: Results, by the send that will take them, or, if the next stage is on the same rank,
             by the receive that would otherwise take them.
@@ -131,7 +139,8 @@ class _Step:
     runtime: PipelineRuntime
     schedule: Schedule
     job: StepJob
-    final: frozenset[tuple[ActionKind, int, int | None]]
+    final: _Gradients
+    added: _Gradients
     posted: dict[tuple[ActionKind, int, int], Receipt] = field(default_factory=dict)
     handed: dict[tuple[ActionKind, int, int], Crossing] = field(default_factory=dict)
     inputs: dict[_Key, Crossing | None] = field(default_factory=dict)
@@ -215,12 +224,14 @@ class _Step:
         roots = self.roots.pop(key)
         received = self.inputs.pop(key)
         deferred = self.deferred.get(key)
-        final = (ActionKind.BACKWARD, stage, microbatch) in self.final
-        if final or deferred is None:
+        action = (ActionKind.BACKWARD, stage, microbatch)
+        final = action in self.final
+        sums = action not in self.added
+        if final or (deferred is None and sums):
             self.job.before_gradients(stage, None, last=final)
         with contextlib.nullcontext() if deferred is None else deferred.collecting(key):
             backward(roots, gradients)
-        if deferred is None and not final:
+        if deferred is None and sums and not final:
             self.job.reduce(stage, last=False)
         if received is not None:
             self._hand(ActionKind.BACKWARD, stage, microbatch, received.gradients())
@@ -228,14 +239,16 @@ class _Step:
     def _weight(self, stage: int, microbatch: int) -> None:
         key = (stage, microbatch)
         job = self.job
-        last = (ActionKind.WEIGHT, stage, microbatch) in self.final
+        action = (ActionKind.WEIGHT, stage, microbatch)
+        last = action in self.final
+        sums = action not in self.added
         deferred = self.deferred.pop(key, None)
-        if last or deferred is not None:
+        if last or (deferred is not None and sums):
             awaited = [] if deferred is None else deferred.parameters(key)
             job.before_gradients(stage, awaited, last=last)
         if deferred is not None:
             deferred.run(key, job.gradient_complete)
-            if not last:
+            if sums and not last:
                 job.reduce(stage, last=False)
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
@@ -279,14 +292,31 @@ class _Step:
             self.posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
 
 
-def _final_gradients(program: tuple[Action, ...]) -> frozenset[tuple[ActionKind, int, int | None]]:
+def _final_gradients(program: Sequence[Action]) -> _Gradients:
     """Return the last backward or weight gradient of each stage.
 
     After it, the stage's gradients may be reduced.
     """
-    last = {
-        action.stage: action
-        for action in program
-        if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT)
-    }
+    last = {action.stage: action for action in _completing(program)}
     return frozenset((action.kind, action.stage, action.microbatch) for action in last.values())
+
+
+def _added_gradients(program: Sequence[Action]) -> _Gradients:
+    """Return the backwards or weight gradients that others of the same stage follow directly."""
+    return frozenset(
+        (action.kind, action.stage, action.microbatch)
+        for action, following in pairwise(_completing(program))
+        if action.stage == following.stage
+    )
+
+
+def _completing(program: Sequence[Action]) -> list[Action]:
+    """Return the actions that complete gradients: weight gradients, or backwards without them."""
+    weights = ActionKind.WEIGHT
+    split = {(action.stage, action.microbatch) for action in program if action.kind is weights}
+    return [
+        action
+        for action in program
+        if action.kind is weights
+        or (action.kind is ActionKind.BACKWARD and (action.stage, action.microbatch) not in split)
+    ]

@@ -149,14 +149,17 @@ def num_gathers(choice: Choice) -> int:
 
 
 def kept_whole_bytes(job: Job, choice: Choice, stages: Sequence[int], parameters: float) -> float:
-    """Return the bytes of a rank's parameters that stay whole between layers.
+    """Return the bytes of a rank that stay whole between layers.
 
-    These are two chunks of a pipeline, or the tables, which stay whole for the step.
+    These are the parameters of two chunks of a pipeline, and the gradients of one of several chunks;
+    or the tables, which stay whole for the step.
     """
     if choice.shard != "parameters":
         return 0.0
     if not gathers_layers(job, choice):
-        return parameters * min(2, len(stages)) / len(stages) * job.precision.weight
+        chunks = len(stages)
+        gradients = job.gradient if chunks > 1 else 0
+        return parameters / chunks * (min(2, chunks) * job.precision.weight + gradients)
     t = choice.layout.tensor_parallel_size
     last = choice.layout.num_stages - 1
     tables = job.shape.input.table_elements(t) if 0 in stages else 0
