@@ -108,7 +108,7 @@ class Float8Product(MatrixProduct):
 
     def _weight(self, dim: Literal[0, -1]) -> Tensor:
         """Return the weight as (i, o) in float8."""
-        if self.rounded is not None:
+        if self.rounded is not None and self.rounded.used:
             values, scale = self.rounded.read()
             values = values if self.transposed else values.t()
             return weight_operand(values, scale, self.weight.dtype, self.recipe)

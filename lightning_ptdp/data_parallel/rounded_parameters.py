@@ -55,6 +55,11 @@ class RoundedParameters:
         for weight, scale in zip(self._weights, scales.unbind(), strict=True):
             weight.scale = scale
 
+    def use(self, used: bool) -> None:
+        """Let products use these values, or round the weights themselves."""
+        for weight in self._weights:
+            weight.used = used
+
     @torch.no_grad()
     def start_gather(self) -> None:
         """Start to gather the values, if they are missing; collective."""

@@ -13,8 +13,9 @@ it gather (``absent_parameters.py``). A graph saves no weights: it saves their p
 gathers the unit when its backward needs it. All replicas run the same passes, and so gather in the
 same order.
 
-Weights of products in float8 are gathered in float8 (``rounded_parameters.py``). Other code that
-reads one in a pass makes the unrounded values gather, too.
+Weights of products in float8 are gathered in float8 (``rounded_parameters.py``). If other code
+reads one in a pass, it may also write to it, so the unrounded values are gathered until the pass
+ends.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Unit:
         block: The block that uses them; None: they are outside of the blocks.
         chunk: The stage; None: several.
         flats: Their storage.
-        gathered: What a pass gathers: a storage, or its values in float8.
+        gathered: What the running pass gathers: a storage, or its values in float8.
+        usual: What a pass gathers first.
         before, after: The neighbouring blocks of the same stage.
     """
 
@@ -68,6 +70,7 @@ class Unit:
     chunk: int | None
     flats: Sequence[FlatParameters]
     gathered: Sequence[_Gathered] = ()
+    usual: Sequence[_Gathered] = ()
     before: Unit | None = None
     after: Unit | None = None
 
@@ -133,7 +136,7 @@ class ShardedParameters(Surrounding):
                     self._rounded[managed.parameter].fetch = fetch
             for managed, part, values in flat.own_parts():
                 managed.hold(values, part)
-        unit.gathered = [
+        unit.gathered = unit.usual = [
             RoundedParameters(flat, self._rounded)
             if flat.parameters[0].parameter in self._rounded
             else flat
@@ -204,15 +207,23 @@ class ShardedParameters(Surrounding):
             self._direction = outer
         for unit in self._units:
             self._free(unit)
+            if unit.gathered is not unit.usual:
+                unit.gathered = unit.usual
+                for gathered in self._rounded_in(unit):
+                    self._release(gathered)
+                    gathered.use(True)
         self._current = None
         self._scaled = False
 
     def _agree_on_scales(self) -> None:
         """Agree on the scales of weights in float8, once between two changes of the weights."""
         if not self._scaled:
-            gathered = [gathered for unit in self._units for gathered in unit.gathered]
-            agree_on_scales([some for some in gathered if isinstance(some, RoundedParameters)])
+            agree_on_scales([some for unit in self._units for some in self._rounded_in(unit)])
         self._scaled = True
+
+    @staticmethod
+    def _rounded_in(unit: Unit) -> list[RoundedParameters]:
+        return [some for some in unit.gathered if isinstance(some, RoundedParameters)]
 
     def need(self, unit: Unit) -> None:
         """Return when the parameters of ``unit`` are whole; gather the next block's meanwhile."""
@@ -245,10 +256,13 @@ class ShardedParameters(Surrounding):
         return [unit for unit in self._units if unit.chunk in (stage, None)]
 
     def _free(self, unit: Unit) -> None:
-        for gathered in dict.fromkeys((*unit.gathered, *unit.flats)):
-            if gathered.state is ParameterState.WHOLE:
-                self._saved.pop(_address(gathered), None)
-            gathered.free()
+        for gathered in unit.gathered:
+            self._release(gathered)
+
+    def _release(self, gathered: _Gathered) -> None:
+        if gathered.state is ParameterState.WHOLE:
+            self._saved.pop(_address(gathered), None)
+        gathered.free()
 
     def _wait(self, unit: Unit, gathered: _Gathered) -> None:
         gathered.wait()
@@ -263,6 +277,11 @@ class ShardedParameters(Surrounding):
         """Gather the parameter ``name``, which ``function`` reads; see ``Access``."""
         if not self._check_runs(name, function):
             return False
+        for rounded in self._rounded_in(unit):
+            if rounded.flat is flat:
+                self._release(rounded)
+                rounded.use(False)
+                unit.gathered = [flat if some is rounded else some for some in unit.gathered]
         self.need(unit)
         self._wait(unit, flat)
         return True

@@ -17,12 +17,14 @@ class RoundedWeight:
     Attributes:
         recipe: Recipe of the rounding.
         fetch: Gathers the values.
+        used: Products use these values; otherwise they round the weight itself.
         values: In the weight's shape, float8; None while they are freed.
         scale: () float32, by which the weight was multiplied before it was rounded.
     """
 
     recipe: Recipe
     fetch: Callable[[], None] = field(init=False)
+    used: bool = True
     values: Tensor | None = None
     scale: Tensor | None = None
 

@@ -65,14 +65,34 @@ class Penalized(LitTiny):
         return {**result, "loss": result["loss"] + penalty}
 
 
+class Doubling(LitTiny):
+    """Its step doubles a weight that products in float8 use, before its forward or after it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.model.blocks[2].mlp.up.weight
+        if batch_idx == 0:
+            with torch.no_grad():
+                weight.mul_(2)
+        result = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            weight.data.mul_(2)
+        return result
+
+
+MODULES = {"reads": Penalized, "writes": Doubling}
+
+
 @dataclass(frozen=True, kw_only=True)
-class PenalizedRun(Run):
+class OtherRun(Run):
+    module: str
+
     def make_module(self) -> L.LightningModule:
-        return Penalized(self)
+        return MODULES[self.module](self)
 
 
-def test_other_code_reads_unrounded_weights(parity: Parity) -> None:
-    run = PenalizedRun(hidden=32, clip=None, steps=3)
+@pytest.mark.parametrize("module", MODULES)
+def test_other_code_has_unrounded_weights(module: str, parity: Parity) -> None:
+    run = OtherRun(hidden=32, clip=None, steps=3, module=module)
     whole, gathered = (
         parity.ranks(run.on((2, {**FP8, Z: shard}))) for shard in ("optimizer", "parameters")
     )
