@@ -2,8 +2,9 @@
 
 ``run(function, world_size=4, args=(...))`` calls ``function(rank, *args)`` on four real processes
 connected by gloo and returns the results by rank. Workers are forked from a server that has loaded
-torch and Lightning, so a test takes milliseconds instead of the 8 seconds of an import. Every call
-has a time limit (limits.py). After the limit all workers are killed and the test fails with the
+torch and Lightning, so a test takes milliseconds instead of the 8 seconds of an import. A call
+begins when its workers are connected; if they are not in a minute, new ones replace them once. Every
+call has a time limit (limits.py). After the limit all workers are killed and the test fails with the
 stacks of the workers that did not answer and of their child processes.
 """
 
@@ -22,6 +23,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -41,6 +43,10 @@ PRELOAD = [
     "transformers.modeling_utils",
     "tests.preloaded",
 ]
+
+
+_READY = b"ready"
+_CONNECT_S = 60.0
 
 
 class WorkerFailure(AssertionError):
@@ -66,11 +72,12 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
         faulthandler.register(signal.SIGUSR2, file=stacks_file)
         try:
             with _left_as_it_was():
-                reply = (True, _call(*pickle.loads(task)))
+                reply = (True, _call(connection, *pickle.loads(task)))
             payload = _dumps(reply)
         except BaseException:
             payload = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(payload)
+        faulthandler.register(signal.SIGUSR2, file=stacks_file)
         # Trainers are reference cycles that keep process groups alive. Their threads would
         # accumulate, and would spin once the peers have closed their sockets.
         task = reply = payload = None
@@ -122,6 +129,7 @@ def _left_as_it_was() -> Iterator[None]:
 
 
 def _call(
+    connection: Connection,
     function: Callable[..., Any],
     rank: int,
     world_size: int,
@@ -148,6 +156,8 @@ def _call(
             timeout=timedelta(hours=1),  # the pool's limit ends waiting workers
         )
     try:
+        connection.send_bytes(_READY)
+        connection.recv_bytes()
         with habits():
             result = function(rank, *args)
         if dist.is_initialized():
@@ -185,24 +195,38 @@ class Pool:
         """
         self._grow(world_size)
         with tempfile.TemporaryDirectory() as folder:
-            for rank in range(world_size):
-                task = (
-                    function,
-                    rank,
-                    world_size,
-                    os.path.join(folder, "store"),
-                    args,
-                    env or {},
-                    backend,
-                )
-                self._workers[rank][1].send_bytes(pickle.dumps(task))
+            for attempt in range(2):
+                store = os.path.join(folder, f"store-{attempt}")
+                for rank in range(world_size):
+                    task = (function, rank, world_size, store, args, env or {}, backend)
+                    self._workers[rank][1].send_bytes(pickle.dumps(task))
+                if attempt or self._are_connected(world_size):
+                    break
             return self._collect(
                 world_size, Limit(limit, running), getattr(function, "__name__", "function")
             )
 
+    def _are_connected(self, world_size: int) -> bool:
+        """Return True when the workers can begin; else replace them, and print their stacks.
+
+        gloo has failed to connect two processes a few times in ten thousand tests.
+        """
+        limit = Limit(_CONNECT_S, running)
+        waiting = {self._workers[rank][1] for rank in range(world_size)}
+        while waiting and limit.left() > 0:
+            # What is not ready is the answer to a failure, which is read later.
+            waiting.difference_update(wait(list(waiting), 1.0))
+        if waiting:
+            stacks = "\n".join(self._stacks(rank) for rank in range(world_size))
+            warnings.warn(f"the workers were not connected in time:\n{stacks}", stacklevel=2)
+            self.close()
+            self._grow(world_size)
+        return not waiting
+
     def _collect(self, world_size: int, limit: Limit, name: str) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
+        ready = 0
         waiting = {self._workers[rank][1]: rank for rank in range(world_size)}
         while waiting:
             # The peers of a failed rank wait for it, so do not wait the whole limit for them.
@@ -218,11 +242,18 @@ class Pool:
                 failures |= late
                 break
             for connection in answered:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
-                    good, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                    answer = connection.recv_bytes()  # type: ignore[union-attr]
+                    if answer == _READY:
+                        ready += 1
+                        if ready == world_size:
+                            for _, worker in self._workers[:world_size]:
+                                worker.send_bytes(_READY)
+                        continue
+                    good, value = pickle.loads(answer)
                 except (EOFError, ConnectionError):
                     good, value = False, "the worker process died"
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
                 (results if good else failures)[rank] = value
         if failures:
             self.close()
@@ -255,6 +286,8 @@ class Pool:
                 with path.open("a") as file:
                     command = " ".join(process.cmdline())[:80]
                     file.write(f"\nprocess {process.pid}, {process.status()}: {command}\n")
+                if process.status() == psutil.STATUS_STOPPED:
+                    continue  # it would write nothing
                 before = path.stat().st_size
                 process.send_signal(signal.SIGUSR2)
                 # The end of writing is not signalled, and a process in uninterruptible sleep
