@@ -21,7 +21,7 @@ ends.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,16 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.base.function_replacement import PartialModelError
-from lightning_ptdp.blocks.local_blocks import local_blocks
 from lightning_ptdp.data_parallel.absent_parameters import set_access
 from lightning_ptdp.data_parallel.flat_parameters import (
     FlatParameters,
     LateValue,
     ParameterState,
-    lay_out,
 )
 from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.data_parallel.rounded_parameters import RoundedParameters, agree_on_scales
+from lightning_ptdp.data_parallel.sharded_units import Gathered, Unit, lay_out_unit, make_units
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.forward.surroundings import Forward, Surrounding
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
@@ -48,36 +47,8 @@ from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.quantization import PackedProduct, is_packed, release
 
 Direction = Literal[-1, 0, 1]
-_Gathered = FlatParameters | RoundedParameters
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides and offset of a saved tensor in the flat tensor."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Unit:
-    """Parameters that are gathered and freed together.
-
-    Attributes:
-        block: The block that uses them; None: they are outside of the blocks.
-        chunk: The stage; None: several.
-        flats: Their storage.
-        gathered: What the running pass gathers: a storage, or its values in float8.
-        usual: What a pass gathers first.
-        before, after: The neighbouring blocks of the same stage.
-    """
-
-    block: nn.Module | None
-    chunk: int | None
-    flats: Sequence[FlatParameters]
-    gathered: Sequence[_Gathered] = ()
-    usual: Sequence[_Gathered] = ()
-    before: Unit | None = None
-    after: Unit | None = None
-
-    def start(self) -> None:
-        """Start to gather what is missing."""
-        for gathered in self.gathered:
-            gathered.start_gather()
 
 
 class ShardedParameters(Surrounding):
@@ -109,11 +80,13 @@ class ShardedParameters(Surrounding):
         make = partial(FlatParameters.of, device=device, frees=True, late_value=late_value)
         self._rounded: dict[nn.Parameter, RoundedWeight] = {}
         self._scaled = False
-        self._lay_out = partial(_flats, reductions=reductions, make=make, rounded=self._rounded)
-        self._units = list(_make_units(module, parameters, blocks, reductions, self._lay_out))
+        self._lay_out = partial(
+            lay_out_unit, reductions=reductions, make=make, rounded=self._rounded
+        )
+        self._units = list(make_units(module, parameters, blocks, reductions, self._lay_out))
         self._direction: Direction = 0
         self._current: tuple[Unit, Direction] | None = None
-        self._saved: dict[int, tuple[Unit, _Gathered]] = {}
+        self._saved: dict[int, tuple[Unit, Gathered]] = {}
         for unit in self._units:
             self._hold(unit)
 
@@ -259,12 +232,12 @@ class ShardedParameters(Surrounding):
         for gathered in unit.gathered:
             self._release(gathered)
 
-    def _release(self, gathered: _Gathered) -> None:
+    def _release(self, gathered: Gathered) -> None:
         if gathered.state is ParameterState.WHOLE:
             self._saved.pop(_address(gathered), None)
         gathered.free()
 
-    def _wait(self, unit: Unit, gathered: _Gathered) -> None:
+    def _wait(self, unit: Unit, gathered: Gathered) -> None:
         gathered.wait()
         self._saved[_address(gathered)] = unit, gathered
 
@@ -316,7 +289,7 @@ class ShardedParameters(Surrounding):
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return partial(self._unpacked, *entry, place)
 
-    def _unpacked(self, unit: Unit, gathered: _Gathered, place: _Place) -> Tensor:
+    def _unpacked(self, unit: Unit, gathered: Gathered, place: _Place) -> Tensor:
         if gathered.state is not ParameterState.WHOLE or unit.block is not None:
             self.need(unit)
         self._wait(unit, gathered)
@@ -327,12 +300,12 @@ def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved()
 
 
-def _whole(gathered: _Gathered) -> Tensor:
+def _whole(gathered: Gathered) -> Tensor:
     assert gathered.whole is not None
     return gathered.whole
 
 
-def _address(gathered: _Gathered) -> int:
+def _address(gathered: Gathered) -> int:
     return _whole(gathered).untyped_storage().data_ptr()
 
 
@@ -360,74 +333,3 @@ class PackedForward(OwnForward):
         layer: Any = self.module
         elements = layer.weight.detach().as_subclass(Tensor)
         return PackedProduct.apply(x, elements, layer.bias, layer, self.original)
-
-
-def _make_units(
-    module: nn.Module,
-    parameters: ManagedParameters,
-    blocks: Blocks | None,
-    reductions: Mapping[tuple[str, ...], Reduction],
-    lay_out: Callable[[list[ManagedParameter]], Iterable[FlatParameters]],
-) -> Iterator[Unit]:
-    """Yield the units of a rank, those of blocks in forward order.
-
-    A parameter that several blocks use belongs to none. Parameters stay whole that no other rank
-    shares, and those of classes with a meaning of their own.
-    """
-    try:
-        local = [block.module for block in local_blocks(module, blocks)]
-    except ValueError:  # nothing is repeated
-        local = []
-    users: dict[nn.Parameter, set[nn.Module]] = {}
-    for block in local:
-        for parameter in nn.Module.parameters(block):
-            users.setdefault(parameter, set()).add(block)
-    members: dict[tuple[nn.Module | None, int | None], list[ManagedParameter]] = {
-        (block, None): [] for block in local
-    }
-    for managed in sorted(parameters.values(), key=lambda managed: managed.order):
-        using = [*users.get(managed.parameter, ())]
-        user = using[0] if len(using) == 1 else None
-        if reductions[managed.placement.data_axes].scatter and _is_plain(managed.parameter):
-            key = (user, None) if user is not None else (None, managed.chunk)
-            members.setdefault(key, []).append(managed)
-    before: Unit | None = None
-    for (user, _), group in members.items():
-        if not group:
-            continue
-        chunk = group[0].chunk
-        unit = Unit(block=user, chunk=chunk, flats=[*lay_out(group)])
-        if user is not None:
-            if before is not None and before.chunk == chunk:
-                before.after = unit
-                unit.before = before
-            before = unit
-        yield unit
-
-
-def _flats(
-    group: Iterable[ManagedParameter],
-    reductions: Mapping[tuple[str, ...], Reduction],
-    make: Callable[..., FlatParameters],
-    rounded: Container[nn.Parameter],
-) -> Iterator[FlatParameters]:
-    """Yield the storage of a unit.
-
-    Trained and frozen parameters, tied ones, those that the optimizer needs whole, and those that
-    are gathered in float8 lie apart.
-    """
-    kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
-    for managed in group:
-        parameter = managed.parameter
-        placement = managed.placement
-        alone = managed if placement.tied else None
-        key = parameter.dtype, placement.data_axes, parameter.requires_grad, alone
-        kinds.setdefault((*key, parameter in rounded, managed.stays_whole), []).append(managed)
-    for (_, axes, *_, whole), alike in kinds.items():
-        parameters = [managed.parameter for managed in alike]
-        reduction = reductions[axes]
-        yield make(alike, *lay_out(parameters, reduction, whole=whole), reduction)
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    return parameter.numel() > 0 and (type(parameter) is nn.Parameter or is_packed(parameter))
