@@ -268,7 +268,7 @@ def late_biases(job: Job, choice: Choice, products: Iterable[Product]) -> float:
 
     The products cannot include these biases.
     """
-    t = choice.layout.tensor_parallel_size
+    t = choice.t
     if t == 1 or job.software.elementwise != "eager":
         return 0.0
     added = sum(

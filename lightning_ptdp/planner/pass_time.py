@@ -70,8 +70,8 @@ def product_passes(
     width = job.precision.compute
     rows = max(1, round(choice.samples * product.rows))
     if product.cut == "rows":
-        rows = max(1, rows // choice.layout.tensor_parallel_size)
-    outputs, inputs = product.local(choice.layout.tensor_parallel_size)
+        rows = max(1, rows // choice.t)
+    outputs, inputs = product.local(choice.t)
     cast = cast_back = 0.0
     if float8 and product.weighted:
         # Each operand is read for its maximum and read again for the cast. Float8 products need the
@@ -86,6 +86,14 @@ def product_passes(
         input_gradient=cast_back + product_time(device, width, rows, inputs, outputs),
         weight_gradient=trained * product_time(device, width, outputs, inputs, rows),
     )
+
+
+def num_logits(job: Job, choice: Choice) -> float:
+    """Return the number of logits of a microbatch on one rank."""
+    if not job.shape.head.products:
+        return 0.0
+    last = job.shape.head.products[-1]
+    return choice.samples * last.rows * last.local(choice.t)[0]
 
 
 _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))

@@ -10,7 +10,6 @@ import yaml
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.planner.job import Job
-from lightning_ptdp.planner.memory import snapshot_bytes
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
 
@@ -54,7 +53,7 @@ def table(plan: Plan) -> str:
         "  "
         + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
         "host memory of each node with snapshot_every_n_steps, in GiB: "
-        f"/dev/shm {_gib(2 * snapshot_bytes(plan.job))}, buffers {_gib(snapshot_bytes(plan.job))}",
+        f"/dev/shm {_gib(2 * plan.job.snapshot_bytes)}, buffers {_gib(plan.job.snapshot_bytes)}",
         "step time of 1:",
         "  "
         + ", ".join(
@@ -158,7 +157,7 @@ def as_data(plan: Plan) -> dict[str, object]:
             "software": job.software.name,
             "usable_bytes": job.device.usable_bytes,
             "reserve": job.reserve,
-            "snapshot_bytes": snapshot_bytes(job),
+            "snapshot_bytes": job.snapshot_bytes,
         },
         "examined": plan.examined,
         "best": [_candidate(candidate) for candidate in plan.best],
@@ -216,7 +215,7 @@ def _row(index: int, candidate: Candidate, *, sharded: bool) -> tuple[str, ...]:
         choice.describe_layout(),
         str(choice.micro_batch_size),
         str(choice.num_microbatches),
-        choice.schedule if choice.layout.pipeline_parallel_size > 1 else "-",
+        choice.schedule if choice.p > 1 else "-",
         recompute,
         "parameters" if sharded else choice.shard,
         f"{time.total:.3g}",

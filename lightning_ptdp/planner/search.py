@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
+from lightning_ptdp.planner.memory import RankMemory, fullest_rank
 from lightning_ptdp.planner.parameters import job_stages
+from lightning_ptdp.planner.replica_cost import static_bytes
 from lightning_ptdp.planner.search_space import Space, UnfitSize, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 from lightning_ptdp.schedule.generators import FAMILIES
@@ -128,7 +129,7 @@ def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
     """
     *_, smallest = _choices(job, space, choice)
     stages = job_stages(job, choice.layout)
-    p = choice.layout.pipeline_parallel_size
+    p = choice.p
     # The fullest rank has no less than the mean.
     parameters = sum(stage.parameters for stage in stages) / p
     return sum(static_bytes(job, smallest, parameters, sum(stage.experts for stage in stages) / p))

@@ -11,7 +11,7 @@ from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import head_time, input_time, layer_time
 from lightning_ptdp.planner.parameters import job_stages, rank_stages
 from lightning_ptdp.planner.pass_time import NOTHING, PassTime
-from lightning_ptdp.planner.update_time import gradients_time, optimizer_time
+from lightning_ptdp.planner.replica_cost import gradients_time, optimizer_time
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
 from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.schedule.spans import Timeline
@@ -168,7 +168,7 @@ def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
     measured = job.device.measured
     waiting = rank.communication / (rank.forward + rank.backward)
     busy = 1 - waiting * (1 - (0.0 if measured is None else measured.waiting))
-    return job.processes / choice.layout.pipeline_parallel_size * busy
+    return job.processes / choice.p * busy
 
 
 def _shared(timeline: Timeline, rank_cores: float, cores: int) -> float:
@@ -284,7 +284,7 @@ def _message(job: Job, choice: Choice) -> float:
     split.
     """
     layout = choice.layout
-    t = choice.layout.tensor_parallel_size
+    t = choice.t
     if layout.pipeline_parallel_size == 1:
         return 0.0
     nbytes = choice.samples * max(layer.crossing for _, layer in job.shape.runs)
