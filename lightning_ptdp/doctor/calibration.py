@@ -24,8 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_ptdp.base.forked_processes import Tell
-from lightning_ptdp.doctor.collective_checks import GroupMember
-from lightning_ptdp.doctor.links import Links, measure_links
+from lightning_ptdp.doctor.links import GroupMember, Links, measure_links, seconds_of
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.models.layers import RMSNorm, swiglu
 from lightning_ptdp.planner import (
@@ -317,11 +316,7 @@ def _usual_s(device: torch.device, run: _Run) -> float:
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
 
     def seconds() -> float:
-        start = clock()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return max(clock() - start, 1e-9)
+        return max(seconds_of(device, run, clock=clock), 1e-9)
 
     seconds()
     repetitions = min(max(int(_BUDGET_S / seconds()), _LEAST), _MOST)

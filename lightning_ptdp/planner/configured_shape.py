@@ -22,9 +22,8 @@ from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
 from lightning_ptdp.models.rotary import Rotary
 from lightning_ptdp.planner.examples import call_with
 from lightning_ptdp.planner.model_trace import trace_shape
-from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.shapes import Divided, ModelShape
-from lightning_ptdp.planner.software import Software
+from lightning_ptdp.planner.software import Precision, Software
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan
 
 

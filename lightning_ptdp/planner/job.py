@@ -12,11 +12,12 @@ from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.planner.configured_shape import configured_shape
 from lightning_ptdp.planner.devices import Cluster, Device
-from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision
 from lightning_ptdp.planner.shapes import AttentionShape, Bytes, ModelShape
-from lightning_ptdp.planner.software import SOFTWARE, Software
+from lightning_ptdp.planner.software import PRECISIONS, SOFTWARE, Precision, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
+
+_GIB = 2**30
 
 RESERVE = 0.2
 """Default reserve: published bf16 trainings use 17 to 23 % more memory than estimated.
@@ -101,6 +102,15 @@ class Job:
     def limit_bytes(self) -> float:
         """Return the bytes of a device that a layout may use by its estimate."""
         return (1 - self.reserve) * self.device.usable_bytes
+
+    @property
+    def room(self) -> str:
+        """Return the memory that a layout may take, as ``60 GiB (75 less a reserve of 20%)``."""
+        limit = f"{self.limit_bytes / _GIB:.3g} GiB"
+        if self.reserve:
+            usable = self.device.usable_bytes / _GIB
+            return f"{limit} ({usable:.3g} less a reserve of {self.reserve:.0%})"
+        return limit
 
     @property
     def shared_cores(self) -> int:

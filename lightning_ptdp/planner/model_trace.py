@@ -26,7 +26,6 @@ from lightning_ptdp.planner.planned_parameters import (
     split_weights,
     tables,
 )
-from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.shapes import (
     Bytes,
     EndShape,
@@ -35,7 +34,7 @@ from lightning_ptdp.planner.shapes import (
     Parameters,
     Product,
 )
-from lightning_ptdp.planner.software import Software
+from lightning_ptdp.planner.software import Precision, Software
 from lightning_ptdp.planner.traced_blocks import Followed, Following, Run
 from lightning_ptdp.shims.transformers import image_parts
 from lightning_ptdp.tensor_parallel import ParallelPlan, Whole

@@ -49,7 +49,7 @@ def table(plan: Plan) -> str:
         columns(rows, words=(1, 4, 5, 6)),
         "",
         f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}) in GiB, of "
-        f"{room(plan.job)}:",
+        f"{plan.job.room}:",
         "  "
         + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
         "host memory of each node with snapshot_every_n_steps, in GiB: "
@@ -81,14 +81,6 @@ def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
         "with ptdp fit, in a file whose base has the model and the data:",
         *(f"  {line}" for line in fit_options(job, best).splitlines()),
     ]
-
-
-def room(job: Job) -> str:
-    """Return the memory that a layout may take, as ``60 GiB (75 less a reserve of 20%)``."""
-    limit = f"{_gib(job.limit_bytes)} GiB"
-    if job.reserve:
-        return f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})"
-    return limit
 
 
 def strategy_arguments(candidate: Candidate) -> str:

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ptdp.parameters.shadow import without_tensors
 from lightning_ptdp.planner.operation_recorder import OperationRecorder, Trace, Weight
-from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.shapes import ExpertShape
-from lightning_ptdp.planner.software import Software
+from lightning_ptdp.planner.software import Precision, Software
 from lightning_ptdp.shims.quantization import make_dense
 from lightning_ptdp.shims.torch import storage_key, without_data
 from lightning_ptdp.tensor_parallel import Experts

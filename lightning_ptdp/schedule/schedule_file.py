@@ -19,9 +19,8 @@ import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ptdp.schedule.actions import COMPUTE, Action, Schedule
+from lightning_ptdp.schedule.actions import COMPUTE, Action, Schedule, ScheduleError
 from lightning_ptdp.schedule.lowering import compute_order, lower
-from lightning_ptdp.schedule.schedule_error import ScheduleError
 from lightning_ptdp.schedule.unit_run import run_compute_order
 from lightning_ptdp.schedule.verifier import verify_schedule
 from lightning_ptdp.world.stage_placement import PLACEMENTS

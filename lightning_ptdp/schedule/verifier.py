@@ -18,10 +18,12 @@ from lightning_ptdp.schedule.actions import (
     ActionKind,
     Channel,
     Schedule,
+    ScheduleError,
     peak_in_flight,
+    schedule_error,
+    why_illegal,
 )
 from lightning_ptdp.schedule.lowering import check_gathers, without_gathers
-from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 from lightning_ptdp.schedule.unit_run import Numbers
 
 _F = ActionKind.FORWARD

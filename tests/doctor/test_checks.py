@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightning_ptdp.doctor import Check, Status
-from lightning_ptdp.doctor.bandwidth import Measurement, check_links
 from lightning_ptdp.doctor.folder_checks import (
     check_clock,
     check_data_folder,
@@ -20,6 +19,7 @@ from lightning_ptdp.doctor.folder_checks import (
     check_root_dir,
     check_tracking_store,
 )
+from lightning_ptdp.doctor.links import Measurement, check_links
 from lightning_ptdp.doctor.machine_checks import (
     check_arithmetic,
     check_cores,

@@ -13,8 +13,7 @@ import torch
 
 from lightning_ptdp.doctor import calibration as measuring
 from lightning_ptdp.doctor import links
-from lightning_ptdp.doctor.collective_checks import GroupMember
-from lightning_ptdp.doctor.links import Links
+from lightning_ptdp.doctor.links import GroupMember, Links
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import (
     Device,

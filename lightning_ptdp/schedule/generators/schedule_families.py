@@ -14,12 +14,14 @@ from typing import Literal
 
 from lightning_ptdp.base.option_types import check_types
 from lightning_ptdp.schedule.actions import Action
-from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+from lightning_ptdp.schedule.generators.compute_orders import (
+    dualpipe_v,
     gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
+    zb_h1,
+    zb_v,
 )
-from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
 from lightning_ptdp.world.stage_placement import StagePlacement
 
 # ---- User-defined schedules ----------------------------------------------------------------------
