@@ -116,8 +116,9 @@ def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink
     Args:
         layout: Layout of the ranks.
         cluster: Links between the ranks.
-        axis: ``"tensor"``, or ``"replica_sum"``, over which gradients are summed; gradients of
-            experts are summed over ``"expert_replicas"``.
+        axis: ``"tensor"``, ``"pipeline"``, or ``"replica_sum"``, over which gradients are summed;
+            gradients of experts are summed over ``"expert_replicas"``. Of neighbours in the
+            pipeline, the slowest hop counts: all ranks of a stage in one node send to another node.
     """
     return strided_link(layout.size(axis), layout.stride(axis), cluster)
 
@@ -148,16 +149,6 @@ def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
             for name, count, nbytes, seconds in cluster.collectives
             if fits and count in (size, 0)
         ),
-    )
-
-
-def pipeline_link(layout: ParallelLayout, cluster: Cluster) -> GroupLink:
-    """Return the groups of neighbours in the pipeline.
-
-    The slowest hop counts: all ranks of a stage in one node send to another node.
-    """
-    return strided_link(
-        layout.pipeline_parallel_size, layout.world_size // layout.pipeline_parallel_size, cluster
     )
 
 

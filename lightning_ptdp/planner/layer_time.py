@@ -18,7 +18,13 @@ from lightning_ptdp.planner.communication import (
 )
 from lightning_ptdp.planner.expert_cost import expert_time, expert_traffic, local_experts
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.pass_time import NOTHING, PassTime, num_logits, product_passes
+from lightning_ptdp.planner.pass_time import (
+    NO_PRODUCT,
+    NOTHING,
+    PassTime,
+    num_logits,
+    product_passes,
+)
 from lightning_ptdp.planner.replica_cost import sharding_time
 from lightning_ptdp.planner.shapes import ExpertShape, LayerShape
 
@@ -62,23 +68,13 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     host = operation_s * (operations + collectives * software.collective_operations)
     between = choice.bytes_of(layer.forward) + late_biases(job, choice, layer.products)
     between_backward = choice.bytes_of(layer.backward)
-    forward = (
-        sum(time.forward for time in products) + core + between / stream + moved + sent + exposed
-    )
+    product = sum(products, NO_PRODUCT)
+    forward = product.forward + core + between / stream + moved + sent + exposed
     forward += experts.forward + experts.dispatch
     forward = _host_and_device(job, host, forward)
     waited = sent + exposed
-    weight = (
-        sum(time.weight_gradient for time in products)
-        + experts.weight
-        + _accumulation(job, choice, layer)
-    )
-    backward = (
-        sum(time.input_gradient for time in products)
-        + weight
-        + core_backward
-        + between_backward / stream
-    )
+    weight = product.weight_gradient + experts.weight + _accumulation(job, choice, layer)
+    backward = product.input_gradient + weight + core_backward + between_backward / stream
     backward += experts.backward - experts.weight + experts.dispatch
     backward = _host_and_device(
         job, 2 * host, backward + moved_backward + sent_backward + exposed_backward
@@ -88,7 +84,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         backward = backward + forward
         waited = 2 * waited
     elif choice.recompute == "selective":
-        backward += _selected(job, sum(time.forward for time in products), core, between / stream)
+        backward += _selected(job, product.forward, core, between / stream)
     forward, backward, weight = (
         software.slower * seconds for seconds in (forward, backward, weight)
     )
@@ -153,7 +149,8 @@ def input_time(job: Job, choice: Choice) -> PassTime:
     first = job.shape.input
     stream = job.device.stream
     nbytes = choice.samples * job.shape.runs[0][1].crossing
-    products = [product_passes(job, choice, product) for product in first.products]
+    products = (product_passes(job, choice, product) for product in first.products)
+    total = sum(products, NO_PRODUCT)
     table = (
         job.trained
         * first.table_elements(choice.t)
@@ -166,11 +163,9 @@ def input_time(job: Job, choice: Choice) -> PassTime:
             summed = gathered = group.all_gather(nbytes)
         else:
             summed = group.all_reduce(nbytes)
-    weight = sum(time.weight_gradient for time in products)
+    weight = total.weight_gradient
     return PassTime(
-        forward=sum(time.forward for time in products)
-        + choice.bytes_of(first.forward) / stream
-        + summed,
+        forward=total.forward + choice.bytes_of(first.forward) / stream + summed,
         backward=weight + (choice.bytes_of(first.backward) + table) / stream + gathered,
         weight=weight,
         communication=summed + gathered,
@@ -183,17 +178,15 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     stream = job.device.stream
     products = [product_passes(job, choice, product) for product in head.products]
     gathered, exposed, _ = tensor_collectives(job, choice, head.products, products)
-    weight = sum(time.weight_gradient for time in products)
+    total = sum(products, NO_PRODUCT)
+    weight = total.weight_gradient
     weight += job.trained * head.elements(choice.t) * job.software.accumulation / stream
     logits = num_logits(job, choice)
     measured = job.device.measured
     loss = logits * job.software.loss / (stream if measured is None else measured.loss)
     return PassTime(
-        forward=sum(time.forward for time in products)
-        + loss / 3
-        + gathered
-        + choice.bytes_of(head.forward) / stream,
-        backward=sum(time.input_gradient for time in products)
+        forward=total.forward + loss / 3 + gathered + choice.bytes_of(head.forward) / stream,
+        backward=total.input_gradient
         + weight
         + 2 / 3 * loss
         + exposed

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_ptdp.planner.communication import group_link, pipeline_link
+from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.expert_cost import expert_link, expert_shards
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import LayerShape
@@ -168,7 +168,7 @@ def gradients_time(
     if job.shape.tied and layout.last_stage_rank != layout.rank_of_stage(0):
         rows, columns = job.shape.head.table
         # Two ranks exchange the whole table, in both directions at once.
-        tied = pipeline_link(layout, job.cluster).send(
+        tied = group_link(layout, job.cluster, "pipeline").send(
             job.trained * rows / choice.t * columns * gradient
         )
     if experts and layout.expert_tensor_parallel_size == 1 and not job.software.folds_experts:
