@@ -80,14 +80,9 @@ class CheckpointHooks(World):
             engine=self._engine,
             optimizers=self.optimizers,
             named_groups=self._named_groups,
-            shards_parameters=self.shards_parameters,
+            shards_parameters=self.config.shared(self.layout) == "parameters",
             waiting_in=self.waiting_in,
         )
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Return True if each replica has only a part of the parameters between their uses."""
-        return self.config.shard == "parameters" and self.layout.size("replica_sum") > 1
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -176,7 +171,7 @@ class CheckpointHooks(World):
             return "async_save=True writes folders"
         if self.config.snapshot_every_n_steps:
             return f"snapshot_every_n_steps={self.config.snapshot_every_n_steps} writes folders"
-        if self.config.shards_optimizer and self.layout.size("replica_sum") > 1:
+        if self.config.shared(self.layout) != "none":
             return f"shard={self.config.shard!r} cuts the optimizer's states"
         return self.config.reason_for_copies if self.model_space.steps_on_copies else ""
 

@@ -16,7 +16,7 @@ from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from lightning_ptdp.forward.surroundings import Surrounding, Surroundings
 from lightning_ptdp.keyed_dropout import KeyedDropout
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.placeholders import Placeholder

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context, Surroundings
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.lightning import (
     LightningNames,

@@ -16,13 +16,12 @@ from lightning_ptdp.checkpoint import same_outcome
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context
-from lightning_ptdp.parallelize import parallelize
+from lightning_ptdp.parallelize import apply_block_passes, parallelize
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.balance import KnownParts
 from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_model_summary
 from lightning_ptdp.shims.peft import set_magnitudes
-from lightning_ptdp.strategy.block_passes import BlockSetting, apply_block_passes, shard_parameters
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_model,
@@ -113,17 +112,12 @@ class SetupHooks(StepHooks):
             convert=self._convert,
             plan=partial(plan_of, config=self.config),
             mesh=self.mesh,
-            partition=self.config.partition,
+            config=self.config,
             seed=self.run.seed,
             device=self.root_device,
             left=() if weights is None else weights.names,
             known=self._known_parts,
-            late=self.shards_parameters,
         )
-        if self.shards_parameters:
-            self._parallel = shard_parameters(
-                self._parallel, config=self.config, mesh=self.mesh, device=self.root_device
-            )
         if self.layout.divides_model:
             module.__dict__[CUT_MARK] = self.layout.describe()
             self._guard = ParameterGuard(module, self.parallel.parameters, self.layout.describe())
@@ -135,13 +129,11 @@ class SetupHooks(StepHooks):
             device=self.root_device,
         )
         self._parallel = apply_block_passes(
-            BlockSetting(
-                config=self.config,
-                mesh=self.mesh,
-                parallel=self.parallel,
-                surroundings=self._surroundings,
-                device=self.root_device,
-            )
+            self.parallel,
+            config=self.config,
+            mesh=self.mesh,
+            surroundings=self._surroundings,
+            device=self.root_device,
         )
         # a checkpoint has all of the values
         resumes = (

@@ -68,7 +68,7 @@ def _check_manual_optimization(strategy: CheckpointHooks, trainer: Trainer) -> N
             "backward runs, not training_step. Use automatic optimization, or only data "
             "parallelism (validate, test and predict run in any layout)"
         )
-    if config.shards_optimizer and strategy.layout.size("replica_sum") > 1:
+    if config.shared(strategy.layout) != "none":
         raise strategy.refusal(
             "automatic_optimization=False (manual optimization) cannot run with "
             f"shard={config.shard!r}, because several optimizers cannot step on shards of "
@@ -188,7 +188,7 @@ def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> None:
 def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> None:
     _check_pruning(strategy, trainer)
     _check_finetuning(strategy, trainer)
-    if strategy.shards_parameters:
+    if strategy.config.shared(strategy.layout) == "parameters":
         reason = "with shard='parameters'"
         remedy = "shard='gradients'"
     elif strategy.layout.divides_model:
@@ -251,9 +251,8 @@ def _name_of(trainer: Trainer, kind: type) -> str | None:
 
 
 def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer) -> bool:
-    shards = strategy.config.shards_optimizer and strategy.layout.size("replica_sum") > 1
     return (
-        shards
+        strategy.config.shared(strategy.layout) != "none"
         or strategy.config.offload_optimizer
         or (strategy.config.master_weights and _is_half(strategy, trainer))
     )
