@@ -32,7 +32,6 @@ from lightning_ptdp.shims.lightning import (
     fits,
     lightning_names,
 )
-from lightning_ptdp.strategy.auto import chosen_layout, report_forecast, wants_choice
 from lightning_ptdp.strategy.checks import (
     check_first_batch,
     check_initial_weights,
@@ -45,12 +44,17 @@ from lightning_ptdp.strategy.checks import (
 from lightning_ptdp.strategy.checks.machine_limits import check_visible
 from lightning_ptdp.strategy.checks.trial_step import verify_first_step
 from lightning_ptdp.strategy.launch import make_launcher
-from lightning_ptdp.strategy.layout_choice import Forecast, LayoutChoice
+from lightning_ptdp.strategy.layout_choice import (
+    Forecast,
+    LayoutChoice,
+    chosen_layout,
+    wants_choice,
+)
 from lightning_ptdp.strategy.out_of_memory import explain_memory
 from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.strategy.saving import FolderSaves
 from lightning_ptdp.strategy.setup_hooks import SetupHooks
-from lightning_ptdp.strategy.snapshots import check_nodes
+from lightning_ptdp.strategy.snapshots import Snapshots, check_nodes
 
 
 def constructor(
@@ -84,7 +88,7 @@ class _PTDPStrategy(SetupHooks):
     """Lightning's hooks of the strategy before launch, around training, and at the end.
 
     The layers below it are, in order: ``RunningStrategy`` (collectives), ``World`` (ranks and
-    groups), ``CheckpointHooks``, ``SnapshotHooks``, ``StepHooks`` and ``SetupHooks``. The constructor
+    groups), ``CheckpointHooks``, ``StepHooks`` and ``SetupHooks``. The constructor
     takes the fields of ``PTDPConfig`` and the arguments of Lightning's own strategies."""
 
     strategy_name = "ptdp"
@@ -103,6 +107,7 @@ class _PTDPStrategy(SetupHooks):
         self._interfaces: list[str] = []
         self._surroundings = Surroundings()
         self._saves = FolderSaves()
+        self.snapshots = Snapshots(self)
         self._named_groups = []
         super().__init__(**options)
 
@@ -204,7 +209,7 @@ class _PTDPStrategy(SetupHooks):
         """Compare the forecast of the layout with the measurements."""
         super().on_train_end()
         if self._forecast is not None and self.is_global_zero:
-            report_forecast(self._forecast, self.lightning_module.trainer, self.root_device)
+            self._forecast.report(self.lightning_module.trainer, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
         """Add a memory report to an out-of-memory error, then let the layers below handle it."""
@@ -229,7 +234,7 @@ class _PTDPStrategy(SetupHooks):
 
     def _release(self) -> None:
         self.finish_saving()
-        self.remove_snapshots()
+        self.snapshots.remove()
         if self._engine is not None:
             with self.waiting_in("the last gathered parameters"):
                 self._engine.close()
@@ -244,10 +249,7 @@ class _PTDPStrategy(SetupHooks):
 
         ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = (
-            *("_run", "_parallel", "_engine", "_guard", "_heap", "_preempt"),
-            *("_snapshots", "_continued"),
-        )
+        of_a_run = ("_run", "_parallel", "_engine", "_guard", "_heap", "_preempt")
         saves = {"_surroundings": Surroundings(), "_saves": FolderSaves()}
         return {**state, **dict.fromkeys(of_a_run), **saves}
 
