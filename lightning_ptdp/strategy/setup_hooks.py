@@ -216,7 +216,7 @@ class SetupHooks(StepHooks):
     def _prepare_optimization(self, trainer: Trainer) -> None:
         """Prepare the gradients, the values that the optimizer steps on, and the loss scale."""
         self._saves.in_background = self.config.async_save
-        self.start_snapshots(trainer)
+        self.snapshots.begin(trainer)
         for managed in self.parallel.parameters.values():
             managed.step_on(managed.parameter)
         self._named_groups = self.model_space.names_of_groups()
