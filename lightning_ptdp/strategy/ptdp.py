@@ -104,7 +104,7 @@ class _PTDPStrategy(SetupHooks):
         self._forecast: Forecast | None = None
         self.num_nodes = 1
         self._parent = os.getppid()
-        self._interfaces: list[str] = []
+        self._changes = contextlib.ExitStack()
         self._surroundings = Surroundings()
         self._saves = FolderSaves()
         self.snapshots = Snapshots(self)
@@ -249,9 +249,13 @@ class _PTDPStrategy(SetupHooks):
 
         ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = ("_run", "_parallel", "_engine", "_guard", "_heap", "_preempt")
-        saves = {"_surroundings": Surroundings(), "_saves": FolderSaves()}
-        return {**state, **dict.fromkeys(of_a_run), **saves}
+        return {
+            **state,
+            **dict.fromkeys(("_run", "_parallel", "_engine", "_guard", "_heap")),
+            "_changes": contextlib.ExitStack(),
+            "_surroundings": Surroundings(),
+            "_saves": FolderSaves(),
+        }
 
 
 @lru_cache(maxsize=2)

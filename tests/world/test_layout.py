@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from lightning_ptdp.world.axes import StagePlacement
 from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.stage_placement import StagePlacement
 from tests.errors import raises_with
 
 pytestmark = pytest.mark.pure

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.world.axes import SETS
+from lightning_ptdp.world.axes import SETS, StagePlacement
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from lightning_ptdp.world.stage_placement import StagePlacement
 from tests.pool import Pool
 
 

@@ -15,7 +15,7 @@ from lightning_ptdp.attention import check_sequence
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.lit_huggingface import LitHuggingFace
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.strategy.checks.whole_model import whole_model
+from lightning_ptdp.strategy.checks.model import whole_model
 from lightning_ptdp.world.layout import ParallelLayout
 
 
