@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from lightning_ptdp.world.axes import StagePlacement
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.errors import raises_with
 
