@@ -32,6 +32,7 @@ from lightning_ptdp.planner import (
 from lightning_ptdp.shims.lightning import Trainer
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.checks import check_data, check_model, check_trainer
+from lightning_ptdp.strategy.checks.data import replica_batches
 from lightning_ptdp.strategy.checks.model import whole_model
 from lightning_ptdp.strategy.planning import described_job
 from lightning_ptdp.strategy.precision import replacing
@@ -334,9 +335,7 @@ def _replica_rows(sources: Sequence[Any], replicas: int) -> int | None:
 
     The first loader or data module that knows its batch size is asked."""
     for source in sources:
-        if hasattr(source, "batch_plans"):
-            with contextlib.suppress(ValueError):
-                return max(plan.replica_batch for plan in source.batch_plans(num_replicas=replicas))
-        elif isinstance(size := getattr(source, "batch_size", None), int) and size > 0:
-            return size
+        with contextlib.suppress(ValueError):
+            if sizes := replica_batches(source, replicas):
+                return max(sizes)
     return None
