@@ -20,7 +20,6 @@ from typing import Any, get_type_hints
 import torch
 
 from lightning_ptdp.callbacks.run_summary import StrategySummary, summarize
-from lightning_ptdp.checkpoint.memory_folders import check_memory
 from lightning_ptdp.checkpoint.remote_path import check_address
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings
@@ -54,7 +53,7 @@ from lightning_ptdp.strategy.out_of_memory import explain_memory
 from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.strategy.saving import FolderSaves
 from lightning_ptdp.strategy.setup_hooks import SetupHooks
-from lightning_ptdp.strategy.snapshots import Snapshots, check_nodes
+from lightning_ptdp.strategy.snapshots import Snapshots
 
 
 def constructor(
@@ -139,7 +138,7 @@ class _PTDPStrategy(SetupHooks):
             self._choose_layout(trainer, sources)
         check_trainer(self, trainer)
         self.check_machine()
-        self._check_snapshots()
+        self.snapshots.check()
         if not self.model_space.is_cut:
             self.check(self.lightning_module)
         if not fits(trainer):
@@ -164,17 +163,6 @@ class _PTDPStrategy(SetupHooks):
             )
         if self.config.verify is not None:
             verify_first_step(self, trainer, arguments)
-
-    def _check_snapshots(self) -> None:
-        if self.config.snapshot_every_n_steps is None:
-            return
-        check_nodes(
-            self.layout,
-            shard=self.config.shard,
-            num_nodes=self.num_nodes,
-            replica_nodes=self.config.data_parallel_replicas,
-        )
-        check_memory(sum(parameter.nbytes for parameter in self.lightning_module.parameters()))
 
     def _choose_layout(self, trainer: Trainer, sources: Sequence[object]) -> None:
         if self._chooses_layout:  # a further fit continues in the same layout

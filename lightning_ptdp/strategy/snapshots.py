@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import CheckpointError, complete_checkpoints, same_outcome
-from lightning_ptdp.checkpoint.memory_folders import LINK, MemoryFolder, in_memory
+from lightning_ptdp.checkpoint.memory_folders import LINK, MemoryFolder, check_memory, in_memory
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero, own_rank
 from lightning_ptdp.shims.lightning import StrategyBase, Trainer, dump_checkpoint
 from lightning_ptdp.strategy.saving import FolderSaves
@@ -47,6 +47,22 @@ class Snapshots:
     def __getstate__(self) -> dict[str, object]:
         """Return the state without that of a run, whose process groups cannot be pickled."""
         return {"_strategy": self._strategy}
+
+    def check(self) -> None:
+        """Check before launch that every node holds the training state and has memory for it.
+
+        Raises:
+            ValueError: The state is divided among nodes, or the memory is too small.
+        """
+        config = self._strategy.config
+        if config.snapshot_every_n_steps is not None:
+            check_nodes(
+                self._strategy.layout,
+                shard=config.shard,
+                num_nodes=self._strategy.num_nodes,
+                replica_nodes=config.data_parallel_replicas,
+            )
+            check_memory(sum(p.nbytes for p in self._strategy.lightning_module.parameters()))
 
     def begin(self, trainer: Trainer) -> None:
         """Let ``trainer`` take a snapshot after the optimizer steps that the option names."""
