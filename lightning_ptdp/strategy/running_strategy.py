@@ -25,7 +25,7 @@ from lightning_ptdp.shims.lightning import (
     set_last_validation,
     validation_times,
 )
-from lightning_ptdp.strategy.parameter_guard import ParameterGuard
+from lightning_ptdp.strategy.forward_contexts import ParameterGuard
 from lightning_ptdp.strategy.stopping import Interruption, StopRequest
 from lightning_ptdp.world.mesh import ProcessMesh
 
