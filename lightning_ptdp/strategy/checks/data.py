@@ -46,8 +46,9 @@ def replica_batches(data: Any, num_replicas: int) -> list[int]:
     if hasattr(data, "batch_plans"):
         return [plan.replica_batch for plan in data.batch_plans(num_replicas=num_replicas)]
     size = getattr(data, "batch_size", None)
-    valid = isinstance(size, int) and not isinstance(size, bool) and size > 0
-    return [size] if valid else []
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return [size]
+    return []
 
 
 def check_source(
