@@ -189,7 +189,6 @@ class Measured(Run):
         return {"held": held.held, "most": held.most}
 
 
-
 @pytest.mark.parametrize(("kind", "width"), [("nf4", 0.5), ("8 bits", 1), ("torchao", 1)])
 def test_replicas_share_elements_of_quantized_weights(kind, width, parity, folder):
     run = Measured(**vars(quantized(kind, folder)) | {"steps": 1, "validate_every": None})
