@@ -95,7 +95,6 @@ ROOMS = ("tensor_parallel", "context_parallel", "schedule", "pipeline")
 CONFIGURATION = (
     "world",
     "config.py",
-    "parallel_model.py",
     "parallelize.py",
     "strategy",
     "cli",
