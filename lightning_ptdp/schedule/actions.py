@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.world.stage_placement import StagePlacement, Stages
+from lightning_ptdp.world.axes import StagePlacement, Stages
 
 Direction = Literal["forward", "backward"]
 

@@ -9,7 +9,7 @@ from lightning_ptdp.schedule.generators.orders import (
     in_turns,
     weights_in_gaps,
 )
-from lightning_ptdp.world.stage_placement import StagePlacement, stages_of_rank
+from lightning_ptdp.world.axes import StagePlacement, stages_of_rank
 
 
 def one_f_one_b(p: int, v: int, m: int) -> Orders:

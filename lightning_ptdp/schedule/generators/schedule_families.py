@@ -22,7 +22,7 @@ from lightning_ptdp.schedule.generators.compute_orders import (
     zb_h1,
     zb_v,
 )
-from lightning_ptdp.world.stage_placement import StagePlacement
+from lightning_ptdp.world.axes import StagePlacement
 
 # ---- User-defined schedules ----------------------------------------------------------------------
 
