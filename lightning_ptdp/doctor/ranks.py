@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.base.forked_processes import Outcome, Tell, run_ranks
-from lightning_ptdp.callbacks.step_metrics import device_name
-from lightning_ptdp.doctor.calibration import calibrated, cores_of, measure_device, memory_of
+from lightning_ptdp.doctor.calibration import calibrated, measure_device
 from lightning_ptdp.doctor.check import Check, failed, ok
 from lightning_ptdp.doctor.links import GroupMember, Measurement, check_links, measure
 from lightning_ptdp.planner import Device
@@ -72,17 +71,12 @@ def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
     Raises:
         RuntimeError: A rank failed or hangs. The message names it.
     """
-    outcome = _run(_calibrate, count, backend, timeout_s)
+    outcome = _run(
+        lambda place, tell: {"figures": measure_device(place, tell)}, count, backend, timeout_s
+    )
     if problem := outcome.explain():
         raise RuntimeError(f"{problem}: {_mend(backend)}")
-    first = outcome.results[0]
-    return calibrated(
-        first["name"],
-        [outcome.results[rank]["figures"] for rank in range(count)],
-        kind="cuda" if backend == "nccl" else "cpu",
-        memory_bytes=first["memory_bytes"],
-        cores=first["cores"],
-    )
+    return calibrated([outcome.results[rank]["figures"] for rank in range(count)])
 
 
 def _run(
@@ -112,15 +106,6 @@ def _run(
 
     with reserved_port() as port:
         return run_ranks(run, count=count, timeout_s=timeout_s)
-
-
-def _calibrate(place: GroupMember, tell: Tell) -> dict[str, Any]:
-    return {
-        "name": device_name(place.device),
-        "figures": measure_device(place, tell),
-        "memory_bytes": memory_of(place.device, place.size),
-        "cores": cores_of(place.device),
-    }
 
 
 def _use(place: GroupMember, tell: Tell) -> dict[str, Any]:

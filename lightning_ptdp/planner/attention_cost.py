@@ -16,8 +16,10 @@ from lightning_ptdp.attention import ATTENTIONS, AttentionTraffic
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.pass_time import product_time
-from lightning_ptdp.planner.shapes import MASK, AttentionShape
+from lightning_ptdp.planner.shapes import AttentionShape
 
+_MASK = 1
+"""Bytes per element of a dropout's mask, on an accelerator."""
 _LOG_SUM_EXP = 4
 _SINGLE = 4
 _FUSED_BACKWARD = 2.5
@@ -48,7 +50,7 @@ def core_bytes(job: Job, choice: Choice, attention: AttentionShape) -> float:
             attention.head_dim + attention.value_dim
         )
         return copies * _SINGLE + queries * heads * attention.keys * 3 * _SINGLE
-    scores = queries * heads * attention.keys * (w + (w + MASK if attention.dropout else 0))
+    scores = queries * heads * attention.keys * (w + (w + _MASK if attention.dropout else 0))
     return input_bytes(job, choice, attention) + scores
 
 
@@ -106,7 +108,7 @@ def _traffic(
     """
     w = job.precision.compute
     scores = queries * attention.keys
-    dropped = 2 * w + MASK if attention.dropout else 0
+    dropped = 2 * w + _MASK if attention.dropout else 0
     # products of several heads need other orders of their operands and results
     results = 2 * w * queries * attention.value_dim
     moved = 2 * input_bytes(job, choice, attention)

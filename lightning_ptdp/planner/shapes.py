@@ -13,9 +13,6 @@ from typing import Literal
 
 from lightning_ptdp.world.layout import ParallelLayout
 
-MASK = 1
-"""Bytes per element of a dropout's mask, on an accelerator."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
