@@ -16,8 +16,11 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_ptdp.base.file_locks import one_at_a_time
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
-from lightning_ptdp.loggers.new_database import unsynchronized_if_new
-from lightning_ptdp.loggers.tracking_store import SilentServerError, sqlite_path
+from lightning_ptdp.loggers.tracking_store import (
+    SilentServerError,
+    sqlite_path,
+    unsynchronized_if_new,
+)
 
 # Import it when used. The import is repeated here because the parser reads such imports in the file
 # of its own class.

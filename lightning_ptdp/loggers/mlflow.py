@@ -43,7 +43,7 @@ from lightning_ptdp.loggers.connection import (
     is_unanswered,
     start_monitor,
 )
-from lightning_ptdp.loggers.mlflow_names import (
+from lightning_ptdp.loggers.mlflow_entities import (
     allowed_name,
     as_input,
     grouped_name,
