@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.tensor_parallel import Experts
@@ -82,7 +83,7 @@ class _Layer:
     scores: Tensor | None = None
     scored_by: nn.Module | None = None
 
-    def attach(self, experts: nn.Module, siblings: Sequence[nn.Module]) -> list[Callable[[], None]]:
+    def attach(self, experts: nn.Module, siblings: Sequence[nn.Module]) -> list[RemovableHandle]:
         position = list(inspect.signature(type(experts).forward).parameters)[2]
         hooks = [
             experts.register_forward_pre_hook(partial(self._chosen, position), with_kwargs=True)
@@ -92,7 +93,7 @@ class _Layer:
             for sibling in siblings
             for inner in sibling.modules()
         ]
-        return [hook.remove for hook in hooks]
+        return hooks
 
     def _scored(
         self, sibling: nn.Module, module: nn.Module, args: tuple[Any, ...], output: object
@@ -144,7 +145,7 @@ class ExpertCounts:
 
     numbers: Mapping[str, int]
     _layers: dict[str, _Layer] = field(default_factory=dict)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _hooks: list[RemovableHandle] = field(default_factory=list)
 
     @classmethod
     def attach(cls, trainer: Trainer, module: LightningModule) -> ExpertCounts:
@@ -161,13 +162,13 @@ class ExpertCounts:
                 for child in module.get_submodule(name.rpartition(".")[0]).children()
                 if child is not experts
             ]
-            counts._undo += layer.attach(experts, siblings)
+            counts._hooks += layer.attach(experts, siblings)
         return counts
 
     def detach(self) -> None:
         """Stop counting."""
-        for undo in self._undo:
-            undo()
+        for hook in self._hooks:
+            hook.remove()
 
     def aside(self) -> Callable[[], None]:
         """Set the counts aside and count from zero; return a function that restores them.

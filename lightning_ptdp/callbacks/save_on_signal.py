@@ -12,12 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.base.signals import HeldSignal, SignalNotes
-from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
+from lightning_ptdp.callbacks.artifacts import checkpoint_dirs, model_checkpoints
 from lightning_ptdp.checkpoint import CheckpointError, CheckpointMetadata, read_metadata
 from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.shims.lightning import requeue_handler
@@ -151,14 +150,9 @@ class SaveOnSignal(pl.Callback):
         _finish_saving(trainer)
         if not trainer.is_global_zero:
             return
-        callbacks = [
-            callback
-            for callback in trainer.checkpoint_callbacks
-            if isinstance(callback, ModelCheckpoint)
-        ]
         saved = {
             path
-            for saver in callbacks
+            for saver in model_checkpoints(trainer)
             for path in (saver.last_model_path, saver.best_model_path, *saver.best_k_models)
             if path
         }

@@ -1,19 +1,26 @@
-"""Callback that writes predictions as JSON lines.
+"""Callbacks that write a model's outputs: predictions, and continuations of prompts.
 
-One line per sample is written, in the order of the samples in any layout."""
+Predictions are JSON lines, one per sample, in the order of the samples in any layout."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+
+from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.base.output import say
+from lightning_ptdp.callbacks.artifacts import run_folder, store_table
+from lightning_ptdp.generation import Sampling, generate
+from lightning_ptdp.generation.decoders import language_model
+from lightning_ptdp.generation.tokenizer_text import TextTokenizer, find_tokenizer
 
 _PADDING = -1
 
@@ -138,3 +145,169 @@ def _from_all_replicas(trainer: Trainer, records: list[Record]) -> list[list[Rec
         records, gathered, dst=ranks[0], group=None if group is None else group.handle
     )
     return gathered or []
+
+
+# ---- Continuations of prompts, while a model is trained ------------------------------------------
+
+
+_T = TypeVar("_T")
+_DEFAULT = Sampling()
+
+At = Literal["validation", "end"]
+
+
+class WriteSamples(Callback):
+    """Callback that continues prompts with the model in its current state.
+
+    The model runs in the layout in which it is trained; no rank gathers it. The texts are printed,
+    and appended to ``samples.jsonl`` in the run's folder with step and prompt. An MLflow logger
+    gets them as the table ``samples.json``, a TensorBoard logger as text. The texts do not
+    influence training.
+
+    Args:
+        prompts: Texts to continue, or a file with one prompt per line.
+        sampling: Options for the choice of tokens.
+        chat: Whether each prompt is a user's message in the tokenizer's chat template, and the text
+            is the answer.
+        at: "validation": at the end of every validation of a fit; "end": after training, where a
+            problem gives only a message.
+        every_n_validations: At the end of every n-th validation, beginning with the first.
+        tokenizer: Folder of the tokenizer; None: that of the prepared data, or of the Hugging Face
+            model that the module's ``path`` names.
+
+    Raises:
+        ValueError: There are no prompts; (when fit begins) there is no tokenizer.
+    """
+
+    def __init__(
+        self,
+        prompts: list[str] | str,
+        sampling: Sampling = _DEFAULT,
+        chat: bool = False,
+        at: At = "validation",
+        every_n_validations: Size = 1,
+        tokenizer: str | None = None,
+    ) -> None:
+        check_arguments(WriteSamples.__init__, locals())
+        if not prompts:
+            raise ValueError(f"prompts={prompts!r} must be one or more texts, or a file")
+        self.prompts = prompts
+        self.sampling = sampling
+        self.chat = chat
+        self.at = at
+        self.every_n_validations = every_n_validations
+        self.tokenizer = tokenizer
+        self._validations = 0
+        self._tokenizer: TextTokenizer | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check prompts and tokenizer before training."""
+        if self.at == "validation":
+            self._encoded(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the texts, if they are due."""
+        if self.at != "validation" or trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        if self._validations % self.every_n_validations == 0:
+            self._write(trainer, pl_module)
+        self._validations += 1
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the texts, if requested; the run has already printed its paths."""
+        if self.at == "end":
+            try:
+                if language_model(pl_module) is None:
+                    raise ValueError(f"{type(pl_module).__name__} has no supported language model")
+                self._write(trainer, pl_module)
+            except ValueError as error:
+                if trainer.is_global_zero:
+                    say(f"no sample was written: {error}")
+
+    def _write(self, trainer: Trainer, module: LightningModule) -> None:
+        texts, rows, eos_ids = self._encoded(trainer, module)
+        written = generate(module, rows, self.sampling, eos_ids=eos_ids)
+        if self._tokenizer is not None:
+            sequences = [
+                new if self.chat else [*row, *new] for row, new in zip(rows, written, strict=True)
+            ]
+            self._log(trainer, texts, [self._tokenizer.decode(ids) for ids in sequences])
+
+    def _encoded(
+        self, trainer: Trainer, module: LightningModule
+    ) -> tuple[list[str], list[list[int]], frozenset[int]]:
+        """Return the prompts, their ids, and the ids that end a text.
+
+        Only rank 0 has the files and the tokenizer."""
+
+        def encode() -> tuple[list[str], list[list[int]], frozenset[int]]:
+            if self._tokenizer is None:
+                state = {
+                    "hyper_parameters": dict(module.hparams),
+                    "datamodule_hyper_parameters": dict(
+                        getattr(getattr(trainer, "datamodule", None), "hparams", {})
+                    ),
+                }
+                self._tokenizer = find_tokenizer(state, self.tokenizer)
+            tokenizer = self._tokenizer
+            texts = _texts(self.prompts)
+            rows = [
+                tokenizer.chat([{"role": "user", "content": text}])
+                if self.chat
+                else tokenizer.encode(text)
+                for text in texts
+            ]
+            return texts, rows, tokenizer.eos_ids
+
+        return on_rank_zero(trainer, encode)
+
+    def _log(self, trainer: Trainer, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        step = trainer.global_step
+        rows = [
+            {"step": step, "prompt": prompt, "text": text}
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        for row in rows:
+            say(f"\nsample at step {step} ({row['prompt']!r}):\n{row['text']}")
+        folder = run_folder(trainer)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        except OSError as error:  # a full disk must not end training
+            rank_zero_warn(f"the samples of step {step} could not be stored: {error}")
+        for logger in trainer.loggers:
+            store_table(
+                logger, {key: [row[key] for row in rows] for key in rows[0]}, "samples", step=step
+            )
+
+
+def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
+    """Call ``make`` on rank 0 and return its result on all ranks; collective.
+
+    Raises:
+        ValueError: The call failed on rank 0; raised with its message on all ranks.
+    """
+    value: Any = None
+    problem = ""
+    if trainer.is_global_zero:
+        try:
+            value = make()
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    value, problem = trainer.strategy.broadcast((value, problem))
+    if problem:
+        raise ValueError(problem)
+    result: _T = value
+    return result
+
+
+def _texts(prompts: list[str] | str) -> list[str]:
+    if not isinstance(prompts, str):
+        return prompts
+    lines = [
+        line for line in Path(prompts).read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
+    if not lines:
+        raise ValueError(f"prompts={prompts!r}: the file has no line with a prompt")
+    return lines
