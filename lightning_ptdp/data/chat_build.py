@@ -35,7 +35,6 @@ ROWS_AT_ONCE = 256
 """Rows that a process tokenizes together, and in which columns are looked for."""
 IMAGES_FILE = "images.json"
 """File of a split that lists the images of every sample, each with its size in bytes."""
-_LEAVE_OUT = "To leave such rows out, use faulty: drop"
 
 Encoded = tuple[int, int, np.ndarray, list[Any]]
 """Hash and number of characters of a conversation, its tokens with their marks, and its images."""
@@ -88,7 +87,7 @@ class ChatConfig(Preparation):
         """
         return content, mark_sample(*form.encode(content)), []
 
-    def tokenizer(self) -> HuggingFaceTokenizer:
+    def given_tokenizer(self) -> HuggingFaceTokenizer:
         """Return the tokenizer of the model.
 
         Raises:
@@ -121,7 +120,7 @@ class ChatConfig(Preparation):
     def folder(self) -> str:
         """Folder for data prepared with these settings."""
         settings = json.dumps(
-            {**self.settings, "tokenizer": self.tokenizer().fingerprint}, sort_keys=True
+            {**self.settings, "tokenizer": self.given_tokenizer().fingerprint}, sort_keys=True
         )
         name = Path(self.roots[0]).stem if self.roots else self.about
         return f"ptdp-data/{name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
@@ -135,10 +134,6 @@ class ChatConfig(Preparation):
         """Return the files of all paths, and those inside of folders that ``datasets`` saved."""
         found = chat_files(self.roots) if self.roots else []
         return [file for path in found for file in list_files(path, ("",))]
-
-    def given_tokenizer(self) -> AnyTokenizer | None:
-        """Return the tokenizer of the model."""
-        return self.tokenizer()
 
     def check_source(self) -> None:
         """Check the files, the columns, and the template on the first row."""
@@ -155,7 +150,7 @@ class ChatConfig(Preparation):
             try:
                 self.content(columns, row)
             except FaultyRow as error:
-                raise CorpusError(f"path={file}, row {number}: {error}. {_LEAVE_OUT}") from error
+                raise _refused(file, number, error) from error
 
     def build(
         self, work: Path, folder: Path, report: Reporter
@@ -195,7 +190,7 @@ class ChatConfig(Preparation):
             "content": hashlib.sha256(scores.tobytes()).hexdigest(),
             "undecodable": faulty.total(),
         }
-        return self.tokenizer(), splits, counts
+        return self.given_tokenizer(), splits, counts
 
     def _sources(self) -> list[tuple[str | list[str] | None, str]]:
         """Return the given paths, each with the split to read from a saved folder."""
@@ -247,7 +242,7 @@ def _encoded(
     columns, rows = _numbered_rows(config, path, split)
     batches = iter(lambda: list(islice(rows, ROWS_AT_ONCE)), [])
     form = config.format_class(
-        config.tokenizer(), template=config.chat_template, learn=config.learn
+        config.given_tokenizer(), template=config.chat_template, learn=config.learn
     )
     task = partial(_encode, config, form, columns, path)
     for samples, reasons in ordered_map(task, batches, num_workers=config.num_workers):
@@ -268,12 +263,18 @@ def _encode(
             content, tokens, images = config.encode(form, config.content(columns, row))
         except FaultyRow as error:
             if config.faulty == "error":
-                raise CorpusError(f"path={path}, row {number}: {error}. {_LEAVE_OUT}") from error
+                raise _refused(path, number, error) from error
             reasons.append(str(error))
             continue
         text = json.dumps(content, sort_keys=True, default=str)
         samples.append((score(text, config.split_seed), len(text), tokens, images))
     return samples, reasons
+
+
+def _refused(path: str | Sequence[str] | None, number: int, error: FaultyRow) -> CorpusError:
+    return CorpusError(
+        f"path={path}, row {number}: {error}. To leave such rows out, use faulty: drop"
+    )
 
 
 def _listed(path: str | list[str] | None) -> list[str]:

@@ -19,7 +19,7 @@ from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import RequirementError, import_optional
 from lightning_ptdp.base.untrusted import parse_json, read_bytes, reason, regular_size
 from lightning_ptdp.checkpoint.local_copies import local_copy
-from lightning_ptdp.data.corpus import Corpus, list_files
+from lightning_ptdp.data.corpus import JSON_LINES, Corpus, list_files
 from lightning_ptdp.data.data_error import CorpusError
 from lightning_ptdp.data.file_pieces import parse_row
 
@@ -35,7 +35,7 @@ _ALSO = {
 """Additional names under which a column is found."""
 _SHARED = {"human": "user", "gpt": "assistant", "system": "system"}
 """Roles in data of the form {"from": ..., "value": ...}."""
-_JSON = (".jsonl", ".ndjson", ".json")
+_JSON = (*JSON_LINES, ".json")
 _SUFFIXES = (*_JSON, ".parquet")
 _DOCSTRINGS = 2000
 _LONGEST_LINE = 1 << 26  # bytes

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
+from lightning_ptdp.data.corpus import Document, ReadReport
 from lightning_ptdp.data.data_error import CorpusError
 from lightning_ptdp.data.file_pieces import FilePiece, grouped
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
@@ -65,7 +65,7 @@ class Builder:
             result = Survey.from_json(saved)
             self.report.say(f"continuing with {result.documents:,} documents that were read before")
             return result
-        task = partial(_scan_part, self.config, self.config.seed)
+        task = partial(_scan_part, self.config)
         result = survey(
             self._each(task, "read"),
             validation_fraction=self.config.validation_fraction,
@@ -91,7 +91,7 @@ class Builder:
         with open(sample, "wb") as stream:
             for text in self.sample(found):
                 stream.write(f"{text}\n".encode())
-        learn = partial(_learn, self.config.vocabulary_size, tuple(self.config.control_symbols))
+        learn = partial(_learn, self.config.vocabulary_size, self.config.control_symbols)
         in_process = (
             self.config.num_workers == 1 and found.characters <= self.config.tokenizer_characters
         )
@@ -108,7 +108,7 @@ class Builder:
         """
         left = self.config.tokenizer_characters
         fraction = left / found.characters
-        task = partial(_sample_part, self.config, self.config.seed, found.split, fraction)
+        task = partial(_sample_part, self.config, found.split, fraction)
         with closing(self._each(task, "sample")) as samples:
             for texts in samples:
                 for text in texts:
@@ -126,10 +126,8 @@ class Builder:
             CorpusError: The text has changed since the survey.
         """
         dtype = token_dtype(tokenizer.vocabulary_size)
-        threads = (os.cpu_count() or 1) if self.config.num_workers == 1 else 1
-        task = partial(
-            _tokenize_part, self.config, found.split, tokenizer, dtype, self.work / "parts", threads
-        )
+        parts = self.work / "parts"
+        task = partial(_tokenize_part, self.config, found.split, tokenizer, dtype, parts)
         records = list(self._each(task, "tokenize"))
         seen = sum(record["seen"] for record in records)
         if seen != found.documents:
@@ -140,7 +138,7 @@ class Builder:
         splits: dict[str, SplitRecord] = {}
         for split in SPLITS:
             runs = (
-                np.fromfile(_part_file(self.work / "parts", number, split), dtype)
+                np.fromfile(_part_file(parts, number, split), dtype)
                 for number in range(len(records))
             )
             tokens = write_chunks(
@@ -165,24 +163,25 @@ class Builder:
                     yield result
 
 
-def _scan_part(corpus: Corpus, seed: int, item: tuple[int, Part]) -> Scan:
+def _scan_part(config: PrepareConfig, item: tuple[int, Part]) -> Scan:
     report = ReadReport()
-    return scan(_documents(corpus, item[1], report), seed=seed, undecodable=report.undecodable)
+    documents = config.read(item[1], report)
+    return scan(documents, seed=config.seed, undecodable=report.undecodable)
 
 
 def _sample_part(
-    corpus: Corpus, seed: int, split: Split, fraction: float, item: tuple[int, Part]
+    config: PrepareConfig, split: Split, fraction: float, item: tuple[int, Part]
 ) -> list[str]:
     """Return training texts, or lines of them, each with the probability ``fraction``."""
     texts = []
-    for document in _documents(corpus, item[1], ReadReport()):
+    for document in config.read(item[1], ReadReport()):
         text = split.parts(document)[0]
         if fraction >= 1:
             texts.append(text)
             continue
         # One generator per document makes the draws independent of the division into parts. Python
         # guarantees that random() of a seed stays the same.
-        draw = random.Random(f"{seed}/{document.name}")
+        draw = random.Random(f"{config.seed}/{document.name}")
         texts += [line for line in text.split("\n") if draw.random() < fraction]
     return texts
 
@@ -196,12 +195,11 @@ def _learn(vocabulary_size: int, control_symbols: tuple[str, ...], sample: Path)
 
 
 def _tokenize_part(
-    corpus: Corpus,
+    config: PrepareConfig,
     split: Split,
     tokenizer: AnyTokenizer,
     dtype: TokenType,
     folder: Path,
-    threads: int,
     item: tuple[int, Part],
 ) -> dict[str, Any]:
     """Write the tokens of one part, unless an earlier run has written them."""
@@ -212,42 +210,33 @@ def _tokenize_part(
     if record is not None and record["bytes"] == _sizes(files):
         return dict(record)
     documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
-    seen = 0
+    report = ReadReport()
+    threads = (os.cpu_count() or 1) if config.num_workers == 1 else 1
     with ExitStack() as stack:
         streams = {name: stack.enter_context(open(file, "wb")) for name, file in files.items()}
-        for batch, count in _batches(_documents(corpus, part, ReadReport()), split):
-            seen += count
+        for batch in _batches(config.read(part, report), split):
             for name, texts in batch.items():
                 documents[name] += len(texts)
                 for ids in tokenizer.encode_many(texts, num_threads=threads):
                     np.array([*ids, tokenizer.eos_id], dtype).tofile(streams[name])
-    record = {"seen": seen, "documents": documents, "bytes": _sizes(files)}
+    record = {"seen": report.documents, "documents": documents, "bytes": _sizes(files)}
     write_record(record_file, record)
     return record
 
 
-def _documents(corpus: Corpus, part: Part, report: ReadReport) -> Iterator[Document]:
-    for piece in part:
-        yield from corpus.read(piece, report)
-
-
-def _batches(
-    documents: Iterable[Document], split: Split
-) -> Iterator[tuple[dict[str, list[str]], int]]:
-    """Yield texts by split, and their number of documents, a few megabytes at a time."""
+def _batches(documents: Iterable[Document], split: Split) -> Iterator[dict[str, list[str]]]:
+    """Yield texts by split, a few megabytes at a time."""
     batch: dict[str, list[str]] = {name: [] for name in SPLITS}
-    characters = count = 0
+    characters = 0
     for document in documents:
         for texts, part in zip(batch.values(), split.parts(document), strict=True):
             if part:
                 texts.append(part)
         characters += len(document.text)
-        count += 1
         if characters >= _BATCH_CHARACTERS:
-            yield batch, count
-            batch, characters, count = {name: [] for name in SPLITS}, 0, 0
-    if count:
-        yield batch, count
+            yield batch
+            batch, characters = {name: [] for name in SPLITS}, 0
+    yield batch
 
 
 def _part_file(folder: Path, number: int, split: str) -> Path:

@@ -196,7 +196,9 @@ class ImageChatStream(ChatStream):
 
     def __getitems__(self, visits: Sequence[int]) -> Any:
         """Return inputs, labels and positions, int32 (b, 3, s), and the image tensors."""
-        samples = [[] if visit == PADDING else self._sample(visit) for visit in visits]
+        samples = [
+            [] if number == PADDING else self._sample(number) for number in self.numbers(visits)
+        ]
         return super().__getitems__(visits), self._processor.features(samples)
 
     def as_batch(self, rows: Any) -> dict[str, Tensor]:
@@ -210,9 +212,9 @@ class ImageChatStream(ChatStream):
         learned = F.pad(batch["labels"] != IGNORE_INDEX, (1, 0))[:, :-1]
         return {**batch, **self._processor.token_types(batch["input_ids"], learned), **images}
 
-    def _sample(self, visit: int) -> list[str]:
+    def _sample(self, number: int) -> list[str]:
         """Return the images of a sample."""
-        images = self._images[int(self._order[visit % self._size])]
+        images = self._images[int(self._order[number])]
         for image, size in images:
             if image_size(image) != size:
                 raise StoreError(
@@ -266,7 +268,7 @@ class ImageChatDataModule(ChatDataModule):
     @property
     def image_ids(self) -> list[int]:
         """Ids of the tokens that stand for images."""
-        tokenizer: Any = self.prepare_config.tokenizer()
+        tokenizer: Any = self.prepare_config.given_tokenizer()
         return list(tokenizer.processor.image_token_ids)
 
     def _make_config(self, **options: Any) -> ChatConfig:

@@ -123,7 +123,7 @@ class PreferenceStream(ChatStream):
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Return inputs, labels and positions of chosen and rejected, int32 (b, 2, 3, s)."""
-        numbers = [visit if visit == PADDING else visit % self._size for visit in visits]
+        numbers = self.numbers(visits)
         parts = [PADDING if n == PADDING else 2 * n + part for n in numbers for part in (0, 1)]
         rows = self._rows(parts).reshape(len(visits), 2, 3, -1)
         rows[:, 0, 2, 0] = numbers

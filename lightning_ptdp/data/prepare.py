@@ -23,7 +23,6 @@ import os
 import platform
 import shutil
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning_ptdp.base.option_types import Size, check_fraction, check_types
+from lightning_ptdp.checkpoint.files import replace
 from lightning_ptdp.data.data_error import DataError, StoreError
 from lightning_ptdp.data.file_pieces import CorpusFile, listing_digest
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
@@ -324,17 +324,14 @@ def _publish(config: Preparation, folder: Path, manifest: Manifest) -> Manifest:
     If another process was faster, use its folder, provided that it has the same settings.
     """
     output = Path(config.output)
-    backup = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.replaced")
-    if config.overwrite and output.exists():
-        output.rename(backup)
     try:
-        folder.rename(output)
+        if config.overwrite:
+            replace(folder, output)
+        else:
+            folder.rename(output)
     except OSError:
         existing = check_prepare(config) if output.exists() else None
         if existing is None:
-            if backup.exists() and not output.exists():
-                backup.rename(output)
             raise
-        manifest = existing
-    shutil.rmtree(backup, ignore_errors=True)
+        return existing
     return manifest

@@ -18,11 +18,11 @@ import fcntl
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lightning_ptdp.checkpoint.files import discard, new_number
 from lightning_ptdp.data.data_error import CorpusError, TokenizerError
 
 
@@ -41,9 +41,7 @@ def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:
     """
     shared = output.with_name(f".{output.name}.preparing")
     lock = _lock(shared)
-    folder = (
-        shared if lock is not None else output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}")
-    )
+    folder = shared if lock is not None else output.with_name(f".{output.name}.{new_number()}")
     keep = False
     try:
         folder.mkdir(exist_ok=True)
@@ -59,7 +57,9 @@ def work_folder(output: Path, key: Mapping[str, Any]) -> Iterator[Path]:
         raise
     finally:
         if not keep:
-            _remove(folder)
+            # Another process that begins meanwhile must not use a folder that is being removed.
+            with contextlib.suppress(OSError):
+                discard(folder)
         if lock is not None:
             lock.close()
 
@@ -107,17 +107,6 @@ def _is_at(stream: BinaryIO, path: Path) -> bool:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _remove(folder: Path) -> None:
-    """Rename the folder, then remove it.
-
-    Otherwise a process that begins meanwhile would use a folder that is being removed.
-    """
-    removed = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:12]}.removed")
-    with contextlib.suppress(OSError):
-        folder.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
 
 
 def _empty(folder: Path) -> None:
