@@ -25,8 +25,7 @@ from lightning_ptdp.data.image_chat_datamodule import ImageChatDataModule
 from lightning_ptdp.data.indexed_datamodule import IndexedDataModule, IndexedFile, indexed_stream
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
-from lightning_ptdp.data.mixture_datamodule import CorpusOptions, MixtureDataModule
-from lightning_ptdp.data.mixture_stream import MixtureStream
+from lightning_ptdp.data.mixture import CorpusOptions, MixtureDataModule, MixtureStream
 from lightning_ptdp.data.preference_datamodule import PreferenceDataModule
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
 from lightning_ptdp.data.prepared_datamodule import PreparedDataModule, fetch

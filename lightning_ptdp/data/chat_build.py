@@ -26,10 +26,10 @@ from lightning_ptdp.data.data_error import CorpusError, TokenizerError
 from lightning_ptdp.data.file_pieces import CorpusFile
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, HuggingFaceTokenizer
 from lightning_ptdp.data.manifest import SPLITS, Form, SplitRecord
+from lightning_ptdp.data.preparation_work import Reporter, ordered_map
 from lightning_ptdp.data.prepare import Preparation
 from lightning_ptdp.data.split import score
 from lightning_ptdp.data.token_store import CHUNK_TOKENS, mark_sample, write_chunks
-from lightning_ptdp.data.worker_processes import Reporter, ordered_map
 
 ROWS_AT_ONCE = 256
 """Rows that a process tokenizes together, and in which columns are looked for."""

@@ -24,11 +24,16 @@ from lightning_ptdp.data.data_error import CorpusError
 from lightning_ptdp.data.file_pieces import FilePiece, grouped
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
 from lightning_ptdp.data.manifest import SPLITS, SplitRecord
+from lightning_ptdp.data.preparation_work import (
+    Reporter,
+    apart,
+    ordered_map,
+    read_record,
+    write_record,
+)
 from lightning_ptdp.data.split import Scan, Split, Survey, scan, survey
 from lightning_ptdp.data.token_store import TokenType, token_dtype, write_chunks
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.data.work_folder import read_record, write_record
-from lightning_ptdp.data.worker_processes import Reporter, apart, ordered_map
 
 if TYPE_CHECKING:
     from lightning_ptdp.data.datamodule import PrepareConfig

@@ -19,11 +19,11 @@ from lightning_ptdp.data.corpus_build import Builder
 from lightning_ptdp.data.data_error import TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import SplitName, SplitRecord, verify_store
+from lightning_ptdp.data.preparation_work import Reporter
 from lightning_ptdp.data.prepare import Preparation
 from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
 from lightning_ptdp.data.stream import SampleStream, TokenStream
 from lightning_ptdp.data.token_store import CHUNK_TOKENS
-from lightning_ptdp.data.worker_processes import Reporter
 
 
 class TextDataModule(PreparedDataModule):

@@ -17,7 +17,7 @@ from lightning_ptdp.data.chat_build import ChatConfig
 from lightning_ptdp.data.chat_datamodule import ChatDataModule
 from lightning_ptdp.data.chat_format import ChatFormat
 from lightning_ptdp.data.chat_stream import ChatStream
-from lightning_ptdp.data.conversations import Columns, Conversation, FaultyRow, said
+from lightning_ptdp.data.conversations import Columns, Conversation, FaultyRow
 from lightning_ptdp.data.loader import EvaluationLoader
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
 from lightning_ptdp.data.token_store import mark_sample
@@ -63,15 +63,14 @@ class PreferenceColumns(Columns):
                 f"column {column!r} has no answer, but a pair needs a chosen and a rejected one. "
                 "Add it, or remove the row"
             )
-        messages = said(row[column], "assistant", column)
+        messages = self.said(row, key, "assistant")
         if messages[0]["role"] == "assistant":
             if "prompt" not in self.names:
                 raise FaultyRow(
                     f"column {column!r} begins with an answer, and there is no column prompt. Add "
                     "the question, as a column or as the first message"
                 )
-            prompt = self.names["prompt"]
-            messages = [*said(row.get(prompt), "user", prompt), *messages]
+            messages = [*self.said(row, "prompt", "user"), *messages]
         if messages[-1]["role"] != "assistant":
             raise FaultyRow(
                 f"column {column!r} ends with a message of the role {messages[-1]['role']!r}, but "

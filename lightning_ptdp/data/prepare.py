@@ -11,7 +11,7 @@
 All kinds of data are stored in this form. A subclass of ``Preparation`` makes the tokens.
 
 The folder appears complete or not at all. Until then, the data are in a hidden folder beside it
-(``work_folder.py``). If a call is killed, the next call reuses the finished parts.
+(``preparation_work.py``). If a call is killed, the next call reuses the finished parts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ from lightning_ptdp.data.manifest import (
     record_files,
     verify_store,
 )
-from lightning_ptdp.data.work_folder import work_folder
-from lightning_ptdp.data.worker_processes import Reporter
+from lightning_ptdp.data.preparation_work import Reporter, work_folder
 
 Progress = Callable[[str], None]
 

@@ -17,9 +17,9 @@ from lightning_ptdp.data.manifest import (
     check_file,
     verify_store,
 )
+from lightning_ptdp.data.preparation_work import work_folder
 from lightning_ptdp.data.prepare import Preparation, check_prepare, prepare
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
-from lightning_ptdp.data.work_folder import work_folder
 
 
 class PreparedDataModule(StreamDataModule):
