@@ -194,10 +194,7 @@ def superseded(
         own: Checkpoints that are known to belong to this run.
         experiment: Experiment named in checkpoints of this run; None if they name none.
     """
-    newest = 0.0
-    for path in saved:
-        metadata = _metadata(path)
-        newest = max(newest, 0.0 if metadata is None else metadata.created)
+    times = [other.created for path in saved if (other := _metadata(path)) is not None]
     candidates = {}
     for path in found:
         metadata = _metadata(path)
@@ -206,7 +203,7 @@ def superseded(
         is_stated = experiment is not None and metadata.run.get("experiment") == experiment
         if path in own or is_stated:
             candidates[path] = metadata.created
-    newest = max([newest, *candidates.values()])
+    newest = max([*times, *candidates.values()], default=0.0)
     return [path for path, created in candidates.items() if created < newest]
 
 

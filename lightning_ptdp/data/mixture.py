@@ -18,7 +18,7 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import SplitName, verify_store
-from lightning_ptdp.data.stream import PADDING, SampleStream, TokenStream, sample_order
+from lightning_ptdp.data.stream import SampleStream, TokenStream, sample_order
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
 
@@ -202,17 +202,14 @@ class MixtureStream(SampleStream):
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Return rows of samples (b, ...); a visit of ``PADDING`` gives a padding row."""
-        encoded = np.array(visits, np.int64)
-        padding = encoded == PADDING
-        stream_visits, corpora = np.divmod(np.where(padding, 0, encoded), len(self.streams))
-        stream_visits[padding] = PADDING
-        parts = [(corpora == corpus, stream) for corpus, stream in enumerate(self.streams)]
+        # The quotient of PADDING, -1, is PADDING too: the last stream returns the padding row.
+        stream_visits, corpora = np.divmod(np.array(visits, np.int64), len(self.streams))
         results = [
             (mask, stream.__getitems__(stream_visits[mask].tolist()))
-            for mask, stream in parts
-            if mask.any()
+            for corpus, stream in enumerate(self.streams)
+            if (mask := corpora == corpus).any()
         ]
-        rows = np.empty((len(encoded), *results[0][1].shape[1:]), results[0][1].dtype)
+        rows = np.empty((len(visits), *results[0][1].shape[1:]), results[0][1].dtype)
         for mask, samples in results:
             rows[mask] = samples
         return rows

@@ -142,20 +142,17 @@ def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
         StoreError: The index or a chunk is missing or damaged.
     """
     path, width = Path(folder, INDEX_FILE), np.dtype(dtype).itemsize
+    chunks = []
     with reading(path, StoreError, "Prepare the data again with overwrite"):
-        files = [
-            (inside(folder, entry["filename"]), entry["dim"]) for entry in read_json(path)["chunks"]
-        ]
-        if any(type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS for _, tokens in files):
-            raise ValueError("a chunk has an invalid number of tokens")
-        for file, tokens in files:
-            info = file.stat()
-            if not stat.S_ISREG(info.st_mode) or info.st_size != _HEADER_BYTES + tokens * width:
-                raise ValueError(
-                    f"{file} has {info.st_size} bytes, but must have "
-                    f"{_HEADER_BYTES + tokens * width}"
-                )
-    return tuple(Chunk(file, tokens, dtype) for file, tokens in files)
+        for entry in read_json(path)["chunks"]:
+            file, tokens = inside(folder, entry["filename"]), entry["dim"]
+            if type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS:
+                raise ValueError("a chunk has an invalid number of tokens")
+            info, size = file.stat(), _HEADER_BYTES + tokens * width
+            if not stat.S_ISREG(info.st_mode) or info.st_size != size:
+                raise ValueError(f"{file} has {info.st_size} bytes, but must have {size}")
+            chunks.append(Chunk(file, tokens, dtype))
+    return tuple(chunks)
 
 
 @dataclass(eq=False)

@@ -70,8 +70,6 @@ class RunOptions:
 class AbsentRun(DummyLogger):
     """Replacement of Lightning's logger for a server that does not answer; sends nothing."""
 
-    experiment_id = ""
-
     def __init__(self, run_id: str) -> None:
         super().__init__()
         self.run_id = run_id
@@ -145,14 +143,10 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
 def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
     from mlflow.exceptions import MlflowException
 
-    name = (
-        options.run_name
-        or f"{options.experiment_name} {options.layout} {time.strftime('%Y-%m-%d %H:%M:%S')}".replace(
-            "  ", " "
-        )
-    )
-    arguments = {key: value for key, value in asdict(options).items() if key != "layout"}
-    inner = LightningMLFlowLogger(**{**arguments, "run_name": name}, run_id=run_id)
+    arguments = asdict(options)
+    parts = (options.experiment_name, arguments.pop("layout"), time.strftime("%Y-%m-%d %H:%M:%S"))
+    arguments["run_name"] = options.run_name or " ".join(filter(None, parts))
+    inner = LightningMLFlowLogger(**arguments, run_id=run_id)
     try:
         client = inner.experiment
         if (
