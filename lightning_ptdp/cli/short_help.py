@@ -121,7 +121,7 @@ _DATA: Mapping[str, Sequence[_Shown]] = {
         *_STREAM,
     ),
     "PreferenceDataModule": (
-        ("", "data/preference_datamodule.py", "PreferenceDataModule", ("path", "columns")),
+        ("", "data/chat_datamodule.py", "PreferenceDataModule", ("path", "columns")),
         ("", "data/chat_datamodule.py", "ChatDataModule", _PREPARED),
         *_STREAM,
     ),

@@ -15,7 +15,7 @@ litdata, sentencepiece, transformers and datasets are imported on first use.
 """
 
 from lightning_ptdp.data.bert_datamodule import BertDataModule, BertStream
-from lightning_ptdp.data.chat_datamodule import ChatDataModule
+from lightning_ptdp.data.chat_datamodule import ChatDataModule, PreferenceDataModule
 from lightning_ptdp.data.chat_stream import ChatStream
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.data_error import CorpusError, DataError, StoreError, TokenizerError
@@ -26,7 +26,6 @@ from lightning_ptdp.data.indexed_datamodule import IndexedDataModule, IndexedFil
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
 from lightning_ptdp.data.mixture import CorpusOptions, MixtureDataModule, MixtureStream
-from lightning_ptdp.data.preference_datamodule import PreferenceDataModule
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
 from lightning_ptdp.data.prepared_datamodule import PreparedDataModule, fetch
 from lightning_ptdp.data.stream import TokenStream
