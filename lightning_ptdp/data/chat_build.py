@@ -87,7 +87,7 @@ class ChatConfig(Preparation):
         """
         return content, mark_sample(*form.encode(content)), []
 
-    def given_tokenizer(self) -> HuggingFaceTokenizer:
+    def tokenizer(self) -> HuggingFaceTokenizer:
         """Return the tokenizer of the model.
 
         Raises:
@@ -120,7 +120,7 @@ class ChatConfig(Preparation):
     def folder(self) -> str:
         """Folder for data prepared with these settings."""
         settings = json.dumps(
-            {**self.settings, "tokenizer": self.given_tokenizer().fingerprint}, sort_keys=True
+            {**self.settings, "tokenizer": self.tokenizer().fingerprint}, sort_keys=True
         )
         name = Path(self.roots[0]).stem if self.roots else self.about
         return f"ptdp-data/{name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
@@ -134,6 +134,10 @@ class ChatConfig(Preparation):
         """Return the files of all paths, and those inside of folders that ``datasets`` saved."""
         found = chat_files(self.roots) if self.roots else []
         return [file for path in found for file in list_files(path, ("",))]
+
+    def given_tokenizer(self) -> AnyTokenizer | None:
+        """Return the tokenizer of the model."""
+        return self.tokenizer()
 
     def check_source(self) -> None:
         """Check the files, the columns, and the template on the first row."""
@@ -190,7 +194,7 @@ class ChatConfig(Preparation):
             "content": hashlib.sha256(scores.tobytes()).hexdigest(),
             "undecodable": faulty.total(),
         }
-        return self.given_tokenizer(), splits, counts
+        return self.tokenizer(), splits, counts
 
     def _sources(self) -> list[tuple[str | list[str] | None, str]]:
         """Return the given paths, each with the split to read from a saved folder."""
@@ -242,7 +246,7 @@ def _encoded(
     columns, rows = _numbered_rows(config, path, split)
     batches = iter(lambda: list(islice(rows, ROWS_AT_ONCE)), [])
     form = config.format_class(
-        config.given_tokenizer(), template=config.chat_template, learn=config.learn
+        config.tokenizer(), template=config.chat_template, learn=config.learn
     )
     task = partial(_encode, config, form, columns, path)
     for samples, reasons in ordered_map(task, batches, num_workers=config.num_workers):

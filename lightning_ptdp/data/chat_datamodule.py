@@ -116,7 +116,7 @@ class ChatDataModule(PreparedDataModule):
     @cached_property
     def vocabulary_size(self) -> int:  # type: ignore[override]
         """Number of ids of the tokenizer."""
-        return self.prepare_config.given_tokenizer().vocabulary_size
+        return self.prepare_config.tokenizer().vocabulary_size
 
     @property
     def hparams_initial(self) -> AttributeDict:

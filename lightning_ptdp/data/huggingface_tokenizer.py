@@ -56,6 +56,7 @@ class HuggingFaceTokenizer:
             model's.
 
     Attributes:
+        files: Contents of the tokenizer's files, by name.
         fingerprint: Hash of the files.
 
     Raises:
@@ -78,14 +79,14 @@ class HuggingFaceTokenizer:
         with reading(
             f"tokenizer folder {folder}", TokenizerError, "Replace them with files of a tokenizer"
         ):
-            self._files = read_files(self.folder, (*self.patterns, "config.json"))
+            self.files = read_files(self.folder, (*self.patterns, "config.json"))
             small_files(self.folder, _READ)
-            parse_json(self._files[_SETTINGS], most_values=MOST_SETTINGS)
-            for name, content in self._files.items():
+            parse_json(self.files[_SETTINGS], most_values=MOST_SETTINGS)
+            for name, content in self.files.items():
                 if name.endswith(".json"):
                     check_values(content, _MOST_VALUES)
         digest = hashlib.sha256()
-        for name, content in sorted(self._files.items()):
+        for name, content in sorted(self.files.items()):
             if name != "config.json":
                 digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
         self.fingerprint = digest.hexdigest()
@@ -122,16 +123,11 @@ class HuggingFaceTokenizer:
                 f"tokenizer folder {self.folder} cannot be read: {one_line(reason(error))}"
             ) from error
 
-    @property
-    def files(self) -> dict[str, bytes]:
-        """Contents of the tokenizer's files, by name."""
-        return dict(self._files)
-
     def save(self, folder: str | Path) -> None:
         """Copy the files into ``folder/tokenizer``."""
         target = Path(folder, TOKENIZER_FOLDER)
         target.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files.items():
+        for name, content in self.files.items():
             (target / name).write_bytes(content)
 
     @cached_property

@@ -262,7 +262,7 @@ class ImageChatDataModule(ChatDataModule):
     @property
     def image_ids(self) -> list[int]:
         """Ids of the tokens that stand for images."""
-        tokenizer: Any = self.prepare_config.given_tokenizer()
+        tokenizer: Any = self.prepare_config.tokenizer()
         return list(tokenizer.processor.image_token_ids)
 
     def _make_config(self, **options: Any) -> ChatConfig:
