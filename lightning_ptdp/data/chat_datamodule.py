@@ -17,9 +17,9 @@ from lightning_ptdp.data.chat_build import ChatConfig
 from lightning_ptdp.data.chat_format import ChatFormat, Learn
 from lightning_ptdp.data.chat_stream import ChatStream, TooLong
 from lightning_ptdp.data.conversations import Columns, Conversation, FaultyRow
+from lightning_ptdp.data.datamodule import PreparedDataModule
 from lightning_ptdp.data.loader import EvaluationLoader
 from lightning_ptdp.data.manifest import SPLITS, SplitName
-from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
 from lightning_ptdp.data.token_store import mark_sample
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, TextDataModule
-from lightning_ptdp.data.prepared_datamodule import fetch
+from lightning_ptdp.data.datamodule import fetch
 from tests.data.folders import contents, flip, listed, with_manifest
 
 
