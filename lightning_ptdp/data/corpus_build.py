@@ -139,14 +139,14 @@ class PrepareConfig(Corpus, Preparation):
     ) -> tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]:
         """Divide the text, learn the tokenizer unless one is given, and write the tokens."""
         builder = Builder(config=self, work=work, report=report)
-        survey = builder.survey()
-        tokenizer = self.given_tokenizer() or builder.tokenizer(survey)
-        splits = builder.tokens(survey, tokenizer, folder)
+        found = builder.survey()
+        tokenizer = self.given_tokenizer() or builder.tokenizer(found)
+        splits = builder.tokens(found, tokenizer, folder)
         counts = {
-            "documents": survey.documents,
-            "characters": survey.characters,
-            "content": survey.digest,
-            "undecodable": len(survey.undecodable),
+            "documents": found.documents,
+            "characters": found.characters,
+            "content": found.digest,
+            "undecodable": len(found.undecodable),
         }
         return tokenizer, splits, counts
 
