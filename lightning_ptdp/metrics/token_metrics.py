@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-__all__ = ["MeanLoss", "Perplexity", "TokenAccuracy"]
-
 
 class MeanLoss(Metric):
     """Sum of token NLL / number of tokens, over all updates and ranks.
