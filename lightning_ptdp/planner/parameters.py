@@ -83,14 +83,10 @@ def _stage_runs(
         if balanced
         else partition_layers([1.0] * len(layers), num_stages=num_stages)
     )
-    return tuple(
-        tuple((count, layers[start + index]) for index, count in _firsts(layers[start:stop]))
-        for start, stop in ranges
-    )
+    return tuple(_counted(layers[start:stop]) for start, stop in ranges)
 
 
-def _firsts(layers: list[LayerShape]) -> list[tuple[int, int]]:
-    """Return (index of the first layer, number of layers) for each kind of layer."""
-    indices = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
-    counts = Counter(id(layer) for layer in layers)
-    return [(indices[layer_id], count) for layer_id, count in counts.items()]
+def _counted(layers: list[LayerShape]) -> tuple[tuple[int, LayerShape], ...]:
+    """Return (number of layers, layer) for each kind of layer."""
+    kinds = {id(layer): layer for layer in layers}
+    return tuple((count, kinds[key]) for key, count in Counter(map(id, layers)).items())

@@ -95,8 +95,7 @@ class Following:
                 },
                 sizes=[p.shape for p in model.parameters() if p.dim() > 1],
                 samples=self.samples,
-                elementwise=self.software.elementwise,
-                norm_reads=self.software.norm_reads,
+                software=self.software,
             )
             if self.precision.casts:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
