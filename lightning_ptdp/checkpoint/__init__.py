@@ -31,7 +31,7 @@ from lightning_ptdp.checkpoint.latest import (
     complete_checkpoints,
     mark_latest,
 )
-from lightning_ptdp.checkpoint.load import Stored, load_tensors
+from lightning_ptdp.checkpoint.load import InMemory, Stored, load_tensors
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, rectangles_of
 from lightning_ptdp.checkpoint.memory_folders import newest_checkpoint
 from lightning_ptdp.checkpoint.metadata import (
@@ -58,19 +58,16 @@ from lightning_ptdp.checkpoint.saved_state import left_out, read_state
 from lightning_ptdp.checkpoint.single_file import (
     PARAMETER_NAMES,
     TYPES,
-    InMemory,
-    with_types,
-    write_file,
-)
-from lightning_ptdp.checkpoint.tagged_json import portable
-from lightning_ptdp.checkpoint.whole_checkpoint import (
     StoredOptimizers,
     StoredWeights,
     is_checkpoint,
     read_full,
     read_whole,
     to_lightning_file,
+    with_types,
+    write_file,
 )
+from lightning_ptdp.checkpoint.tagged_json import portable
 
 __all__ = [
     "PARAMETER_NAMES",

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import bisect
 import functools
-import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import IO, Any
 
@@ -31,6 +30,7 @@ BLOCK = 16 * 1024
 DATA_SUFFIX, SUMS_SUFFIX = ".safetensors", ".crc"
 Sums = np.ndarray[Any, Any]
 """CRC-32 of every block of a file; (blocks) uint32."""
+PReadV = Callable[[Sequence[memoryview], int], int]
 _SUM = np.dtype("<u4")
 _REQUEST = 16 << 20  # bytes of one request, which are in memory
 
@@ -135,15 +135,14 @@ class RawFile:
     """An open file that is read in parts, into the same memory unless the caller provides some.
 
     This memory is faster than new memory while it is in the processor's cache.
+
+    Args:
+        preadv: Reads bytes from a position into the first buffer, and returns their number.
+        path: The file.
     """
 
-    def __init__(self, stream: io.FileIO | FetchedRanges, path: Place) -> None:
-        self.path = path
-        self._preadv = (
-            stream.preadv
-            if isinstance(stream, FetchedRanges)
-            else functools.partial(os.preadv, stream.fileno())
-        )
+    def __init__(self, preadv: PReadV, path: Place) -> None:
+        self.path, self._preadv = path, preadv
         self._scratch = np.empty(0, dtype=np.uint8)
 
     def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
@@ -174,10 +173,8 @@ class SummedFile(RawFile):
         size: Size of the file in bytes.
     """
 
-    def __init__(
-        self, stream: io.FileIO | FetchedRanges, path: Place, sums: Sums, size: int
-    ) -> None:
-        super().__init__(stream, path)
+    def __init__(self, preadv: PReadV, path: Place, sums: Sums, size: int) -> None:
+        super().__init__(preadv, path)
         self._sums, self.size = sums, size
 
     def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
@@ -232,7 +229,7 @@ def open_summed(
         blocks = (
             (start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, size)) for start, stop in ranges
         )
-        yield SummedFile(FetchedRanges(path, blocks), path, sums, size)
+        yield SummedFile(FetchedRanges(path, blocks).preadv, path, sums, size)
         return
     with open(path, "rb", buffering=0) as stream:
-        yield SummedFile(stream, path, sums, size)
+        yield SummedFile(functools.partial(os.preadv, stream.fileno()), path, sums, size)

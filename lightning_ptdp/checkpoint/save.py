@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -27,15 +26,14 @@ from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
     README_FILE,
     STATE_FILE,
+    CheckpointMetadata,
     check_json,
-    write_metadata,
     write_small,
 )
-from lightning_ptdp.checkpoint.pending_save import new_save_name, pending_save
 from lightning_ptdp.checkpoint.reader import MODEL, TensorReader, verify_checkpoint
 from lightning_ptdp.checkpoint.remote_path import Place, each
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero, same_outcome
-from lightning_ptdp.checkpoint.save_folders import SaveFolders
+from lightning_ptdp.checkpoint.save_folders import SaveFolders, new_save_name, pending_save
 from lightning_ptdp.checkpoint.saved_state import STATE, encode_state, read_state
 from lightning_ptdp.checkpoint.tagged_json import Encoded
 
@@ -111,12 +109,10 @@ def write_checkpoint(
     Raises:
         CheckpointError: As for :func:`save_checkpoint`.
     """
-    content = checked_content(path, state=state, metadata=metadata)
-    target = files.absolute(path)
     save_rectangles(
-        target,
+        files.absolute(path),
         rectangles=rectangles,
-        content=content,
+        content=checked_content(path, state=state, metadata=metadata),
         metadata=metadata,
         keeper=keeper or SaveFolders(),
         num_files=num_files,
@@ -139,14 +135,14 @@ def checked_content(
         CheckpointError: The state or the metadata cannot be stored, or ``path`` cannot be replaced.
             Raised on every rank.
     """
+    content = Encoded(text=b"", tensors=[], is_plain=True)
     with same_outcome(_doing(path), group):
-        if not is_rank_zero(group):
-            return Encoded(text=b"", tensors=[], is_plain=True)
-        # A file of the same name, such as Lightning's, may be replaced.
-        files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
-        check_json(metadata)
-        return encode_state(state)
-    raise AssertionError("same_outcome raises what it catches")
+        if is_rank_zero(group):
+            # A file of the same name, such as Lightning's, may be replaced.
+            files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
+            check_json(metadata)
+            content = encode_state(state)
+    return content
 
 
 def save_rectangles(
@@ -192,18 +188,17 @@ def save_rectangles(
                     README_FILE: README.encode(),
                     INDEX_FILE: encode_index(written.rectangles),
                 }
-                sent = each(
-                    target, lambda name: (name, write_small(save.part / name, small[name])), small
+                sent = each(target, lambda name: write_small(save.part / name, small[name]), small)
+                if created is None:
+                    created = keeper.time_of_next(target.parent)
+                save.commit(
+                    CheckpointMetadata(
+                        run=metadata,
+                        tensors=written.tensors,
+                        files={**written.entries, **dict(zip(small, sent, strict=True))},
+                        created=created,
+                    )
                 )
-                time = keeper.time_of_next(target.parent) if created is None else created
-                write = partial(
-                    write_metadata,
-                    run=metadata,
-                    tensors=written.tensors,
-                    entries={**written.entries, **dict(sent)},
-                    created=time,
-                )
-                save.commit(write)
                 save.release()
     except CheckpointError:
         with same_outcome(f"cleaning up after {doing}", group):
@@ -261,15 +256,13 @@ def reshard_checkpoint(
         for key, value in read_state(source, types="keep").items()
         if not (weights_only and key in _TRAINING)
     }
-    rectangles = _rectangles(reader, dtype, weights_only)
-    run, created = dict(reader.metadata.run), reader.metadata.created
     write_checkpoint(
         destination,
-        rectangles=rectangles,
+        rectangles=_rectangles(reader, dtype, weights_only),
         state=state,
-        metadata=run,
+        metadata=reader.metadata.run,
         num_files=num_files,
-        created=created,
+        created=reader.metadata.created,
     )
 
 

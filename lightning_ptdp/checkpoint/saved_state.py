@@ -123,7 +123,7 @@ _STATE = record(
 
 
 LEFT_OUT, _PICKLED = "lightning_ptdp_left_out", "lightning_ptdp_objects"
-_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _TYPE = "hparams_type"
 _MOST_BYTES = 1 << 24
 
@@ -143,7 +143,7 @@ def left_out(hyperparameters: object) -> dict[str, str]:
 def separate_objects(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with the objects among the hyperparameters as bytes, and their names."""
     names = {
-        key: kinds for key in _HYPERPARAMETERS if key in state and (kinds := left_out(state[key]))
+        key: kinds for key in HYPERPARAMETERS if key in state and (kinds := left_out(state[key]))
     }
     if not names:
         return state

@@ -1,4 +1,4 @@
-"""Rectangles of one stored tensor, read with little more than their bytes, and values as bytes.
+"""Rectangles of stored tensors, read with little more than their bytes.
 
 A file holds the values of a tensor row by row. Only the runs of bytes that the rectangle touches
 are read."""
@@ -6,13 +6,43 @@ are read."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from lightning_ptdp.checkpoint.checksums import BLOCK
+from lightning_ptdp.checkpoint.checkpoint_error import reading
+from lightning_ptdp.checkpoint.checksums import BLOCK, RawFile
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
+from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.remote_path import Place, each
+
+PIECE = 1 << 20  # bytes that are read or written at a time, in the processor's cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a file, or a rectangle of one.
+
+    Attributes:
+        file: The file.
+        begin: Byte of the file at which the values begin.
+        entry: Shape and dtype.
+    """
+
+    file: Place
+    begin: int
+    entry: TensorEntry
+
+
+Part = tuple[StoredTensor, LocalRectangle]
+"""A stored tensor, and a rectangle of it to fill, whose offset is that in the stored tensor."""
 
 
 class ReadFile(Protocol):
@@ -23,6 +53,49 @@ class ReadFile(Protocol):
 
         If the returned memory is not ``into``, the next call may reuse it.
         """
+
+
+@contextmanager
+def _open_unchecked(path: Place, _: Sequence[Part]) -> Iterator[ReadFile]:
+    with open(path, "rb", buffering=0) as stream:
+        yield RawFile(partial(os.preadv, stream.fileno()), path)
+
+
+def read_stored(
+    wanted: Iterable[Part],
+    open_file: Callable[
+        [Place, Sequence[Part]], AbstractContextManager[ReadFile]
+    ] = _open_unchecked,
+) -> None:
+    """Fill rectangles of stored tensors, converted to the dtype of each rectangle.
+
+    Little more than their bytes is read, in the order of the files. No file is memory-mapped.
+
+    Args:
+        wanted: The rectangles.
+        open_file: Opens a file for the rectangles that are read from it.
+
+    Raises:
+        CheckpointError: A file cannot be read, has become shorter, or is damaged.
+    """
+    by_file: dict[Place, list[Part]] = {}
+    for stored, target in wanted:
+        by_file.setdefault(stored.file, []).append((stored, target))
+
+    def read(path: Place) -> None:
+        parts = sorted(by_file[path], key=lambda part: (part[0].begin, part[1].offset))
+        with reading(path), open_file(path, parts) as file:
+            for stored, target in parts:
+                read_rectangle(
+                    file,
+                    target.values,
+                    begin=stored.begin,
+                    dtype=stored.entry.dtype,
+                    shape=stored.entry.shape,
+                    offset=target.offset,
+                )
+
+    each(next(iter(by_file), Path()), read, sorted(by_file))
 
 
 def read_rectangle(
@@ -143,75 +216,13 @@ def runs(
         yield begin, end
 
 
-# ---- Values of a tensor as bytes, in pieces that fit a processor's cache -------------------------
-
-
-_PIECE = 1 << 20
-_STAGED = 32 << 20  # bytes that a GPU copies at a time: enough for the speed of its bus
-
-
-def rows_at_once(row_bytes: int, nbytes: int = _PIECE) -> int:
+def rows_at_once(row_bytes: int, nbytes: int = PIECE) -> int:
     """Return the number of rows of ``row_bytes`` bytes that are about ``nbytes``.
 
     They end at the end of a block if the first of them begins at the beginning of one.
     """
     aligned_rows = BLOCK // math.gcd(BLOCK, row_bytes)
     return aligned_rows * max(1, nbytes // (aligned_rows * row_bytes))
-
-
-def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the values row by row; every piece but the last ends where a block ends.
-
-    A piece is valid until the next one is requested.
-    """
-    if not values.numel():
-        return
-    if values.is_cpu and values.is_contiguous():
-        yield from _cut(values)
-        return
-    row_bytes = values[0].numel() * values.element_size()
-    if values.is_cuda:
-        for part in _staged(values, rows_at_once(row_bytes, _STAGED)):
-            yield from _cut(part)
-        return
-    count = rows_at_once(row_bytes)
-    buffer = torch.empty_like(values[:count], device="cpu", memory_format=torch.contiguous_format)
-    for rows in values.split(count):
-        part = buffer[: len(rows)]
-        if rows.is_cpu and rows.stride(-1) == 1:  # torch copies short rows at half the speed
-            np.copyto(part.view(torch.uint8).numpy(), rows.view(torch.uint8).numpy())
-        else:
-            part.copy_(rows)
-        yield as_bytes(part)
-
-
-def _cut(values: torch.Tensor) -> Iterator[memoryview]:
-    content = as_bytes(values)
-    for begin in range(0, len(content), _PIECE):
-        yield content[begin : begin + _PIECE]
-
-
-def _staged(values: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """Yield ``count`` rows of a GPU's tensor at a time, while it copies the next ones.
-
-    Rows are valid until the next ones are requested. There are two buffers in page-locked memory.
-    """
-    shape, buffers = (min(count, len(values)), *values.shape[1:]), list[torch.Tensor]()
-    pending: torch.Tensor | None = None
-    event = torch.cuda.Event()
-    for index, rows in enumerate(values.split(count)):
-        if len(buffers) < 2:
-            buffers.append(torch.empty(shape, dtype=values.dtype, pin_memory=True))
-        if pending is not None:
-            event.synchronize()
-        part = buffers[index % 2][: len(rows)].copy_(rows, non_blocking=True)
-        event.record()
-        if pending is not None:
-            yield pending
-        pending = part
-    event.synchronize()
-    assert pending is not None
-    yield pending
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:
