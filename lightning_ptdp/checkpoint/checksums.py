@@ -207,14 +207,14 @@ class SummedFile(RawFile):
                 )
         return content if into is not None else content[start - begin : stop - begin]
 
-    def check(self, *, step: int = 1 << 20) -> None:
-        """Read and compare the whole file, ``step`` bytes at a time.
+    def check(self) -> None:
+        """Read and compare the whole file, one MiB at a time.
 
         Raises:
             CheckpointError: The file is damaged.
         """
-        for start in range(0, self.size, step):
-            self.read(start, min(start + step, self.size))
+        for start in range(0, self.size, 1 << 20):
+            self.read(start, min(start + (1 << 20), self.size))
 
 
 @contextmanager

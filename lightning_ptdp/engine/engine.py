@@ -19,7 +19,7 @@ from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.engine.optimization import Optimization
-from lightning_ptdp.engine.rank_agreement import BatchAgreement, check_kept_alike, is_same_length
+from lightning_ptdp.engine.rank_agreement import RankAgreement
 from lightning_ptdp.engine.replica_step import (
     LightningJob,
     counted_loss,
@@ -125,7 +125,7 @@ class Engine:
         )
         self.gradients = self.optimization.gradients
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
-        self.agreement = BatchAgreement(mesh, sizes=self._sizes, device=device)
+        self.agreement = RankAgreement(mesh, sizes=self._sizes, device=device)
         self._inspection = FirstBatchInspection(
             config=config, mesh=mesh, module=module, owners=self._owners
         )
@@ -182,7 +182,7 @@ class Engine:
         if kept and batch and batch & (batch - 1) == 0:
             self.gradients.parameters_needed()
             with self._parallel.computing():
-                check_kept_alike(kept, group=self._mesh.group("pipeline"), device=self._device)
+                self.agreement.check_kept_alike(kept)
 
     def _scheduled_training_step(
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float
@@ -281,7 +281,7 @@ class Engine:
         In that case they may communicate after each batch. The call is collective over the
         replicas. ``length`` is this rank's number of batches; None if its loader has no length.
         """
-        equal = is_same_length(length, group=self._mesh.group("replicas"), device=self._device)
+        equal = self.agreement.is_same_length(length)
         self._replicas_in_step &= equal
         return equal
 

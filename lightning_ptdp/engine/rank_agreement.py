@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors, named_tensors
-from lightning_ptdp.world.mesh import Group, ProcessMesh
+from lightning_ptdp.world.mesh import ProcessMesh
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ = 65536
@@ -27,32 +27,6 @@ class BatchMismatchError(PTDPError, RuntimeError):
 
 class KeptModuleError(PTDPError, RuntimeError):
     """A module that every pipeline stage keeps differs between the stages."""
-
-
-def check_kept_alike(tensors: Mapping[str, Tensor], *, group: Group, device: torch.device) -> None:
-    """Compare the parameters of modules that every stage keeps; collective over the stages.
-
-    Raises:
-        KeptModuleError: They differ. This happens with an average of the model's weights, which
-            each stage forms with its own weights only.
-    """
-    low = torch.stack(
-        [tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]
-    ).to(device)
-    high = low.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group.handle)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group.handle)
-    differs = (high - low > _ROUNDING * high).tolist()
-    name = next(
-        (name for name, differs_here in zip(tensors, differs, strict=True) if differs_here), None
-    )
-    if name is not None:
-        raise KeptModuleError(
-            f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but its "
-            "values differ between them. A hook or the step changes it with weights that only "
-            "one stage has, for example in an average of the model's weights (AveragedModel, "
-            "EMA). Use pipeline_parallel_size=1"
-        )
 
 
 def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.device) -> Tensor:
@@ -78,40 +52,6 @@ def _checksum(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)[:: -(-tensor.numel() // _READ) or 1].contiguous()
     bits = flat.view(_BITS[flat.element_size()]).to(torch.int64)
     return (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum() + tensor.numel()
-
-
-def check_same_batch(agreed: Sequence[int]) -> None:
-    """Check the maximum over ranks of ``batch_sums``.
-
-    Raises:
-        BatchMismatchError: On all ranks: the ranks of a replica read different batches, which would
-            silently make the training meaningless.
-    """
-    for replica, (high, low) in enumerate(zip(agreed[::2], agreed[1::2], strict=True)):
-        if high != -low:
-            raise BatchMismatchError(
-                f"the ranks of replica {replica} read different batches, but all of them must read "
-                "the same samples with the same augmentation. Shard data by "
-                "trainer.strategy.distributed_sampler_kwargs (replica number and count) instead of "
-                "the global rank, and seed shuffling and augmentation by the replica"
-            )
-
-
-def is_same_length(length: int | None, *, group: Group, device: torch.device) -> bool:
-    """Return True if all loaders are known to give the same number of batches; collective.
-
-    Args:
-        length: Batches of this rank's loader; None if it has no length.
-        group: The ranks that compare.
-        device: Device of the message.
-    """
-    if group.size == 1:
-        return True
-    length = -1 if length is None else length
-    extremes = torch.tensor([length, -length], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
-    least, greatest = extremes.tolist()
-    return bool(length >= 0 and least == -greatest)
 
 
 # ---- Counts of the labels in a batch that are not ignored ----------------------------------------
@@ -202,8 +142,8 @@ def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
 # ignored.
 
 
-class BatchAgreement:
-    """Collects numbers of each batch, and keeps the results that all ranks agree on.
+class RankAgreement:
+    """Comparison of batches, parameters and loaders, and the results that all ranks agree on.
 
     Args:
         mesh: This rank's place.
@@ -257,7 +197,14 @@ class BatchAgreement:
         if training and numbers:
             *numbers, self.expected_tokens, most, least = numbers
             self.note_spread((most, least))
-        check_same_batch(numbers)
+        for replica, (high, low) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
+            if high != -low:  # such a training would silently be meaningless
+                raise BatchMismatchError(
+                    f"the ranks of replica {replica} read different batches, but all of them must "
+                    "read the same samples with the same augmentation. Shard data by "
+                    "trainer.strategy.distributed_sampler_kwargs (replica number and count) "
+                    "instead of the global rank, and seed shuffling and augmentation by the replica"
+                )
 
     def collect_alone(self, batch: Nested, sizes: Sequence[int]) -> Tensor | None:
         """Return the spread of labels for a single process; None after the warning was issued."""
@@ -277,3 +224,41 @@ class BatchAgreement:
         if self._is_uneven and not counted and not self._warned and self._mesh.rank == 0:
             warnings.warn(describe_uneven(batch, batch_size(batch)), stacklevel=2)
         self._warned |= self._is_uneven
+
+    def check_kept_alike(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compare the parameters of modules that every stage keeps; collective over the stages.
+
+        Raises:
+            KeptModuleError: They differ. This happens with an average of the model's weights, which
+                each stage forms with its own weights only.
+        """
+        sums = [tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]
+        low = torch.stack(sums).to(self._device)
+        high = low.clone()
+        stages = self._mesh.group("pipeline").handle
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=stages)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=stages)
+        differs = (high - low > _ROUNDING * high).tolist()
+        for name, differs_here in zip(tensors, differs, strict=True):
+            if differs_here:
+                raise KeptModuleError(
+                    f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but its "
+                    "values differ between them. A hook or the step changes it with weights that "
+                    "only one stage has, for example in an average of the model's weights "
+                    "(AveragedModel, EMA). Use pipeline_parallel_size=1"
+                )
+
+    def is_same_length(self, length: int | None) -> bool:
+        """Return True if all loaders are known to give the same number of batches.
+
+        The call is collective over the replicas. ``length`` is the number of batches of this rank's
+        loader; None if it has no length.
+        """
+        group = self._mesh.group("replicas")
+        if group.size == 1:
+            return True
+        length = -1 if length is None else length
+        extremes = torch.tensor([length, -length], device=self._device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
+        least, greatest = extremes.tolist()
+        return bool(length >= 0 and least == -greatest)
