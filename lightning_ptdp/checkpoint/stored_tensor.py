@@ -22,6 +22,7 @@ from lightning_ptdp.checkpoint.checksums import BLOCK, RawFile
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.remote_path import Place, each
+from lightning_ptdp.parameters.rectangle import Rectangle
 
 PIECE = 1 << 20  # bytes that are read or written at a time, in the processor's cache
 
@@ -107,7 +108,10 @@ def read_rectangle(
     shape: Sequence[int],
     offset: Sequence[int],
 ) -> None:
-    """Fill ``target`` with a rectangle of a stored tensor.
+    """Fill ``target`` with a rectangle of a stored tensor, a few rows at a time.
+
+    Whole rows are read into the target, if it has their dtype. Other parts are placed at their
+    positions in whole rows, and copied from there while in the processor's cache.
 
     Args:
         file: The file.
@@ -124,65 +128,28 @@ def read_rectangle(
         return
     if not target.dim():
         target, shape, offset = target.unsqueeze(0), (1,), (0,)
-    if target.shape[1:] == tuple(shape[1:]):
-        _read_rows(file, target, begin, dtype, first=offset[0])
-    else:
-        _read_runs(file, target, begin, dtype, shape, offset)
-
-
-def _read_rows(
-    file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int
-) -> None:
-    """Read whole rows in pieces, each checked and copied while in the processor's cache."""
-    row_bytes = math.prod(target.shape[1:]) * dtype.itemsize
-    count = rows_at_once(row_bytes)
-    begin, last = first, first + len(target)
-    while begin < last:
-        end = min((begin // count + 1) * count, last)  # end of a block of the file
-        rows = target[begin - first : end - first]
-        buffer = (
-            as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
-        )
-        content = file.read(data + begin * row_bytes, data + end * row_bytes, into=buffer)
-        if content is not buffer:
-            values = np.frombuffer(content, dtype=np.uint8)
-            # Small tensors begin anywhere in a block, so their values may not be aligned.
-            values = values.copy() if values.ctypes.data % dtype.itemsize else values
-            rows.copy_(torch.from_numpy(values).view(dtype).view(rows.shape))
-        begin = end
-
-
-def _read_runs(
-    file: ReadFile,
-    target: torch.Tensor,
-    data: int,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    offset: Sequence[int],
-) -> None:
-    """Read parts of rows, a few rows at a time.
-
-    The parts are placed at their positions in whole rows, and copied from there.
-    """
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    count = min(rows_at_once(row_bytes), len(target))
-    scratch = np.empty(count * row_bytes, dtype=np.uint8)
-    columns = tuple(
-        slice(begin, begin + extent)
-        for begin, extent in zip(offset[1:], target.shape[1:], strict=True)
-    )
-    for first in range(0, len(target), count):
-        rows = target[first : first + count]
-        start = data + (offset[0] + first) * row_bytes
-        for begin, end in runs(
-            (len(rows), *shape[1:]), (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize
-        ):
-            buffer = scratch[begin:end].data
-            content = file.read(start + begin, start + end, into=buffer)
-            if content is not buffer:
-                buffer[:] = content
-        values = torch.from_numpy(scratch).view(dtype).view(count, *shape[1:])
-        rows.copy_(values[slice(len(rows)), *columns])
+    count = rows_at_once(row_bytes)
+    is_whole = target.is_cpu and target.is_contiguous() and target.shape[1:] == tuple(shape[1:])
+    is_direct = is_whole and target.dtype == dtype
+    scratch = np.empty(0 if is_direct else min(count, len(target)) * row_bytes, dtype=np.uint8)
+    columns = Rectangle.at(offset[1:], target.shape[1:]).slices
+    first, last = offset[0], offset[0] + len(target)
+    while first < last:
+        end = min((first // count + 1) * count, last)  # end of a block of the file
+        rows = target[first - offset[0] : end - offset[0]]
+        rows_shape = (len(rows), *shape[1:])
+        buffer = as_bytes(rows) if is_direct else scratch[: len(rows) * row_bytes].data
+        for start, stop in runs(rows_shape, (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize):
+            into = buffer[start:stop]
+            position = begin + first * row_bytes
+            content = file.read(position + start, position + stop, into)
+            if content is not into:
+                into[:] = content
+        if not is_direct:
+            values = torch.from_numpy(scratch[: len(buffer)]).view(dtype).view(rows_shape)
+            rows.copy_(values[slice(None), *columns])
+        first = end
 
 
 def runs(
