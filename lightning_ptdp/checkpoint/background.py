@@ -26,7 +26,7 @@ from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.remote_path import Place
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
-from lightning_ptdp.checkpoint.save_agreement import same_outcome
+from lightning_ptdp.checkpoint.save_agreement import has_groups, same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.tagged_json import Encoded
 
@@ -59,7 +59,7 @@ class BackgroundSaver:
     ) -> None:
         self._limit, self._keeper = limit, keeper or SaveFolders()
         self._group: Any = group
-        if group is None and dist.is_available() and dist.is_initialized():
+        if group is None and has_groups():
             self._group = dist.new_group(backend="gloo", timeout=limit)
         self._copies = HostCopies()
         self._saving: Future[None] | None = None

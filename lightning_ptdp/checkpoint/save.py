@@ -34,7 +34,7 @@ from lightning_ptdp.checkpoint.reader import MODEL, TensorReader, verify_checkpo
 from lightning_ptdp.checkpoint.remote_path import Place, each
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero, same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders, new_save_name, pending_save
-from lightning_ptdp.checkpoint.saved_state import STATE, encode_state, read_state
+from lightning_ptdp.checkpoint.saved_state import STATE, TRAINING, encode_state, read_state
 from lightning_ptdp.checkpoint.tagged_json import Encoded
 
 README = """\
@@ -217,9 +217,6 @@ def _doing(path: str | os.PathLike[str]) -> str:
 # ---- Rewriting of a checkpoint: other number of files, other dtype, or without optimizer ---------
 
 
-_TRAINING = ("optimizer_states", "lr_schedulers")
-
-
 def reshard_checkpoint(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
@@ -254,7 +251,7 @@ def reshard_checkpoint(
     state = {
         key: value
         for key, value in read_state(source, types="keep").items()
-        if not (weights_only and key in _TRAINING)
+        if not (weights_only and key in TRAINING)
     }
     write_checkpoint(
         destination,

@@ -21,9 +21,14 @@ T = TypeVar("T")
 _SHOWN = 3
 
 
+def has_groups() -> bool:
+    """Return True if this process has joined others."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def own_rank(group: dist.ProcessGroup | None = None) -> int:
     """Return the rank of this process in a group (None: the default group)."""
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank(group) if has_groups() else 0
 
 
 def is_rank_zero(group: dist.ProcessGroup | None = None) -> bool:
@@ -33,7 +38,7 @@ def is_rank_zero(group: dist.ProcessGroup | None = None) -> bool:
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the ``value`` of every rank of a group (None: the default group); collective."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_groups():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -43,7 +48,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def from_rank_zero(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Return the result of ``make`` on the group's rank 0; ``make`` must not raise."""
     values: list[Any] = [make() if is_rank_zero(group) else None]
-    if dist.is_available() and dist.is_initialized():
+    if has_groups():
         source = 0 if group is None else dist.get_global_rank(group, 0)
         dist.broadcast_object_list(values, src=source, group=group)
     return values[0]

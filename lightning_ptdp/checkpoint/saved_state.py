@@ -25,6 +25,8 @@ from lightning_ptdp.checkpoint.tagged_json import Encoded, decode, encode
 
 STATE = "state/"
 """Prefix of the names of the state's tensors."""
+TRAINING = ("optimizer_states", "lr_schedulers")
+"""Keys of the state that belong to the optimizers, and are not part of a model."""
 MapLocation = Callable[..., Any] | torch.device | str | Mapping[str, str] | None
 _SHOWN = 5
 

@@ -29,6 +29,7 @@ from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.checkpoint.saved_state import (
     HYPERPARAMETERS,
     LEFT_OUT,
+    TRAINING,
     MapLocation,
     mapped,
     read_state,
@@ -299,15 +300,10 @@ def to_lightning_file(source: str | os.PathLike[str], destination: str | os.Path
     target = Path(os.path.abspath(files.local_path(destination)))
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
-    state = {
+    checkpoint = {
         key: portable(value, key)
         for key, value in read_state(source).items()
-        if not key.startswith("lightning_ptdp")
-    }
-    checkpoint = {
-        key: value
-        for key, value in state.items()
-        if key not in ("optimizer_states", "lr_schedulers")
+        if not key.startswith("lightning_ptdp") and key not in TRAINING
     }
     checkpoint.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))
     checkpoint["state_dict"] = read_full(source)

@@ -203,10 +203,9 @@ class Engine:
         if self._mesh.layout.world_size == 1:
             job.spread = self.agreement.collect_alone(args[0], job.sizes)
         job.expected_tokens = _power_above(self.agreement.expected_tokens * replicas * windows)
-        habits = self._inspection.begin(job)
+        warn_of_writes = self._inspection.begin(job)
         report = self._run(job, "training_step")
-        if habits is not None:
-            habits.warn_of_writes(job.count)
+        warn_of_writes()
         self.agreement.note_spread(report.spread)
         self.agreement.warn_of_uneven(args[0], counted=report.counted)
         self.optimization.losses = job.losses

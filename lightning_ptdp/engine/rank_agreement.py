@@ -90,11 +90,7 @@ def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -
     labels = _labels(batch, sum(sizes)) if sizes else None
     if labels is None:
         return torch.zeros(2, dtype=torch.int64, device=device)
-    counts = (
-        (labels[1] != _IGNORED).flatten(1).sum(1)
-        if labels[1].dim() > 1
-        else (labels[1] != _IGNORED).long()
-    )
+    counts = (labels[1] != _IGNORED).reshape(sum(sizes), -1).sum(1)
     if len(set(sizes)) == 1:
         shares = counts.view(len(sizes), -1).sum(1) * _PARTS // sizes[0]
     else:
