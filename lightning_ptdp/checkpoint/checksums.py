@@ -132,9 +132,7 @@ class FetchedRanges:
 
 
 class RawFile:
-    """An open file that is read in parts, into the same memory unless the caller provides some.
-
-    This memory is faster than new memory while it is in the processor's cache.
+    """An open file that is read in parts.
 
     Args:
         preadv: Reads bytes from a position into the first buffer, and returns their number.
@@ -143,30 +141,28 @@ class RawFile:
 
     def __init__(self, preadv: PReadV, path: Place) -> None:
         self.path, self._preadv = path, preadv
-        self._scratch = np.empty(0, dtype=np.uint8)
 
-    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        """Return the bytes [start, stop), read into ``into`` if it is given.
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """Read the bytes [start, stop) into memory of that size.
 
         Raises:
             CheckpointError: The file is too short.
         """
-        if into is None and len(self._scratch) < stop - start:
-            self._scratch = np.empty(stop - start, dtype=np.uint8)
-        content = into if into is not None else self._scratch.data[: stop - start]
         at = start
         while at < stop:
-            count = self._preadv([content[at - start :]], at)
+            count = self._preadv([into[at - start :]], at)
             if not count:
                 raise CheckpointError(
                     f"{self.path} is damaged: it ends at byte {at} instead of {stop} or later"
                 )
             at += count
-        return content
 
 
 class SummedFile(RawFile):
     """A data file that returns only checked bytes.
+
+    Parts of blocks are read into the same memory, which is faster than new memory while it is in
+    the processor's cache.
 
     Attributes:
         path: The file.
@@ -176,16 +172,10 @@ class SummedFile(RawFile):
     def __init__(self, preadv: PReadV, path: Place, sums: Sums, size: int) -> None:
         super().__init__(preadv, path)
         self._sums, self.size = sums, size
+        self._scratch = np.empty(0, dtype=np.uint8)
 
-    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        """Return the bytes [start, stop); whole blocks are read and compared with their sums.
-
-        Args:
-            start: First byte.
-            stop: Byte after the last one.
-            into: Memory of that many bytes. If the range consists of whole blocks, they are read
-                into this memory, which is returned. Otherwise the next call reuses the returned
-                memory.
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """Read the bytes [start, stop); whole blocks are read and compared with their sums.
 
         Raises:
             CheckpointError: The file is damaged in this range, or too short. The message names the
@@ -197,15 +187,20 @@ class SummedFile(RawFile):
                 f"has {self.size}"
             )
         begin, end = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.size)
-        into = into if (begin, end) == (start, stop) else None
-        content = super().read(begin, end, into)
+        content, is_part = into, (begin, end) != (start, stop)
+        if is_part:
+            if len(self._scratch) < end - begin:
+                self._scratch = np.empty(end - begin, dtype=np.uint8)
+            content = self._scratch.data[: end - begin]
+        super().read(begin, end, content)
         for at in range(begin, end, BLOCK):
             if zlib.crc32(content[at - begin : at - begin + BLOCK]) != self._sums[at // BLOCK]:
                 raise CheckpointError(
                     f"{self.path} is damaged: the CRC-32 of bytes {at} to "
                     f"{min(at + BLOCK, self.size)} differs from the stored one"
                 )
-        return content if into is not None else content[start - begin : stop - begin]
+        if is_part:
+            into[:] = content[start - begin : stop - begin]
 
     def check(self) -> None:
         """Read and compare the whole file, one MiB at a time.
@@ -213,8 +208,10 @@ class SummedFile(RawFile):
         Raises:
             CheckpointError: The file is damaged.
         """
-        for start in range(0, self.size, 1 << 20):
-            self.read(start, min(start + (1 << 20), self.size))
+        piece = memoryview(bytearray(1 << 20))
+        for start in range(0, self.size, len(piece)):
+            stop = min(start + len(piece), self.size)
+            self.read(start, stop, piece[: stop - start])
 
 
 @contextmanager

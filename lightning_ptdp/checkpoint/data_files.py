@@ -110,14 +110,14 @@ def write_data_file(
     # Tensors of whole blocks come first, and the largest of the others next, to begin at a block.
     ordered = sorted(
         rectangles,
-        key=lambda rectangle: (rectangle.values.nbytes % BLOCK > 0, -rectangle.values.nbytes),
+        key=lambda rectangle: (rectangle.nbytes % BLOCK > 0, -rectangle.nbytes),
     )
-    align = BLOCK if sum(rectangle.values.nbytes for rectangle in ordered) > _ALIGNED_BYTES else 8
+    align = BLOCK if sum(rectangle.nbytes for rectangle in ordered) > _ALIGNED_BYTES else 8
     header, begins = header_of(
         {_key(rectangle): _entry(rectangle) for rectangle in ordered}, align=align
     )
     stored = []
-    ends = [begins[_key(rectangle)] + rectangle.values.nbytes for rectangle in ordered]
+    ends = [begins[_key(rectangle)] + rectangle.nbytes for rectangle in ordered]
     with summing(path, max(ends, default=len(header))) as file:
         with turn or nullcontext():
             file.write(header)
@@ -141,7 +141,7 @@ def _write(
         rectangles = [
             piece for rectangle in rectangles for piece in rectangle.pieces(_OBJECT_BYTES)
         ]
-        total = sum(rectangle.values.nbytes for rectangle in rectangles)
+        total = sum(rectangle.nbytes for rectangle in rectangles)
         num_files = max(num_files, -(-total // _OBJECT_BYTES))
     shares = [share for share in _shares(rectangles, num_files) if share]
     names = [f"rank{rank}-{number}{DATA_SUFFIX}" for number in range(len(shares))]
@@ -167,12 +167,10 @@ def _shares(rectangles: Sequence[LocalRectangle], count: int) -> list[list[Local
     """Return ``count`` lists of about as many bytes each."""
     shares: list[list[LocalRectangle]] = [[] for _ in range(count)]
     sizes = [0] * count
-    for rectangle in sorted(
-        rectangles, key=lambda rectangle: rectangle.values.nbytes, reverse=True
-    ):
+    for rectangle in sorted(rectangles, key=lambda rectangle: rectangle.nbytes, reverse=True):
         smallest = sizes.index(min(sizes))
         shares[smallest].append(rectangle)
-        sizes[smallest] += rectangle.values.nbytes
+        sizes[smallest] += rectangle.nbytes
     return shares
 
 

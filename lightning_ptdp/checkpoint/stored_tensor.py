@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,27 +45,15 @@ Part = tuple[StoredTensor, LocalRectangle]
 """A stored tensor, and a rectangle of it to fill, whose offset is that in the stored tensor."""
 
 
-class ReadFile(Protocol):
-    """A file with random access to its bytes."""
-
-    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        """Return the bytes [start, stop).
-
-        If the returned memory is not ``into``, the next call may reuse it.
-        """
-
-
 @contextmanager
-def _open_unchecked(path: Place, _: Sequence[Part]) -> Iterator[ReadFile]:
+def _open_unchecked(path: Place, _: Sequence[Part]) -> Iterator[RawFile]:
     with open(path, "rb", buffering=0) as stream:
         yield RawFile(partial(os.preadv, stream.fileno()), path)
 
 
 def read_stored(
     wanted: Iterable[Part],
-    open_file: Callable[
-        [Place, Sequence[Part]], AbstractContextManager[ReadFile]
-    ] = _open_unchecked,
+    open_file: Callable[[Place, Sequence[Part]], AbstractContextManager[RawFile]] = _open_unchecked,
 ) -> None:
     """Fill rectangles of stored tensors, converted to the dtype of each rectangle.
 
@@ -100,7 +87,7 @@ def read_stored(
 
 
 def read_rectangle(
-    file: ReadFile,
+    file: RawFile,
     target: torch.Tensor,
     *,
     begin: int,
@@ -141,11 +128,8 @@ def read_rectangle(
         rows_shape = (len(rows), *shape[1:])
         buffer = as_bytes(rows) if is_direct else scratch[: len(rows) * row_bytes].data
         for start, stop in runs(rows_shape, (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize):
-            into = buffer[start:stop]
             position = begin + first * row_bytes
-            content = file.read(position + start, position + stop, into)
-            if content is not into:
-                into[:] = content
+            file.read(position + start, position + stop, buffer[start:stop])
         if not is_direct:
             values = torch.from_numpy(scratch[: len(buffer)]).view(dtype).view(rows_shape)
             rows.copy_(values[slice(None), *columns])

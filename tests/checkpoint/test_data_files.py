@@ -123,7 +123,7 @@ def test_damaged_byte_is_found_in_its_block(tmp_path, at):
         with pytest.raises(CheckpointError, match="the CRC-32 of bytes"):
             file.check()
         with pytest.raises(CheckpointError, match=f"bytes {place // BLOCK * BLOCK} to"):
-            file.read(place, place + 1)
+            file.read(place, place + 1, memoryview(bytearray(1)))
 
 
 @pytest.mark.parametrize("row", [1, 12, 514, 1028, 2048, BLOCK, 40_000, 3 << 20])
