@@ -19,11 +19,6 @@ every rank.
 """
 
 from lightning_ptdp.checkpoint.background import BackgroundSaver
-from lightning_ptdp.checkpoint.checkpoint_error import (
-    CheckpointError,
-    MissingCheckpointError,
-    reading,
-)
 from lightning_ptdp.checkpoint.files import local_path
 from lightning_ptdp.checkpoint.latest import (
     OnDamage,
@@ -52,7 +47,12 @@ from lightning_ptdp.checkpoint.optimizer import (
 )
 from lightning_ptdp.checkpoint.reader import TensorReader, verify_checkpoint
 from lightning_ptdp.checkpoint.save import reshard_checkpoint, save_checkpoint, write_checkpoint
-from lightning_ptdp.checkpoint.save_agreement import same_outcome
+from lightning_ptdp.checkpoint.save_agreement import (
+    CheckpointError,
+    MissingCheckpointError,
+    reading,
+    same_outcome,
+)
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.saved_state import left_out, read_state
 from lightning_ptdp.checkpoint.single_file import (

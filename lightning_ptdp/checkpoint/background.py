@@ -22,11 +22,10 @@ from torch import Tensor
 from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.remote_path import Place
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
-from lightning_ptdp.checkpoint.save_agreement import has_groups, same_outcome
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, has_groups, same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.tagged_json import Encoded
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from lightning_ptdp.base.checked_json import Misfit
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 
 BLOCK = 16 * 1024
 DATA_SUFFIX, SUMS_SUFFIX = ".safetensors", ".crc"

@@ -18,14 +18,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.checksums import BLOCK, DATA_SUFFIX, SUMS_SUFFIX, summing
 from lightning_ptdp.checkpoint.index import StoredRectangle
 from lightning_ptdp.checkpoint.local_rectangles import Held, LocalRectangle, check_held, share_out
 from lightning_ptdp.checkpoint.metadata import FileEntry, TensorEntry, write_small
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
 from lightning_ptdp.checkpoint.safetensors_file import header_of, is_storable
-from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank, same_outcome
+from lightning_ptdp.checkpoint.save_agreement import (
+    CheckpointError,
+    gather,
+    is_rank_zero,
+    own_rank,
+    same_outcome,
+)
 from lightning_ptdp.checkpoint.stored_tensor import PIECE, as_bytes, rows_at_once
 
 # In larger files, a header that fills whole blocks is negligible.

@@ -21,7 +21,6 @@ from lightning_ptdp.base.checked_json import (
     text,
 )
 from lightning_ptdp.base.untrusted import parse_json
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.local_rectangles import check_cover
 from lightning_ptdp.checkpoint.metadata import (
     INDEX_FILE,
@@ -30,6 +29,7 @@ from lightning_ptdp.checkpoint.metadata import (
     read_verified,
 )
 from lightning_ptdp.checkpoint.remote_path import Place
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, reading
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 _FORMAT = "lightning-ptdp index"

@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 
 from lightning_ptdp.base.errors import listed
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.local_rectangles import Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.reader import TensorReader
-from lightning_ptdp.checkpoint.save_agreement import gather, same_outcome
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, gather, same_outcome
 
 _SHOWN = 5
 

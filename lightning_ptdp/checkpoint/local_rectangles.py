@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 

@@ -29,11 +29,6 @@ from lightning_ptdp.base.checked_json import (
 )
 from lightning_ptdp.base.untrusted import parse_json, read_json, regular_size
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import (
-    CheckpointError,
-    MissingCheckpointError,
-    reading,
-)
 from lightning_ptdp.checkpoint.checksums import (
     DATA_SUFFIX,
     SUMS_SUFFIX,
@@ -42,6 +37,11 @@ from lightning_ptdp.checkpoint.checksums import (
     sums_bytes,
 )
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, located
+from lightning_ptdp.checkpoint.save_agreement import (
+    CheckpointError,
+    MissingCheckpointError,
+    reading,
+)
 from lightning_ptdp.version import __version__
 
 FORMAT = "lightning-ptdp checkpoint"

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.load import InMemory, Stored, load_tensors
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.reader import TensorReader
-from lightning_ptdp.checkpoint.save_agreement import same_outcome
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, same_outcome
 from lightning_ptdp.parameters.placement import Placement
 
 Names = Mapping[torch.nn.Parameter, str]

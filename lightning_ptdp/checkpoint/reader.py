@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, StorageError
 from lightning_ptdp.checkpoint.checksums import SummedFile, open_summed
 from lightning_ptdp.checkpoint.index import Index
 from lightning_ptdp.checkpoint.local_rectangles import (
@@ -31,6 +30,7 @@ from lightning_ptdp.checkpoint.metadata import (
     read_verified,
 )
 from lightning_ptdp.checkpoint.remote_path import Place, each, located
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, StorageError
 from lightning_ptdp.checkpoint.stored_tensor import Part, StoredTensor, read_stored, runs
 
 MODEL = "model/"

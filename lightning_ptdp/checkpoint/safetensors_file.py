@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lightning_ptdp.base.untrusted import parse_json, regular_size
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.files import open_synced
 from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 from lightning_ptdp.checkpoint.stored_tensor import StoredTensor, as_bytes
 
 _CODES = {

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.checkpoint import data_files, files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.files import check_apart
 from lightning_ptdp.checkpoint.index import encode_index
 from lightning_ptdp.checkpoint.local_rectangles import (
@@ -32,7 +31,12 @@ from lightning_ptdp.checkpoint.metadata import (
 )
 from lightning_ptdp.checkpoint.reader import MODEL, TensorReader, verify_checkpoint
 from lightning_ptdp.checkpoint.remote_path import Place, each
-from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero, same_outcome
+from lightning_ptdp.checkpoint.save_agreement import (
+    CheckpointError,
+    from_rank_zero,
+    is_rank_zero,
+    same_outcome,
+)
 from lightning_ptdp.checkpoint.save_folders import SaveFolders, new_save_name, pending_save
 from lightning_ptdp.checkpoint.saved_state import STATE, TRAINING, encode_state, read_state
 from lightning_ptdp.checkpoint.tagged_json import Encoded

@@ -1,4 +1,4 @@
-"""Agreement of ranks, so that all of them succeed or all of them fail.
+"""Errors of checkpoints, and agreement of ranks, so that all of them succeed or all of them fail.
 
 Every rank enters a save. If one rank raised and left, the others would wait in the next collective
 until its time limit. Therefore every step that can fail ends with an exchange of outcomes. All
@@ -7,18 +7,55 @@ functions also work without a process group.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_ptdp.base.errors import listed
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, StorageError, explain
+from lightning_ptdp.base.errors import PTDPError, listed
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 
 T = TypeVar("T")
 _SHOWN = 3
+
+
+class CheckpointError(PTDPError, ValueError):
+    """Error of a checkpoint that cannot be written, is damaged, or does not fit the request.
+
+    The message says which, and why.
+    """
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """Error of a checkpoint that does not exist."""
+
+
+class StorageError(CheckpointError):
+    """Error of object storage, which says nothing about the checkpoints there."""
+
+
+@contextmanager
+def reading(file: os.PathLike[str], says: str = "is damaged") -> Iterator[None]:
+    """Return a context that turns errors of reading a file into a ``CheckpointError``.
+
+    Args:
+        file: The file that the message names.
+        says: Words that describe the file if its content is wrong.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        path = error.filename if isinstance(error.filename, str) else file
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} {says}: {error}") from error
+
+
+# ---- Agreement of ranks --------------------------------------------------------------------------
 
 
 def has_groups() -> bool:
@@ -77,7 +114,7 @@ def same_outcome(doing: str, group: dist.ProcessGroup | None = None) -> Iterator
     except Exception as error:
         if is_communication_error(error) or is_communication_error(error.__cause__):
             raise  # A lost rank cannot take part in an agreement.
-        cause, reasons = error, {own_rank(): explain(error)}
+        cause, reasons = error, {own_rank(): _one_line(error)}
     outcomes = gather((reasons, isinstance(cause, StorageError)), group)
     all_reasons = [part for part, _ in outcomes]
     failures = {rank: reason for part in all_reasons for rank, reason in part.items()}
@@ -98,3 +135,19 @@ def _describe(failures: dict[int, str], *, world_size: int) -> str:
         return next(iter(by_reason))
     parts = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason.items()]
     return listed(parts, _SHOWN, "; ")
+
+
+def _one_line(error: BaseException) -> str:
+    """Return an error as one line of text.
+
+    A ``CheckpointError`` is its message. Any other error has its type, and the error at the root of
+    its chain: on a full disk, ``torch.save`` raises an error about positions in an archive, and
+    only the error before it says that the disk is full.
+    """
+    if isinstance(error, CheckpointError):
+        return str(error)
+    root = error
+    while (cause := root.__cause__ or root.__context__) is not None:
+        root = cause
+    text = f"{type(error).__name__}: {error}"
+    return text if root is error else f"{text} (after {type(root).__name__}: {root})"

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from lightning_ptdp.base.file_locks import one_at_a_time
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, StorageError
 from lightning_ptdp.checkpoint.checksums import DATA_SUFFIX, SUMS_SUFFIX
 from lightning_ptdp.checkpoint.latest import (
     checkpoint_times,
@@ -41,6 +40,7 @@ from lightning_ptdp.checkpoint.metadata import (
     write_metadata,
 )
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, StorageError
 from lightning_ptdp.checkpoint.write_locks import Abandoned, WriteLock, writer_of
 
 _TURN_S = 5.0

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from lightning_ptdp.base.checked_json import integer, list_of, map_of, optional, record, text
 from lightning_ptdp.base.errors import listed
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, read_verified
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, reading
 from lightning_ptdp.checkpoint.tagged_json import Encoded, decode, encode
 
 STATE = "state/"

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, STATE_FILE
 from lightning_ptdp.checkpoint.reader import MODEL, TensorReader
 from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 from lightning_ptdp.checkpoint.saved_state import (
     HYPERPARAMETERS,
     LEFT_OUT,

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_ptdp.checkpoint.checkpoint_error import reading
 from lightning_ptdp.checkpoint.checksums import BLOCK, RawFile
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.remote_path import Place, each
+from lightning_ptdp.checkpoint.save_agreement import reading
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 PIECE = 1 << 20  # bytes that are read or written at a time, in the processor's cache
