@@ -132,10 +132,10 @@ def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
     return next(iter(labels), tensors[-1] if tensors else None)
 
 
-# ---- Agreement of the ranks about a batch before its step ----------------------------------------
+# ---- Agreement of the ranks ----------------------------------------------------------------------
 #
-# All ranks of a replica must have the same samples. The ranks also compare how unevenly labels are
-# ignored.
+# Before a step, all ranks of a replica must have the same samples. The ranks also compare how
+# unevenly labels are ignored.
 
 
 class RankAgreement:
