@@ -20,7 +20,7 @@ from dataclasses import replace
 from json import JSONDecodeError
 from pathlib import Path
 
-from lightning_ptdp.base.file_locks import one_at_a_time
+from lightning_ptdp.base.time_limit import one_at_a_time
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checksums import DATA_SUFFIX, SUMS_SUFFIX
 from lightning_ptdp.checkpoint.latest import (
