@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
@@ -37,10 +37,10 @@ class RayLike(LightningEnvironment):
     """Environment whose processes are started externally."""
 
     @property
-    def creates_processes_externally(self) -> bool:
+    def creates_processes_externally(self):
         return True
 
-    def world_size(self) -> int:
+    def world_size(self):
         return 2
 
 
@@ -50,7 +50,7 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def trainer(*, devices: Any = "auto", plugin: ClusterEnvironment | None = None) -> L.Trainer:
+def trainer(*, devices="auto", plugin=None):
     return make_trainer(PTDPStrategy(), devices, plugins=plugin, max_steps=1)
 
 

@@ -36,10 +36,10 @@ class Spares(ParallelLayout):
     spare_parallel_size: Size = 2
 
 
-def with_layout(kind: type[ParallelLayout]) -> type[PTDPStrategy]:
+def with_layout(kind):
     class Strategy(PTDPStrategy):
         @property
-        def layout(self) -> ParallelLayout:
+        def layout(self):
             world = max(1, self.num_nodes * self.num_processes)
             return kind(world_size=world, **{key: getattr(self.config, key) for key in DEGREES})
 
@@ -72,7 +72,7 @@ class AxisRun(Run):
 
     kind: type[ParallelLayout]
 
-    def make_strategy(self) -> PTDPStrategy:
+    def make_strategy(self):
         return with_layout(self.kind)(**self.layout)
 
 

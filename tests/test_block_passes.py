@@ -17,7 +17,7 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
 
-def applied(module: nn.Module, **options: Any) -> ParallelModel:
+def applied(module, **options):
     config = PTDPConfig(**options)
     parallel = ParallelModel(module=module, plan=ParallelPlan(blocks=""), notes=("first",))
     return apply_block_passes(
@@ -31,7 +31,7 @@ def applied(module: nn.Module, **options: Any) -> ParallelModel:
     )
 
 
-def forwards(module: nn.Module) -> list[type]:
+def forwards(module):
     """Return the types that replace the forward, outermost first."""
     found, forward = [], vars(module).get("forward")
     while forward is not None:

@@ -53,7 +53,7 @@ AOT = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
 class CompiledRun(Run):
     """Training of a module that is compiled by the user."""
 
-    def make_module(self) -> LitTiny:
+    def make_module(self):
         return LitCompiled(self)
 
 
@@ -67,7 +67,7 @@ class LitCompiled(LitTiny):
                 block.compile(backend="aot_eager")
 
 
-def fit_counted(rank: int, run: Run) -> dict[str, Any]:
+def fit_counted(rank, run):
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -79,7 +79,7 @@ def fit_counted(rank: int, run: Run) -> dict[str, Any]:
     }
 
 
-def _kept_by_a_block(rank: int, compiled: bool) -> int:
+def _kept_by_a_block(rank, compiled):
     """Return the bytes that a block saves for its backward, without its parameters.
 
     The block is one of two tensor-parallel shards.
@@ -106,7 +106,7 @@ def _kept_by_a_block(rank: int, compiled: bool) -> int:
         else block.forward
     )
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
+    def keep(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
@@ -123,7 +123,7 @@ def test_compiled_block_saves_no_more_memory_than_eager(pool):
     assert compiled <= eager  # the eager layers gather the sequence again in the backward
 
 
-def _order_in_a_block(rank: int) -> list[str]:
+def _order_in_a_block(rank):
     """Return the collectives, waits and products of a column layer's backward, in order.
 
     They are read from the generated code.
@@ -189,7 +189,7 @@ class _Model(L.LightningModule):
         self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
 
 
-def _compiled(module: nn.Module, **given: Any) -> list[bool]:
+def _compiled(module, **given):
     options: dict[str, Any] = {
         "policy": "blocks",
         "device": torch.device("cpu"),

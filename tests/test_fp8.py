@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import lightning_ptdp
 from lightning_ptdp.base.requirements import RequirementError
@@ -47,7 +47,7 @@ class Conv1D(nn.Module):
 Conv1D.__module__ = "transformers.pytorch_utils"
 
 
-def spread(x: Tensor, *, first: int = -3) -> Tensor:
+def spread(x, *, first=-3):
     """Scale rows and columns so differently that each needs its own float8 scale."""
     rows, columns = (
         torch.logspace(first, -first, x.numel() // x.size(-1)),
@@ -56,7 +56,7 @@ def spread(x: Tensor, *, first: int = -3) -> Tensor:
     return x * rows.view(*x.shape[:-1], 1) * columns
 
 
-def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
+def results(layer, x):
     x = x.detach().clone().requires_grad_()
     y = layer(x)
     # Small where the input is large, so that all tokens contribute equally to sums.
@@ -126,7 +126,7 @@ def test_multihead_attention_is_not_converted_to_float8():
 # ---- every layout --------------------------------------------------------------------------------
 
 
-def shards(rank: int) -> None:
+def shards(rank):
     group: Group = tensor_group(rank)
     torch.manual_seed(0)
     weight, bias, x = torch.randn(64, 32), torch.randn(64), torch.randn(2, 16, 32)
@@ -195,7 +195,7 @@ def test_float8_losses_are_close_to_bf16(scaling, parity):
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def blocks_of(*sizes: tuple[int, int]) -> nn.ModuleDict:
+def blocks_of(*sizes):
     return nn.ModuleDict(
         {"h": nn.ModuleList(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes)}
     )

@@ -12,7 +12,7 @@ from lightning_ptdp.shims.lightning import lightning_names
 from lightning_ptdp.strategy import PTDPStrategy, launch
 
 
-def strategy(start_method: str) -> Any:
+def strategy(start_method):
     return L.Trainer(
         strategy=PTDPStrategy(start_method=start_method), accelerator="cpu", devices=2, logger=False
     ).strategy
@@ -26,7 +26,7 @@ def test_forked_rank_waits_for_sigterm_unless_received(monkeypatch, told):
     ours._run = SimpleNamespace(stop_request=SimpleNamespace(received=told))
     launcher = lightning_names("lightning.pytorch").MultiProcessingLauncher
 
-    def lose_a_peer(*_: object) -> None:
+    def lose_a_peer(*_):
         raise PeerError("rank 0 was lost")
 
     monkeypatch.setattr(launcher, "_wrapping_function", lose_a_peer)

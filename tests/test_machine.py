@@ -54,7 +54,7 @@ def test_low_limit_of_open_files_is_refused(limits):
 
 
 def test_read_only_shared_memory_is_refused(monkeypatch):
-    def lock(_: object) -> None:
+    def lock(_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(multiprocessing.context.BaseContext, "Lock", lock)
@@ -66,7 +66,7 @@ def test_read_only_shared_memory_is_refused(monkeypatch):
 
 
 def test_missing_loopback_interface_is_refused_before_launch(monkeypatch):
-    def connect(*_: object, **__: object) -> None:
+    def connect(*_, **__):
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
     monkeypatch.setattr(socket, "create_connection", connect)
@@ -77,7 +77,7 @@ def test_missing_loopback_interface_is_refused_before_launch(monkeypatch):
         make_trainer(Place(world_size=2)).fit(LitNet(), loader())
 
 
-def _gpu(uuid: str, name: str = "NVIDIA H100") -> Any:
+def _gpu(uuid, name="NVIDIA H100"):
     return SimpleNamespace(uuid=uuid, name=name)
 
 
@@ -130,7 +130,7 @@ def test_too_few_visible_gpus_are_refused_before_launch(numbers, monkeypatch):
 
 
 def test_old_driver_is_refused_before_groups_exist(monkeypatch):
-    def init() -> None:
+    def init():
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 12080). Please update"
         )

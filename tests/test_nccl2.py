@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,30 +54,30 @@ class StandIn(c10d.Backend):
     supports_splitting = True
 
     @property
-    def options(self) -> Any:
+    def options(self):
         """Return the options; torch's own property would recurse endlessly in Python."""
         return c10d.Backend.Options(self.getBackendName(), LIMIT)
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self):  # noqa: N802 - torch's name
         return "nccl2"
 
-    def eager_connect_single_device(self, device: torch.device) -> None: ...
+    def eager_connect_single_device(self, device): ...
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+    def allreduce(self, tensors, options):
         done: Any = torch.futures.Future()
         done.set_result(tensors)
         return c10d._create_work_from_future(done)
 
 
 @contextmanager
-def stand_in(rank: int, size: int, device: torch.device) -> Iterator[list[Created]]:
+def stand_in(rank, size, device):
     """Make ``dist`` create "nccl" groups with the stand-in.
 
     The default group uses the package's options.
     """
     created = list[Created]()
 
-    def create(options: Any, given: Any) -> StandIn:
+    def create(options, given):
         one = Created(
             ranks=tuple(options.global_ranks_in_group),
             device=options.process_group.bound_device_id,
@@ -214,7 +213,7 @@ def test_other_errors_are_not_communication_errors(message):
 
 @pytest.mark.skipif(not binds_device(), reason="NCCL of this torch records itself")
 def test_flight_record_is_read_from_backend_in_use():
-    def create(store: Any, rank: int, size: int, timeout: timedelta) -> StandIn:
+    def create(store, rank, size, timeout):
         return StandIn(rank, size)
 
     dist.Backend.register_backend("stand_in", create, devices=["cpu"])

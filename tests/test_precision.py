@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -43,9 +42,7 @@ def test_half_precision_with_masters_matches_reference_runs(name, precision, par
         assert distance(found["final"], exact["final"]) < 2e-2
 
 
-def _overflow(
-    rank: int, world_size: int, layout: dict[str, Any], precision: str
-) -> tuple[list[float], list[bool]]:
+def _overflow(rank, world_size, layout, precision):
     """Return the scale, and whether the parameters changed, for every step.
 
     The last rank's gradient overflows in the second step.
@@ -108,7 +105,7 @@ class _Casts(TorchDispatchMode):
         self._names = {p.untyped_storage()._cdata: name for name, p in module.named_parameters()}
         self.counts = Counter[str]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default and kwargs["dtype"] is torch.bfloat16:
             self.counts[self._names.get(args[0].untyped_storage()._cdata, "other")] += 1
         return func(*args, **(kwargs or {}))
@@ -132,10 +129,10 @@ def test_microbatches_share_cast_weights(recompute, casts):
 class CountedCasts(Run):
     """Counts the casts of this rank's matrices in its last step."""
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         return [_CountsCasts()]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         matrices = [name for name, p in module.model.blocks.named_parameters() if p.dim() > 1]
         (found,) = (c for c in trainer.callbacks if isinstance(c, _CountsCasts))
         return {"casts": {name: found.casts.counts[name] for name in matrices}}

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.blocks import recompute
 from lightning_ptdp.engine import step_random
@@ -68,7 +68,7 @@ def test_generators_are_switched_only_for_blocks_that_draw(dropout, switches):
     kept = list[bool]()
     run = recompute.checkpoint
 
-    def checkpoint(*args: Tensor, preserve_rng_state: bool, **options: object) -> object:
+    def checkpoint(*args, preserve_rng_state, **options):
         kept.append(preserve_rng_state)
         return run(*args, preserve_rng_state=preserve_rng_state, **options)
 

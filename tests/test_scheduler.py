@@ -35,7 +35,7 @@ def policy(request):
 
 
 def test_system_may_refuse(monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)

@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "lightning_ptdp"
 
 
-def imported(file: Path) -> set[str]:
+def imported(file):
     """Return the subpackages that a file imports, at module level or later."""
     nodes = list(ast.walk(ast.parse(file.read_bytes())))
     names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]

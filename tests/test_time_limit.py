@@ -7,7 +7,7 @@ import pytest
 from lightning_ptdp.base.time_limit import time_limit
 
 
-def _endless() -> None:
+def _endless():
     while True:
         try:
             while True:
@@ -21,7 +21,7 @@ def test_endless_loop_is_interrupted_in_any_thread():
         _endless()
     said: list[str] = []
 
-    def work() -> None:
+    def work():
         try:
             with time_limit(0.05):
                 _endless()

@@ -1,7 +1,6 @@
 """Split backward passes, whose gradients equal those of a single backward."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ class Products(nn.Module):
         return torch.einsum("bsi,io->bso", self.frozen(x), self.odd)
 
 
-def _whole(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _whole(module, x):
     x = x.clone().requires_grad_()
     module.zero_grad()
     module(x).square().sum().backward()
@@ -50,9 +49,7 @@ def _whole(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     }
 
 
-def _halves(
-    module: nn.Module, x: Tensor, between: Callable[[WeightGradients], None] = lambda _: None
-) -> Any:
+def _halves(module, x, between=lambda _: None):
     store = WeightGradients()
     x = x.clone().requires_grad_()
     module.zero_grad()
@@ -68,7 +65,7 @@ def _halves(
     }
 
 
-def _assert_same(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+def _assert_same(found, expected, tolerance=1e-12):
     torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
     assert found[1].keys() == expected[1].keys()
     for name, value in expected[1].items():
@@ -87,7 +84,7 @@ def test_split_backward_of_every_product_kind():
     x = torch.randn(3, 4, 6, dtype=torch.float64)
     waiting: list[Tensor] = []
 
-    def between(store: WeightGradients) -> None:
+    def between(store):
         waiting.extend(store.parameters("key"))
         late = {"linear.weight", "linear.bias", "bare.weight", "matrix", "conv", "offset"}
         assert {
@@ -163,7 +160,7 @@ def test_split_backward_of_gpt_with_autocast_and_recomputation(recompute):
     surroundings = Surroundings([store])
     options = {"context_fn": surroundings.recomputation} if recompute == "ours" else {}
 
-    def loss() -> Tensor:
+    def loss():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = (
                 model(ids)
@@ -219,7 +216,7 @@ def test_graph_is_freed_between_backward_halves():
     assert store.parameters(0) == []
 
 
-def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
+def _pair(rank, sequence_parallel, split):
     mesh = ProcessMesh.create(
         layout=ParallelLayout(
             world_size=2, tensor_parallel_size=2, sequence_parallel=sequence_parallel
@@ -229,7 +226,7 @@ def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
     group = mesh.group("tensor")
     generator = torch.Generator().manual_seed(rank)
 
-    def parameter(*shape: int) -> nn.Parameter:
+    def parameter(*shape):
         return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64))
 
     column = ColumnParallelLinear(

@@ -5,7 +5,6 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_ptdp.attention import (
     ATTENTIONS,
@@ -19,12 +18,12 @@ from lightning_ptdp.attention.attention_protocol import AttentionCall, plain_att
 from lightning_ptdp.base.function_replacement import Replacing
 
 
-def inputs(kv_heads: int = 4) -> list[Tensor]:
+def inputs(kv_heads=4):
     torch.manual_seed(0)
     return [torch.randn(2, heads, 6, 8).double() for heads in (4, kv_heads, kv_heads)]
 
 
-def hidden_keys(dtype: torch.dtype) -> Tensor:
+def hidden_keys(dtype):
     """Return a mask that hides the last key of the second sample."""
     seen = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     seen[1, ..., -1] = False
@@ -56,7 +55,7 @@ def test_sdpa_call_is_intercepted_as_attention_call():
     q, k, v = inputs(2)
     calls = list[AttentionCall]()
 
-    def attention(call: AttentionCall) -> Tensor:
+    def attention(call):
         calls.append(call)
         return plain_attention(call)
 

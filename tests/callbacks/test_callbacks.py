@@ -46,7 +46,7 @@ class Keep(Callback):
         self.validations += 1
 
 
-def fit(tmp_path: Path, *callbacks: Callback, **options: Any) -> Keep:
+def fit(tmp_path, *callbacks, **options):
     keep = Keep()
     settings: dict[str, Any] = {
         "max_steps": 5,
@@ -243,18 +243,18 @@ class MLFlowLogger(CSVLogger):
         self.texts: dict[str, str] = {}
 
     @property
-    def experiment(self) -> Any:
+    def experiment(self):
         return self
 
-    def set_tag(self, run_id: str, name: str, value: object) -> None:
+    def set_tag(self, run_id, name, value):
         self.tags[name] = value
 
-    def log_text(self, run_id: str, text: str, artifact_file: str) -> None:
+    def log_text(self, run_id, text, artifact_file):
         self.texts[artifact_file] = text
 
-    def log_metrics(self, *_: Any, **__: Any) -> None: ...
+    def log_metrics(self, *_, **__): ...
 
-    def save(self) -> None: ...
+    def save(self): ...
 
 
 def test_layout_summary_is_printed_once_and_logged(tmp_path, capsys):

@@ -18,7 +18,6 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from PIL import Image
-from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -54,10 +53,10 @@ class MLFlowLogger(DummyLogger):
         self.kept: list[tuple[str, str]] = []
 
     @property
-    def experiment(self) -> Any:
+    def experiment(self):
         return self
 
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+    def log_metrics(self, metrics, step=None):
         found = {
             name: float(value)
             for name, value in metrics.items()
@@ -66,7 +65,7 @@ class MLFlowLogger(DummyLogger):
         if found:
             self.metrics.setdefault(step or 0, {}).update(found)
 
-    def log_artifact(self, run_id: str, path: str, folder: str) -> None:
+    def log_artifact(self, run_id, path, folder):
         self.kept.append((Path(path).name, folder))
 
 
@@ -117,7 +116,7 @@ class OwnRun(Run):
     """A run that trains an ``OwnGPT``."""
 
 
-def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
+def fit(rank, run, folder):
     """Train with ``ExpertLoad`` and return the metrics and files that this rank recorded.
 
     "logged" and "kept" come from the rank's logger, "known" from the Trainer's callback metrics.
@@ -154,7 +153,7 @@ def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
     return {"logged": store.metrics, "kept": store.kept, "known": known, "counted": counted}
 
 
-def _counted(module: LitMixture, ids: Tensor) -> dict[str, list[float]]:
+def _counted(module, ids):
     """Return the loads relative to the mean, recomputed from the router outputs."""
     x, found = module.embedding(ids[:, :-1]), {}
     for number, layer in enumerate(module.layers):
@@ -171,7 +170,7 @@ def _counted(module: LitMixture, ids: Tensor) -> dict[str, list[float]]:
     return found
 
 
-def _same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+def _same(found, expected):
     assert list(expected["logged"]) == [EVERY - 1, STEPS - 1]
     assert set(expected["logged"][STEPS - 1]) == {*NAMES, *(f"val_{name}" for name in NAMES)}
     for step, values in expected["logged"].items():
@@ -237,7 +236,7 @@ def test_lit_gpt_loads_equal_single_process(pool, tmp_path):
     )
 
 
-def _fit_compiled(rank: int, compiled: bool, folder: str) -> dict[str, Any]:
+def _fit_compiled(rank, compiled, folder):
     layout = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}} if compiled else {}
     torch._dynamo.reset()
     counters.clear()
@@ -265,7 +264,7 @@ def test_compiled_blocks_count_without_graph_breaks(pool, tmp_path):
     }
 
 
-def _fit_by_lightning(rank: int, world_size: int, folder: str) -> dict[str, float]:
+def _fit_by_lightning(rank, world_size, folder):
     L.seed_everything(3, verbose=False)
     ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
@@ -327,7 +326,7 @@ def test_taken_and_set_aside_counts_are_excluded():
         VOCABULARY, (2, 16, LENGTH), generator=torch.Generator().manual_seed(1)
     )
 
-    def loads(ids: Tensor) -> list[tuple[float, ...]]:
+    def loads(ids):
         return [tuple(load) for load in _counted(module, torch.cat([ids, ids[:, :1]], 1)).values()]
 
     expected = loads(some)

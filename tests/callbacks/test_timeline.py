@@ -5,7 +5,6 @@ import inspect
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -32,10 +31,10 @@ class MLFlowLogger(DummyLogger):
         self.kept: list[tuple[str, str, str]] = []
 
     @property
-    def experiment(self) -> Any:
+    def experiment(self):
         return self
 
-    def log_artifact(self, run_id: str, path: str, folder: str) -> None:
+    def log_artifact(self, run_id, path, folder):
         self.kept.append((run_id, Path(path).name, folder))
 
 
@@ -49,14 +48,7 @@ class Members(L.Callback):
         self.counts.append(len(trainer.strategy.observers._members))
 
 
-def _fit(
-    rank: int,
-    world_size: int,
-    layout: dict[str, Any],
-    folder: str,
-    options: dict[str, Any],
-    accumulate: int,
-) -> Any:
+def _fit(rank, world_size, layout, folder, options, accumulate):
     store, members = MLFlowLogger(), Members()
     trainer = make_trainer(
         Place(world_size=world_size, layout=layout),
@@ -71,7 +63,7 @@ def _fit(
     return store.kept, members.counts
 
 
-def _metrics(folder: Path) -> dict[int, dict[str, float]]:
+def _metrics(folder):
     """Return the timeline metrics of the recorded steps, by step."""
     (file,) = folder.rglob("metrics.csv")
     rows = csv.DictReader(file.read_text().splitlines())
@@ -84,7 +76,7 @@ def _metrics(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def _times(trace: Path) -> list[tuple[float, float]]:
+def _times(trace):
     """Return step time and bubble of both timelines in a trace of two ranks without reductions."""
     found = []
     for pid in (0, 1):
@@ -161,9 +153,7 @@ def test_accumulated_step_records_last_batch(pool, tmp_path):
     assert results[0][1] == [1, 1, 2, 2]
 
 
-def _fit_alone(
-    rank: int, folder: str, layout: dict[str, Any] | None
-) -> tuple[list[str], list[str]]:
+def _fit_alone(rank, folder, layout):
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -200,7 +190,7 @@ class _Fails(LitNet):
             raise ZeroDivisionError("bad batch")
 
 
-def _fail(rank: int, folder: str) -> tuple[bool, list[str]]:
+def _fail(rank, folder):
     callback = PipelineTimeline(every_n_steps=1)
     trainer = make_trainer(
         Place(world_size=2, layout=P2), callbacks=[callback], default_root_dir=folder

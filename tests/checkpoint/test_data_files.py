@@ -3,9 +3,6 @@
 import os
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +12,6 @@ from safetensors.torch import load_file
 from lightning_ptdp.checkpoint import CheckpointError, files, stored_tensor
 from lightning_ptdp.checkpoint.checksums import (
     BLOCK,
-    SummedFile,
     open_summed,
     parse_sums,
 )
@@ -53,13 +49,13 @@ def written(tmp_path_factory):
     return path, {name: (tensors[name], one.begin) for name, one in stored}
 
 
-def _opened(path: Path) -> AbstractContextManager[SummedFile]:
+def _opened(path):
     size = path.stat().st_size
     sums = parse_sums(path.with_suffix(".crc").read_bytes(), size=size)
     return open_summed(path, sums, size=size)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -136,7 +132,7 @@ def test_failed_fsync_fails_save_and_leaves_no_files(tmp_path, monkeypatch):
     calls: list[int] = []
     fsync = os.fsync
 
-    def first_fails(handle: int) -> None:
+    def first_fails(handle):
         calls.append(handle)
         if len(calls) == 1:
             raise OSError("the disk is gone")
@@ -157,7 +153,7 @@ def test_gpu_rows_are_staged_in_two_pinned_buffers(rows, monkeypatch):
     empty = torch.empty
     made = list[torch.Tensor]()
 
-    def pinned(*args: Any, pin_memory: bool, **kwargs: Any) -> torch.Tensor:
+    def pinned(*args, pin_memory, **kwargs):
         assert pin_memory
         made.append(empty(*args, **kwargs))
         return made[-1]

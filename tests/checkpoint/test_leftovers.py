@@ -11,10 +11,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -35,14 +32,14 @@ from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step
 pytestmark = pytest.mark.thorough
 
 
-def _die(*_: Any, **__: Any) -> None:
+def _die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run_killed(action: Callable[[], object], at: Any, name: str) -> None:
+def _run_killed(action, at, name):
     """Run ``action`` in a process that is killed as soon as it calls ``at.name``."""
 
-    def run() -> None:
+    def run():
         setattr(at, name, _die)
         action()
 
@@ -53,12 +50,12 @@ def _run_killed(action: Callable[[], object], at: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _elsewhere(part: Path) -> Iterator[BaseProcess]:
+def _elsewhere(part):
     """Start a process that writes ``part`` and holds its lock."""
     context = multiprocessing.get_context("fork")
     taken = context.Event()
 
-    def write() -> None:
+    def write():
         claim = WriteLock(part)
         claim.take()
         part.mkdir()

@@ -58,7 +58,7 @@ def fetched(monkeypatch):
     """Return the addresses that are fetched."""
     call, urls = remote_path._call, list[str]()
 
-    def noted(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def noted(url, method, *arguments, **options):
         if method == "cat_file":
             urls.append(url)
         return call(url, method, *arguments, **options)
@@ -67,7 +67,7 @@ def fetched(monkeypatch):
     return urls
 
 
-def _files(folder: Path) -> dict[str, bytes]:
+def _files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -124,7 +124,7 @@ def test_failed_fetch_leaves_no_copy(store, tmp_path, kind, monkeypatch):
     words = {"error": "a.txt failed: denied", "short": "changed while", "escape": "not the name of"}
     call = remote_path._call
 
-    def fail(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def fail(url, method, *arguments, **options):
         if method == "cat_file" and kind == "error":
             raise PermissionError("denied")
         return b"" if method == "cat_file" else call(url, method, *arguments, **options)
@@ -170,7 +170,7 @@ def test_corpus_and_prepared_folder_are_read_from_addresses(store, tmp_path):
     assert away.manifest.corpus.content == here.manifest.corpus.content
     store.put(str(tmp_path / "away"), "/store/tokens", recursive=True)
 
-    def data(remote: str) -> TextDataModule:
+    def data(remote):
         folder = str(tmp_path / "copy")
         return TextDataModule(
             data_dir=folder, remote=remote, vocabulary_size=300, sequence_length=8
@@ -189,7 +189,7 @@ def test_export_at_an_address_is_logged_from_a_copy_that_is_removed(store, monke
     store.pipe_file(f"{MODEL}/config.json", b"{}")
     logged: list[Path] = []
 
-    def log_folder(folder: Path, **_: object) -> str:
+    def log_folder(folder, **_):
         assert (folder / "config.json").read_bytes() == b"{}"
         logged.append(folder)
         return "load"

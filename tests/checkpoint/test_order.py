@@ -6,7 +6,6 @@ The order depends neither on clocks nor on file times, which a copy may change.
 import os
 import shutil
 import time
-from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
@@ -28,7 +27,7 @@ HOUR, DAY = 3600.0, 86400.0
 CLOCK = time.time
 
 
-def _save(path: Path, step: int, keeper: SaveFolders | None = None) -> Path:
+def _save(path, step, keeper=None):
     tensors = replicated({"w": torch.full((5,), float(step))})
     save_checkpoint(path, tensors=tensors, state={}, metadata={"global_step": step}, keeper=keeper)
     return path

@@ -40,7 +40,7 @@ class Registered:
     def __init__(self, inner: Any = None) -> None:
         self.inner = inner
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Registered) and other.inner == self.inner
 
     __hash__ = None
@@ -83,7 +83,7 @@ STORED: list[tuple[Any, Any]] = [
 ]
 
 
-def kept(path: Path, value: Any) -> Any:
+def kept(path, value):
     """Save a value as state and return it as read from the checkpoint."""
     return read_state(save(path, state={"key": value}))["key"]
 
@@ -143,10 +143,10 @@ class Called(dict[str, Any]):
 
     calls: ClassVar[list[Any]] = []
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         self.calls.append(args)
 
-    def __del__(self) -> None:
+    def __del__(self):
         self.calls.append(self)
 
 

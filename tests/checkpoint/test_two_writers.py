@@ -36,7 +36,7 @@ class Together(L.Callback):
         self._barrier.wait(LIMIT_S)
 
 
-def train(folder: Path, barrier: Any, told: Any) -> None:
+def train(folder, barrier, told):
     warnings.filterwarnings("error", message=".*latest cannot be created")
     saver = ModelCheckpoint(
         folder,
@@ -104,7 +104,7 @@ def test_latest_is_marked_despite_removal_of_new_link(tmp_path, monkeypatch):
     (tmp_path / "latest").unlink(missing_ok=True)
     taken: list[Path] = []
 
-    def symlink(name: str, path: Path) -> None:
+    def symlink(name, path):
         link(name, path)
         if not taken:
             taken.append(path)
@@ -132,13 +132,13 @@ def test_lock_under_creation_is_not_abandoned(tmp_path, monkeypatch):
     part = tmp_path / "step=1.ckpt.tmp-0123456789ab"
     looks, created, answers = threading.Event(), threading.Event(), list[bool]()
 
-    def sleep(_: float) -> None:
+    def sleep(_):
         looks.set()
         created.wait(LIMIT_S)
 
     monkeypatch.setattr(write_locks.time, "sleep", sleep)
 
-    def look() -> None:
+    def look():
         with write_locks.Abandoned().taken_over(part) as answer:
             answers.append(answer)
 

@@ -66,7 +66,7 @@ def test_columns_are_aligned():
 def test_unresponsive_file_system_fails_check():
     import threading
 
-    def dead() -> tuple[Check, ...]:
+    def dead():
         threading.Event().wait()
         return ()
 

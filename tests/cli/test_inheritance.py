@@ -2,8 +2,6 @@
 
 import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,13 +14,13 @@ pytestmark = pytest.mark.thorough
 Run = Callable[..., tuple[int, str, str]]
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def merged(folder: Path, base: str, over: str) -> Any:
+def merged(folder, base, over):
     write(folder / "base.yaml", base)
     return resolve_config(write(folder / "over.yaml", f"base: base.yaml\n{over}")).values
 
@@ -167,7 +165,7 @@ def test_run_saves_merged_configuration(ptdp, config, tmp_path):
     ) == (1, 32)
 
 
-def origins_of(shown: str) -> dict[str, str]:
+def origins_of(shown):
     """Return the last comment of each line, keyed by its text without indentation."""
     lines = [line.rpartition("  # ") for line in shown.splitlines() if "  # " in line]
     return {text.strip().removeprefix("- "): origin for text, _, origin in lines}

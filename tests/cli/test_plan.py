@@ -548,9 +548,7 @@ def test_unreachable_hub_is_reported_after_timeout(ptdp, monkeypatch):
     """A connection without an answer ends in a one-line error that names the fix."""
     started, ended = threading.Event(), threading.Event()
 
-    def hangs(
-        name: str, file: str, *, local_files_only: bool = False, etag_timeout: float = 10
-    ) -> str:
+    def hangs(name, file, *, local_files_only=False, etag_timeout=10):
         if local_files_only:
             raise LocalEntryNotFoundError("not there")
         started.set()

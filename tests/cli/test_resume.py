@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import lightning.pytorch as L
@@ -15,7 +14,6 @@ from lightning_ptdp.checkpoint import newest_checkpoint, read_metadata, save_che
 from lightning_ptdp.checkpoint.memory_folders import MemoryFolder
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.resume import (
-    Experiment,
     differences,
     experiment_of,
     find_newest,
@@ -37,7 +35,7 @@ def values(corpus, prepared, tmp_path_factory):
     return parsed_values(["--config", str(folder / "tiny.yaml"), PTDP])
 
 
-def experiment(values: dict[str, Any], num_replicas: int = 1, **changed: Any) -> Experiment:
+def experiment(values, num_replicas=1, **changed):
     """Return the experiment of the configuration with changes given as ``a__b=value``."""
     values = copy.deepcopy(values)
     for name, value in changed.items():
@@ -98,7 +96,7 @@ def test_training_option_changes_experiment(values, changed, name):
     assert name in differences(experiment(values), experiment(values, **changed))
 
 
-def save(path: Path, step: int, **run: Any) -> Path:
+def save(path, step, **run):
     value = (torch.zeros(2), Placement.replicated((2,)))
     save_checkpoint(
         path,

@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
 def said(capfd):
     """Run ``ptdp`` and return its exit code, stdout and stderr, child processes included."""
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def run(*arguments):
         capfd.readouterr()
         code = main(arguments)
         captured = capfd.readouterr()
@@ -127,7 +127,7 @@ def test_chat_answers_each_line_and_resets_on_new(said, folder, tmp_path, monkey
     file = tmp_path / "questions"
     file.write_text("hello\nand you\n/new\nhello\n")
 
-    def chat(*options: str) -> list[str]:
+    def chat(*options):
         with file.open() as stdin:
             monkeypatch.setattr("sys.stdin", stdin)
             code, answers, err = said(

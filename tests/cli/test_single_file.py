@@ -130,7 +130,7 @@ def test_init_from_accepts_file(written, ptdp):
 
 def test_code_in_file_is_not_executed(tmp_path):
     class Runs:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
+        def __reduce__(self):
             return exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",)
 
     content = {

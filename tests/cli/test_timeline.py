@@ -71,7 +71,7 @@ def test_schedules_are_compared_at_equal_work(ptdp):
 def test_costs_change_step_time(ptdp):
     sizes = ["timeline", "--pp", "2", "--microbatches", "4", "--output", "t.json"]
 
-    def time(*options: str) -> float:
+    def time(*options):
         return float(ptdp(*sizes, *options)[1].splitlines()[1].split()[2])
 
     assert time() == 15

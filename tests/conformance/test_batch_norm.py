@@ -1,7 +1,6 @@
 """``Trainer(sync_batchnorm=True)``: replicas of a stage share batch statistics."""
 
 import warnings
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -18,7 +17,7 @@ class LitNormalized(LitNet):
         self.net.append(nn.BatchNorm1d(1))
 
 
-def evaluate(rank: int, place: Place, sync: bool) -> Any:
+def evaluate(rank, place, sync):
     L.seed_everything(1, verbose=False)
     trainer, module = make_trainer(place, sync_batchnorm=sync), LitNormalized()
     (found,) = trainer.validate(module, loader(), verbose=False)
@@ -41,7 +40,7 @@ def test_sync_batchnorm_normalizes_over_replicas(place, members, conformance):
     assert sorted(group for _, groups in found for group in groups) == sorted(members * 2)
 
 
-def fit(rank: int) -> list[str]:
+def fit(rank):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         make_trainer(Place(world_size=2), max_steps=1).fit(LitNormalized(), loader())

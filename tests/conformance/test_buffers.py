@@ -1,7 +1,6 @@
 """Buffers of replicas: broadcast from rank 0 like in DDP, and saved by rank 0."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -49,7 +48,7 @@ class Buffers(L.Callback):
         self.seen.append({name: value.clone() for name, value in module.named_buffers()})
 
 
-def fit(rank: int, place: Place, accumulate: int = 1, folder: str = "") -> Any:
+def fit(rank, place, accumulate=1, folder=""):
     L.seed_everything(1, verbose=False)
     buffers, module = Buffers(), LitStatistics()
     trainer = make_trainer(place, callbacks=[buffers], accumulate_grad_batches=accumulate)

@@ -1,7 +1,6 @@
 """State dicts changed by checkpoint hooks or weight averaging are saved and loaded."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -12,7 +11,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch import Tensor
 
 from lightning_ptdp.checkpoint import CheckpointError, read_full
 from tests.conformance.toys import (
@@ -46,7 +44,7 @@ WHOLE = {
 }
 
 
-def stored(path: Path) -> dict[str, Tensor]:
+def stored(path):
     return read_full(path) if path.is_dir() else torch.load(path, weights_only=False)["state_dict"]
 
 
@@ -62,15 +60,15 @@ class LitLate(LitNet):
             self.net, self.late = self.late, None
 
 
-def swa() -> Any:
+def swa():
     return StochasticWeightAveraging(1e-2, swa_epoch_start=1)
 
 
-def ema() -> Any:
+def ema():
     return EMAWeightAveraging(decay=0.7)
 
 
-def average(rank: int, place: Place, callback: Any, path: str) -> Any:
+def average(rank, place, callback, path):
     """Train three epochs, then repeat the last two from the checkpoint of the first."""
     here, found = Path(path, place.folder), []
     for name, resume in (("whole", None), ("resumed", here / "whole" / "0.ckpt")):
@@ -143,7 +141,7 @@ class LitHooked(LitNet):
         checkpoint["state_dict"] = state
 
 
-def hooked(rank: int, place: Place, path: str, module: Any) -> Any:
+def hooked(rank, place, path, module):
     L.seed_everything(1, verbose=False)
     file = Path(path, place.folder, "hooked.ckpt")
     first = make_trainer(place, max_epochs=1)
@@ -207,7 +205,7 @@ class LitHalves(LitNet):
         checkpoint["state_dict"]["extra"] = torch.zeros(1)
 
 
-def change_a_part(rank: int, place: Place, path: str) -> str:
+def change_a_part(rank, place, path):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, max_epochs=1)
     trainer.fit(LitHalves(), loader())
@@ -224,7 +222,7 @@ def test_added_state_dict_entry_is_refused_under_pipeline(conformance, tmp_path)
     assert not (tmp_path / "never.ckpt").exists()
 
 
-def late(rank: int, place: Place, path: str, module: Any) -> Any:
+def late(rank, place, path, module):
     L.seed_everything(1, verbose=False)
     file = Path(path, place.folder, "late.ckpt")
     first = make_trainer(place, max_epochs=1)

@@ -68,7 +68,7 @@ class LitClosure(LitNet):
         )
 
 
-def run(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> Any:
+def run(rank, place, optimizer, settings):
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(
@@ -93,7 +93,7 @@ def test_closure_optimizer_matches_single_process(optimizer, place, conformance)
         )
 
 
-def stop_and_go_on(rank: int, place: Place, folder: str) -> Any:
+def stop_and_go_on(rank, place, folder):
     for epochs in (2, 4):
         L.seed_everything(1, verbose=False)
         save = ModelCheckpoint(dirpath=folder, save_last=True)
@@ -120,7 +120,7 @@ def test_lbfgs_history_resumes_from_checkpoint(place, conformance, tmp_path):
         assert_weights(found, expected, tolerance=1e-7)
 
 
-def refuse(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> str:
+def refuse(rank, place, optimizer, settings):
     with pytest.raises(ValueError) as error:
         run(rank, place, optimizer, settings)
     return str(error.value)

@@ -20,7 +20,7 @@ class LitStatistics(LitNet):
         if self.norm is None:
             self.norm = nn.BatchNorm1d(FEATURES, affine=False)
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch):
         return super().loss((self.norm(batch[0]), batch[1]))
 
 
@@ -68,7 +68,7 @@ class LitLate(LitNet):
         return super().configure_optimizers()
 
 
-def _fit_late(rank: int, place: Place, trains: bool) -> str:
+def _fit_late(rank, place, trains):
     try:
         make_trainer(place, max_epochs=1).fit(LitLate(trains=trains), loader())
     except ValueError as error:

@@ -1,7 +1,6 @@
 """Freezing and unfreezing during training gives the weights of a single process."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -13,7 +12,6 @@ from tests.conformance.toys import (
     LitBackbone,
     LitNet,
     Losses,
-    Place,
     assert_weights,
     make_trainer,
     samples,
@@ -23,7 +21,7 @@ from tests.conformance.toys import (
 pytestmark = pytest.mark.thorough
 
 
-def own(rank: int, place: Place) -> DataLoader:
+def own(rank, place):
     """Return this replica's part of batches that are the same in all layouts."""
     replicas = 1 if "pipeline_parallel_size" in place.layout else place.world_size
     return DataLoader(
@@ -42,7 +40,7 @@ class Turns(L.Callback):
                 parameter.requires_grad_((name[0] == "0") == odd)
 
 
-def in_turns(rank: int, place: Place, clip: float | None, accumulate: int) -> Any:
+def in_turns(rank, place, clip, accumulate):
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(
@@ -68,7 +66,7 @@ def test_layers_frozen_in_turn_train_like_single_process(name, clip, accumulate,
         assert_weights(found, expected)
 
 
-def unfreeze(rank: int, place: Place, path: str) -> Any:
+def unfreeze(rank, place, path):
     file = Path(path, place.folder, "half.ckpt")
     L.seed_everything(1, verbose=False)
     first = make_trainer(

@@ -1,8 +1,5 @@
 """Hooks that read or change gradients act on the whole model, or are refused."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -10,7 +7,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.conformance.blocks import LAYOUTS, LitBlocks, batches
-from tests.conformance.toys import Place, assert_weights, make_trainer, weights
+from tests.conformance.toys import assert_weights, make_trainer, weights
 
 pytestmark = pytest.mark.thorough
 
@@ -65,7 +62,7 @@ class LitScales(LitHook):
                 parameter.grad.data.mul_(0.5).clamp_(min=-0.002)
 
 
-def train(rank: int, place: Place, kind: type[LitHook]) -> Any:
+def train(rank, place, kind):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, use_distributed_sampler=False)
     module = kind()
@@ -95,7 +92,7 @@ class LitLogsNorms(LitHook):
 
 
 class LitAdds(LitHook):
-    def gradients(self) -> Iterator[torch.Tensor]:
+    def gradients(self):
         return (p.grad for p in self.parameters() if p.grad is not None)
 
     def on_after_backward(self):
@@ -108,7 +105,7 @@ class LitLooksForNaN(LitHook):
             self.zero_grad()
 
 
-def refused(rank: int, place: Place, kind: type[LitHook]) -> str:
+def refused(rank, place, kind):
     try:
         make_trainer(place, use_distributed_sampler=False, max_epochs=1).fit(
             kind(), batches(place, rank)

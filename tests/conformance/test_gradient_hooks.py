@@ -32,7 +32,7 @@ class LitClips(LitNet):
         )
         self.log("norm", norm)
 
-    def plain_norm(self) -> Any:
+    def plain_norm(self):
         return grad_norm(self, norm_type=2)["grad_2.0_norm_total"]
 
     def configure_gradient_clipping(
@@ -41,7 +41,7 @@ class LitClips(LitNet):
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
-def clip(rank: int, place: Place) -> Any:
+def clip(rank, place):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(LitClips(), loader())

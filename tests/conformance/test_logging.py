@@ -1,7 +1,6 @@
 """Behaviours 8, 9 and 30: logged values are the same on all ranks and as in Lightning."""
 
 import csv
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -96,7 +95,7 @@ class SeenMetrics(L.Callback):
         self.seen.append(metrics(trainer))
 
 
-def log_everything(rank: int, place: Place) -> list[dict[str, dict[str, float]]]:
+def log_everything(rank, place):
     L.seed_everything(1, verbose=False)
     seen = SeenMetrics()
     # 29 samples: the last batch is smaller and its microbatches are uneven.
@@ -105,7 +104,7 @@ def log_everything(rank: int, place: Place) -> list[dict[str, dict[str, float]]]
     return seen.seen
 
 
-def assert_same_metrics(found: Any, expected: Any) -> None:
+def assert_same_metrics(found, expected):
     for here, there in zip(found, expected, strict=True):
         for kind, values in there.items():
             assert here[kind].keys() == values.keys(), kind
@@ -144,7 +143,7 @@ class Counted(LitNet):
     flops_per_batch = 1000
 
 
-def monitor(rank: int, place: Place) -> dict[str, float]:
+def monitor(rank, place):
     callback = Monitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     trainer = make_trainer(place, callbacks=[callback], logger=CSVLogger(place.folder))
     trainer.fit(Counted(), loader())
@@ -175,7 +174,7 @@ class CountsValidation(L.Callback):
         self.at.append((trainer.global_step, trainer.sanity_checking))
 
 
-def validate_often(rank: int, place: Place, settings: dict[str, Any]) -> Any:
+def validate_often(rank, place, settings):
     L.seed_everything(1, verbose=False)
     count = CountsValidation()
     trainer = make_trainer(place, callbacks=[count], **settings)
@@ -202,7 +201,7 @@ def test_validation_interval_with_several_loaders(name, settings, conformance):
         assert_same_metrics(found, expected)
 
 
-def log_to(rank: int, place: Place, path: str) -> Any:
+def log_to(rank, place, path):
     L.seed_everything(1, verbose=False)
     loggers = [
         CSVLogger(path, name="csv", flush_logs_every_n_steps=1),

@@ -1,7 +1,5 @@
 """Precision plugins that replace modules and parameters, as float8 and quantization plugins do."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -50,7 +48,7 @@ class Converts(Precision):
         super().__init__()
         self.kind = kind
 
-    def convert_module(self, module: nn.Module) -> nn.Module:
+    def convert_module(self, module):
         for name, child in list(module.named_modules()):
             if type(child) is nn.Linear:
                 module.set_submodule(name, Scaled(child) if self.kind is Scaled else fresh(child))
@@ -60,7 +58,7 @@ class Converts(Precision):
 class Copies(Converts):
     """Allocates new layers and copies the values, like Transformer Engine's plugin."""
 
-    def convert_module(self, module: nn.Module) -> nn.Module:
+    def convert_module(self, module):
         for name, child in list(module.named_modules()):
             if type(child) is nn.Linear:
                 new = Fresh(child.in_features, child.out_features)
@@ -69,7 +67,7 @@ class Copies(Converts):
         return module
 
 
-def fresh(old: nn.Linear) -> nn.Linear:
+def fresh(old):
     new = Fresh(old.in_features, old.out_features, device=old.weight.device)
     new.weight, new.bias = (
         nn.Parameter(old.weight.detach().clone()),
@@ -79,14 +77,14 @@ def fresh(old: nn.Linear) -> nn.Linear:
 
 
 class LitSplit(LitNet):
-    def configure_parallel(self) -> ParallelPlan:
+    def configure_parallel(self):
         return ParallelPlan(tensor={"net.2": "column", "net.4": "row"})
 
 
 T2 = Place(world_size=2, layout={"tensor_parallel_size": 2})
 
 
-def run(rank: int, place: Place, kind: type[nn.Linear]) -> Any:
+def run(rank, place, kind):
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(place, plugins=[Converts(kind)], callbacks=[losses])
@@ -130,7 +128,7 @@ class LitGrows(LitNet):
         return super().configure_optimizers()
 
 
-def grow(rank: int, place: Place) -> str:
+def grow(rank, place):
     with pytest.raises(ValueError, match=r"late\.weight, late\.bias") as error:
         make_trainer(place).fit(LitGrows(), loader())
     return str(error.value)
@@ -152,9 +150,7 @@ class LitLate(LitSplit):
             self.net = layers()
 
 
-def run_late(
-    rank: int, place: Place, plugin: type[Converts] | None, module: type[LitSplit] = LitLate
-) -> Any:
+def run_late(rank, place, plugin, module=LitLate):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, plugins=[plugin(Fresh)] if plugin is not None else None)
     trainer.fit(module(), loader())

@@ -1,8 +1,6 @@
 """Behaviours 7, 10 to 12 and 32: parameter groups, schedulers, accumulation, clipping and precision
 match Lightning."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -18,7 +16,6 @@ from tests.conformance.toys import (
     PLACES,
     LitNet,
     Losses,
-    Place,
     assert_weights,
     loader,
     make_trainer,
@@ -64,13 +61,7 @@ class LitGroups(LitNet):
         ]
 
 
-def run(
-    rank: int,
-    place: Place,
-    module: Any,
-    settings: dict[str, Any],
-    callbacks: list[Any],
-) -> Any:
+def run(rank, place, module, settings, callbacks):
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(place, callbacks=[losses, *callbacks], **({"max_epochs": 3} | settings))
@@ -84,7 +75,7 @@ def run(
     }
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
+def assert_same(found, expected, tolerance=1e-5):
     assert found["steps"] == expected["steps"]
     assert found["rates"] == pytest.approx(expected["rates"])
     assert_weights(found["weights"], expected["weights"], tolerance=tolerance)
@@ -155,7 +146,7 @@ def test_precision_matches_lightning(name, precision, tolerance, conformance):
         assert_same(found, expected, tolerance)
 
 
-def monitor_rates(rank: int, place: Place, path: str) -> Any:
+def monitor_rates(rank, place, path):
     L.seed_everything(1, verbose=False)
     monitor = LearningRateMonitor(logging_interval="step")
     trainer = make_trainer(place, callbacks=[monitor], logger=CSVLogger(path, name=place.folder))
@@ -178,14 +169,14 @@ class LitInfinite(LitNet):
         self.log("agreed_loss", loss * self.factor(), sync_dist=True, on_step=False, on_epoch=True)
         return loss * self.factor()
 
-    def factor(self) -> float:
+    def factor(self):
         last = own_rank() == self.trainer.world_size - 1
         return (
             float("inf") if self.trainer.fit_loop.epoch_loop.total_batch_idx == 6 and last else 1.0
         )
 
 
-def meet_infinity(rank: int, place: Place) -> Any:
+def meet_infinity(rank, place):
     L.seed_everything(1, verbose=False)
     stop = EarlyStopping(
         "agreed_loss", check_finite=True, check_on_train_epoch_end=True, patience=100

@@ -7,7 +7,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.checkpoint import read_full, to_lightning_file
 from lightning_ptdp.pipeline.crossing import StageError
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.thorough
 PIPELINE = Place(world_size=2, layout=P2)
 
 
-def all_stages_of_a_trainer(rank: int, place: Place) -> Any:
+def all_stages_of_a_trainer(rank, place):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, max_epochs=1)
     module = LitNet()
@@ -66,22 +66,11 @@ class Writer(BasePredictionWriter):
         super().__init__(write_interval="batch_and_epoch")
         self.folder, self.epoch, self.indices = Path(folder), [], []
 
-    def write_on_batch_end(
-        self,
-        trainer: Any,
-        module: Any,
-        prediction: Any,
-        indices: Any,
-        batch: Any,
-        index: int,
-        _: int,
-    ) -> None:
+    def write_on_batch_end(self, trainer, module, prediction, indices, batch, index, _):
         torch.save(prediction, self.folder / f"{trainer.global_rank}-{index}.pt")
         self.indices.extend(indices)
 
-    def write_on_epoch_end(
-        self, trainer: Any, module: Any, predictions: Any, batch_indices: Any
-    ) -> None:
+    def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
         self.epoch = predictions
 
 
@@ -94,7 +83,7 @@ class LitPredictsMore(LitNet):
         return {"prediction": prediction, "pair": (prediction * 2, y), "mean": prediction.mean()}
 
 
-def predict(rank: int, place: Place, path: str) -> Any:
+def predict(rank, place, path):
     L.seed_everything(1, verbose=False)
     here = Path(path, place.folder)
     here.mkdir(exist_ok=True)
@@ -147,7 +136,7 @@ class LitReturnsMore(LitNet):
         self.seen.append(outputs)
 
 
-def outputs_of_batches(rank: int, place: Place) -> Any:
+def outputs_of_batches(rank, place):
     L.seed_everything(1, verbose=False)
     module = LitReturnsMore()
     make_trainer(place, max_epochs=1).fit(
@@ -177,7 +166,7 @@ class LitTwoCalls(LitNet):
         return nn.functional.mse_loss(self.net(x), y) + self.net(-x).square().mean()
 
 
-def two_calls(rank: int, place: Place) -> str:
+def two_calls(rank, place):
     L.seed_everything(1, verbose=False)
     try:
         make_trainer(place, max_steps=1).fit(LitTwoCalls(), loader())
@@ -210,7 +199,7 @@ class LitLate(LitNet):
             self.net = layers()
 
 
-def configure_twice(rank: int, place: Place) -> Any:
+def configure_twice(rank, place):
     L.seed_everything(1, verbose=False)
     trainer, module = make_trainer(place), LitLate()
     trainer.fit(module, loader())
@@ -225,7 +214,7 @@ def test_second_configure_model_call_keeps_weights(conformance):
         assert_weights(after, before, tolerance=0)
 
 
-def load_before_fit(rank: int, place: Place) -> Any:
+def load_before_fit(rank, place):
     L.seed_everything(1 + rank, verbose=False)
     module = LitNet()
     generator = torch.Generator().manual_seed(11)
@@ -242,7 +231,7 @@ def test_weights_loaded_before_fit_are_trained(conformance):
         assert_weights(found, expected)
 
 
-def save_around_fit(rank: int, place: Place, path: str) -> Any:
+def save_around_fit(rank, place, path):
     here = Path(path)
     L.seed_everything(1, verbose=False)
     trainer, module = make_trainer(place), LitNet()
@@ -278,7 +267,7 @@ def test_checkpoint_saved_after_fit_loads_on_one_device(conformance, tmp_path):
     assert_weights(read_full(tmp_path / "weights.ckpt"), trained, tolerance=0)
 
 
-def save_before_fit(rank: int, place: Place, path: str) -> Any:
+def save_before_fit(rank, place, path):
     here = Path(path)
     L.seed_everything(1, verbose=False)
     module = LitNet()
@@ -308,14 +297,14 @@ class LitTied(LitNet):
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.words.weight
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch):
         tokens = (batch[0] * 3).long().remainder(11)
         return nn.functional.cross_entropy(
             self.head(self.net(self.words(tokens))).flatten(0, 1), tokens.roll(1, -1).flatten()
         )
 
 
-def train_tied(rank: int, place: Place) -> Any:
+def train_tied(rank, place):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, gradient_clip_val=0.1)
     trainer.fit(LitTied(), loader(), loader())

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.conformance.blocks import LAYOUTS, LitBlocks, batches, run_refused
-from tests.conformance.toys import Losses, Place, assert_weights, make_trainer, weights
+from tests.conformance.toys import Losses, assert_weights, make_trainer, weights
 
 pytestmark = pytest.mark.thorough
 
@@ -139,7 +139,7 @@ CASES = [
 ]
 
 
-def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
+def train(rank, place, kind):
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(
@@ -164,7 +164,7 @@ def test_parameter_groups_train_like_single_process(layout, kind, conformance):
             assert found_losses == pytest.approx(losses, rel=1e-5)
 
 
-def save_and_resume(rank: int, place: Place, kind: type[LitBlocks], path: str, load: bool) -> Any:
+def save_and_resume(rank, place, kind, path, load):
     L.seed_everything(1, verbose=False)
     file = Path(path, place.folder, "half.ckpt")
     trainer = make_trainer(place, max_epochs=3 if load else 1, use_distributed_sampler=False)

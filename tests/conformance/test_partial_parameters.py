@@ -1,7 +1,5 @@
 """Uses of parameters that a rank lacks are refused in steps, averages and gradient hooks."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -33,7 +31,7 @@ class LitLogsNorm(LitBlocks):
         )
 
 
-def run(rank: int, place: Place, kind: type[LitBlocks]) -> None:
+def run(rank, place, kind):
     trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
     trainer.fit(kind(), batches(place, rank), batches(place, rank))
 
@@ -68,7 +66,7 @@ class LitRemedy(LitBlocks):
             parameter.grad.add_(parameter.detach(), alpha=2e-3)
 
 
-def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
+def train(rank, place, kind):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
     trainer.fit(kind(), batches(place, rank))

@@ -1,7 +1,6 @@
 """Profilers, graph logging, values logged by rank 0 only, and ``strategy.reduce``."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -48,7 +47,7 @@ class LogsOnRankZero(LitNet):
             self.log("val", loss, rank_zero_only=True)
 
 
-def log_on_rank_zero(rank: int, place: Place) -> Any:
+def log_on_rank_zero(rank, place):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, max_epochs=1, limit_train_batches=2, limit_val_batches=1)
     trainer.fit(LogsOnRankZero(), loader(), loader())
@@ -87,7 +86,7 @@ class Reduces(L.Callback):
         )
 
 
-def reduce(rank: int, place: Place) -> Any:
+def reduce(rank, place):
     reduces = Reduces()
     make_trainer(place, max_steps=1, callbacks=[reduces]).fit(LitNet(), loader())
     return reduces.found
@@ -110,7 +109,7 @@ def test_reduce_over_one_replica_returns_its_value(conformance):
     assert (first["own"], second["own"]) == ((1,), (2,))
 
 
-def profile(rank: int, place: Place, folder: str) -> Any:
+def profile(rank, place, folder):
     profiler = PyTorchProfiler(
         folder,
         filename="profile",
@@ -156,7 +155,7 @@ class LitExample(LitNet):
         return self.net(x)
 
 
-def log_graph(rank: int, place: Place, folder: str) -> str:
+def log_graph(rank, place, folder):
     trainer = make_trainer(place, max_steps=1, logger=TensorBoardLogger(folder, log_graph=True))
     try:
         trainer.fit(LitExample(), loader())

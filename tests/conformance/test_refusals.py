@@ -224,7 +224,7 @@ class LitEvaluatedOnly(LitManual):
         raise AssertionError("nothing trains")
 
 
-def evaluate(rank: int, place: Place) -> Any:
+def evaluate(rank, place):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place)
     found = trainer.validate(LitEvaluatedOnly(), loader(), verbose=False)
@@ -253,7 +253,7 @@ class LitOutside(LitNet):
         return torch.optim.Adam([*self.parameters(), torch.nn.Parameter(torch.ones(3))], lr=1e-2)
 
 
-def step_on_others(rank: int, place: Place, kind: Any) -> str:
+def step_on_others(rank, place, kind):
     try:
         make_trainer(place, max_epochs=1).fit(kind(), loader())
     except ValueError as error:
@@ -312,7 +312,7 @@ class LitLate(LitNet):
                 *(torch.nn.Linear(8, 8) for _ in range(self.depth)), torch.nn.Linear(8, 1)
             )
 
-    def trainer_attached(self) -> bool:
+    def trainer_attached(self):
         return self._trainer is not None
 
 
@@ -336,7 +336,7 @@ def test_configure_model_is_checked_without_meta_device(module):
         make_trainer(Place(world_size=2, layout=layout)).fit(module(5), loader())
 
 
-def average(rank: int, place: Place, callback: Any) -> Any:
+def average(rank, place, callback):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, callbacks=[callback()], max_epochs=3)
     module = LitTunable()
@@ -344,7 +344,7 @@ def average(rank: int, place: Place, callback: Any) -> Any:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def swa() -> Any:
+def swa():
     return StochasticWeightAveraging(1e-2, swa_epoch_start=1)
 
 
@@ -355,7 +355,7 @@ def test_weight_averaging_of_whole_model_matches_lightning(name, callback, confo
         assert_weights(found, expected)
 
 
-def prune() -> Any:
+def prune():
     return ModelPruning("l1_unstructured", amount=0.3)
 
 
@@ -366,7 +366,7 @@ def test_pruning_of_whole_model_matches_lightning(name, conformance):
         assert_weights(found, expected)
 
 
-def find_rate(rank: int, place: Place) -> Any:
+def find_rate(rank, place):
     L.seed_everything(1, verbose=False)
     module = LitTunable()
     found = Tuner(make_trainer(place)).lr_find(module, loader(), num_training=20, min_lr=1e-4)
@@ -380,7 +380,7 @@ def test_learning_rate_finder_matches_lightning(conformance, tmp_path, monkeypat
         assert losses == pytest.approx(other_losses, rel=1e-5)
 
 
-def profile(rank: int, place: Place, path: str) -> Any:
+def profile(rank, place, path):
     L.seed_everything(1, verbose=False)
     profiler = SimpleProfiler(dirpath=path, filename=f"profile{rank}{place.folder}")
     trainer = make_trainer(place, profiler=profiler)
@@ -530,7 +530,7 @@ class LitStores(LitNet):
         return self.make(self.parameters())
 
 
-def fit_and_save(rank: int, place: Place, path: str, make: Any, saves: bool) -> str:
+def fit_and_save(rank, place, path, make, saves):
     steps = Losses()
     trainer = make_trainer(
         place, enable_checkpointing=saves, default_root_dir=path, callbacks=[steps], max_epochs=1
@@ -567,7 +567,7 @@ def test_unsavable_optimizer_is_refused_before_first_step(pool, tmp_path):
         ]
 
 
-def fit_without_validation(rank: int) -> None:
+def fit_without_validation(rank):
     module = LitNet()
     module.validation_step = None
     make_trainer(Place(world_size=2, layout=P2), max_epochs=1).fit(module, loader())

@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -17,7 +16,6 @@ from tests.conformance.toys import (
     LitBackbone,
     LitNet,
     Losses,
-    Place,
     assert_weights,
     loader,
     make_trainer,
@@ -40,7 +38,7 @@ class Groups(L.Callback):
         )
 
 
-def unfreeze(rank: int, place: Place, path: str, stop: int) -> Any:
+def unfreeze(rank, place, path, stop):
     file = Path(path, place.folder, f"{stop}.ckpt")
     L.seed_everything(1, verbose=False)
     first = make_trainer(
@@ -77,7 +75,7 @@ class BatchTimer(Timer):
         super().__init__(duration=timedelta(minutes=minutes))
         self.batches = 0
 
-    def time_elapsed(self, stage: Any = "train") -> float:
+    def time_elapsed(self, stage="train"):
         return self._offset + 60.0 * self.batches
 
     def on_train_batch_end(self, *args, **kwargs):
@@ -85,7 +83,7 @@ class BatchTimer(Timer):
         super().on_train_batch_end(*args, **kwargs)
 
 
-def out_of_time(rank: int, place: Place, path: str, minutes: int) -> Any:
+def out_of_time(rank, place, path, minutes):
     file = Path(path, place.folder, "timed.ckpt")
     L.seed_everything(1, verbose=False)
     first = make_trainer(place, max_epochs=9, callbacks=[BatchTimer(3)])
@@ -105,7 +103,7 @@ def test_timer_stops_resumed_run_at_same_batch(name, minutes, conformance, tmp_p
         assert found[0] >= 2
 
 
-def urls_and_nothing(rank: int, place: Place, path: str) -> Any:
+def urls_and_nothing(rank, place, path):
     here = Path(path, place.folder)
     L.seed_everything(1, verbose=False)
     first = make_trainer(place, max_epochs=1)
@@ -166,7 +164,7 @@ class LitCounting(LitNet):
         self.net[2] = Counting(16, 16)
 
 
-def count(rank: int, place: Place, path: str, first: bool = False) -> Any:
+def count(rank, place, path, first=False):
     """Return the counts after one epoch and after a second run: two resumed epochs or, with
     ``first``, one epoch from the saved weights."""
     file = Path(path, place.folder, "counted.ckpt")

@@ -1,8 +1,5 @@
 """Behaviours 13 and 14: distribution of samples over ranks."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -40,7 +37,7 @@ class SeenSamples(L.Callback):
         self.epochs[-1].append(batch[1].flatten().tolist())
 
 
-def read(rank: int, place: Place, shuffle: bool) -> list[list[list[float]]]:
+def read(rank, place, shuffle):
     L.seed_everything(1, verbose=False)
     seen = SeenSamples()
     trainer = make_trainer(place, callbacks=[seen])
@@ -48,7 +45,7 @@ def read(rank: int, place: Place, shuffle: bool) -> list[list[list[float]]]:
     return seen.epochs
 
 
-def read_twice(rank: int, place: Place) -> list[Any]:
+def read_twice(rank, place):
     L.seed_everything(1, verbose=False)
     seen = SeenSamples()
     for _ in range(2):
@@ -104,7 +101,7 @@ class Stream(IterableDataset):
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         x, y = samples(self.count).tensors
         return iter(zip(x, y, strict=True))
 
@@ -117,7 +114,7 @@ LOADERS = {
 }
 
 
-def train(rank: int, place: Place, data: str) -> Any:
+def train(rank, place, data):
     L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(place, callbacks=[losses])

@@ -1,7 +1,5 @@
 """Training steps that return None skip the batch, as in Lightning."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 
@@ -24,7 +22,7 @@ class LitSkips(LitNet):
         return None if batch_idx % 3 == 2 or batch_idx == 1 else loss
 
 
-def skip(rank: int, place: Place, accumulate: int) -> Any:
+def skip(rank, place, accumulate):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, accumulate_grad_batches=accumulate, gradient_clip_val=0.5)
     trainer.fit(LitSkips(), loader(56))

@@ -1,11 +1,8 @@
 """Overridden ``optimizer_step`` and ``optimizer_zero_grad`` work as Lightning documents."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp import ParallelPlan
 from tests.conformance.toys import (
@@ -88,9 +85,7 @@ class LitDrops(LitPlain):
             self.zero_grad()
 
 
-def run(
-    rank: int, place: Place, module: type[LitPlain], settings: dict[str, Any]
-) -> dict[str, Any]:
+def run(rank, place, module, settings):
     L.seed_everything(1, verbose=False)
     losses, lit = Losses(), module()
     trainer = make_trainer(place, callbacks=[losses], **({"max_epochs": 2} | settings))
@@ -139,7 +134,7 @@ def test_overridden_hooks_with_master_weights(module, precision, name, conforman
 class LitBackward(LitNet):
     calls = 0
 
-    def configure_parallel(self) -> ParallelPlan:
+    def configure_parallel(self):
         return ParallelPlan(tensor={"net.2": "column", "net.4": "row"})
 
     def backward(self, loss):
@@ -147,7 +142,7 @@ class LitBackward(LitNet):
         loss.backward()
 
 
-def run_backward(rank: int, place: Place) -> dict[str, Tensor]:
+def run_backward(rank, place):
     L.seed_everything(1, verbose=False)
     trainer, module = make_trainer(place), LitBackward()
     trainer.fit(module, loader())

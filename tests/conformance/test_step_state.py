@@ -1,7 +1,7 @@
 """State and metrics that steps collect are, on every rank, those of one device."""
 
 from collections import defaultdict, deque
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning.pytorch as L
 import pytest
@@ -34,7 +34,7 @@ class Average:
     def __init__(self):
         self.sum, self.count = 0.0, 0
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values):
         self.sum += float(values.sum())
         self.count += len(values)
 
@@ -134,7 +134,7 @@ class Values(L.Callback):
         self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def collect(rank: int, place: Place) -> Any:
+def collect(rank, place):
     L.seed_everything(1, verbose=False)
     values, module = Values(), Collects()
     trainer = make_trainer(place, callbacks=[values])

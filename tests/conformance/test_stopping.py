@@ -3,7 +3,6 @@
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -51,7 +50,7 @@ class LitScheduled(LitNet):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def interrupted(rank: int, place: Place, path: str) -> Any:
+def interrupted(rank, place, path):
     """Stop by max_steps within an epoch, and resume from the checkpoint in a new Trainer."""
     here = Path(path, place.folder)
     L.seed_everything(1, verbose=False)
@@ -86,7 +85,7 @@ def test_resume_within_epoch_restores_callback_and_scheduler(name, conformance, 
         assert_weights(found["weights"], expected["weights"])
 
 
-def train_until_stopped(rank: int, place: Place) -> Any:
+def train_until_stopped(rank, place):
     L.seed_everything(1, verbose=False)
     stops = [
         EarlyStopping("val_loss", patience=2, min_delta=0.05),
@@ -110,7 +109,7 @@ def test_early_stopping_callbacks_stop_all_ranks_together(name, conformance):
             assert state[2] == pytest.approx(other[2], rel=1e-5)
 
 
-def stop_and_resume(rank: int, place: Place, path: str) -> Any:
+def stop_and_resume(rank, place, path):
     here = Path(path, place.folder)
     states = []
     for epochs, resume in ((3, None), (20, "last.ckpt")):
@@ -144,7 +143,7 @@ class LitRenames(LitScheduled):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-def loads_by_itself(rank: int, place: Place, path: str) -> Any:
+def loads_by_itself(rank, place, path):
     here = Path(path, place.folder, "model.ckpt")
     L.seed_everything(1, verbose=False)
     first = make_trainer(place, max_steps=2)
@@ -189,7 +188,7 @@ CHECKPOINTS = {
 }
 
 
-def write_checkpoints(rank: int, place: Place, path: str) -> Any:
+def write_checkpoints(rank, place, path):
     L.seed_everything(1, verbose=False)
     here = Path(path, place.folder)
     savers = {

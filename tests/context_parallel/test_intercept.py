@@ -25,23 +25,17 @@ LENGTH = 16
 KINDS: list[AttentionKind] = ["ring", "all_to_all"]
 
 
-def make_batch(**more: Tensor) -> dict[str, Tensor]:
+def make_batch(**more):
     generator = torch.Generator().manual_seed(0)
     return {"input_ids": torch.randint(VOCABULARY, (3, LENGTH), generator=generator), **more}
 
 
-def padding(*counts: int) -> Tensor:
+def padding(*counts):
     """Return the mask of samples with the given numbers of tokens (True: a token)."""
     return torch.arange(LENGTH) < torch.tensor(counts)[:, None]
 
 
-def spread(
-    rank: int,
-    make: Callable[[], nn.Module],
-    step: Callable[..., Tensor],
-    batch: dict[str, Tensor],
-    **options: Any,
-) -> None:
+def spread(rank, make, step, batch, **options):
     """Compare output and gradients of ``step(model, batch)`` on slices with the whole sequence."""
     group = context_group(rank)
     torch.manual_seed(0)
@@ -81,21 +75,21 @@ def spread(
             )
 
 
-def plain(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def plain(model, batch):
     return model(batch["input_ids"])
 
 
-def causal_by_mask(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+def causal_by_mask(model, batch, dtype):
     return model(
         batch["input_ids"], mask=local_causal_mask(batch["input_ids"].size(1), dtype=dtype)
     )
 
 
-def keys_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def keys_hidden(model, batch):
     return model(batch["input_ids"], mask=batch["attention_mask"][:, None, None])
 
 
-def keys_hidden_from_each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def keys_hidden_from_each(model, batch):
     """Call the model like ``keys_hidden``, with the mask expanded to every query."""
     length = batch["input_ids"].size(1)
     return model(
@@ -103,24 +97,24 @@ def keys_hidden_from_each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     )
 
 
-def leaves_out_full_masks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def leaves_out_full_masks(model, batch):
     """Pass no mask for a slice without padding, like Hugging Face's models."""
     keys = batch["attention_mask"][:, None, None]
     return model(batch["input_ids"], mask=None if keys.all() else keys)
 
 
-def causal_and_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def causal_and_hidden(model, batch):
     length = batch["input_ids"].size(1)
     return model(
         batch["input_ids"], mask=batch["attention_mask"][:, None, None] & local_causal_mask(length)
     )
 
 
-def changed_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def changed_in_place(model, batch):
     """Use one mask buffer for all blocks: causal in the first block, then bidirectional."""
     mask = local_causal_mask(batch["input_ids"].size(1)).clone()
 
-    def widen(*_: object) -> None:
+    def widen(*_):
         mask.fill_(True)
 
     hook = model.get_submodule("blocks.1").register_forward_pre_hook(widen)
@@ -130,11 +124,11 @@ def changed_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         hook.remove()
 
 
-def given_mask(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def given_mask(model, batch):
     return model(batch["input_ids"], mask=batch["mask"])
 
 
-def encode(model: nn.Module, batch: dict[str, Tensor], causal: bool) -> Tensor:
+def encode(model, batch, causal):
     masks: dict[str, Any] = (
         {"src_key_padding_mask": ~batch["attention_mask"]} if "attention_mask" in batch else {}
     )
@@ -149,7 +143,7 @@ def encode(model: nn.Module, batch: dict[str, Tensor], causal: bool) -> Tensor:
     return model(batch["input_ids"], **masks)
 
 
-def models_on_slices(rank: int, kind: AttentionKind) -> None:
+def models_on_slices(rank, kind):
     generator = torch.Generator().manual_seed(5)
     random_mask = (torch.rand(3, 1, LENGTH, LENGTH, generator=generator) < 0.7) | torch.eye(
         LENGTH, dtype=torch.bool
@@ -273,11 +267,11 @@ class Weights(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-def window(length: int) -> Tensor:
+def window(length):
     return local_causal_mask(length).triu(-2)
 
 
-def slopes(length: int) -> Tensor:
+def slopes(length):
     return torch.arange(length).float()[None] - torch.arange(length).float()[:, None]
 
 
@@ -331,7 +325,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def _refuse(rank: int, name: str) -> str:
+def _refuse(rank, name):
     make, _ = REFUSED[name]
     torch.manual_seed(0)
     model, context, batch = make(), ContextParallel(group=context_group(rank)), make_batch()
@@ -347,7 +341,7 @@ def test_unsupported_model_is_refused(pool, name):
             raise ContextParallelError(message)
 
 
-def _foreign_checkpoint(rank: int, kind: AttentionKind) -> None:
+def _foreign_checkpoint(rank, kind):
     torch.manual_seed(0)
     model = Toy(is_causal=True, recompute={"use_reentrant": False})
     with ContextParallel(group=context_group(rank), attention=kind).forward(
@@ -366,7 +360,7 @@ def test_foreign_activation_checkpoint_raises(pool, kind):
 # ---- context manager -----------------------------------------------------------------------------
 
 
-def _leaving(rank: int) -> None:
+def _leaving(rank):
     group = context_group(rank)
     context, model, batch = ContextParallel(group=group), Toy(), make_batch()
     with pytest.raises(ContextParallelError, match="no attention"), context.forward(model, batch):
@@ -386,7 +380,7 @@ def test_context_restores_model_and_attention_on_exit(pool):
     pool.run(_leaving, world_size=2)
 
 
-def _autocast(rank: int) -> None:
+def _autocast(rank):
     group = context_group(rank)
     torch.manual_seed(0)
     model, batch = Toy(is_causal=True), make_batch()
@@ -410,7 +404,7 @@ def test_autocast_output_matches_single_process(pool):
     pool.run(_autocast, world_size=2)
 
 
-def _pick(rank: int, place: int) -> None:
+def _pick(rank, place):
     group = context_group(rank)
     torch.manual_seed(0)
     model, batch = Picks(place).double(), make_batch()

@@ -51,7 +51,7 @@ def test_mid_epoch_resume_reads_same_batches(
 
 
 def test_masks_differ_between_epochs(uninterrupted):
-    def unmasked(row: list[int], labels: list[int]) -> tuple[int, ...]:
+    def unmasked(row, labels):
         return tuple(
             sorted(
                 token if label == -100 else label for token, label in zip(row, labels, strict=True)

@@ -29,11 +29,11 @@ def stream(prepared):
     return TokenStream(prepared.folder, sequence_length=LENGTH)
 
 
-def rows(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+def rows(batch):
     return [tuple(row) for row in batch["input_ids"].tolist()]
 
 
-def steps(loaders: list[TokenLoader], count: int) -> list[tuple[int, ...]]:
+def steps(loaders, count):
     """Return the samples of ``count`` steps in global order, replica by replica in each step."""
     found = []
     for batches in itertools.islice(zip(*loaders, strict=True), count):
@@ -41,7 +41,7 @@ def steps(loaders: list[TokenLoader], count: int) -> list[tuple[int, ...]]:
     return found
 
 
-def replicas(stream: TokenStream, d: int, **kwargs: object) -> list[TokenLoader]:
+def replicas(stream, d, **kwargs):
     return [
         TokenLoader(stream, num_replicas=d, replica_rank=rank, seed=5, **kwargs)
         for rank in range(d)

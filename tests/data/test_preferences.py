@@ -15,11 +15,11 @@ pytestmark = pytest.mark.thorough
 pytest.importorskip("transformers")
 
 
-def message(role: str, content: str) -> dict[str, str]:
+def message(role, content):
     return {"role": role, "content": content}
 
 
-def pair(number: int, **changes: Any) -> dict[str, Any]:
+def pair(number, **changes):
     question = message("user", f"Is {number} odd?")
     answers = {"chosen": f"Yes, {number} is.", "rejected": "No."}
     row = {key: [question, message("assistant", text)] for key, text in answers.items()}
@@ -40,7 +40,7 @@ def model(tmp_path_factory):
 def data(model, tmp_path):
     """Return a factory of data modules for rows, in a new folder each."""
 
-    def make(rows: list[dict[str, Any]], **changes: Any) -> PreferenceDataModule:
+    def make(rows, **changes):
         number = len(list(tmp_path.iterdir()))
         file = tmp_path / f"{number}.jsonl"
         write_rows(file, rows)
@@ -57,7 +57,7 @@ def data(model, tmp_path):
     return make
 
 
-def texts(module: PreferenceDataModule) -> list[tuple[str, str, str]]:
+def texts(module):
     """Return the prompts and the two answers of all training pairs."""
     decode = module.prepare_config.tokenizer().of_transformers.decode
     stream = module._stream("train")

@@ -135,7 +135,7 @@ def test_unwritable_parent_is_refused(corpus, tmp_path, monkeypatch):
 
 
 def test_interrupt_leaves_no_output(corpus, tmp_path):
-    def stop(line: str) -> None:
+    def stop(line):
         if line.startswith("tokenized"):
             raise KeyboardInterrupt
 
@@ -147,7 +147,7 @@ def test_interrupt_leaves_no_output(corpus, tmp_path):
 def test_output_of_faster_process_is_used(corpus, prepared, tmp_path):
     target = tmp_path / "store"
 
-    def overtake(line: str) -> None:
+    def overtake(line):
         if line.startswith("tokenized") and not target.exists():
             shutil.copytree(prepared.folder, target)
 
@@ -192,11 +192,11 @@ def test_tokenizer_is_trained_on_bounded_sample(tmp_path):
     assert len(set(read)) > 10
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def put_another_tokenizer(path: Path) -> None:
+def put_another_tokenizer(path):
     """Replace the tokenizer by a valid one. The manifest then matches the files, but not the
     tokens."""
     Tokenizer.train(["other words entirely " * 50], vocabulary_size=280).save(path.parent)

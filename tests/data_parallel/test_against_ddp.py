@@ -35,7 +35,7 @@ class LitWithUnused(LitTiny):
         self.unused = nn.Parameter(torch.ones(5))
 
 
-def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str, Any]:
+def train(rank, world_size, layout):
     """Return this replica's losses and the final weights; without a layout, use torch's DDP."""
     L.seed_everything(3, verbose=False)
     module, losses = LitWithUnused(), []

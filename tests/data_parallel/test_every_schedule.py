@@ -36,7 +36,7 @@ MODES: dict[str, Place] = {
 RUN = Run(accumulate=2, global_batch=16)
 
 
-def place_of(schedule: str, mode: str) -> Place:
+def place_of(schedule, mode):
     world_size, layout = MODES[mode]
     pipeline = {"pipeline_parallel_size": 2, "schedule": schedule, "bucket_mb": 1e-2}
     return world_size, {**pipeline, **SCHEDULES[schedule], **layout}

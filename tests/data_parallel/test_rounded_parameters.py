@@ -84,7 +84,7 @@ MODULES = {"reads": Penalized, "writes": Doubling}
 class OtherRun(Run):
     module: str
 
-    def make_module(self) -> L.LightningModule:
+    def make_module(self):
         return MODULES[self.module](self)
 
 
@@ -104,10 +104,10 @@ def test_other_code_has_unrounded_weights(module, parity):
 class Counted(Run):
     """A training that counts the elements that are gathered, and the deferred products."""
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         return [Counting()]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         (counting,) = (c for c in trainer.callbacks if isinstance(c, Counting))
         weights = [
             p.numel()
@@ -123,11 +123,11 @@ class Counting(L.Callback):
         self.deferred = 0
         gather, defer = reduction.start_all_gather, WeightGradients.defer_product
 
-        def gathering(buffer: Tensor, group: Any) -> Any:
+        def gathering(buffer, group):
             self.sent[buffer.dtype] += buffer.numel()
             return gather(buffer, group)
 
-        def deferring(*args: Any) -> None:
+        def deferring(*args):
             self.deferred += 1
             defer(*args)
 

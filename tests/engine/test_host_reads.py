@@ -1,7 +1,6 @@
 """Host reads of GPU values. Each waits for all queued kernels, so a step waits once, at its end, in
 every layout."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,12 +12,11 @@ import torch.distributed as dist
 import torchmetrics
 from torch import Tensor
 
-from lightning_ptdp.attention.attention_protocol import AttentionCall
 from lightning_ptdp.attention.ring import RingAttention
 from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
-from tests.fake_cuda import Wait, Waits, fake_cuda
+from tests.fake_cuda import Waits, fake_cuda
 from tests.parity import checks_of_rank_0
 
 pytestmark = pytest.mark.thorough
@@ -176,7 +174,7 @@ class Marks(pl.Callback):
         self._batches = waits.batches
         self.begun: dict[str, list[int]] = {"train": [], "val": []}
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind):
         self.begun[kind].append(len(self._batches))
         self._batches.append([])
 
@@ -193,13 +191,7 @@ class Marks(pl.Callback):
         self._batches.append([])
 
 
-def fit(
-    rank: int,
-    size: int,
-    options: dict[str, Any],
-    settings: dict[str, Any],
-    module: Callable[[], pl.LightningModule] | None = None,
-) -> dict[str, list[list[Wait]]]:
+def fit(rank, size, options, settings, module=None):
     """Train on a fake GPU and return the host's waits in each training and validation batch."""
     try:
         return _fit(rank, size, options, settings, module)
@@ -208,13 +200,7 @@ def fit(
         torch.use_deterministic_algorithms(False)
 
 
-def _fit(
-    rank: int,
-    size: int,
-    options: dict[str, Any],
-    settings: dict[str, Any],
-    module: Callable[[], pl.LightningModule] | None,
-) -> dict[str, list[list[Wait]]]:
+def _fit(rank, size, options, settings, module):
     torch.manual_seed(0)
     sizes = {
         "vocabulary_size": 32,
@@ -266,12 +252,12 @@ def test_step_waits_for_device_at_most_once(name, pool):
     _check(pool.run(fit, world_size=size, args=(size, options, settings)))
 
 
-def _summed(rank: int, options: dict[str, Any]) -> list[tuple[bool, torch.dtype]]:
+def _summed(rank, options):
     """Return the last sums over the two replicas: asynchronous or not, dtype."""
     sums = []
     all_reduce = dist.all_reduce
 
-    def noting(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def noting(tensor, *args, async_op=False, **kwargs):
         sums.append((async_op, tensor.dtype))
         return all_reduce(tensor, *args, async_op=async_op, **kwargs)
 
@@ -304,7 +290,7 @@ def test_hugging_face_module_waits_for_device_at_most_once(size, options, pool):
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
 
 
-def mixture(**options: Any) -> pl.LightningModule:
+def mixture(**options):
     return LitGPT(
         GPTConfig.gpt2(
             vocabulary_size=32,
@@ -368,11 +354,11 @@ def test_context_ranks_read_no_mask_of_hugging_face_model(module, pool):
     _check(pool.run(fit, world_size=2, args=(2, options, {}, module)))
 
 
-def _masked_calls(rank: int, module: Callable[[], pl.LightningModule]) -> list[bool]:
+def _masked_calls(rank, module):
     calls: list[bool] = []
     attend = RingAttention.__call__
 
-    def noting(self: RingAttention, call: AttentionCall) -> Tensor:
+    def noting(self, call):
         calls.append(call.mask is not None)
         return attend(self, call)
 
@@ -427,7 +413,7 @@ def test_finite_check_and_loss_scaler_wait_for_gradients(options, settings, pool
         )
 
 
-def _check(ranks: list[dict[str, list[list[Wait]]]]) -> None:
+def _check(ranks):
     for batches in ranks:
         # In the first batch of a shape the stages exchange shapes.
         for kind, (

@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ pytest.importorskip("transformers")
 STEPS, CLIP = 3, 0.1
 
 
-def run_of(name: str, **options: Any) -> Run:
+def run_of(name, **options):
     return Run(architecture=name, steps=STEPS, clip=CLIP, options=options)
 
 

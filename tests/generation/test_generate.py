@@ -105,7 +105,7 @@ def test_seed_determines_text_and_global_rng_is_unchanged():
 
 
 def test_temperature_top_k_and_top_p():
-    def drawn(**options: Any) -> list[int]:
+    def drawn(**options):
         return [
             row[0]
             for row in generate(Counting(), [[0]] * 2000, Sampling(max_new_tokens=1, **options))

@@ -24,7 +24,7 @@ def written(pool):
     """Return a function that trains and returns the results by rank, cached by its arguments."""
 
     @cache
-    def run(model: str, layout: str | None, **options: Any) -> list[dict[str, Any]]:
+    def run(model, layout, **options):
         world_size, degrees = {
             **LAYOUTS,
             "c2": (2, {"context_parallel_size": 2}),

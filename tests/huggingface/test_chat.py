@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -41,7 +40,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def data(root: Path, **options: Any) -> ChatDataModule:
+def data(root, **options):
     settings: dict[str, Any] = {
         "micro_batch_size": 2,
         "num_microbatches": 2,
@@ -63,11 +62,11 @@ def data(root: Path, **options: Any) -> ChatDataModule:
 class Chats(ChatTraining):
     packing: bool
 
-    def make_module(self) -> L.LightningModule:
+    def make_module(self):
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3)
         return LitCausalLM(str(self.root / "llama"), optimizer=optimizer)
 
-    def make_loaders(self, trainer: L.Trainer) -> list[Any]:
+    def make_loaders(self, trainer):
         return [data(self.root, packing=self.packing, num_microbatches=2, global_batch_size=8)]
 
 

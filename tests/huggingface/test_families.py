@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from lightning_ptdp.models.plans import FAMILIES, find_plan
-from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.unseen import Run, check
 from tests.letters import SP, M, P, T, V
@@ -19,11 +18,11 @@ ENCODER_DECODERS = ("t5", "bart", "whisper")
 WHOLE_PARTS = ("phi3", "olmo2", "nemotron", "mixtral", "qwen2_moe", "deepseek_v3")
 
 
-def family_of(name: str) -> str:
+def family_of(name):
     return type(build(name)).__module__.split(".")[2]
 
 
-def plan_of(name: str) -> ParallelPlan:
+def plan_of(name):
     plan = find_plan(build(name))
     assert plan is not None
     return plan

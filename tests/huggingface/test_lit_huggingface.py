@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +55,7 @@ def test_encoder_is_refused_as_causal_language_model(folders):
     ).check_data(None)
 
 
-def masked(run: Run) -> LitMaskedLM:
+def masked(run):
     assert run.pretrained is not None
     return LitMaskedLM(run.pretrained, optimizer=OPTIMIZER)
 
@@ -200,7 +199,7 @@ def test_invalid_model_config_is_refused(given, said):
     assert "\n" not in str(caught.value)
 
 
-def refused(folder: Path, **options: Any) -> str:
+def refused(folder, **options):
     """Return the message of the error that is raised before launch."""
     with pytest.raises(ValueError) as caught:
         PTDPStrategy().check(LitCausalLM(str(folder), **options))
@@ -227,18 +226,18 @@ def test_mismatched_weights_are_refused_with_names_and_shapes(folders, tmp_path)
 
 
 def test_invalid_model_folder_is_refused_before_launch(folders, tmp_path):
-    def changed(name: str, change: Callable[[Path], object], of: str = "tied") -> Path:
+    def changed(name, change, of="tied"):
         shutil.copytree(folders / of, tmp_path / name)
         change(tmp_path / name)
         return tmp_path / name
 
-    def pickled(folder: Path) -> None:
+    def pickled(folder):
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
-    def config(**values: Any) -> Callable[[Path], object]:
+    def config(**values):
         return lambda folder: (folder / "config.json").write_text(json.dumps(values))
 
-    def half(folder: Path) -> None:
+    def half(folder):
         for file in sorted(folder.glob("*.safetensors"))[::2]:
             file.unlink()
 
@@ -340,7 +339,7 @@ def test_pretrained_weights_are_read_without_init_or_mmap(folders, tmp_path, mon
 
 
 def test_resume_from_checkpoint_matches_single_process(parity, folders, tmp_path):
-    def resumed(name: str) -> list[float]:
+    def resumed(name):
         begun = Run(model="labelled", module=causal, pretrained=str(folders / "tied"), steps=2)
         run, saved = begun.on(LAYOUTS[name]), str(tmp_path / name)
         first = parity.ranks(replace(run, save=saved))[0]
@@ -356,7 +355,7 @@ def test_resume_from_checkpoint_matches_single_process(parity, folders, tmp_path
 
 
 def test_parent_gets_forked_weights_without_reading_folder(folders, tmp_path, monkeypatch):
-    def trained(**options: Any) -> LitCausalLM:
+    def trained(**options):
         lit = LitCausalLM(str(folders / "tied"), optimizer=OPTIMIZER)
         trainer = quiet_trainer(tmp_path, max_steps=2, limit_val_batches=0, **options)
         trainer.fit(lit, DataLoader(Samples("labelled"), batch_size=4))

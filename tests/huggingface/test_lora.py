@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.thorough, needs("peft")]
 OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01, decay_steps=4)
 
 
-def adapted(model: str = "llama", layout: dict[str, Any] | None = None, **options: Any) -> Run:
+def adapted(model="llama", layout=None, **options):
     return Run(model=model, options=(("lora", tuple(options.items())),), layout=layout or {})
 
 
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def causal(run: Run) -> LitCausalLM:
+def causal(run):
     assert run.pretrained is not None
     return LitCausalLM(
         run.pretrained,
@@ -249,7 +249,7 @@ def test_checkpoint_is_refused_if_only_one_side_has_adapter(folder):
         lit.on_load_checkpoint({"hyper_parameters": dict(lit.hparams)})
 
 
-def count(rank: int, folder: str) -> dict[str, int]:
+def count(rank, folder):
     """Count the elements that training keeps for bfloat16 weights with float32 masters."""
     module = LitCausalLM(folder, adapter=LoraOptions(r=3), dtype="bfloat16", optimizer=OPTIMIZER)
     strategy = PTDPStrategy(master_weights=True)
@@ -290,7 +290,7 @@ def test_frozen_weights_need_no_training_memory(pool, tmp_path):
         assert found["gradients"] <= trained
 
 
-def whole_adapters(rank: int, model: str, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+def whole_adapters(rank, model, layout):
     """Train adapters with dropout and return the adapter parameters that all ranks hold."""
     module = LitHuggingFace(adapted(model, lora_dropout=0.2, init_lora_weights=False))
     trainer = make_trainer(

@@ -38,10 +38,10 @@ class Other(DummyLogger):
     """User logger whose methods have the names of ours but other arguments."""
 
     @property
-    def version(self) -> str:
+    def version(self):
         return "other"
 
-    def log_text(self, key: str, columns: list[str]) -> None:
+    def log_text(self, key, columns):
         raise AssertionError("called")
 
     log_table = log_tags = log_dataset = check = log_text

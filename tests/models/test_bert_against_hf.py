@@ -14,7 +14,7 @@ CONFIG = BertConfig.original(
 )
 
 
-def hugging_face() -> nn.Module:
+def hugging_face():
     config = transformers.BertConfig(
         vocab_size=61,
         max_position_embeddings=24,
@@ -32,7 +32,7 @@ def hugging_face() -> nn.Module:
     return model
 
 
-def converted(source: dict[str, Tensor]) -> dict[str, Tensor]:
+def converted(source):
     """Convert Hugging Face's names and separate projections to ours."""
     names = {
         "embeddings.token": "bert.embeddings.word_embeddings",

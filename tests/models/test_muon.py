@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.models import AdamWConfig, MuonWithAdamW
 from lightning_ptdp.models.optimizer_setup import build_muon
@@ -62,7 +62,7 @@ class Owned(Run):
 
     muon: bool = True
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         names, _ = trainer.strategy.model_space.optimizer_records()
         (optimizer,) = trainer.strategy.optimizers
         states = optimizer.state.items()
@@ -92,7 +92,7 @@ def test_experts_are_left_to_adamw(level, parity):
 
 
 def test_steps_equal_those_of_torch():
-    def weights() -> dict[str, nn.Parameter]:
+    def weights():
         torch.manual_seed(0)
         names = ("wte", "h.0.up", "h.1.down")
         matrices = {name: nn.Parameter(torch.randn(4, 6)) for name in names}
@@ -132,7 +132,7 @@ def test_closure_is_evaluated_with_gradients():
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = MuonWithAdamW([{"params": [weight], "muon": True}], lr=0.1)
 
-    def closure() -> Tensor:
+    def closure():
         optimizer.zero_grad()
         loss = weight.square().sum()
         loss.backward()

@@ -124,7 +124,7 @@ def test_user_plan_takes_precedence():
             super().__init__()
             self.model = make_model("gpt2")
 
-        def configure_parallel(self) -> ParallelPlan:
+        def configure_parallel(self):
             return ParallelPlan(
                 tensor={"model.lm_head": "vocabulary", "model.transformer.wte": "vocabulary"}
             )

@@ -4,11 +4,10 @@ They are complete on the last stage, or their use is refused.
 """
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ptdp.pipeline.crossing import StageError
 from tests.pipeline.crossing_models import (
@@ -26,7 +25,7 @@ from tests.pipeline.crossing_models import (
 class AllHidden(Base):
     """Sums the outputs of all blocks."""
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         hidden: tuple[Tensor, ...] = ()
         for layer in self.layers:
             x = layer(x)
@@ -50,7 +49,7 @@ class Routers(Base):
     def __init__(self):
         super().__init__(RouterBlock)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         losses, chosen = 0, []
         for layer in self.layers:
             x, router = layer(x)
@@ -74,17 +73,17 @@ class Hooked(Base):
             layer.register_forward_hook(self.halve)
             layer.register_forward_hook(self.keep)
 
-    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def keep(self, module, args, output):
         self.seen.append(output)
 
-    def keep_with_kwargs(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    def keep_with_kwargs(self, module, args, kwargs, output):
         self.seen.append(output)
         return output
 
-    def halve(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def halve(self, module, args, output):
         return output / 2
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x = layer(x)
         seen, self.seen = self.seen, []
@@ -145,7 +144,7 @@ class Keeping(Base):
     def __init__(self):
         super().__init__(KeepingBlock)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x = layer(x)
         return x + sum(module.loss for module in self.modules() if hasattr(module, "loss"))
@@ -165,7 +164,7 @@ class Read(Base):
         for layer in self.layers:
             layer.own.seen = []
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x = layer(x)
         return x + sum(sum(layer.own.seen) for layer in self.layers)
@@ -196,13 +195,13 @@ class Timed(Base):
             module.register_forward_pre_hook(partial(self.begin, name))
             module.register_forward_hook(partial(self.end, name))
 
-    def begin(self, name: str, module: nn.Module, args: Any) -> None:
+    def begin(self, name, module, args):
         self.open.add(name)
 
-    def end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, name, module, args, output):
         self.open.remove(name)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x = layer(x)
         return x
@@ -218,7 +217,7 @@ def test_removed_hook_is_not_called_on_other_stages():
             super().__init__()
             self.seen: list[Tensor] = []
 
-        def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        def run_blocks(self, x, ids):
             for layer in self.layers:
                 x = layer(x)
             return x

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.schedule import Action, ActionKind, Schedule, dump_schedule, peak_in_flight
+from lightning_ptdp.schedule import ActionKind, Schedule, dump_schedule, peak_in_flight
 from tests.pipeline.grid import TIED, Case, Expected, cases, make_batch, unsplit
 from tests.pipeline.watched import Outcome, Rank, assert_same, summed
 
@@ -21,7 +21,7 @@ Steps = dict[int, tuple[Schedule, Expected, list[Outcome]]]
 """By number of microbatches; one outcome per rank."""
 
 
-def _run_case(rank: int, case: Case) -> dict[int, Outcome]:
+def _run_case(rank, case):
     """Run every number of microbatches, and the last one again with blocking sends."""
     here = Rank(case.build(1))
     outcomes = {}
@@ -40,7 +40,7 @@ def steps(pool):
     ranks. A negative number means blocking sends."""
 
     @cache
-    def of(case: Case) -> Steps:
+    def of(case):
         ranks = pool.run(_run_case, world_size=case.p, args=(case,))
         return {
             m: (
@@ -99,7 +99,7 @@ def test_stage_is_reduced_once_after_its_last_gradient(case, steps):
             assert sorted(outcome.completed) == sorted(awaited_names)
 
 
-def _last_gradient(program: tuple[Action, ...], stage: int) -> Action:
+def _last_gradient(program, stage):
     return [
         a
         for a in program
@@ -107,7 +107,7 @@ def _last_gradient(program: tuple[Action, ...], stage: int) -> Action:
     ][-1]
 
 
-def _last_gradients_and_reductions(program: tuple[Action, ...]) -> list[tuple[str, int]]:
+def _last_gradients_and_reductions(program):
     told = []
     for action in program:
         if action.kind is ActionKind.REDUCE:
@@ -156,7 +156,7 @@ def test_output_is_freed_after_send(case, steps):
 PAIRS = [case for case in GRID if case.p == 2 and case.v < 3]
 
 
-def _run_recomputed(rank: int, case: Case, policy: str) -> Outcome:
+def _run_recomputed(rank, case, policy):
     return Rank(case.build(1), recompute=policy).step(case.build(3), make_batch(3))
 
 
@@ -178,7 +178,7 @@ def test_recomputation_keeps_gradients_and_runs_layers_twice(case, policy, pool)
         assert sum(len(kept) for kept, _ in outcome.kept.values()) >= 4 * layers * (case in SPLIT)
 
 
-def _run_several_steps(rank: int, case: Case) -> list[tuple[Outcome, int]]:
+def _run_several_steps(rank, case):
     """Accumulate gradients over batches of different shapes, with evaluation in between."""
     here, found = Rank(case.build(1)), []
     for m, seed, training in SEVERAL:
@@ -238,7 +238,7 @@ def test_header_is_sent_once_per_shape(case, several):
             assert found[index][1] == len(behind) * len(shapes), f"step {index}, rank {rank}"
 
 
-def _run_bfloat16(rank: int, case: Case) -> Outcome:
+def _run_bfloat16(rank, case):
     return Rank(case.build(1), dtype=torch.bfloat16).step(case.build(3), make_batch(3))
 
 
@@ -273,5 +273,5 @@ def test_schedule_from_file_matches_whole_model(pool, tmp_path):
     assert all(outcome.kept for outcome in outcomes)
 
 
-def _run_file(rank: int, case: Case) -> Outcome:
+def _run_file(rank, case):
     return Rank(case.build(4)).step(case.build(4), make_batch(4))

@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def layer_matrices(config: GPTConfig) -> list[tuple[int, int]]:
+def layer_matrices(config):
     """Return (outputs, inputs) of a layer's matrices: qkv, projection, up and down."""
     h, q, f = config.hidden_size, config.num_heads * config.head_dim, config.ffn_size
     keys_and_values = 2 * config.kv_heads * config.head_dim
@@ -137,8 +137,8 @@ class Own(nn.Module):
         return self.head(self.layers(self.embed(ids)))
 
 
-def _of_hugging_face(kind: str, config: str, **sizes: Any) -> Callable[[str], nn.Module]:
-    def build(attention: str) -> nn.Module:
+def _of_hugging_face(kind, config, **sizes):
+    def build(attention):
         import transformers
 
         model: nn.Module = getattr(transformers, kind)._from_config(
@@ -293,7 +293,7 @@ def test_frozen_parameters_reduce_optimizer_memory_and_flops():
     assert found[share].time.model_flops < found[1].time.model_flops
 
 
-def cut_already() -> nn.Module:
+def cut_already():
     module = Own()
     vars(module)[CUT_MARK] = "t2"
     return module

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp import ParallelLayout, PTDPStrategy
+from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.recipe_files import find_config, recipe_names
-from lightning_ptdp.models import LitCausalLM
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_model
@@ -43,7 +42,7 @@ _QWEN = {
 }
 
 
-def sizes(known: dict[str, Any], layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
+def sizes(known, layers, hidden, ffn, heads):
     more = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -115,9 +114,7 @@ def test_recipe_layout_fits_model(name, tmp_path, monkeypatch):
         check_mixture(name, module, strategy, layout)
 
 
-def check_mixture(
-    name: str, module: LitCausalLM, strategy: PTDPStrategy, layout: ParallelLayout
-) -> None:
+def check_mixture(name, module, strategy, layout):
     """Check the active parameters of a mixture, its batch, and the memory of the fullest rank."""
     _, active, batch = MIXTURES[name]
     experts = [child for child in module.modules() if type(child).__name__.endswith("Experts")]

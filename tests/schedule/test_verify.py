@@ -42,19 +42,19 @@ SIZES = [
 ]
 
 
-def changed(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
+def changed(schedule, rank, program):
     programs = list(schedule.programs)
     programs[rank] = tuple(program)
     return dataclasses.replace(schedule, programs=tuple(programs))
 
 
-def refuse(schedule: Schedule, *words: str) -> None:
+def refuse(schedule, *words):
     """Check that the verifier refuses the training schedule and marks the fault."""
     with raises_with(("-->", *words), ScheduleError):
         verify_schedule(schedule, training=True)
 
 
-def is_legal(schedule: Schedule) -> bool:
+def is_legal(schedule):
     """Return True if a permuted training schedule can run. This is the oracle.
 
     It tries every rank in turn. Sends block, in first-in first-out order. A receive waits until the
@@ -96,7 +96,7 @@ def is_legal(schedule: Schedule) -> bool:
     return positions == [len(program) for program in schedule.programs]
 
 
-def needed(schedule: Schedule, action: Action) -> set[Action]:
+def needed(schedule, action):
     """Return the computations that ``action`` needs, and the messages between ranks."""
     s, i = action.stage, action.microbatch
     found = needs(action, schedule.num_stages)
@@ -108,7 +108,7 @@ def needed(schedule: Schedule, action: Action) -> set[Action]:
     return found
 
 
-def accepted(schedule: Schedule) -> bool:
+def accepted(schedule):
     try:
         verify_schedule(schedule, training=True)
     except ScheduleError:
@@ -130,7 +130,7 @@ Place = tuple[Schedule, int, int]
 
 
 @st.composite
-def places(draw: st.DrawFn) -> Place:
+def places(draw):
     schedule = build(*draw(st.sampled_from(SIZES)))
     rank = draw(st.integers(0, schedule.pipeline_parallel_size - 1))
     return schedule, rank, draw(st.integers(0, len(schedule.programs[rank]) - 1))

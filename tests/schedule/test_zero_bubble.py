@@ -19,7 +19,7 @@ from tests.schedule.builders import UNIT, build, simulated
 pytestmark = pytest.mark.pure
 
 
-def idle_in_the_middle(timeline: Timeline) -> list[object]:
+def idle_in_the_middle(timeline):
     """Return each rank's idle time between its first start and its last end."""
     return [
         spans[-1].end - spans[0].start - busy

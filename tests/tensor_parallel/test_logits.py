@@ -20,7 +20,7 @@ from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_g
 B, S, V = 2, 5, 13
 
 
-def hugging_face(logits: Tensor, y: Tensor) -> Tensor:
+def hugging_face(logits, y):
     """Return the loss of transformers' ForCausalLMLoss."""
     logits = logits.float()
     shifted = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
@@ -100,7 +100,7 @@ GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def split(full: Tensor, group: Group) -> tuple[Tensor, VocabularyParallelLogits]:
+def split(full, group):
     """Return the local leaf and its logits. The value of padding would change the results."""
     words = VocabularyRange(size=full.size(-1), parts=group.size, index=group.rank)
     local = torch.full((*full.shape[:-1], words.rows), 50.0, dtype=full.dtype)
@@ -109,7 +109,7 @@ def split(full: Tensor, group: Group) -> tuple[Tensor, VocabularyParallelLogits]
     return leaf, VocabularyParallelLogits.wrap(leaf * 1, vocabulary=words, group=group)
 
 
-def check_losses(rank: int) -> None:
+def check_losses(rank):
     group = tensor_group(rank)
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(3)
@@ -138,7 +138,7 @@ def check_losses(rank: int) -> None:
             assert not leaf.grad[..., words.count :].any(), name
 
 
-def check_metadata(rank: int) -> None:
+def check_metadata(rank):
     group = tensor_group(rank)
     full = torch.randn(B, S, V, generator=torch.Generator().manual_seed(1))
     _, logits = split(full, group)
@@ -185,7 +185,7 @@ def check_metadata(rank: int) -> None:
     assert_same(torch.from_numpy(logits.detach().numpy()), full)
 
 
-def check_argmax(rank: int) -> None:
+def check_argmax(rank):
     group = tensor_group(rank)
     for vocabulary in (5, 8, V):  # 5 over 4 ranks: the last has no tokens
         full = torch.randn(B, S, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
@@ -210,7 +210,7 @@ class Output:
     loss: float = 1.0
 
 
-def check_outputs_and_refusals(rank: int) -> None:
+def check_outputs_and_refusals(rank):
     group = tensor_group(rank)
     full = torch.randn(B, S, V, generator=torch.Generator().manual_seed(1))
     _, logits = split(full, group)

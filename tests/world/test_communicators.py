@@ -45,11 +45,11 @@ def test_communicator_members_in_large_layout():
     assert all(200 in ranks for ranks in every)
 
 
-def _created(rank: int, layout: ParallelLayout) -> list[tuple[int, ...]]:
+def _created(rank, layout):
     created = list[tuple[int, ...]]()
     new_group = dist.new_group
 
-    def note(ranks: list[int], **options: Any) -> Any:
+    def note(ranks, **options):
         created.append(tuple(ranks))
         return new_group(ranks, **options)
 
