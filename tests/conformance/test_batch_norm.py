@@ -2,7 +2,6 @@
 
 import warnings
 
-import lightning.pytorch as L
 import pytest
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ class LitNormalized(LitNet):
 
 
 def evaluate(rank, place, sync):
-    L.seed_everything(1, verbose=False)
     trainer, module = make_trainer(place, sync_batchnorm=sync), LitNormalized()
     (found,) = trainer.validate(module, loader(), verbose=False)
     groups = [
@@ -53,3 +51,10 @@ def test_unsynchronized_batch_norm_warns_on_rank_zero_only(pool):
         "net.1, net.8 normalize over the batch, which here is one replica's part"
     )
     assert others == []
+
+
+def test_batch_norm_over_microbatch_warns():
+    with pytest.warns(UserWarning, match=r"net.1, net.8 normalize over the batch"):
+        make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
+            LitNormalized(), loader()
+        )

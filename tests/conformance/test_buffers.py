@@ -49,7 +49,6 @@ class Buffers(L.Callback):
 
 
 def fit(rank, place, accumulate=1, folder=""):
-    L.seed_everything(1, verbose=False)
     buffers, module = Buffers(), LitStatistics()
     trainer = make_trainer(place, callbacks=[buffers], accumulate_grad_batches=accumulate)
     trainer.fit(module, loader(batch_size=4), loader(batch_size=4))

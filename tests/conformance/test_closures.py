@@ -69,7 +69,6 @@ class LitClosure(LitNet):
 
 
 def run(rank, place, optimizer, settings):
-    L.seed_everything(1, verbose=False)
     losses = Losses()
     trainer = make_trainer(
         place, callbacks=[losses], **({"precision": "64-true", "max_epochs": 4} | settings)

@@ -1,6 +1,5 @@
 """``trainer.fit(torch.compile(module))`` trains whole models and is refused if they are split."""
 
-import lightning.pytorch as L
 import pytest
 import torch
 
@@ -32,7 +31,6 @@ def fit(rank, place):
 
     torch._dynamo.reset()
     counters.clear()
-    L.seed_everything(1, verbose=False)
     module = LitSilent()
     module.given_compiled = place.folder == "ours"
     given = torch.compile(module, backend="aot_eager") if module.given_compiled else module

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer
+from tests.conformance.toys import FEATURES, P2, PLACES, LitNet, Place, loader, make_trainer
 
 
 class LitStatistics(LitNet):
@@ -77,15 +77,14 @@ def _fit_late(rank, place, trains):
 
 
 @pytest.mark.parametrize(
-    ("place", "trains"),
-    [(Place(), True), (Place(world_size=2, layout=P2), False)],
-    ids=["one", "p2"],
+    ("name", "trains"), [("one", True), ("p2", False), ("p2", True), ("d2", True), ("one m2", True)]
 )
-def test_parameter_created_after_distribution_is_refused(place, trains, conformance):
-    for told in conformance.ranks(_fit_late, place, trains):
+def test_parameter_created_after_distribution_is_refused(name, trains, conformance):
+    for told in conformance.ranks(_fit_late, PLACES[name][0], trains):
         assert told.startswith(
             "teacher.weight, teacher.bias: created or replaced after the model was distributed"
         )
+        assert "__init__ or configure_model" in told
 
 
 def test_frozen_parameter_may_be_created_late():

@@ -26,7 +26,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -54,7 +53,6 @@ def interrupted(rank, place, ranks, path):
         ModelCheckpoint(path, filename="model", save_on_exception=True, every_n_epochs=9),
     ]
     trainer = make_trainer(place, callbacks=[Mistake(ranks), *savers], enable_checkpointing=True)
-    L.seed_everything(1, verbose=False)
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
         pytest.raises((ZeroDivisionError, RuntimeError)) as info,
@@ -133,14 +131,6 @@ def forked(rank, path):
     ):
         trainer.fit(FailsOnOne(), loader())
     return str(info.value)
-
-
-@pytest.fixture
-def fresh():
-    """Yield a pool that has not run a backward pass, after which torch cannot be forked."""
-    workers = Pool()
-    yield workers
-    workers.close()
 
 
 def test_forking_process_shows_exception_and_saves_nothing(fresh, tmp_path):
@@ -249,7 +239,6 @@ class Gathers(LitNet):
 
 
 def gathers(rank, place):
-    L.seed_everything(1, verbose=False)
     module = Gathers()
     make_trainer(place, max_steps=1).fit(module, loader())
     return module.gathered

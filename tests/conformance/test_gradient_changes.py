@@ -1,6 +1,5 @@
 """Hooks that read or change gradients act on the whole model, or are refused."""
 
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
@@ -63,7 +62,6 @@ class LitScales(LitHook):
 
 
 def train(rank, place, kind):
-    L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, use_distributed_sampler=False)
     module = kind()
     trainer.fit(module, batches(place, rank))

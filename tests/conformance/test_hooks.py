@@ -67,7 +67,6 @@ MODULE_HOOKS = [
 
 def record(rank, place, path):
     """Return the hooks called by fit, validate, test and predict."""
-    L.seed_everything(1, verbose=False)
     events: list[str] = []
     module = _recording(LitNet, MODULE_HOOKS, "module")()
     callback = _recording(L.Callback, CALLBACK_HOOKS, "callback")()
@@ -104,7 +103,6 @@ def test_hooks_fire_in_lightnings_order(name, conformance, tmp_path):
 
 def record_resumed(rank, place, path):
     """Return the hooks called by a fit and a validation that load a checkpoint."""
-    L.seed_everything(1, verbose=False)
     events: list[str] = []
     file = Path(path, place.folder, "first.ckpt")
     first = make_trainer(place, max_epochs=1)

@@ -26,7 +26,7 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool, WorkerFailure
+from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
 
@@ -38,14 +38,6 @@ QUIET = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-
-
-@pytest.fixture
-def fresh():
-    """Yield a pool that has not run a backward pass, after which torch cannot be forked."""
-    workers = Pool()
-    yield workers
-    workers.close()
 
 
 def other_namespace(rank, strategy, devices):
@@ -102,7 +94,6 @@ def test_strategy_names_with_one_device(name, method, fresh):
 
 
 def copy_around_fit(rank, place):
-    L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, callbacks=[Losses()])
     for _ in range(2):  # before and after a fit
         for other in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):

@@ -48,7 +48,6 @@ class LogsOnRankZero(LitNet):
 
 
 def log_on_rank_zero(rank, place):
-    L.seed_everything(1, verbose=False)
     trainer = make_trainer(place, max_epochs=1, limit_train_batches=2, limit_val_batches=1)
     trainer.fit(LogsOnRankZero(), loader(), loader())
     return metrics(trainer)["callback_metrics"], trainer.global_rank

@@ -135,7 +135,6 @@ class Values(L.Callback):
 
 
 def collect(rank, place):
-    L.seed_everything(1, verbose=False)
     values, module = Values(), Collects()
     trainer = make_trainer(place, callbacks=[values])
     trainer.fit(

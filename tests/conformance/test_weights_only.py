@@ -26,7 +26,6 @@ PLACES = {"one": Place(), "d2": Place(world_size=2), "p2": Place(world_size=2, l
 
 
 def begin_from_weights(rank, place, path):
-    L.seed_everything(1, verbose=False)
     saver = ModelCheckpoint(dirpath=path, filename="weights", save_weights_only=True)
     first = make_trainer(place, max_epochs=1, callbacks=[saver], enable_checkpointing=True)
     first.fit(LitNet(), loader())
