@@ -9,10 +9,9 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -52,7 +51,7 @@ class Hostile:
         raise RuntimeError("no text of me")
 
 
-STRANGE: tuple[Any, ...] = (
+STRANGE = (
     *(
         None,
         True,
@@ -137,7 +136,7 @@ STRANGE: tuple[Any, ...] = (
         DEVICE,
     ),
 )
-GOOD: dict[str, tuple[Any, ...]] = {
+GOOD = {
     "schedule": (*SCHEDULES, CustomSchedule("mine", lambda p, v, m: gpipe(p, v, m))),
     "plan": (PLAN, None),
     "order": (gpipe, lambda p, v, m: 3, lambda: None),
@@ -177,7 +176,7 @@ def batches(num_replicas, **options):
     BatchOptions(**options).plans(num_replicas)
 
 
-FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
+FRONT_DOORS = {
     "strategy": (strategy, PTDPConfig.__init__, ("world_size", "samples")),
     "config": (PTDPConfig, PTDPConfig.__init__, ()),
     "layout": (ParallelLayout, ParallelLayout.__init__, ()),

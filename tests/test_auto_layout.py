@@ -29,7 +29,7 @@ class Metrics(Logger):
 
     def __init__(self):
         super().__init__()
-        self.logged: dict[str, float] = {}
+        self.logged = {}
 
     def log_metrics(self, metrics, step=None):
         self.logged |= metrics

@@ -3,7 +3,7 @@
 import ast
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -86,7 +86,7 @@ class AxisRun(Run):
     ],
 )
 def test_training_with_custom_axis_matches_single_process(kind, world_size, options, parity):
-    settings: dict[str, Any] = {"layers": 2, "steps": 4, "accumulate": 2}
+    settings = {"layers": 2, "steps": 4, "accumulate": 2}
     run = AxisRun(kind=kind, **settings)
     parity.check(run, (world_size, options), expected=parity.result(Run(**settings)))
 

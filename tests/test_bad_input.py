@@ -3,9 +3,6 @@
 The error names the field, its value and working alternatives.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -162,7 +159,7 @@ class LitParametrized(LitNet):
         )
 
 
-CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] = {
+CASES = {
     "world size": (3, {P: 2}, LitNet, 8, ["world_size=3", "tensor_parallel_size", "2 or 4"]),
     "nodes": (
         4,

@@ -1,7 +1,5 @@
 """Block passes: order, options and repeated application."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -44,7 +42,7 @@ def forwards(module):
 def test_recomputation_wraps_compiled_forward():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     expected = module(torch.ones(1, 2))
-    compiled: dict[str, Any] = {"compile": "blocks", "compile_options": {"backend": "eager"}}
+    compiled = {"compile": "blocks", "compile_options": {"backend": "eager"}}
     for _ in range(2):  # a second application undoes the first
         parallel = applied(module, **compiled, recompute="full")
         assert [forwards(block) for block in module] == [[Recomputed, CompiledForward]] * 2

@@ -5,7 +5,6 @@ import importlib.util
 import pickle
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -29,7 +28,7 @@ from tests.tiny_gpt import LitTiny, Run, gpt_config
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "d2 sharded": {"shard": "optimizer"},
     "t2": {T: 2, R: "selective"},
     "t2sp": {T: 2, SP: True},
@@ -39,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "p2v2": {P: 2, V: 2, M: 4, R: "full"},
     "p2 uneven": {P: 2, M: 3, R: "offload"},
 }
-USERS: dict[str, tuple[dict[str, Any], int]] = {
+USERS = {
     "t2sp": ({T: 2, SP: True}, 1),
     "p2 zb_h1": ({P: 2, M: 4, S: "zb_h1"}, 1),
     "p2 zb_h1 full": ({P: 2, M: 4, S: "zb_h1", R: "full"}, 0),
@@ -99,7 +98,7 @@ def _kept_by_a_block(rank, compiled):
         seed=0,
         device=torch.device("cpu"),
     )
-    block, kept = model.blocks[1], dict[int, int]()
+    block, kept = model.blocks[1], {}
     forward = (
         torch.compile(block.forward, backend="aot_eager", fullgraph=True)
         if compiled
@@ -134,7 +133,7 @@ def _order_in_a_block(rank):
     mesh = ProcessMesh.create(
         layout=ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=True), rank=0
     )
-    options: dict[str, Any] = {"group": mesh.group("tensor"), "sequence_parallel": True}
+    options = {"group": mesh.group("tensor"), "sequence_parallel": True}
     model = nn.Sequential(
         nn.ModuleList([ColumnParallelLinear(nn.Parameter(torch.ones(4, 6)), **options)])
     )
@@ -190,7 +189,7 @@ class _Model(L.LightningModule):
 
 
 def _compiled(module, **given):
-    options: dict[str, Any] = {
+    options = {
         "policy": "blocks",
         "device": torch.device("cpu"),
         "options": AOT["compile_options"],

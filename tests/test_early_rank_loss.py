@@ -11,7 +11,6 @@ import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -41,7 +40,7 @@ def place():
     """Host a store like torchrun."""
     # Unlike torch, listen on one interface: with slow name resolution, a store on all interfaces
     # blocks for every rank that connects.
-    store: Any = meeting_store("127.0.0.1", 0, keeps=True, one_machine=True, limit=LIMIT)
+    store = meeting_store("127.0.0.1", 0, keeps=True, one_machine=True, limit=LIMIT)
     yield Place(store.port)
     del store
 
@@ -69,7 +68,7 @@ def together(place, ranks, world_size, dying=(), error=GLOO):
 
     If there are ``dying`` ranks, group creation raises ``error`` on all others.
     """
-    found: dict[int, Any] = {}
+    found = {}
 
     def make(rank, store):
         if rank not in dying and dying:
@@ -206,7 +205,7 @@ def test_process_lost_before_joining_is_reported_at_once(place):
 
 
 def test_ended_child_process_is_reported():
-    strategy: Any = PTDPStrategy()
+    strategy = PTDPStrategy()
     strategy._launcher = SimpleNamespace(
         procs=[subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"])]
     )

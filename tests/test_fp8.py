@@ -18,10 +18,9 @@ from lightning_ptdp.base.requirements import RequirementError
 from lightning_ptdp.blocks.fp8 import apply_fp8, check_fp8
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.tensor_parallel import Column, ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.world.mesh import Group
 from tests.errors import raises_with
 from tests.letters import M, P, T, V
-from tests.parity import Place, assert_near, distance
+from tests.parity import assert_near, distance
 from tests.tensor_parallel.toy import tensor_group
 from tests.tiny_gpt import Run
 
@@ -127,7 +126,7 @@ def test_multihead_attention_is_not_converted_to_float8():
 
 
 def shards(rank):
-    group: Group = tensor_group(rank)
+    group = tensor_group(rank)
     torch.manual_seed(0)
     weight, bias, x = torch.randn(64, 32), torch.randn(64), torch.randn(2, 16, 32)
     whole = nn.Linear(32, 64)
@@ -154,7 +153,7 @@ def test_shards_are_scaled_locally(pool):
     pool.run(shards, world_size=2)
 
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "p2 zb_h1 full": (2, {P: 2, "schedule": "zb_h1", "recompute": "full"}),
     "p2v2 offload": (2, {P: 2, V: 2, "recompute": "offload"}),
     "t2sp": (2, {T: 2, "sequence_parallel": True}),

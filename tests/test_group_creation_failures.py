@@ -138,7 +138,7 @@ def ranks():
     """Start ranks that join, and kill them at the end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    started: list[Rank] = []
+    started = []
 
     def start(limit_s, *, world_size=3, come=(0, 1, 2), what=_join, limit_of_0_s=None):
         with socket.socket() as probe:

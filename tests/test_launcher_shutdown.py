@@ -1,7 +1,6 @@
 """Termination of launched processes after one of them is lost."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -20,7 +19,7 @@ def strategy(start_method):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_forked_rank_waits_for_sigterm_unless_received(monkeypatch, told):
-    slept = list[float]()
+    slept = []
     monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=slept.append))
     ours = strategy("fork")
     ours._run = SimpleNamespace(stop_request=SimpleNamespace(received=told))
@@ -38,7 +37,7 @@ def test_forked_rank_waits_for_sigterm_unless_received(monkeypatch, told):
 def test_sigterm_before_lost_peer_is_reported_to_launcher():
     ours, callback = strategy("fork"), SaveOnSignal()
     ours._run = SimpleNamespace(stop_request=SimpleNamespace(received=False))
-    trainer: Any = SimpleNamespace(strategy=ours)
+    trainer = SimpleNamespace(strategy=ours)
     callback.on_exception(trainer, L.LightningModule(), PeerError("rank 0 was lost"))
     assert not ours.stop_requested
     callback._notes.received.add(15)

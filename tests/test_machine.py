@@ -6,7 +6,6 @@ import os
 import resource
 import socket
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from lightning_ptdp.strategy.checks.machine_limits import (
 )
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
-PLACE: dict[str, Any] = {"world_size": 4, "start_method": "fork", "accelerator": "cpu"}
+PLACE = {"world_size": 4, "start_method": "fork", "accelerator": "cpu"}
 
 
 @pytest.fixture
@@ -160,7 +159,7 @@ def test_older_nccl_library_is_refused(monkeypatch):
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
 def test_unknown_nccl_is_refused(monkeypatch):
-    backend: Any = dist.Backend
+    backend = dist.Backend
     plugin = backend._BackendPlugin(test_unknown_nccl_is_refused, True)
     monkeypatch.setitem(backend._plugins, "NCCL", plugin)
     with pytest.raises(ValueError, match=r"^process_group_backend='nccl' is tests\..*'gloo'"):

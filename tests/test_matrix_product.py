@@ -90,15 +90,14 @@ def test_products_and_lookups_of_shared_weight_match_autograd():
 
 
 def _by_hook(weight, loss):
-    seen: list[Tensor] = []
+    seen = []
     weight.register_hook(lambda gradient: seen.append(gradient.clone()))
     torch.autograd.backward(loss)
     return seen[0]
 
 
 def _by_late_hook(weight, loss):
-    assert weight.grad is not None
-    before, seen = weight.grad.clone(), list[Tensor]()
+    before, seen = weight.grad.clone(), []
     weight.register_post_accumulate_grad_hook(
         lambda parameter: seen.append(parameter.grad - before)
     )

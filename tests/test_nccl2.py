@@ -10,7 +10,6 @@ import textwrap
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -64,7 +63,7 @@ class StandIn(c10d.Backend):
     def eager_connect_single_device(self, device): ...
 
     def allreduce(self, tensors, options):
-        done: Any = torch.futures.Future()
+        done = torch.futures.Future()
         done.set_result(tensors)
         return c10d._create_work_from_future(done)
 
@@ -75,7 +74,7 @@ def stand_in(rank, size, device):
 
     The default group uses the package's options.
     """
-    created = list[Created]()
+    created = []
 
     def create(options, given):
         one = Created(
@@ -88,7 +87,7 @@ def stand_in(rank, size, device):
         created.append(one)
         return StandIn(options.group_rank, options.group_size)
 
-    backend: Any = distributed_c10d.Backend
+    backend = distributed_c10d.Backend
     backend._ensure_backend_registered("nccl")
     plugin = backend._BackendPlugin(create, True)
     accelerator = {
@@ -114,7 +113,7 @@ def stand_in(rank, size, device):
 
 def test_binds_device_matches_registered_nccl_backend():
     """With torch 2.15, "nccl" is nccl2, which needs the device."""
-    backend: Any = distributed_c10d.Backend
+    backend = distributed_c10d.Backend
     if hasattr(backend, "_ensure_backend_registered"):
         backend._ensure_backend_registered("nccl")
     plugin = backend._plugins.get("NCCL")  # None if torch itself creates it
@@ -124,9 +123,9 @@ def test_binds_device_matches_registered_nccl_backend():
 
 @pytest.mark.skipif(not binds_device(), reason="this torch takes the device from the tensors")
 def test_nccl2_uses_bound_device_or_infers_it_from_rank():
-    group: Any = mock.Mock(bound_device_id=torch.device("cuda", 3))
-    options: Any = mock.Mock(enable_reconfigure=False, process_group=group)
-    find: Any = distributed_c10d._nccl2_device
+    group = mock.Mock(bound_device_id=torch.device("cuda", 3))
+    options = mock.Mock(enable_reconfigure=False, process_group=group)
+    find = distributed_c10d._nccl2_device
     assert find(options) == torch.device("cuda", 3)
     group.bound_device_id, options.global_ranks_in_group, options.group_rank = None, [], 5
     with (
@@ -159,7 +158,7 @@ def test_torch_splits_only_eager_groups():
 )
 def test_groups_are_bound_to_device_and_not_split(options):
     layout = ParallelLayout(**{"world_size": 8, **options})
-    calls = list[int]()
+    calls = []
     for rank in range(layout.world_size):
         device = torch.device("cuda", 7 - rank)
         with (

@@ -23,7 +23,7 @@ from tests.schedule.streams import stuck_operations
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "d4": {},
     "d4 two levels": {
         "data_parallel_replicas": 2,

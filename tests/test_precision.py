@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 from tests.letters import SP, D, M, P, S, T, V, Z
-from tests.parity import Place, assert_near, distance, make_trainer
+from tests.parity import assert_near, distance, make_trainer
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "m4": (1, {M: 4}),
     "d2": (2, {M: 2}),
     "d2 sharded": (2, {Z: "optimizer", M: 2}),
@@ -49,7 +49,7 @@ def _overflow(rank, world_size, layout, precision):
     """
     L.seed_everything(1, verbose=False)
     module = LitNet()
-    seen: list[tuple[float, bool]] = []
+    seen = []
 
     class Watch(L.Callback):
         def on_train_batch_start(self, trainer, *_):

@@ -23,9 +23,9 @@ class Losses(L.Callback):
     """Callback that records loss, samples and learning rate of every step."""
 
     def __init__(self):
-        self.losses: list[float] = []
-        self.rows: list[int] = []
-        self.rates: list[float] = []
+        self.losses = []
+        self.rows = []
+        self.rates = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.rows.append(len(batch["input_ids"]))

@@ -7,7 +7,6 @@ import copy
 import pickle
 import weakref
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ CONFIG = GPTConfig.gpt2(
     init_std=0.2,
 )
 PLAN = gpt_plan(CONFIG, prefix="")
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "full": {"policy": "full"},
     "full, 1 layer": {"policy": "full", "layers": 1},
     "selective": {"policy": "selective", "selective": PLAN.selective},
@@ -276,7 +275,7 @@ class Observed(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.made: list[StorageWeakRef] = []
+        self.made = []
 
     def forward(self, x, shared):
         inner = torch.tanh(self.up(x))  # its backward needs the output
@@ -302,7 +301,7 @@ def test_offloaded_blocks_are_released_and_prefetched(layers, monkeypatch):
     apply_recomputation(model, policy="offload", blocks="", layers=layers)
     sending = [name for name, block in model.named_children() if block.forward.__self__.sends]
     assert sending == ["0", "1", "2", "3"][: layers or 4]
-    events: list[str] = []
+    events = []
     for name in ("send", "release", "fetch"):
         whole = getattr(offload._Block, name)
 

@@ -40,7 +40,7 @@ def has_nothing(name):
 def declared_ranges():
     """Return the ranges of each library by extra ("" for the dependencies)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ranges: dict[str, dict[str, str]] = defaultdict(dict)
+    ranges = defaultdict(dict)
     for extra, lines in {"": project["dependencies"], **project["optional-dependencies"]}.items():
         for requirement in map(Requirement, lines):
             ranges[requirement.name][extra] = str(requirement.specifier)

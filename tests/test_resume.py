@@ -12,13 +12,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.checkpoint import read_metadata, to_lightning_file
 from tests.letters import SP, C, M, P, S, T, V
-from tests.parity import Parity, Place, assert_weights_near
+from tests.parity import Parity, assert_weights_near
 from tests.tiny_gpt import LitTiny, Run
 
 pytestmark = pytest.mark.thorough
 
 ZB_V = {P: 2, V: 2, M: 4, S: "zb_v"}
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "one": (1, {}),
     "d2": (2, {}),
     "t2sp": (2, {T: 2, SP: True}),

@@ -102,7 +102,7 @@ def test_rank_with_another_option_warns(pool):
 
 def fit_other(rank, what, folder):
     other = what if rank else ""
-    module: L.LightningModule = Dropped(0.1, f"/node{rank}/cache")
+    module = Dropped(0.1, f"/node{rank}/cache")
     if what == "weights":
         module = LitCausalLM(f"{folder}/model{rank}")
     trainer = quiet_trainer(devices=2, strategy=PTDPStrategy(), max_steps=1)

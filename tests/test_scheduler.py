@@ -17,7 +17,7 @@ class Policies(L.Callback):
     """Callback that notes the policy during the training."""
 
     def __init__(self):
-        self.found: list[int] = []
+        self.found = []
 
     def on_train_batch_start(self, *_):
         self.found.append(os.sched_getscheduler(0))

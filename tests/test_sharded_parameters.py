@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 from unittest import mock
 
 import lightning.pytorch as L
@@ -25,7 +25,7 @@ from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-SHARDED: dict[str, Any] = {Z: "parameters"}
+SHARDED = {Z: "parameters"}
 BY = "reshard_after"
 PLACES = {
     "d2": (2, {}),
@@ -169,8 +169,8 @@ def test_meta_model_is_never_whole(parity):
 
 def _largest_during_setup(rank):
     """Return the most bytes of living parameters during the set-up, and those of the model."""
-    seen: list[int] = []
-    alive: dict[int, int] = {}
+    seen = []
+    alive = {}
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

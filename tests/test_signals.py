@@ -55,7 +55,7 @@ class Launcher:
     """Launcher that records the signals sent to its processes."""
 
     def __init__(self, *procs):
-        self.procs, self.told = procs, list[int]()
+        self.procs, self.told = procs, []
 
     def kill(self, number):
         self.told.append(number)

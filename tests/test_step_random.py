@@ -16,7 +16,7 @@ from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.letters import C, M, P, R, S, T, V
-from tests.parity import Place, Training
+from tests.parity import Training
 
 pytestmark = pytest.mark.thorough
 
@@ -152,7 +152,7 @@ class Drawing(Training):
         }
 
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "p2": (2, {P: 2}),
     "p2v2": (2, {P: 2, V: 2}),
     "p4": (4, {P: 4}),

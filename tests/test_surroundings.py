@@ -24,8 +24,8 @@ class Counting(Surrounding):
     """Entry that counts forwards and recomputations by hook, stage and microbatch."""
 
     def __init__(self):
-        self.forwards: Counter[tuple[str, int, int]] = Counter()
-        self.again: Counter[tuple[str, int, int]] = Counter()
+        self.forwards = Counter()
+        self.again = Counter()
         self.attached = self.most_attached = 0
 
     def attach(self, module):
@@ -62,7 +62,7 @@ def _fit_counted(rank, run):
     return entry.forwards, entry.again, found
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int, int]] = {
+LAYOUTS = {
     # processes, options, microbatches of training, of evaluation, stages
     "straight": (1, {R: "full"}, 1, 1, 1),
     "d2": (2, {R: "full"}, 1, 1, 1),
@@ -127,7 +127,7 @@ class Repeating(Noting):
 
 
 def test_entries_keep_order_and_reenter_for_recomputation():
-    noted: list[str] = []
+    noted = []
     surroundings = Surroundings([Noting("a", noted), Repeating("b", noted), Repeating("c", noted)])
     x = torch.ones(2, requires_grad=True)
     for microbatch in range(2):
@@ -144,7 +144,7 @@ def test_entries_keep_order_and_reenter_for_recomputation():
 
 
 def test_attached_entry_is_detached_if_another_refuses_model():
-    noted: list[str] = []
+    noted = []
     with pytest.raises(ValueError, match="a cannot run this"):
         Surroundings([Noting("a", noted, fails=True), Noting("b", noted)]).attach(nn.Linear(1, 1))
     assert noted == ["attach b", "detach b"]

@@ -19,7 +19,7 @@ def _endless():
 def test_endless_loop_is_interrupted_in_any_thread():
     with pytest.raises(TimeoutError, match=r"not finished after 0\.05 s"), time_limit(0.05):
         _endless()
-    said: list[str] = []
+    said = []
 
     def work():
         try:

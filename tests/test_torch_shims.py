@@ -215,7 +215,6 @@ def test_backward_accepts_gradient_edge():
     x = torch.ones(3, requires_grad=True)
     edge = torch.autograd.graph.get_gradient_edge(x * 2)
     torch.autograd.backward(edge, torch.tensor([1.0, 2.0, 3.0]))
-    assert x.grad is not None
     assert x.grad.tolist() == [2.0, 4.0, 6.0]
 
 
@@ -313,7 +312,7 @@ def test_traced_collective_output_allows_in_place_add():
         weight, bias = (torch.ones(size, requires_grad=True) for size in ((4, 4), (4,)))
 
         def block(x):
-            y: torch.Tensor = Sum.apply(x @ weight)
+            y = Sum.apply(x @ weight)
             y += bias
             return y
 

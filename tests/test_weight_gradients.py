@@ -1,12 +1,11 @@
 """Split backward passes, whose gradients equal those of a single backward."""
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp.blocks.recompute import apply_recomputation
@@ -82,7 +81,7 @@ def test_split_backward_of_every_product_kind():
     torch.manual_seed(0)
     module = Products().double()
     x = torch.randn(3, 4, 6, dtype=torch.float64)
-    waiting: list[Tensor] = []
+    waiting = []
 
     def between(store):
         waiting.extend(store.parameters("key"))
@@ -133,7 +132,7 @@ def test_intercepted_products_without_collecting_are_unchanged():
 
 def test_parameter_with_hook_is_not_deferred():
     module = nn.Linear(4, 4)
-    seen: list[Tensor] = []
+    seen = []
     module.weight.register_hook(seen.append)
     store = WeightGradients()
     with store.intercepting():
@@ -203,7 +202,7 @@ def test_graph_is_freed_between_backward_halves():
             outputs.append(weakref.ref(y))
             return y * 1.0
 
-    outputs: list[Any] = []
+    outputs = []
     module = nn.Sequential(nn.Linear(8, 8), Exponential(), nn.Linear(8, 8))
     store = WeightGradients()
     with store.intercepting():

@@ -1,7 +1,5 @@
 """Ring and all-to-all attention match unsharded attention in output and all gradients."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ pytestmark = pytest.mark.thorough
 
 LENGTH = 24
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "plain": {},
     "grouped": {"heads": 4, "kv_heads": 2},
     "one kv head": {"heads": 4, "kv_heads": 1},

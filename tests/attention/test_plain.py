@@ -1,6 +1,6 @@
 """Single-process attention, masks and the table of attention kinds."""
 
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def hidden_keys(dtype):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bool, torch.float64])
 def test_keyed_attention_without_dropout_matches_plain_attention(dtype, causal, kv_heads):
-    options: dict[str, Any] = {"causal": causal, "scale": 0.3}
+    options = {"causal": causal, "scale": 0.3}
     if dtype is not None:
         options["mask"] = hidden_keys(dtype).to(dtype)
     qkv = inputs(kv_heads)
@@ -53,7 +53,7 @@ def test_mask_and_causal_mask_are_combined():
 
 def test_sdpa_call_is_intercepted_as_attention_call():
     q, k, v = inputs(2)
-    calls = list[AttentionCall]()
+    calls = []
 
     def attention(call):
         calls.append(call)

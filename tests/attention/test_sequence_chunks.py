@@ -31,7 +31,6 @@ def test_unshard_inverts_shard(size, dim):
 def test_shard_is_differentiable():
     x = torch.zeros(8, requires_grad=True)
     shard_sequence(x, 0, rank=1, size=2).sum().backward()
-    assert x.grad is not None
     assert x.grad.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
 
 

@@ -51,7 +51,7 @@ def _saved_bytes(rank, length):
         own(x, 2, group)
         for x in qkv(heads=4, kv_heads=2, length=length, dtype=torch.float32, channels=16)
     )
-    kept: dict[int, int] = {}
+    kept = {}
 
     def keep(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()

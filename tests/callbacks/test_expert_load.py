@@ -49,8 +49,8 @@ class MLFlowLogger(DummyLogger):
 
     def __init__(self):
         super().__init__()
-        self.metrics: dict[int, dict[str, float]] = {}
-        self.kept: list[tuple[str, str]] = []
+        self.metrics = {}
+        self.kept = []
 
     @property
     def experiment(self):
@@ -80,14 +80,14 @@ class OwnGPT(LitGPT):
     """A GPT with a capacity: each kept choice is dispatched as a separate token."""
 
     def __init__(self):
-        experts: Any = {
+        experts = {
             "num_experts": 4,
             "dense_layers": 1,
             "router_score": "sigmoid",
             "balance": "bias",
             "capacity_factor": 1.25,
         }
-        sizes: Any = {
+        sizes = {
             "vocabulary_size": VOCABULARY,
             "sequence_length": LENGTH,
             "num_layers": 3,
@@ -319,7 +319,7 @@ def test_taken_and_set_aside_counts_are_excluded():
     module.configure_model()
     for layer in module.layers:
         layer.experts.reset_parameters()
-    trainer: Any = SimpleNamespace(
+    trainer = SimpleNamespace(
         strategy=SimpleNamespace(root_device="cpu", reduce=lambda table, *_: table)
     )
     some, others = torch.randint(

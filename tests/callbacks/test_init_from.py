@@ -1,7 +1,5 @@
 """Initial weights from a checkpoint with another layout, other names or missing tensors."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -19,7 +17,7 @@ class Weights(L.Callback):
     """Records the weights at the start of training."""
 
     def on_train_start(self, trainer, pl_module):
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         self.start = strategy.gather_state_dict()
 
 

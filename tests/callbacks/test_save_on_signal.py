@@ -98,7 +98,7 @@ class Preempt(L.Callback):
     """Sends SLURM's signal during a step; ``seen`` records the calls of Lightning's handler."""
 
     def __init__(self):
-        self.inside, self.seen = False, list[tuple[bool, int]]()
+        self.inside, self.seen = False, []
 
     def setup(self, trainer, *_, **__):
         signal.signal(

@@ -28,7 +28,7 @@ class MLFlowLogger(DummyLogger):
 
     def __init__(self):
         super().__init__()
-        self.kept: list[tuple[str, str, str]] = []
+        self.kept = []
 
     @property
     def experiment(self):
@@ -42,7 +42,7 @@ class Members(L.Callback):
     """Records the number of step observers at the end of each training batch."""
 
     def __init__(self):
-        self.counts: list[int] = []
+        self.counts = []
 
     def on_train_batch_end(self, trainer, *_):
         self.counts.append(len(trainer.strategy.observers._members))
@@ -154,7 +154,7 @@ def test_accumulated_step_records_last_batch(pool, tmp_path):
 
 
 def _fit_alone(rank, folder, layout):
-    said: list[str] = []
+    said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     # Both Lightning packages log through one module, to the logger of the package imported last.

@@ -60,7 +60,7 @@ def _save(path, step):
 @contextlib.contextmanager
 def _cut(number, *, behind):
     """Kill the process, as far as it can see, at the request of this number."""
-    requests: list[str] = []
+    requests = []
     call = remote_path._call
 
     def cut(url, method, *arguments, **options):

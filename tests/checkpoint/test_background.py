@@ -71,7 +71,7 @@ class Driver:
     """
 
     def __init__(self, answer: int = 0) -> None:
-        self.answer, self.calls, self.locked = answer, list[int | str](), dict[int, int]()
+        self.answer, self.calls, self.locked = answer, [], {}
 
     def runtime(self):
         return SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock)
@@ -95,7 +95,7 @@ def on_gpu(*values):
 
 def test_pinned_buffer_is_reused_until_shape_changes(tmp_path, monkeypatch):
     """The last of three saves has another shape. Tensors begin at multiples of 64 bytes."""
-    driver, waited = Driver(), list[threading.Thread]()
+    driver, waited = Driver(), []
     monkeypatch.setattr(torch.cuda, "cudart", driver.runtime)
     monkeypatch.setattr(
         torch.cuda, "synchronize", lambda: waited.append(threading.current_thread())

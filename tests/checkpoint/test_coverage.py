@@ -16,7 +16,7 @@ from lightning_ptdp.parameters.rectangle import Rectangle
 def cut(draw):
     """Draw a shape and rectangles that partition it."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    parts: list[Rectangle] = [Rectangle((0,) * len(shape), shape)]
+    parts = [Rectangle((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
         begin, end = parts.pop(draw(st.integers(0, len(parts) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))

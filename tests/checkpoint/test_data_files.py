@@ -2,7 +2,6 @@
 
 import os
 import zlib
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -21,7 +20,7 @@ from lightning_ptdp.checkpoint.stored_tensor import pieces_of, read_rectangle, r
 from tests.checkpoint.layouts import save
 from tests.fake_cuda import fake_cuda
 
-TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+TENSORS = {
     "contiguous, many pieces": lambda: torch.randn(700, 1024),
     "columns": lambda: torch.randn(3000, 600)[:, 100:357],
     "transposed": lambda: torch.randn(300, 500).t(),
@@ -129,7 +128,7 @@ def test_pieces_of_rows_end_at_block_boundaries(row):
 
 def test_failed_fsync_fails_save_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_SYNC_BYTES", 1 << 20)
-    calls: list[int] = []
+    calls = []
     fsync = os.fsync
 
     def first_fails(handle):
@@ -151,7 +150,7 @@ def test_gpu_rows_are_staged_in_two_pinned_buffers(rows, monkeypatch):
     monkeypatch.setattr(stored_tensor, "_STAGED", 2 * BLOCK)
     expected = torch.arange(rows * BLOCK // 8, dtype=torch.float64).view(rows, -1)
     empty = torch.empty
-    made = list[torch.Tensor]()
+    made = []
 
     def pinned(*args, pin_memory, **kwargs):
         assert pin_memory

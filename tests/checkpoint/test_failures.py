@@ -6,8 +6,6 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -82,7 +80,7 @@ def _not_json(rank):
     return {"tensors": _half(rank, 2.0), "metadata": {"layout": {1, 2}}}
 
 
-CASES: list[tuple[Callable[[int], dict[str, Any]], str]] = [
+CASES = [
     (_disk_full, r"rank 1: .*OSError: .*File too large"),
     (
         _wrong_local_shape,

@@ -96,7 +96,7 @@ def _held(layout, stage, tensor_rank, replica):
 
     With ``layout.zero`` the state covers only the replica's range of each parameter.
     """
-    full, found = _full(), dict[str, tuple[torch.Tensor, Placement]]()
+    full, found = _full(), {}
     for name in _names(layout, stage):
         value, kind = full[name]
         local, sharding = shard(value, kind, size=layout.t, rank=tensor_rank)

@@ -82,7 +82,6 @@ def test_complete_but_unrenamed_save_is_finished_on_resume(tmp_path, given):
         functools.partial(fit_saving, tmp_path, 2, tmp_path / "step=1.ckpt"), files, "replace"
     )
     newest = newest_checkpoint(tmp_path)
-    assert newest is not None
     assert newest.name.startswith("step=2.ckpt.tmp-")
     written = read_metadata(newest).created
     fit_saving(tmp_path, 3, given(tmp_path))

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -39,7 +38,7 @@ from tests.tiny_gpt import Run
 pytestmark = pytest.mark.thorough
 
 ROOT = "s3://bucket"
-ONE: dict[str, Any] = {}
+ONE = {}
 T2P2 = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 D2 = {"shard": "optimizer", "async_save": True}
@@ -77,7 +76,7 @@ def _fit(rank, layout, world_size, root, steps, resume):
 
 def test_training_saves_and_resumes_under_an_address_in_any_layout(pool, server, tmp_path):
     def fit(root, *runs):
-        found: Any = None
+        found = None
         for number, (layout, world_size, resume) in enumerate(runs):
             arguments = (layout, world_size, root, 2 * number + 2, resume)
             found = pool.run(_fit, world_size=world_size, args=arguments, env=_environment())[0]

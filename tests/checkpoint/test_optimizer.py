@@ -75,7 +75,7 @@ def _all_groups(optimizer, parameters):
     mine = optimizer_groups(optimizer, {p: name for name, (p, _) in parameters.items()})
     if not dist.is_initialized():
         return merge_groups([mine])
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return merge_groups(everyone)
 
@@ -92,7 +92,7 @@ def _save(rank, layout, kind, path):
     parameters = _parameters(layout, rank)
     optimizer = _optimizer(parameters, kind)
     _train(parameters, optimizer, start=0, steps=3)
-    tensors: dict[str, Any] = {f"model/{name}": value for name, value in parameters.items()}
+    tensors = {f"model/{name}": value for name, value in parameters.items()}
     tensors |= optimizer_tensors(optimizer, **_named(parameters))
     save_checkpoint(
         path, tensors=tensors, state={"groups": _all_groups(optimizer, parameters)}, metadata={}

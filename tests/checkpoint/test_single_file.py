@@ -139,7 +139,7 @@ class LitWithReader(LitNet):
 @pytest.mark.parametrize("format", ["auto", "file"])
 @pytest.mark.parametrize("module", [LitNet, LitWithReader])
 def test_folder_is_written_for_callback_unless_file_is_requested(module, format, tmp_path):
-    own: list[L.Callback] = [Reader()] if module is LitNet else []
+    own = [Reader()] if module is LitNet else []
     place = Place(layout={"checkpoint_format": format})
     trainer = make_trainer(
         place, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path, callbacks=own

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -36,7 +35,7 @@ from tests.models.fits import quiet_trainer
 from tests.tiny_gpt import LitTiny, Run
 
 STEPS, LOST_AFTER = 6, 4
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "d2": {},
     "t2": {"tensor_parallel_size": 2},
     "p2v2": {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 2},

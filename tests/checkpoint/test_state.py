@@ -51,7 +51,7 @@ class Mode(enum.Enum):
     SLOW = (1, 2)
 
 
-STORED: list[tuple[Any, Any]] = [
+STORED = [
     ({"a": [1, (2.5, None)], 3: {True, False}}, {"a": [1, (2.5, None)], 3: {True, False}}),
     (Path("runs") / "1", "runs/1"),
     (np.float64(0.5), 0.5),
@@ -205,14 +205,14 @@ def test_invalid_device_is_refused_in_one_line(parts):
 
 
 def test_self_referencing_value_is_refused_by_name(tmp_path):
-    value: list[Any] = []
+    value = []
     value.append(value)
     with pytest.raises(CheckpointError, match=r"state\['key'\]\[0\].* contains itself"):
         kept(tmp_path / "c", value)
 
 
 def test_deepest_allowed_nesting_is_restored(tmp_path):
-    value: Any = 0
+    value = 0
     for number in range(39):
         value = {1: (value,)} if number % 2 else ([value],)
     assert kept(tmp_path / "c", value) == value

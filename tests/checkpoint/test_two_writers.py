@@ -3,7 +3,6 @@
 import multiprocessing
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -102,7 +101,7 @@ def test_latest_is_marked_despite_removal_of_new_link(tmp_path, monkeypatch):
     target, link = tmp_path / "step=1.ckpt", latest.os.symlink
     save(target, 1)
     (tmp_path / "latest").unlink(missing_ok=True)
-    taken: list[Path] = []
+    taken = []
 
     def symlink(name, path):
         link(name, path)
@@ -130,7 +129,7 @@ def test_checkpoint_is_replaced_despite_concurrent_removal(tmp_path):
 def test_lock_under_creation_is_not_abandoned(tmp_path, monkeypatch):
     """Another process checks the lock file between its creation and its locking."""
     part = tmp_path / "step=1.ckpt.tmp-0123456789ab"
-    looks, created, answers = threading.Event(), threading.Event(), list[bool]()
+    looks, created, answers = threading.Event(), threading.Event(), []
 
     def sleep(_):
         looks.set()

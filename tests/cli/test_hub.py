@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -19,9 +18,9 @@ class Client:
     """Records the calls of ``HfApi``."""
 
     def __init__(self):
-        self.made: list[Any] = []
-        self.files: dict[str, bytes] = {}
-        self.error: Exception | None = None
+        self.made = []
+        self.files = {}
+        self.error = None
 
     def create_repo(self, repo_id, *, private, exist_ok):
         if self.error is not None:

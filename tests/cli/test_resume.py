@@ -184,7 +184,7 @@ def test_second_experiment_in_folder_starts_afresh_and_reports(ptdp, config, tmp
         "callbacks": [SAVE_EACH_STEP],
     }
     Path(config).write_text(yaml.safe_dump({**settings, "sample": None}))
-    said: list[str] = []
+    said = []
     monkeypatch.setattr("lightning_ptdp.cli.run.rank_zero_info", said.append)
     for name in ("SLURM_NTASKS", "SLURM_NNODES"):
         monkeypatch.setenv(name, "1")
@@ -192,7 +192,6 @@ def test_second_experiment_in_folder_starts_afresh_and_reports(ptdp, config, tmp
 
     assert ptdp(*arguments, "--trainer.max_steps=2")[0] == 0
     first = newest_checkpoint(tmp_path)
-    assert first is not None
     left = tmp_path / "hpc_ckpt_1.ckpt"
     first.rename(left)
     code, _, err = ptdp(*arguments, "--trainer.max_steps=1", "--model.optimizer.learning_rate=0.02")
@@ -229,7 +228,7 @@ def test_auto_resume_and_ckpt_path_accept_addresses(config, ptdp, tmp_path, monk
         "default_root_dir": root,
     }
     Path(config).write_text(yaml.safe_dump(settings))
-    said: list[str] = []
+    said = []
     monkeypatch.setattr("lightning_ptdp.cli.run.rank_zero_info", said.append)
     monkeypatch.chdir(tmp_path)
     arguments = ["fit", "--config", config, PTDP]

@@ -147,7 +147,7 @@ def test_chat_answers_each_line_and_resets_on_new(said, folder, tmp_path, monkey
 def test_ctrl_c_ends_chat_after_current_answer():
     from lightning_ptdp.cli.serving import _stopper
 
-    lines: SimpleQueue[str | None] = SimpleQueue()
+    lines = SimpleQueue()
     lines.put("a question that is piped")
     stop = _stopper(lines)
     stop(signal.SIGINT, None)

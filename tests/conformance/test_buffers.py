@@ -5,7 +5,7 @@ from pathlib import Path
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.checkpoint import read_full
 from tests.conformance.toys import (
@@ -42,7 +42,7 @@ class Buffers(L.Callback):
     """Records the buffers of this rank after each batch."""
 
     def __init__(self):
-        self.seen: list[dict[str, Tensor]] = []
+        self.seen = []
 
     def on_train_batch_end(self, trainer, module, *_):
         self.seen.append({name: value.clone() for name, value in module.named_buffers()})

@@ -1,7 +1,5 @@
 """Buffers and parameters built in ``configure_model`` or later are restored or refused."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ class LitStatistics(LitNet):
 
     def __init__(self):
         super().__init__()
-        self.norm: Any = None
+        self.norm = None
 
     def configure_model(self):
         if self.norm is None:

@@ -16,7 +16,7 @@ class LitHook(LitBlocks):
 
     def __init__(self):
         super().__init__()
-        self.norms: list[float] = []
+        self.norms = []
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)

@@ -1,7 +1,5 @@
 """The documented calls for norms and clipping in hooks cover the whole model."""
 
-from typing import Any
-
 import pytest
 from lightning.pytorch.utilities import grad_norm
 
@@ -22,7 +20,7 @@ class LitClips(LitNet):
     """Logs the gradient norm and clips in Lightning's hooks."""
 
     def on_before_optimizer_step(self, optimizer):
-        strategy: Any = self.trainer.strategy
+        strategy = self.trainer.strategy
         norm = (
             strategy.compute_gradient_norm()
             if hasattr(strategy, "compute_gradient_norm")

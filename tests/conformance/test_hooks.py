@@ -67,7 +67,7 @@ MODULE_HOOKS = [
 
 def record(rank, place, path):
     """Return the hooks called by fit, validate, test and predict."""
-    events: list[str] = []
+    events = []
     module = _recording(LitNet, MODULE_HOOKS, "module")()
     callback = _recording(L.Callback, CALLBACK_HOOKS, "callback")()
     module.__dict__["events"] = callback.events = events
@@ -103,7 +103,7 @@ def test_hooks_fire_in_lightnings_order(name, conformance, tmp_path):
 
 def record_resumed(rank, place, path):
     """Return the hooks called by a fit and a validation that load a checkpoint."""
-    events: list[str] = []
+    events = []
     file = Path(path, place.folder, "first.ckpt")
     first = make_trainer(place, max_epochs=1)
     first.fit(LitNet(), loader())

@@ -83,7 +83,7 @@ class SeenMetrics(L.Callback):
     """Records all metrics after every batch, epoch and validation."""
 
     def __init__(self):
-        self.seen: list[dict[str, dict[str, float]]] = []
+        self.seen = []
 
     def on_train_batch_end(self, trainer, *_):
         self.seen.append(metrics(trainer))
@@ -157,7 +157,7 @@ def test_throughput_monitor_counts_replicas(name, conformance):
 
 class CountsValidation(L.Callback):
     def __init__(self):
-        self.at: list[tuple[int, bool]] = []
+        self.at = []
 
     def on_validation_start(self, trainer, *_):
         self.at.append((trainer.global_step, trainer.sanity_checking))

@@ -1,7 +1,6 @@
 """Behaviours 15, 16, 26 to 29 and 31: outputs, predictions and checkpoints of a Trainer."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -95,7 +94,7 @@ class LitReturnsMore(LitNet):
 
     def __init__(self):
         super().__init__()
-        self.seen: list[Any] = []
+        self.seen = []
 
     def training_step(self, batch, batch_idx):
         prediction = self.net(batch[0])

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ class LitNamed(LitBlocks):
         linear = {
             f"{name}.weight" for name, child in self.named_modules() if isinstance(child, nn.Linear)
         }
-        groups: dict[Any, list[Any]] = {}
+        groups = {}
         for name, parameter in self.named_parameters():
             block = re.match(r"h\.(\d+)", name)
             key = (

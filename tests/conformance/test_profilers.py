@@ -69,7 +69,7 @@ class Reduces(L.Callback):
     """Records the results of ``strategy.reduce`` and the values left in its input."""
 
     def __init__(self):
-        self.found: dict[str, tuple[float, ...]] = {}
+        self.found = {}
 
     def on_train_batch_end(self, trainer, *_):
         strategy = trainer.strategy

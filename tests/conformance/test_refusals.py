@@ -382,7 +382,7 @@ class KeepsData(L.LightningDataModule):
 
 
 def test_object_hyperparameters_are_omitted_with_warning(tmp_path):
-    saves: dict[str, Any] = {
+    saves = {
         "enable_checkpointing": True,
         "default_root_dir": tmp_path,
         "max_epochs": 1,

@@ -2,7 +2,6 @@
 
 import os
 import random
-from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -33,7 +32,7 @@ class Augmented(Dataset):
 
 class Seen(L.Callback):
     def __init__(self):
-        self.batches: list[Any] = []
+        self.batches = []
 
     def on_train_batch_start(self, trainer, module, batch, *_):
         self.batches.append(batch[0].tolist())

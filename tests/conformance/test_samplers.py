@@ -23,7 +23,7 @@ class SeenSamples(L.Callback):
     """Records the targets of every training batch, which identify the samples, per epoch."""
 
     def __init__(self):
-        self.epochs: list[list[list[float]]] = []
+        self.epochs = []
 
     def setup(self, trainer, *_, **__):
         # every process has another random state: the order must not depend on it

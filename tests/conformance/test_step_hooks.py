@@ -24,7 +24,7 @@ class LitPlain(LitNet):
 
     def __init__(self):
         super().__init__()
-        self.seen: list[float] = []
+        self.seen = []
 
     def on_after_backward(self):
         gradients = [p.grad for p in self.parameters() if p.grad is not None]

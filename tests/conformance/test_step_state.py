@@ -59,8 +59,8 @@ class Collects(LitNet):
             MinMaxMetric(MeanMetric()),
             CatMetric(),
         )
-        self.losses: list[Tensor] = []
-        self.by_loader: dict[int, list[Tensor]] = defaultdict(list)
+        self.losses = []
+        self.by_loader = defaultdict(list)
         self.seen, self.seen_before, self.recent = 0, 0, deque[int](maxlen=3)
         self.average, self.greatest = Average(), None
         self.register_buffer("total", torch.zeros(()))
@@ -128,7 +128,7 @@ class Collects(LitNet):
 
 class Values(L.Callback):
     def __init__(self):
-        self.seen: list[dict[str, float]] = []
+        self.seen = []
 
     def on_train_epoch_end(self, trainer, *_):
         self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})

@@ -14,7 +14,7 @@ class Ahead(L.Callback):
     """The interval has passed at batch 2 on rank 1, but only at batch 4 on rank 0."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.validated_behind = rank, list[int]()
+        self.rank, self.validated_behind = rank, []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == (4, 2)[self.rank]:

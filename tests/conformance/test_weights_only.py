@@ -55,7 +55,7 @@ class Teacher(L.Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.read: list[float] = []
+        self.read = []
 
     def on_fit_start(self, trainer, module):
         self.read.append(self._mean(trainer))

@@ -1,7 +1,5 @@
 """Unmodified Hugging Face models on slices of the sequence: positions, masks and shifted labels."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ def make_model(name):
     """Return a small model. transformers is imported here, in the worker."""
     import transformers
 
-    common: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": "sdpa"}
+    common = {"vocab_size": VOCABULARY, "attn_implementation": "sdpa"}
     if name == "gpt2":
         config = transformers.GPT2Config(
             n_embd=16,

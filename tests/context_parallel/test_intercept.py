@@ -3,7 +3,6 @@ refusals."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_ptdp.attention import AttentionKind, ContextParallelError
+from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.context_parallel.context import ContextForward
 from lightning_ptdp.forward.surroundings import Forward, Surroundings
@@ -22,7 +21,7 @@ from tests.context_parallel.toy import assert_close, context_group, own
 pytestmark = pytest.mark.thorough
 
 LENGTH = 16
-KINDS: list[AttentionKind] = ["ring", "all_to_all"]
+KINDS = ["ring", "all_to_all"]
 
 
 def make_batch(**more):
@@ -129,9 +128,7 @@ def given_mask(model, batch):
 
 
 def encode(model, batch, causal):
-    masks: dict[str, Any] = (
-        {"src_key_padding_mask": ~batch["attention_mask"]} if "attention_mask" in batch else {}
-    )
+    masks = {"src_key_padding_mask": ~batch["attention_mask"]} if "attention_mask" in batch else {}
     if causal:
         length = batch["input_ids"].size(1)
         masks |= {
@@ -155,7 +152,7 @@ def models_on_slices(rank, kind):
     holes = torch.zeros(3, LENGTH, dtype=torch.bool).index_fill_(
         1, torch.tensor([LENGTH // 4, *range(LENGTH - 4, LENGTH)]), True
     )
-    cases: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
+    cases = {
         "bidirectional": (Toy, plain, {}),
         "causal": (partial(Toy, is_causal=True), plain, {}),
         "recomputed": (partial(Toy, is_causal=True, recompute="ours"), plain, {}),
@@ -286,7 +283,7 @@ class Picks(Toy):
         return super().forward(input_ids, position_ids)[:, self.place]
 
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+REFUSED = {
     "eager": (Eager, "called no attention.*attn_implementation='sdpa'"),
     "no positions": (
         Counting,

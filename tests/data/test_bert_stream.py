@@ -118,7 +118,7 @@ def test_windows_of_small_example():
 
 def test_mask_shares_match_published_values(folder, vocabulary):
     made = stream(folder, max_samples=150)
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for epoch in range(12):
         batch = rows(made, epoch)
         chosen = batch["labels"] != -100
@@ -202,7 +202,7 @@ def test_half_of_pairs_are_swapped(folder):
 
 def test_half_of_second_segments_are_from_another_document(folder):
     made = stream(folder, pairs="next", max_samples=100)
-    places: dict[tuple[int, ...], set[int]] = {}
+    places = {}
     for sample in range(len(made._windows.starts)):
         tokens = made._window(sample).tolist()
         for start in range(len(tokens) - 5):

@@ -52,7 +52,7 @@ def single(mixed, tmp_path_factory):
 def test_workers_and_parts_do_not_change_prepared_bytes(
     mixed, single, tmp_path, num_workers, part_bytes
 ):
-    lines: list[str] = []
+    lines = []
     config = mixed_config(mixed, tmp_path / "store", num_workers=num_workers, part_bytes=part_bytes)
     made = prepare(config, progress=lines.append)
     assert contents(made.folder) == contents(single.folder)
@@ -98,7 +98,7 @@ def test_preparation_resumes_after_kill(mixed, single, tmp_path, stop_at, num_wo
     }
     assert bool(finished) == stop_at.startswith("tokenize")
     kept = {path: path.stat().st_mtime_ns for path in finished}
-    lines: list[str] = []
+    lines = []
 
     def look(line):
         lines.append(line)
@@ -135,7 +135,7 @@ def test_full_disk_is_reported_and_preparation_resumes(mixed, single, tmp_path, 
         with pytest.raises(StoreError, match=r"store cannot be written: .*No space left"):
             prepare(mixed_config(mixed, tmp_path / "store"))
     assert os.listdir(tmp_path) == [WORK]
-    lines: list[str] = []
+    lines = []
     assert contents(
         prepare(mixed_config(mixed, tmp_path / "store"), progress=lines.append).folder
     ) == contents(single.folder)

@@ -266,8 +266,8 @@ class Epochs(pl.Callback):
     """Callback that records the steps at the ends of epochs and at validations."""
 
     def __init__(self):
-        self.ends: list[int] = []
-        self.validations: list[int] = []
+        self.ends = []
+        self.validations = []
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.ends.append(trainer.global_step)

@@ -73,7 +73,7 @@ def test_ids_match_transformers_and_documents_end_with_eos(model, texts, tmp_pat
 
 
 def _until(tokens, end):
-    documents: list[list[int]] = [[]]
+    documents = [[]]
     for token in tokens:
         if token == end:
             documents.append([])

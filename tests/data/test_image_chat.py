@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -107,7 +106,7 @@ def data(images):
     def make(rows, **changes):
         number = len(list(images.glob("*.jsonl")))
         write_rows(images / f"{number}.jsonl", rows)
-        settings: dict[str, Any] = {
+        settings = {
             "path": str(images / f"{number}.jsonl"),
             "data_dir": str(images / f"store{number}"),
             "tokenizer_dir": str(images / "model"),
@@ -297,7 +296,7 @@ def test_model_gets_tensors_that_its_forward_names(images):
     module = LitImageTextToText(str(images / "model"))
     with torch.device("meta"):
         module.configure_model()
-    given: list[str] = []
+    given = []
     module.model.forward = lambda **inputs: given.extend(inputs)
     module._run(input_ids=1, token_type_ids=2, pixel_values=3)
     assert given == ["input_ids", "pixel_values"]

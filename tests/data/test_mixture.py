@@ -84,7 +84,7 @@ def test_sample_order_is_equal_in_every_layout_and_after_resume(folders):
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
-        found: list[list[int]] = []
+        found = []
         for _, *batches in zip(range(count), *loaders, strict=False):
             found += [row for batch in batches for row in batch["input_ids"].tolist()]
         return found, loaders[0].state_dict()

@@ -1,7 +1,6 @@
 """Pairs of answers: forms of rows, learned tokens, batches and refused rows."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -44,7 +43,7 @@ def data(model, tmp_path):
         number = len(list(tmp_path.iterdir()))
         file = tmp_path / f"{number}.jsonl"
         write_rows(file, rows)
-        settings: dict[str, Any] = {
+        settings = {
             "path": str(file),
             "data_dir": str(tmp_path / f"store{number}"),
             "tokenizer_dir": str(model),

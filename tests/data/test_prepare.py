@@ -31,7 +31,7 @@ from tests.data.folders import contents, flip, listed, with_manifest
 
 def test_stored_tokens_decode_to_documents(prepared, corpus):
     tokenizer = Tokenizer.load(prepared.folder)
-    texts: dict[str, list[str]] = {}
+    texts = {}
     for split in ("train", "validation"):
         reader = ChunkMap(read_chunks(prepared.folder / split, "uint16"), vocabulary_size=320)
         assert len(reader) == prepared.manifest.splits[split].tokens
@@ -64,7 +64,7 @@ def test_manifest_describes_prepared_data(prepared, corpus):
 
 def test_preparation_is_bitwise_reproducible(prepared, corpus, tmp_path):
     before = dict(os.environ)
-    lines: list[str] = []
+    lines = []
     again = prepare(config_of(corpus, tmp_path / "deep" / "again"), progress=lines.append)
     assert not again.reused
     assert contents(again.folder) == contents(prepared.folder)

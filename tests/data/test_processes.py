@@ -37,7 +37,7 @@ def test_killed_worker_raises_instead_of_hanging():
 
 
 def test_prefetch_of_items_is_bounded():
-    taken: list[int] = []
+    taken = []
 
     def items():
         for number in range(12):

@@ -15,7 +15,6 @@ from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.token_store import (
     MARKS,
     ChunkMap,
-    TokenType,
     mark_sample,
     read_chunks,
     sample_starts,
@@ -71,7 +70,7 @@ def test_litdata_sees_single_process_on_every_rank(pool, tmp_path, env):
 
 
 def test_files_are_independent_of_run_lengths(tmp_path):
-    dtype: TokenType = "uint16"
+    dtype = "uint16"
     write(tmp_path / "a", [331], chunk_tokens=100, dtype=dtype)
     write(tmp_path / "b", [1] * 331, chunk_tokens=100, dtype=dtype)
     for name in os.listdir(tmp_path / "a"):

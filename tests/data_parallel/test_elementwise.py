@@ -1,6 +1,5 @@
 """Trial of optimizers on parts of parameters: elementwise ones pass, others are refused."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,7 +76,7 @@ class Wrapped(Optimizer):
         return self.inner.step(closure)
 
 
-ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+ELEMENTWISE = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -94,7 +93,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "lion": Lion,
 }
-MIXING: list[tuple[Any, Cut, str]] = [
+MIXING = [
     (torch.optim.Adafactor, EXPERTS, "expert_parallel_size=1"),
     (torch.optim.LBFGS, FLAT, "it fails on a small parameter"),
     *((Clipping, cut, "differs from that of the full parameter") for cut in (FLAT, ROWS, COLUMNS)),
@@ -154,7 +153,7 @@ class _Counting(torch.optim.SGD):
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
-        self.steps: list[int] = []
+        self.steps = []
 
     def step(self, closure=None):
         self.steps.append(len(self.steps))

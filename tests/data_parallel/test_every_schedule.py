@@ -1,16 +1,15 @@
 """Schedules with gradient reductions, in float32 and in bfloat16 with masters."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from tests.parity import Place, assert_near, distance
+from tests.parity import assert_near, distance
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-SCHEDULES: dict[str, dict[str, Any]] = {
+SCHEDULES = {
     "gpipe": {},
     "1f1b": {},
     "interleaved_1f1b": {"virtual_pipeline_size": 2},
@@ -18,7 +17,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zb_v": {"virtual_pipeline_size": 2},
     "dualpipe_v": {"virtual_pipeline_size": 2},
 }
-MODES: dict[str, Place] = {
+MODES = {
     "flat": (4, {"num_microbatches": 4}),
     "sharded": (4, {"num_microbatches": 4, "shard": "optimizer"}),
     "sharded gradients": (4, {"num_microbatches": 4, "shard": "gradients"}),

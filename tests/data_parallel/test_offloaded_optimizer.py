@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import lightning.pytorch as L
@@ -15,14 +14,14 @@ from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.fake_cuda import fake_cuda
 from tests.letters import M, P, S, T, V, Z
-from tests.parity import Place, checks_of_rank_0
+from tests.parity import checks_of_rank_0
 from tests.planner.jobs import choice, small_job
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "bucket_mb": 1e-2}
-PLACES: dict[str, Place] = {
+OFFLOAD = {"offload_optimizer": True, "bucket_mb": 1e-2}
+PLACES = {
     "one": (1, {}),
     "d2": (2, {M: 2}),
     "d2 ZeRO-1": (2, {Z: "optimizer"}),

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 from unittest import mock
 
 import lightning.pytorch as L
@@ -13,14 +12,14 @@ from torch import Tensor
 from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from tests.letters import D, M, P, R, S, T, V, Z
-from tests.parity import Place, assert_near, distance
+from tests.parity import assert_near, distance
 from tests.tiny_gpt import LitTiny, Run
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:fp8 on a CPU")]
 
-FP8: dict[str, Any] = {"fp8": "tensorwise"}
+FP8 = {"fp8": "tensorwise"}
 COMPILED = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
-PLACES: dict[str, Place] = {
+PLACES = {
     "d2": (2, {}),
     "d3, two microbatches": (3, {M: 2}),
     "two levels": (4, {D: 2}),

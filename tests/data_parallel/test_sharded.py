@@ -1,15 +1,11 @@
 """Sharded optimizers: equal steps, kept groups and schedulers, bytes per parameter."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
@@ -22,7 +18,7 @@ from tests.data_parallel.managed import managed
 
 pytestmark = pytest.mark.thorough
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -107,7 +103,7 @@ def _bytes(rank, size, shard):
     model = nn.Sequential(*(nn.Linear(200, 200, dtype=torch.bfloat16) for _ in range(4)))
     group = Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), rank)
     reduction = Reduction(inner=group, scatter=shard != "none")
-    waiting: list[int] = []
+    waiting = []
     buckets = GradientBuckets(
         managed(model.parameters()),
         {(): reduction},

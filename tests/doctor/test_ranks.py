@@ -3,8 +3,6 @@
 import os
 import re
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import psutil
 import pytest
@@ -62,7 +60,7 @@ def test_successful_ranks_return_results():
 
 def use_all(rank, size):
     place = GroupMember(rank=rank, size=size, device=torch.device("cpu"))
-    said: list[str] = []
+    said = []
     measured = measure(place, said.append, sizes=(4096,))
     assert all(one.seconds > 0 for one in measured)
     return [use(place) for use in COLLECTIVES.values()], said
@@ -83,7 +81,7 @@ def test_collectives_are_correct_on_three_ranks(pool):
 
 def spoiled(rank):
     """Return the collectives that detect all-reduce sums too large by ``rank``."""
-    real: Callable[..., Any] = dist.all_reduce
+    real = dist.all_reduce
 
     def all_reduce(tensor, *args, **kwargs):
         real(tensor, *args, **kwargs)

@@ -2,7 +2,6 @@
 every layout."""
 
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from torch import Tensor
 
 from lightning_ptdp.attention.ring import RingAttention
 from lightning_ptdp.data_parallel import reduction
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.thorough
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 HALF = {"precision": "bf16-true"}
 DETERMINISTIC = {"deterministic": True}
-LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+LAYOUTS = {
     "one m4": (1, {"num_microbatches": 4}, {"accumulate_grad_batches": 2}),
     "d4": (4, {}, {}),
     "d4 two levels ZeRO m2": (
@@ -132,7 +130,7 @@ class LitLlama(pl.LightningModule):
         )
 
     def training_step(self, batch, batch_idx):
-        loss: Tensor = self.model(**batch).loss
+        loss = self.model(**batch).loss
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -172,7 +170,7 @@ class Marks(pl.Callback):
 
     def __init__(self, waits: Waits) -> None:
         self._batches = waits.batches
-        self.begun: dict[str, list[int]] = {"train": [], "val": []}
+        self.begun = {"train": [], "val": []}
 
     def _begin(self, kind):
         self.begun[kind].append(len(self._batches))
@@ -355,7 +353,7 @@ def test_context_ranks_read_no_mask_of_hugging_face_model(module, pool):
 
 
 def _masked_calls(rank, module):
-    calls: list[bool] = []
+    calls = []
     attend = RingAttention.__call__
 
     def noting(self, call):

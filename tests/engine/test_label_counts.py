@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_ptdp.engine.microbatches import is_uneven, label_spread
 from tests.letters import M, P
-from tests.parity import Place, Training, fit
+from tests.parity import Training, fit
 
 pytestmark = pytest.mark.thorough
 
@@ -74,7 +74,7 @@ def fit_and_listen(rank, training):
     return {**result, "told": [text for text in texts if "num_tokens" in text]}
 
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "one m2": (1, {M: 2}),
     "one m3": (1, {M: 3}),
     "p2": (2, {P: 2, M: 4}),

@@ -17,12 +17,12 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import make_model
 from tests.letters import C, M, P
-from tests.parity import Place, Training
+from tests.parity import Training
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "c2": (2, {C: 2}),
     "c2m2": (2, {C: 2, M: 2}),
     "p2c2": (4, {C: 2, P: 2, M: 2}),
@@ -38,7 +38,7 @@ class Seen(L.Callback):
     """Callback that records the outputs of every validation batch."""
 
     def __init__(self):
-        self.outputs: list[tuple[float, float]] = []
+        self.outputs = []
 
     def on_validation_batch_end(self, trainer, module, outputs, *_):
         outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}

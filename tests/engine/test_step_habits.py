@@ -22,7 +22,7 @@ class LitPlain(L.LightningModule):
         self.teacher, self.seen, self.outputs = (
             nn.Linear(4, 4).requires_grad_(False),
             0,
-            list[Tensor](),
+            [],
         )
         self.register_buffer("queue", torch.zeros(4))
 
@@ -159,7 +159,7 @@ def fit(rank, kind, layout, size):
 
 
 M2 = {"num_microbatches": 2}
-CASES: dict[type[LitPlain], str | None] = {
+CASES = {
     LitPlain: None,
     LitDivided: None,
     LitMeans: None,

@@ -129,7 +129,7 @@ class Dice:
     """A callable metric that keeps its inputs and belongs to no library."""
 
     def __init__(self):
-        self.buffers: list[list[torch.Tensor]] | None = None
+        self.buffers = None
 
     def __call__(self, value):
         if self.buffers is None:

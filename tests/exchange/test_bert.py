@@ -16,7 +16,6 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import from_huggingface, to_huggingface
 from lightning_ptdp.models import BertConfig, LitBert
-from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import shard
 from tests.folders import read_huggingface
 from tests.models.hf_models import randomized
@@ -96,7 +95,7 @@ def _save(module, path, *, size=1, rank=0):
         for name, value in module.state_dict().items()
         if name != "model.masked_head.decoder.weight"
     }
-    tensors: dict[str, tuple[torch.Tensor, Placement]] = {
+    tensors = {
         f"model/{name}": shard(
             value, "vocabulary" if name.endswith(VOCABULARY) else "replicated", size=size, rank=rank
         )

@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 import torch
@@ -44,9 +43,9 @@ Config = GPTConfig | BertConfig
 def _whole(config):
     """Return the weights of a full model, equal in every process."""
     torch.manual_seed(1)
-    module: Any = LitGPT(config) if isinstance(config, GPTConfig) else LitBert(config)
+    module = LitGPT(config) if isinstance(config, GPTConfig) else LitBert(config)
     module.configure_model()
-    first: dict[int, str] = {}
+    first = {}
     state = {
         name: value
         for name, value in module.state_dict(keep_vars=True).items()

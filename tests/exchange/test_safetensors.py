@@ -25,7 +25,7 @@ TENSORS = {
 
 
 def test_library_reads_written_file(tmp_path):
-    asked: list[str] = []
+    asked = []
 
     def read(name):
         asked.append(name)

@@ -4,7 +4,6 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -91,8 +90,8 @@ def _peak(peaks, name):
 def measure(folder):
     """Print the peaks of all conversions as JSON."""
     assert transformers.GPT2LMHeadModel, "imports are not part of a conversion"
-    root, peaks = Path(folder), dict[str, int]()
-    steps: dict[str, Callable[[], object]] = {
+    root, peaks = Path(folder), {}
+    steps = {
         "write": lambda: _write(root / "ours"),
         "to Hugging Face": lambda: convert(root / "ours", root / "hf", shard_bytes=40_000_000),
         "from Hugging Face": lambda: convert(root / "hf", root / "back"),

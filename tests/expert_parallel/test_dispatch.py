@@ -1,7 +1,6 @@
 """One layer of experts on two ranks: output, gradients and bytes sent."""
 
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,7 +32,7 @@ def make(name, dtype):
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-    sizes: dict[str, Any] = {
+    sizes = {
         "hidden_size": WIDTH,
         "intermediate_size": 24,
         "num_local_experts": EXPERTS,
@@ -47,7 +46,7 @@ def make(name, dtype):
         ),
     }[name]
     config._experts_implementation = "grouped_mm"
-    module: nn.Module = kind(config).to(dtype)
+    module = kind(config).to(dtype)
     torch.manual_seed(1)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -111,7 +110,7 @@ def parallel(rank, case):
     ids=lambda case: f"{case.name} {case.dtype} {case.routing}",
 )
 def test_two_ranks_equal_single_process(case, pool):
-    whole: Any = make(case.name, case.dtype)
+    whole = make(case.name, case.dtype)
     whole.config._experts_implementation = "eager"
     expected = results(whole, *tokens(case, 2))
     item, index = case.dtype.itemsize, tokens(case, 2)[1]

@@ -8,7 +8,7 @@ from itertools import groupby
 import pytest
 
 from tests.hostile import Case, configurations, data, models, tokenizers
-from tests.hostile.confined import CANARY, MOST_S, Confinement, Outcome
+from tests.hostile.confined import CANARY, MOST_S, Confinement
 
 pytestmark = pytest.mark.thorough
 
@@ -80,7 +80,5 @@ def test_confinement_detects_violations(read, words, tmp_path):
     def read_it(folder):
         read(folder)
 
-    outcome: Outcome = Confinement(tmp_path / "cases").run(
-        Case("any", lambda folder: None, read_it)
-    )
+    outcome = Confinement(tmp_path / "cases").run(Case("any", lambda folder: None, read_it))
     assert words in outcome.wrong

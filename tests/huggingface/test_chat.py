@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 def data(root, **options):
-    settings: dict[str, Any] = {
+    settings = {
         "micro_batch_size": 2,
         "num_microbatches": 2,
         "validation_fraction": 0.2,
@@ -151,7 +151,7 @@ def test_packing_support_is_detected_from_model_code(name):
     from tests.huggingface.architectures import VOCABULARY, build
 
     torch.manual_seed(0)
-    model: Any = build(name).float().eval()
+    model = build(name).float().eval()
     model.config.use_cache = False
     tokens = torch.randint(1, VOCABULARY, (1, 12))
     places = torch.cat([torch.arange(5), torch.arange(7)])[None]
@@ -175,7 +175,7 @@ def test_packing_without_sample_separation_is_refused(folder):
             vocabulary_size=400, sequence_length=LENGTH, num_layers=1, hidden_size=16, num_heads=2
         )
     )
-    model: Any = make_model("llama", vocab_size=400)
+    model = make_model("llama", vocab_size=400)
     with pytest.raises(
         ValueError,
         match="packing=True, but the attention of LitGPT may not separate samples",

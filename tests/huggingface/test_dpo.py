@@ -32,7 +32,7 @@ class Pairs(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index):
         draw = torch.Generator().manual_seed(index)
         prompt = torch.randint(1, VOCABULARY, (PROMPT,), generator=draw)
-        pair: dict[str, Tensor] = {}
+        pair = {}
         for name in ("chosen", "rejected"):
             size = int(torch.randint(3, 9, (), generator=draw))
             answer = torch.randint(1, VOCABULARY, (size,), generator=draw)

@@ -1,7 +1,6 @@
 """Logits, loss and gradients under a plan in float64, and the collectives of a layer."""
 
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ SOME = {
     "bias": "all",
     "use_rslora": True,
 }
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "llama": ("llama", {}),
     "llama, multi-query, eager attention": (
         "llama",

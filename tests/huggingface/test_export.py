@@ -226,7 +226,7 @@ def test_adapters_are_merged_in_export(model, layout, world_size, parity, tmp_pa
 def test_exported_tensors_match_save_pretrained(name, tmp_path, monkeypatch):
     monkeypatch.setattr(export_writer, "_BLOCK", 100)
     torch.manual_seed(0)
-    model, first = build(name), dict[int, str]()
+    model, first = build(name), {}
     state = {
         key: value
         for key, value in model.state_dict(keep_vars=True).items()

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     make_tiny_vision(root / "model")
     rows = []
     for number in range(40):
-        content: list[dict[str, str]] = [{"type": "text", "text": f"How many, {number}?"}]
+        content = [{"type": "text", "text": f"How many, {number}?"}]
         for index in range((0, 0, 2, 1, 0)[number % 5]):
             Image.new("RGB", (20, 10), (6 * number, 90 * index, 40)).save(
                 root / f"{number}-{index}.png"

@@ -6,7 +6,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -109,7 +108,7 @@ def test_module_works_without_strategy(folders, tmp_path):
         before[0]["val_loss"]
     )
     batch = next(iter(loader))
-    found: Any = trainer.predict(lit, loader)
+    found = trainer.predict(lit, loader)
     logits = lit.model(batch["input_ids"]).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, batch["labels"].flatten(), reduction="none").view_as(
         batch["labels"]
@@ -313,7 +312,6 @@ def test_pretrained_weights_are_read_without_init_or_mmap(folders, tmp_path, mon
     with torch.device("meta"):
         lit.configure_model()
     weights = open_initial_weights(lit)
-    assert weights is not None
     make = Materializer(lit, seed=0, device=torch.device("cpu"), left=weights.names)
     monkeypatch.setattr(
         Initializers, "__call__", lambda self, name, **_: pytest.fail(f"{name} is drawn")
@@ -346,8 +344,7 @@ def test_resume_from_checkpoint_matches_single_process(parity, folders, tmp_path
         second = parity.ranks(replace(run, steps=4, resume=saved))[0]
         # the weights are those of the checkpoint, not those of the folder
         assert_weights_near(second["initial"], first["final"], tolerance=0)
-        losses: list[float] = second["losses"]
-        return losses
+        return second["losses"]
 
     alone = resumed("one")
     for layout in ("p2", "d2"):

@@ -4,7 +4,6 @@ test_exact for gradients in float64)."""
 import math
 import re
 from dataclasses import replace
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -254,11 +253,11 @@ def count(rank, folder):
     module = LitCausalLM(folder, adapter=LoraOptions(r=3), dtype="bfloat16", optimizer=OPTIMIZER)
     strategy = PTDPStrategy(master_weights=True)
     trainer = make_trainer(strategy, 2, max_steps=2, precision="bf16-true", limit_val_batches=0)
-    found: dict[str, int] = {}
+    found = {}
 
     class Look(L.Callback):
         def on_train_batch_end(self, *_):
-            gradients: Any = strategy.engine.gradients
+            gradients = strategy.engine.gradients
             store = gradients._store
             found["buckets"] = sum(bucket.buffer.numel() for bucket in store.buckets())
             stepped = [one.stepped for one in store.parameters if one.stepped is not None]

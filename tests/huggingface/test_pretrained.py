@@ -1,8 +1,6 @@
 """Pretrained Hugging Face models under the strategy: each rank reads its part of the folder, or
 all of it on request."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -22,7 +20,7 @@ TIED = (("tie_word_embeddings", True),)
 def pretrained(folder, model, options, *, base=False, shard="20KB"):
     """Save a model in several files, with ``base`` without its head, and return its state."""
     torch.manual_seed(11)
-    made: Any = make_model(model, **dict(options))
+    made = make_model(model, **dict(options))
     (made.base_model if base else made).save_pretrained(folder, max_shard_size=shard)
     return made.state_dict()
 

@@ -65,7 +65,7 @@ def test_loss_and_gradients_match_whole_model(kind, built, compute):
     data = Samples(kind)
     batch = {key: torch.stack([data[i][key] for i in range(3)]) for key in data[0]}
     torch.manual_seed(0)
-    model: Any = make_model(kind).double()
+    model = make_model(kind).double()
     if built == "resized":  # one embedding under three names
         model.resize_token_embeddings(70)
     if built == "recomputes":

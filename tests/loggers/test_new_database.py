@@ -13,7 +13,7 @@ OFF, FULL = 0, 2
 @pytest.fixture
 def statements():
     """Yield the statements of all connections to databases."""
-    said: list[str] = []
+    said = []
 
     def trace(connection, _record):
         connection.set_trace_callback(said.append)

@@ -3,7 +3,6 @@
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -62,7 +61,7 @@ class Run:
     id = "7"
 
     def __init__(self):
-        self.uploaded: list[tuple[list[str], list[str], list[str]]] = []
+        self.uploaded = []
 
     def log_artifact(self, artifact, aliases):
         self.uploaded.append((artifact.files, artifact.folders, aliases))
@@ -75,8 +74,8 @@ class Artifact:
     """Stand-in for a W&B artifact, which has separate methods for files and folders."""
 
     def __init__(self, **_):
-        self.files: list[str] = []
-        self.folders: list[str] = []
+        self.files = []
+        self.folders = []
 
     def add_file(self, local_path, name=None, is_tmp=False, policy=None):
         if not Path(local_path).is_file():
@@ -89,7 +88,7 @@ class Artifact:
 
 
 def wandbs(path, log_model):
-    contents: dict[str, dict[str, Any]] = {
+    contents = {
         "wandb": {"Artifact": Artifact, "run": None},
         "wandb.sdk": {},
         "wandb.sdk.lib": {"RunDisabled": Run},

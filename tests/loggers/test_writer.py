@@ -18,8 +18,8 @@ class Store:
     """Store that can be made unavailable and whose writes can be blocked."""
 
     def __init__(self):
-        self.items: list[int] = []
-        self.calls: list[int] = []
+        self.items = []
+        self.calls = []
         self.broken = False
         self.open = threading.Event()
         self.open.set()

@@ -133,7 +133,6 @@ def test_every_parameter_gets_gradient(config):
     output = model(**batch())
     (output.masked.square().mean() + output.order.square().mean()).backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
         assert parameter.grad.any(), name
     assert model.masked_head.decoder.weight is model.embeddings.token.weight
     assert "masked_head.decoder.weight" not in dict(model.named_parameters())

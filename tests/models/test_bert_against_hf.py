@@ -3,7 +3,7 @@ gradients."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.models import Bert, BertConfig, LitBert
 
@@ -51,7 +51,7 @@ def converted(source):
         "mlp.down": "output.dense",
         "norm_2": "output.LayerNorm",
     }
-    state: dict[str, Tensor] = {}
+    state = {}
     for number in range(CONFIG.num_layers):
         theirs = f"bert.encoder.layer.{number}"
         names |= {f"blocks.{number}.{ours}": f"{theirs}.{name}" for ours, name in layer.items()}

@@ -9,11 +9,11 @@ from torch.utils.data import Dataset
 
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
 from tests.letters import SP, C, M, P, T, V
-from tests.parity import Place, Training, make_loader
+from tests.parity import Training, make_loader
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "d2": (2, {}),
     "t2": (2, {T: 2}),
     "t2sp": (2, {T: 2, SP: True}),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ptdp.models import GPT, GPTConfig, active_parameters, num_parameters
@@ -183,7 +183,7 @@ def test_block_equals_sum_of_its_head_shards(config):
     """The same code runs with fewer heads, so that tensor parallelism needs no other model."""
     size = 2
     q, kv, f = config.hidden_size, config.kv_heads * config.head_dim, config.ffn_size
-    parts: dict[str, list[Tensor]] = {"attention": [], "mlp": []}
+    parts = {"attention": [], "mlp": []}
     x = torch.randn(2, 7, config.hidden_size, generator=torch.Generator().manual_seed(0))
     for rank in range(size + 1):  # the last one is the whole block
         torch.manual_seed(1)

@@ -1,7 +1,7 @@
 """Chunked cross-entropy trains like the full loss in several layouts."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -10,18 +10,18 @@ import torch
 from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert, LitGPT
 from lightning_ptdp.tensor_parallel import linear_cross_entropy
 from tests.letters import SP, M, P, S, T, Z
-from tests.parity import Place, Training, fit
+from tests.parity import Training, fit
 
 pytestmark = pytest.mark.thorough
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocabulary_size": 61,
     "sequence_length": 8,
     "num_layers": 2,
     "hidden_size": 16,
     "num_heads": 2,
 }
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "t2 sp p2": (4, {T: 2, P: 2, SP: True, M: 2}),
     "d2 in shards": (2, {M: 2, Z: "optimizer"}),
     "p2 zero bubble": (2, {P: 2, M: 2, S: "zb_h1"}),

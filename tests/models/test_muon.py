@@ -1,7 +1,6 @@
 """Muon beside AdamW: equal to torch's optimizers, and to one process in every layout it supports."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+PLACES = {
     "d2": (2, {}),
     "d2 sharded": (2, {Z: "optimizer"}),
     "d4 sharded, small buckets": (4, {Z: "optimizer", M: 2, "bucket_mb": 1e-2}),
@@ -112,7 +111,7 @@ def test_steps_equal_those_of_torch():
         torch.optim.AdamW([wanted["wte"]], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.2),
         torch.optim.AdamW([wanted["h.0.bias"]], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    restored: MuonWithAdamW | None = None
+    restored = None
     for step in range(4):
         for parameters in (found, wanted):
             generator = torch.Generator().manual_seed(step)

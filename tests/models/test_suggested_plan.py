@@ -145,8 +145,7 @@ def test_suggested_plan_trains_like_single_process(pool):
     with pytest.raises(ValueError, match="suggest these lines: check them") as told:
         plan_of(LitVision(), PTDPConfig(tensor_parallel_size=2))
     found = re.search(r"ParallelPlan\(tensor=\{.*?\}\)", str(told.value), re.DOTALL)
-    assert found is not None
-    plan: ParallelPlan = eval(found[0], {"ParallelPlan": ParallelPlan})
+    plan = eval(found[0], {"ParallelPlan": ParallelPlan})
     assert fit(0, 1, None) == pytest.approx(
         pool.run(fit, world_size=2, args=(2, plan))[0], rel=1e-5
     )

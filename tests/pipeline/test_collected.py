@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.pipeline.crossing import StageError
 from tests.pipeline.crossing_models import (
@@ -26,7 +25,7 @@ class AllHidden(Base):
     """Sums the outputs of all blocks."""
 
     def run_blocks(self, x, ids):
-        hidden: tuple[Tensor, ...] = ()
+        hidden = ()
         for layer in self.layers:
             x = layer(x)
             hidden += (x,)
@@ -63,7 +62,7 @@ class Hooked(Base):
 
     def __init__(self):
         super().__init__()
-        self.seen: list[Tensor] = []
+        self.seen = []
         self.embedding.register_forward_hook(self.keep)
         for index, layer in enumerate(self.layers):
             layer.register_forward_hook(
@@ -188,7 +187,7 @@ class Timed(Base):
 
     def __init__(self):
         super().__init__()
-        self.open: set[str] = set()
+        self.open = set()
         for name, module in [
             (n, m) for layer in self.layers for n, m in layer.named_modules(prefix=str(id(layer)))
         ]:
@@ -215,7 +214,7 @@ def test_removed_hook_is_not_called_on_other_stages():
     class Removed(Base):
         def __init__(self):
             super().__init__()
-            self.seen: list[Tensor] = []
+            self.seen = []
 
         def run_blocks(self, x, ids):
             for layer in self.layers:

@@ -171,7 +171,7 @@ def test_each_stage_uses_its_own_copy_of_bare_parameter():
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_compiled_blocks_match_whole_model(how, monkeypatch):
-    traced: list[bool] = []
+    traced = []
     returned = Boundary.returned
 
     def watched(boundary, *args, **kwargs):

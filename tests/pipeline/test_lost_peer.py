@@ -9,7 +9,6 @@ import signal
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def _lose(rank, parent, victim, how, where):
     mesh = ProcessMesh.create(
         layout=ParallelLayout(world_size=2, pipeline_parallel_size=2), rank=rank
     )
-    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=LIMIT_S))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=LIMIT_S))
     watched = Watchdog.create(mesh=mesh, limit_s=LIMIT_S)
     peer = 1 - rank
     with watched.during("step 12"):

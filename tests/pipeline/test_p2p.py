@@ -3,7 +3,6 @@ ranks, short-lived buffers. Real processes over gloo."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -138,7 +137,7 @@ def test_header_is_sent_once_per_form(pool):
     sent, received = pool.run(exchange_new_and_known_forms, world_size=2)
     assert [name for name, equal in received if not equal] == []
     assert len(received) == 16
-    seen: set[str] = set()
+    seen = set()
     for step, name, with_header in sent:
         assert with_header == (name not in seen), f"step {step}, {name}"
         seen.add(name)
@@ -314,7 +313,7 @@ class Handle(torch.distributed.Work):
 
 
 def test_lost_peer_is_named_with_state_of_other_ranks():
-    told: list[Any] = []
+    told = []
     link = Transport(
         mesh=ProcessMesh(layout=ParallelLayout(world_size=4, pipeline_parallel_size=4), rank=2),
         device=CPU,

@@ -2,9 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +43,7 @@ class Work:
     """Reduction that ends when the test calls ``end``."""
 
     def __init__(self):
-        self._told: list[Callable[[], None]] = []
+        self._told = []
 
     def when_done(self, tell):
         self._told.append(tell)
@@ -74,7 +72,6 @@ def played(clock, recorder, schedule, *, wait=0.0):
 
 
 def spans(timeline):
-    assert timeline is not None
     return [
         (str(span.action), round(float(span.start), 6), round(float(span.end), 6))
         for span in timeline.spans[0]
@@ -86,7 +83,6 @@ def test_only_computations_are_recorded(clock):
     played(clock, recorder, alone())
     timeline = recorder.gather(Group())
     assert spans(timeline) == [("F0.0", 0, 1), ("B0.0", 1, 3), ("F0.1", 3, 4), ("B0.1", 4, 6)]
-    assert timeline is not None
     assert timeline.reductions == ()
     assert timeline.schedule is alone()
 
@@ -143,7 +139,6 @@ def test_reduction_spans_first_launch_to_last_end(clock):
         clock.now = now
         work.end()
     timeline = recorder.gather(Group())
-    assert timeline is not None
     assert [(str(s.action), s.start, s.end) for s in timeline.reductions[0]] == [
         ("R3", 1, 12.5),
         ("R0", 3, 11),
@@ -158,12 +153,11 @@ def test_reduction_of_earlier_program_is_ignored(clock):
     played(clock, recorder, alone(1))
     late.end()
     timeline = recorder.gather(Group())
-    assert timeline is not None
     assert timeline.reductions == ()
 
 
 def test_observers_are_notified_in_order_until_removed():
-    told: list[tuple[str, str]] = []
+    told = []
 
     events = ("began", "started", "waiting", "finished", "reducing", "ended")
 
@@ -200,7 +194,7 @@ def test_ideal_of_simulated_step_equals_simulation(name, v):
     schedule = build_schedule(
         name, pipeline_parallel_size=2, virtual_pipeline_size=v, num_microbatches=4
     )
-    costs: dict[str, Any] = {
+    costs = {
         "forward": range(2, 2 + 2 * v),
         "backward": range(3, 3 + 2 * v),
         "weight": range(1, 1 + 2 * v),
@@ -258,7 +252,7 @@ def _recorded_ring(rank, world_size, broken):
         group = ProcessMesh.create(layout=layout, rank=rank).group("pipeline")
         schedule = build_schedule("1f1b", pipeline_parallel_size=world_size, num_microbatches=3)
         recorder = ActionRecorder(CPU)
-        sent: list[Any] = []
+        sent = []
         recorder.began(schedule)
         for action in schedule.programs[rank]:
             recorder.started(action)

@@ -3,11 +3,9 @@
 import json
 from decimal import Decimal
 from pkgutil import resolve_name
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.inheritance import resolve_configs
@@ -73,7 +71,7 @@ MIXTURES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_layout_fits_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values: dict[str, Any] = parsed_values(resolve_configs(["--config", name]))
+    values = parsed_values(resolve_configs(["--config", name]))
     trainer, arguments = values["trainer"], values["model"]["init_args"]
     published = PUBLISHED.get(name)
     if published is not None:  # its weights are on the hub
@@ -141,9 +139,7 @@ def check_mixture(name, module, strategy, layout):
     fullest = 0.0
     for rank in range(p):
         stages = stages_of_rank(p, layout.virtual_pipeline_size, rank, layout.placement)
-        mine: list[nn.Module] = [
-            layer for stage in stages for layer in layers[slice(*ranges[stage])]
-        ]
+        mine = [layer for stage in stages for layer in layers[slice(*ranges[stage])]]
         mine += ends[0] * (0 in stages) + ends[1] * (layout.num_stages - 1 in stages)
         every = [x for one in mine for x in one.parameters()]
         of_experts = sum(x.numel() for x in every if x.dim() == 3)

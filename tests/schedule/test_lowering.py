@@ -37,7 +37,7 @@ def order_of(text, p, v, m):
 
 def most_open(program):
     """Return the largest number of receives that are posted and not yet used."""
-    open_now: set[Action] = set()
+    open_now = set()
     most = 0
     for action in program:
         if action.kind in RECEIVES:
@@ -55,7 +55,7 @@ def test_executable_order_is_lowered_without_deadlock(order):
     assert compute_order(schedule) == order
     for program in schedule.programs:
         computations = [action for action in program if action.kind in COMPUTE]
-        done: list[Action] = []
+        done = []
         for action in program:
             if action.kind in COMPUTE:
                 done.append(action)

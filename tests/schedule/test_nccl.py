@@ -98,7 +98,7 @@ def test_different_collective_orders_on_ranks_hang():
     """Two ranks wait for the collectives of two groups in opposite orders."""
 
     def rank(*groups):
-        program: list[Operation] = []
+        program = []
         for group in groups:
             before = (len(program) - 1,) if program else ()
             program.append(Operation(name=group, stream=group, waits=before, meets=group, parts=2))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptdp.schedule import SCHEDULES, Action, Channel
+from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.schedule.actions import MESSAGES
 from lightning_ptdp.world.communicators import CHANNEL_CTAS
 from tests.schedule.builders import build
@@ -107,7 +107,7 @@ def posted_ahead(schedule):
     kinds = {message.receive: kind for kind, message in MESSAGES.items()}
     receives = channels = 0
     for program in schedule.programs:
-        posted: dict[Action, Channel] = {}
+        posted = {}
         for action in program:
             if action.kind in kinds:
                 taken = replace(action, kind=kinds[action.kind])

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +110,7 @@ EMPTY = Timeline(Schedule("empty", 1, 1, 1, ((),)), ((),))
 @pytest.mark.parametrize("memory", [False, True])
 def test_any_size_can_be_drawn(tmp_path, sizes, memory):
     drawn = timeline(*sizes) if sizes else EMPTY
-    titled: dict[str, Any] = {"titles": ["a title"], "measured": True} if sizes else {}
+    titled = {"titles": ["a title"], "measured": True} if sizes else {}
     draw_timelines([drawn], tmp_path / "timeline.png", memory=memory, **titled)
     assert (tmp_path / "timeline.png").stat().st_size > 1000
 

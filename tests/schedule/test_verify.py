@@ -61,8 +61,8 @@ def is_legal(schedule):
     previous message of its channel is sent."""
     kinds = {action.kind for program in schedule.programs for action in program}
     positions = [0] * schedule.pipeline_parallel_size
-    done: set[Action] = set()
-    posted: dict[object, list[tuple[int, int]]] = {}
+    done = set()
+    posted = {}
     moved = True
     while moved:
         moved = False
@@ -218,7 +218,7 @@ def test_reordered_sends_or_receives_are_rejected(place, data):
     schedule, rank, _ = place
     program = list(schedule.programs[rank])
     kinds = (*SENDS, *USE)
-    queues: dict[object, list[int]] = {}
+    queues = {}
     for position, action in enumerate(program):
         if action.kind in kinds:
             queues.setdefault((schedule.channel(action), action.kind), []).append(position)
@@ -333,7 +333,7 @@ def test_receives_posted_just_before_use_can_deadlock():
     schedule = build("interleaved_1f1b", 2, 2, 4)
     programs = []
     for program in schedule.programs:
-        late: list[Action] = []
+        late = []
         for action in program:
             if action.kind in USE.values():
                 late += [

@@ -40,8 +40,6 @@ def compare(group, logits, target, *, z_loss=0.0, **options):
     assert loss.dtype is dtype
     assert torch.equal(local.detach(), before), "the logits were modified"
     assert_same(loss, expected)
-    assert local.grad is not None
-    assert reference.grad is not None
     assert local.grad.dtype is logits.dtype
     assert_same(
         local.grad[..., : words.count].to(dtype),

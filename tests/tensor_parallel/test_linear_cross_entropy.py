@@ -183,7 +183,7 @@ class _Peak(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.most = 0
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

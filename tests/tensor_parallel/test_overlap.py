@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def _pair(group, pieces, *, samples, bias, frozen, defers, transposed):
             requires_grad=not frozen,
         )
 
-    options: dict[str, Any] = {"transposed": transposed, "group": group, "sequence_parallel": True}
+    options = {"transposed": transposed, "group": group, "sequence_parallel": True}
     up, down = parameter(4, WIDTH, seed=group.rank), parameter(WIDTH, 4, seed=9 + group.rank)
     first, last = (
         parameter(n, seed=n + seed) if bias else None for n, seed in ((4, group.rank), (WIDTH, 0))
@@ -95,7 +94,7 @@ def _pair(group, pieces, *, samples, bias, frozen, defers, transposed):
     return found, shares
 
 
-CASES: tuple[dict[str, Any], ...] = (
+CASES = (
     {"samples": 2, "bias": True, "frozen": False, "defers": False, "transposed": False},
     {"samples": 1, "bias": False, "frozen": False, "defers": True, "transposed": False},
     {"samples": 2, "bias": True, "frozen": False, "defers": True, "transposed": True},

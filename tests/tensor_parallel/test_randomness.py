@@ -4,7 +4,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.strategy import PTDPStrategy
@@ -84,7 +84,7 @@ class Masks(L.Callback):
     """Callback that records dropout masks by module, in call order."""
 
     def __init__(self):
-        self.seen: dict[str, list[Tensor]] = {}
+        self.seen = {}
 
     def on_train_start(self, trainer, module):
         for name, child in module.named_modules():

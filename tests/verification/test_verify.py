@@ -1,7 +1,5 @@
 """``lightning_ptdp.verify``: correct modules are equal, wrong ones are reported with a cause."""
 
-from typing import Any
-
 import psutil
 import pytest
 import torch
@@ -15,7 +13,7 @@ from tests.verification.toys import Lit, LitAdam, LitClocked, LitCounted, LitNoi
 
 pytestmark = pytest.mark.thorough
 
-D2: dict[str, Any] = {"devices": 2}
+D2 = {"devices": 2}
 M2 = {"num_microbatches": 2}
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 T2 = {"tensor_parallel_size": 2}

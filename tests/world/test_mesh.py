@@ -83,7 +83,7 @@ def _options(rank, layout, channel_ctas, accepted=True):
     """Return NCCL's options by axis and ranks.
 
     The options are: high priority, thread blocks, and True if the timeout is that of the mesh."""
-    given: Given = {}
+    given = {}
     new_group, default = dist.new_group, dist.ProcessGroupNCCL.Options().config.max_ctas
 
     def note(ranks, *, pg_options, group_desc, **others):
