@@ -1,14 +1,11 @@
 """``ptdp doctor``."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from lightning_ptdp.doctor import Check, Inspection, Status, render
 from lightning_ptdp.doctor.inspection import Section, _limited
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 def test_full_inspection_passes_and_leaves_no_files(ptdp, tmp_path, prepared):

@@ -7,7 +7,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
 VERBS = [
     "fit",

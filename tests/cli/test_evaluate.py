@@ -1,7 +1,6 @@
 """``ptdp evaluate``: results in a layout equal those of the harness with the exported folder."""
 
 import json
-from collections.abc import Callable
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +13,6 @@ from lightning_ptdp.models.tiny import make_tiny
 
 pytestmark = pytest.mark.thorough
 
-Said = Callable[..., tuple[int, str, str]]
 
 TASKS = {
     "choice": """

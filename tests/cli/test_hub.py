@@ -1,6 +1,5 @@
 """``ptdp convert --push_to_hub`` with a stand-in of the Hub's client."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -10,8 +9,6 @@ from tests.cli.commands import PTDP
 from tests.models.hf_models import hf_gpt2
 
 pytestmark = pytest.mark.thorough
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 class Client:

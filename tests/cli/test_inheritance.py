@@ -1,7 +1,6 @@
 """Inheritance of configurations through ``base:``, and the origin of each value."""
 
 import os
-from collections.abc import Callable
 
 import pytest
 import yaml
@@ -10,8 +9,6 @@ from lightning_ptdp.cli.error_messages import UserError
 from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 
 pytestmark = pytest.mark.thorough
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 def write(path, text):

@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from tests.processes import run
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
 STRATEGY = [
     "--trainer.strategy=lightning_ptdp.PTDPStrategy",

@@ -1,7 +1,6 @@
 """``ptdp predict`` writes the same predictions in every layout."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from tests.cli.commands import PTDP
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
 LAYOUTS = {
     "one": [],

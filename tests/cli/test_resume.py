@@ -1,7 +1,6 @@
 """Checkpoint choice of ``--resume auto``: only from the same experiment."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -24,7 +23,6 @@ from lightning_ptdp.parameters.placement import Placement
 from tests.cli.commands import SAVE_EACH_STEP
 from tests.cli.conftest import tiny
 
-Run = Callable[..., tuple[int, str, str]]
 PTDP = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
 
 

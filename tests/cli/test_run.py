@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,7 +17,6 @@ from tests.scripts import forked_session
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
 LOGGED = {
     "train/loss",

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from queue import SimpleQueue
 
 import lightning.pytorch as L
@@ -20,7 +19,6 @@ from lightning_ptdp.models.tiny import make_tiny
 
 pytestmark = pytest.mark.thorough
 
-Said = Callable[..., tuple[int, str, str]]
 
 GREEDY = ["--temperature", "0", "--max_new_tokens", "8"]
 PROMPTS = ["def main(", "import"]

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from tests.cli.conftest import tiny
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 FORMATS = ("file", "folder")
 STRATEGY = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
 

@@ -2,15 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_ptdp.schedule import build_schedule, dump_schedule
 from tests.processes import run
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)

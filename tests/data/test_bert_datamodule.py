@@ -1,9 +1,7 @@
 """BERT data module in a real Trainer: resume, replicas, workers and evaluation."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,6 @@ from lightning_ptdp.data import (
     TokenLoader,
 )
 from tests.data.fits import BatchRecorder, continued, data, saved_at, trainer
-
-Seen = list[dict[str, list[Any]]]
-Make = Callable[..., BertDataModule]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,9 +87,6 @@ def chat(model):
     file = model.parent / "chat.jsonl"
     write_rows(file, ROWS)
     return file
-
-
-Data = Callable[..., ChatDataModule]
 
 
 def conversations(model, path, folder, **changes):

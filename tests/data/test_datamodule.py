@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from tests.data.fits import Recorder, check_overfitting, continued, data, saved_
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
-
-Make = Callable[..., TextDataModule]
 
 
 @pytest.fixture(scope="module")

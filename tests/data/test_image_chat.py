@@ -1,7 +1,6 @@
 """Conversations with images: learned tokens, image tensors, order and refused rows."""
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,9 +93,6 @@ def images(tmp_path_factory):
     make_tiny(folder / "text", vocabulary_size=300, hidden_size=16, intermediate_size=16)
     make_processor("llava", "<one more>").save_pretrained(folder / "other")
     return folder
-
-
-Data = Callable[..., ImageChatDataModule]
 
 
 @pytest.fixture

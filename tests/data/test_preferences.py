@@ -1,7 +1,5 @@
 """Pairs of answers: forms of rows, learned tokens, batches and refused rows."""
 
-from collections.abc import Callable
-
 import pytest
 
 from lightning_ptdp.data import ChatDataModule, EvaluationLoader, PreferenceDataModule
@@ -23,9 +21,6 @@ def pair(number, **changes):
     answers = {"chosen": f"Yes, {number} is.", "rejected": "No."}
     row = {key: [question, message("assistant", text)] for key, text in answers.items()}
     return {**row, **changes}
-
-
-Data = Callable[..., PreferenceDataModule]
 
 
 @pytest.fixture(scope="module")

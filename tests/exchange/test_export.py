@@ -37,7 +37,6 @@ BERT = BertConfig.original(
     vocabulary_size=60, sequence_length=16, num_layers=2, hidden_size=16, num_heads=2
 )
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT}
-Config = GPTConfig | BertConfig
 
 
 def _whole(config):

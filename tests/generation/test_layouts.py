@@ -3,9 +3,7 @@
 The text is the same as in one process. Generation does not change the training that follows.
 """
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from tests.generation.sampling_run import ROWS, Own, Writing, fit
 from tests.huggingface.runs import LAYOUTS
 
 pytestmark = pytest.mark.thorough
-
-Fit = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from functools import cache
 import pytest
 import torch
 
-from lightning_ptdp.schedule import ActionKind, Schedule, dump_schedule, peak_in_flight
-from tests.pipeline.grid import TIED, Case, Expected, cases, make_batch, unsplit
-from tests.pipeline.watched import Outcome, Rank, assert_same, summed
+from lightning_ptdp.schedule import ActionKind, dump_schedule, peak_in_flight
+from tests.pipeline.grid import TIED, Case, cases, make_batch, unsplit
+from tests.pipeline.watched import Rank, assert_same, summed
 
 pytestmark = pytest.mark.thorough
 
@@ -16,7 +16,6 @@ MICROBATCHES = (8, 1, 2, 3, 5)
 GRID = [case for p in (1, 2, 3, 4) for case in cases(p)]
 SPLIT = [case for case in GRID if case.build(1).splits_backward]
 
-Steps = dict[int, tuple[Schedule, Expected, list[Outcome]]]
 """By number of microbatches; one outcome per rank."""
 
 

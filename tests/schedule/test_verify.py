@@ -10,7 +10,6 @@ from lightning_ptdp.schedule import (
     SCHEDULES,
     Action,
     ActionKind,
-    Schedule,
     ScheduleError,
     peak_in_flight,
     verify_schedule,
@@ -125,7 +124,6 @@ def test_oracle_accepts_valid_schedules(size):
     )
 
 
-Place = tuple[Schedule, int, int]
 """A schedule, a rank, and a position in its program."""
 
 

@@ -76,9 +76,6 @@ def test_every_group_sums_over_its_ranks(world_size, t, p, c, v, placement, pool
             assert total == sum(ranks)
 
 
-Given = dict[tuple[str, tuple[int, ...]], tuple[bool, int | None, bool]]
-
-
 def _options(rank, layout, channel_ctas, accepted=True):
     """Return NCCL's options by axis and ranks.
 
