@@ -78,7 +78,7 @@ LAYOUTS = {
 
 ALLOWED = {
     ("engine/step_report.py read_numbers", "tolist"),  # on ranks with the last stage
-    ("engine/sharing.py share_report", "tolist"),  # on other ranks
+    ("engine/sharing.py share", "tolist"),  # on other ranks
     ("strategy/stopping.py _agree", "synchronize"),  # if nothing is read: for the last batch
 }
 
@@ -401,7 +401,7 @@ def test_finite_check_and_loss_scaler_wait_for_gradients(options, settings, pool
         report, decision = waits
         assert report.place in (
             "engine/step_report.py read_numbers",
-            "engine/sharing.py share_report",
+            "engine/sharing.py share",
         )
         assert report.queued
         assert not decision.queued
