@@ -51,6 +51,7 @@ from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (
     SPLIT_AXES,
     Kind,
+    ModulePlace,
     ParallelPlan,
     is_in_region,
     refuse_captured_parts,
@@ -307,12 +308,14 @@ def _build_local(
         new, local_placements = shard_module(
             child,
             kind,
-            group=mesh.group(kind.axis),
-            sequence_parallel=splits,
-            shared=shared,
-            enters=not is_in_region(name, kinds),
-            tensor=tensor,
-            name=name,
+            ModulePlace(
+                group=mesh.group(kind.axis),
+                sequence_parallel=splits,
+                shared=shared,
+                enters=not is_in_region(name, kinds),
+                tensor=tensor,
+                name=name,
+            ),
         )
         for parent, key in places[child] if new is not child else ():
             parent._modules[key] = new

@@ -17,6 +17,7 @@ from lightning_ptdp.tensor_parallel.kinds import (
     Experts,
     Kind,
     Mean,
+    ModulePlace,
     Partial,
     Position,
     Region,
@@ -25,6 +26,11 @@ from lightning_ptdp.tensor_parallel.kinds import (
     Vocabulary,
     Whole,
     fits,
+)
+from lightning_ptdp.tensor_parallel.kinds.vocabulary import (
+    SequenceShardedEmbedding,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
 )
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.tensor_parallel.linear_cross_entropy import (
@@ -46,11 +52,6 @@ from lightning_ptdp.tensor_parallel.swap import (
     split_sequence,
 )
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
-from lightning_ptdp.tensor_parallel.vocabulary import (
-    SequenceShardedEmbedding,
-    VocabularyParallelEmbedding,
-    VocabularyParallelHead,
-)
 
 __all__ = [
     "DEFAULT_CHUNK_MB",
@@ -62,6 +63,7 @@ __all__ = [
     "Experts",
     "Kind",
     "Mean",
+    "ModulePlace",
     "ParallelPlan",
     "Partial",
     "PerCopy",

@@ -32,10 +32,10 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
     sum_over,
     vocabulary_parallel_cross_entropy,
 )
+from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelHead
 from lightning_ptdp.tensor_parallel.logits import local_logits
 from lightning_ptdp.tensor_parallel.region import enter
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
-from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelHead
 from lightning_ptdp.world.mesh import Group
 
 DEFAULT_CHUNK_MB = 256.0

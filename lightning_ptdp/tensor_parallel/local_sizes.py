@@ -7,7 +7,7 @@ and they are set to the value that is correct on a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -55,12 +55,13 @@ Numbers: TypeAlias = Mapping[str, Mapping[str, Number]]
 
 def local_numbers(
     model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int
-) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield (module, attribute, value on a rank).
+) -> list[tuple[nn.Module, str, Any]]:
+    """Return (module, attribute, value on a rank) for each of the numbers.
 
     Raises:
         ValueError: A module has no such attribute, or its value does not divide.
     """
+    local = []
     for pattern, attributes in numbers.items():
         for name, module in model.named_modules():
             for key, number in attributes.items() if matches(name, pattern) else ():
@@ -77,7 +78,8 @@ def local_numbers(
                         f"'{name}': {key}={value} is not divisible by "
                         f"tensor_parallel_size={tensor_parallel_size}"
                     )
-                yield module, key, value // parts
+                local.append((module, key, value // parts))
+    return local
 
 
 def set_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int) -> None:
@@ -86,9 +88,8 @@ def set_numbers(model: nn.Module, numbers: Numbers, *, tensor_parallel_size: int
     Raises:
         ValueError: As in ``local_numbers``; no number is set then.
     """
-    for module, key, value in list(
-        local_numbers(model, numbers, tensor_parallel_size=tensor_parallel_size)
-    ):
+    local = local_numbers(model, numbers, tensor_parallel_size=tensor_parallel_size)
+    for module, key, value in local:
         setattr(module, key, value)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from lightning_ptdp.shims.torch_distributed import has_symmetric_products
 from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.tensor_parallel.overlap import Pieces
+from lightning_ptdp.tensor_parallel.parallel_product import Pieces
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.queued import HOST

@@ -19,6 +19,7 @@ from lightning_ptdp.tensor_parallel import (
     gather_full,
     shard_module,
 )
+from lightning_ptdp.tensor_parallel.kinds import ModulePlace
 from lightning_ptdp.world.mesh import Group
 from tests.pool import Pool
 from tests.tensor_parallel.toy import (
@@ -47,9 +48,7 @@ def embedding_case(
     layer, shardings = shard_module(
         deepcopy(reference),
         Vocabulary(),
-        group=group,
-        sequence_parallel=sequence_parallel,
-        shared={},
+        ModulePlace(group=group, sequence_parallel=sequence_parallel, shared={}),
     )
     assert isinstance(layer, VocabularyParallelEmbedding)
     assert layer.padded_vocabulary == -(-vocabulary // group.size) * group.size
@@ -80,9 +79,7 @@ def head_case(
     layer, shardings = shard_module(
         deepcopy(reference),
         Vocabulary(),
-        group=group,
-        sequence_parallel=sequence_parallel,
-        shared={},
+        ModulePlace(group=group, sequence_parallel=sequence_parallel, shared={}),
     )
     assert isinstance(layer, VocabularyParallelHead)
     full_x = x.clone().requires_grad_()
@@ -107,7 +104,7 @@ def position_case(group: Group, shape: tuple[int, ...]) -> None:
     reference = nn.Embedding(2 * S, H, padding_idx=3)
     positions = torch.randint(2 * S, shape)
     layer, shardings = shard_module(
-        deepcopy(reference), Position(), group=group, sequence_parallel=True, shared={}
+        deepcopy(reference), Position(), ModulePlace(group=group, sequence_parallel=True, shared={})
     )
     assert isinstance(layer, SequenceShardedEmbedding)
     expected = reference(positions)
@@ -121,7 +118,7 @@ def position_case(group: Group, shape: tuple[int, ...]) -> None:
     assert shardings["weight"].partial
     assert_gradients(layer, shardings, reference, group)
     same, shardings = shard_module(
-        reference, Position(), group=group, sequence_parallel=False, shared={}
+        reference, Position(), ModulePlace(group=group, sequence_parallel=False, shared={})
     )
     assert same is reference
     assert not shardings["weight"].partial
@@ -152,7 +149,7 @@ def check_all(rank: int) -> None:
     for shape in ((S,), (1, S), (B, S)):
         position_case(group, shape)
     layer, _ = shard_module(
-        nn.Embedding(8, H), Position(), group=group, sequence_parallel=True, shared={}
+        nn.Embedding(8, H), Position(), ModulePlace(group=group, sequence_parallel=True, shared={})
     )
     with pytest.raises(ValueError, match=f"length 3 .*tensor_parallel_size={group.size}"):
         layer(torch.arange(3))
@@ -165,10 +162,12 @@ def check_tied(rank: int) -> None:
     embedding.weight.no_decay = True  # type: ignore[attr-defined]
     shared: dict[int, nn.Parameter] = {}
     first, _ = shard_module(
-        embedding.eval(), Vocabulary(), group=group, sequence_parallel=False, shared=shared
+        embedding.eval(),
+        Vocabulary(),
+        ModulePlace(group=group, sequence_parallel=False, shared=shared),
     )
     second, _ = shard_module(
-        head, Vocabulary(), group=group, sequence_parallel=False, shared=shared
+        head, Vocabulary(), ModulePlace(group=group, sequence_parallel=False, shared=shared)
     )
     assert first.weight is second.weight
     assert first.weight.no_decay  # type: ignore[union-attr]
@@ -177,9 +176,7 @@ def check_tied(rank: int) -> None:
     meta, shardings = shard_module(
         nn.Linear(H, 5, device="meta", dtype=torch.bfloat16),
         Vocabulary(),
-        group=group,
-        sequence_parallel=False,
-        shared={},
+        ModulePlace(group=group, sequence_parallel=False, shared={}),
     )
     for name, parameter in meta.named_parameters():
         assert parameter.is_meta
@@ -200,7 +197,7 @@ def test_group_of_one_leaves_vocabulary_layers_unchanged() -> None:
         (nn.Embedding(5, H), Position()),
     ):
         same, shardings = shard_module(
-            module, kind, group=Group(), sequence_parallel=True, shared={}
+            module, kind, ModulePlace(group=Group(), sequence_parallel=True, shared={})
         )
         assert same is module
         assert all(not sharding.sharded and not sharding.partial for sharding in shardings.values())

@@ -31,11 +31,8 @@ class Partial(Kind):
     ties = "whole"
     region_part = True
 
-    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        return {
-            name: Placement.replicated(p.shape, partial=("tensor",))
-            for name, p in module.named_parameters()
-        }
+    def partial(self, place: ModulePlace) -> tuple[str, ...]:
+        return ("tensor",)
 
     def of_child(self, name: str) -> Kind | None:
         return self
