@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_ptdp.models.plans.block_parts import joined
+from lightning_ptdp.models.plans.block_parts import family_plan, joined
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
-from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS, encoder_decoder_plan
-from lightning_ptdp.models.plans.families import FAMILIES, family_plan
+from lightning_ptdp.models.plans.families import ENCODER_DECODERS, FAMILIES
 from lightning_ptdp.parameters.shadow import shallow_copy
 from lightning_ptdp.shims.peft import replaced_by
 from lightning_ptdp.shims.transformers import collects_by_itself
@@ -44,12 +43,9 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
             if kind.__module__.startswith("transformers.models.")
             else ""
         )
-        family = FAMILIES.get(folder)
+        family = FAMILIES.get(folder) or ENCODER_DECODERS.get(folder)
         if family is not None and kind.__name__ in family.classes:
             return family_plan(family, module, prefix)
-        pair = ENCODER_DECODERS.get(folder)
-        if pair is not None and kind.__name__ in pair.classes:
-            return encoder_decoder_plan(pair, module, prefix)
     if _is_hugging_face(module) and declares_plan(module):
         return declared_plan(module, prefix)
     return None
