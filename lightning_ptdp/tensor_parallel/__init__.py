@@ -38,10 +38,9 @@ from lightning_ptdp.tensor_parallel.linear_cross_entropy import (
     check_chunk,
     linear_cross_entropy,
 )
-from lightning_ptdp.tensor_parallel.local_sizes import PerCopy, PerRank, set_numbers
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits, gather_full
+from lightning_ptdp.tensor_parallel.named_modules import PerCopy, PerRank, matches, set_numbers
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
-from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
 from lightning_ptdp.tensor_parallel.swap import (
     check_captured,

@@ -11,13 +11,15 @@ from torch import nn
 from lightning_ptdp.base.option_types import check_types
 from lightning_ptdp.shims.peft import replaced_by, seen_through
 from lightning_ptdp.tensor_parallel.kinds import SPLIT_AXES, Kind, kind_from
-from lightning_ptdp.tensor_parallel.local_sizes import Number, local_numbers
-from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
-from lightning_ptdp.tensor_parallel.resolved_kinds import (
+from lightning_ptdp.tensor_parallel.named_modules import (
+    Number,
     check_ends,
     check_tied,
     check_type,
     explain,
+    local_numbers,
+    matches,
+    nearest_names,
 )
 from lightning_ptdp.tensor_parallel.sharded_adapters import adapter_kinds, check_adapters
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.kinds import Kind, ModulePlace
+from lightning_ptdp.tensor_parallel.named_modules import matches
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
-from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.region import split_sequence_in_blocks
 from lightning_ptdp.world.mesh import Group
 

@@ -21,7 +21,7 @@ from lightning_ptdp.tensor_parallel import (
     fits,
     matches,
 )
-from lightning_ptdp.tensor_parallel.local_sizes import Number, Numbers
+from lightning_ptdp.tensor_parallel.named_modules import Number, Numbers
 
 Config: TypeAlias = Any
 OfConfig: TypeAlias = Callable[[Config], Kind]
