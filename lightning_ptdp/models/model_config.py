@@ -8,21 +8,6 @@ from typing import Any, Literal
 
 from lightning_ptdp.base.option_types import Count, Size, check_types
 
-_OF_EXPERTS = frozenset(
-    (
-        "experts_per_token",
-        "shared_experts",
-        "expert_hidden_size",
-        "dense_layers",
-        "router_score",
-        "balance",
-        "balance_coefficient",
-        "z_loss_coefficient",
-        "bias_rate",
-        "capacity_factor",
-    )
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
@@ -242,13 +227,11 @@ class GPTConfig(TransformerConfig):
             )
 
     def _check_experts(self) -> None:
+        names = [field.name for field in fields(GPTConfig)]
         options = {
-            field.name: getattr(self, field.name)
-            for field in fields(GPTConfig)
-            if field.name in _OF_EXPERTS
-        }
-        options = {
-            name: value for name, value in options.items() if value != getattr(GPTConfig, name)
+            name: getattr(self, name)
+            for name in names[names.index("num_experts") + 1 :]
+            if getattr(self, name) != getattr(GPTConfig, name)
         }
         by_balance = {"loss": "balance_coefficient", "bias": "bias_rate"}
         for name, value in options.items():

@@ -39,12 +39,17 @@ from lightning_ptdp.tensor_parallel.linear_cross_entropy import (
     linear_cross_entropy,
 )
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits, gather_full
-from lightning_ptdp.tensor_parallel.named_modules import PerCopy, PerRank, matches, set_numbers
+from lightning_ptdp.tensor_parallel.named_modules import (
+    PerCopy,
+    PerRank,
+    is_in_region,
+    matches,
+    set_numbers,
+)
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
 from lightning_ptdp.tensor_parallel.swap import (
     check_captured,
-    is_in_region,
     refuse_captured_parts,
     replace_aliases,
     shard_module,

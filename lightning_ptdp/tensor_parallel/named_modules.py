@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -203,8 +203,9 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
     counts: Counter[tuple[str, str, str, str]] = Counter()
     names: dict[int, str] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        kind = kinds.get(module_name) or _kind_above(module_name, kinds)
-        row_kind = kind if kind is not None else Kind()
+        # A module around it may shard it, too.
+        of_child = (kind.of_child(child) for child, kind in enclosing(module_name, kinds))
+        row_kind = kinds.get(module_name) or next(filter(None, of_child), Kind())
         for key, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{key}".lstrip(".")
             shape = tuple(parameter.shape)
@@ -224,15 +225,17 @@ def explain(model: nn.Module, kinds: Mapping[str, Kind], *, splits: Callable[[st
     return columns(rows, words=range(len(rows[0])))
 
 
-def _kind_above(name: str, kinds: Mapping[str, Kind]) -> Kind | None:
-    """Return the kind of an enclosing module that also shards this module."""
-    child = ""
+def enclosing(name: str, kinds: Mapping[str, Kind]) -> Iterator[tuple[str, Kind]]:
+    """Yield (child on the way to the module ``name``, kind) of modules around it, inside out."""
     while name:
         name, _, child = name.rpartition(".")
-        outer_kind = kinds.get(name)
-        if outer_kind is not None and (kind := outer_kind.of_child(child)) is not None:
-            return kind
-    return None
+        if name in kinds:
+            yield child, kinds[name]
+
+
+def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
+    """Return True if a module around ``name`` is a region."""
+    return any(kind.is_region for _, kind in enclosing(name, kinds))
 
 
 def _general(name: str) -> str:

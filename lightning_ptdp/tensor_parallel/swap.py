@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import partial
 
 from torch import nn
@@ -44,15 +44,6 @@ def shard_module(
             for name, parameter in module.named_parameters()
         }
     return kind.shard(module, place)
-
-
-def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
-    """Return True if a module around ``name`` is a region."""
-    while name:
-        name = name.rpartition(".")[0]
-        if (kind := kinds.get(name)) is not None and kind.is_region:
-            return True
-    return False
 
 
 def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> None:

@@ -72,7 +72,7 @@ def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
         yield replace(plan, tensor={**plan.tensor, **_experts(module, prefix)}, collects=collects)
         return
     for name, child in module.named_children():
-        yield from _known(child, f"{prefix}.{name}" if prefix else name)
+        yield from _known(child, joined(prefix, name))
 
 
 def _experts(module: nn.Module, prefix: str) -> dict[str, Kind]:
@@ -178,7 +178,7 @@ def _layers(prefix: str) -> dict[str, Kind]:
 def suggested_tensor(model: nn.Module) -> dict[str, str]:
     """Return suggested kinds for the parts of repeated layers, by patterns of their names."""
     members = {
-        f"{name}.{key}" if name else key
+        joined(name, key)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
         for key, child in module.named_children()

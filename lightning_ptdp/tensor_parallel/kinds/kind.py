@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,11 @@ class ModulePlace:
     enters: bool = True
     tensor: Group = _ALONE
     name: str = ""
+
+    @property
+    def layer_options(self) -> dict[str, Any]:
+        """Return the arguments that all parallel layers have."""
+        return {"group": self.group, "sequence_parallel": self.sequence_parallel}
 
     def columns(
         self,

@@ -122,8 +122,7 @@ class Column(Kind):
             parts=self._part_sizes(output_input_sizes(module)[0]),
             transposed=is_conv1d(module),
             enters=place.enters,
-            group=place.group,
-            sequence_parallel=place.sequence_parallel,
+            **place.layer_options,
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
@@ -175,8 +174,7 @@ class Row(Kind):
             local["weight"],
             local.get("bias"),
             transposed=is_conv1d(module),
-            group=place.group,
-            sequence_parallel=place.sequence_parallel,
+            **place.layer_options,
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:

@@ -135,13 +135,8 @@ class Region(Kind):
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
-        enter_region(
-            module,
-            heads=self.heads,
-            arguments=self.arguments,
-            group=place.group,
-            sequence_parallel=place.sequence_parallel,
-        )
+        options = place.layer_options
+        enter_region(module, heads=self.heads, arguments=self.arguments, **options)
         return super().build(module, local, place)
 
 

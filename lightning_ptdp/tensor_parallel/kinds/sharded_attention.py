@@ -189,21 +189,14 @@ class AttentionHeads(Kind):
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         assert isinstance(module, nn.MultiheadAttention)
-        group = place.group
-        split = place.sequence_parallel
-        out = RowParallelLinear(
-            local["out_proj.weight"],
-            local.get("out_proj.bias"),
-            group=group,
-            sequence_parallel=split,
-        )
+        options = place.layer_options
+        out = RowParallelLinear(local["out_proj.weight"], local.get("out_proj.bias"), **options)
         return ParallelMultiheadAttention(
             local["in_proj_weight"],
             local.get("in_proj_bias"),
             out,
             whole=module,
-            group=group,
-            sequence_parallel=split,
+            **options,
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:

@@ -184,23 +184,10 @@ class Vocabulary(Kind):
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
         weight = local["weight"]
-        words = _words(module, place)
-        group = place.group
+        options = {"vocabulary": _words(module, place), **place.layer_options}
         if isinstance(module, nn.Embedding):
-            return VocabularyParallelEmbedding(
-                weight,
-                vocabulary=words,
-                padding_idx=module.padding_idx,
-                group=group,
-                sequence_parallel=place.sequence_parallel,
-            )
-        return VocabularyParallelHead(
-            weight,
-            local.get("bias"),
-            vocabulary=words,
-            group=group,
-            sequence_parallel=place.sequence_parallel,
-        )
+            return VocabularyParallelEmbedding(weight, padding_idx=module.padding_idx, **options)
+        return VocabularyParallelHead(weight, local.get("bias"), **options)
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         return shape_text((f"ceil({shape[0]}/t)", *shape[1:])), "vocabulary: split by token"
