@@ -165,7 +165,7 @@ def family_plan(family: Family, module: nn.Module, prefix: str = "") -> Parallel
     """Return the plan of a model of the family with the name ``prefix``, bare or with a head."""
     inner = family.base if any(name == family.base for name, _ in module.named_modules()) else ""
     base = joined(prefix, inner)
-    config = module.get_submodule(inner).config
+    config = getattr(module.get_submodule(inner), "config", None)
     of_block = family.numbers(config) if callable(family.numbers) else family.numbers
     why_not = family.why_not(config) if callable(family.why_not) else family.why_not
     containers = tuple(joined(base, path) for path in family.blocks)
@@ -262,8 +262,10 @@ def joined(*parts: str) -> str:
 def ends_of(module: Any) -> dict[str, nn.Module]:
     """Return token embedding and language-model head of a Hugging Face model, by name.
 
-    The embedding of an image is not included.
+    The embedding of an image is not included. A model of torch has neither.
     """
+    if not hasattr(module, "get_output_embeddings"):
+        return {}
     ends: list[Any] = [module.get_output_embeddings()]
     # transformers raises it if there is no such embedding
     with contextlib.suppress(NotImplementedError):

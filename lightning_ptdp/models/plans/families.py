@@ -22,7 +22,16 @@ from lightning_ptdp.models.plans.block_parts import (
     feed_forward,
     per_rank,
 )
-from lightning_ptdp.tensor_parallel import Column, Kind, Partial, PerCopy, PerRank, Row, Whole
+from lightning_ptdp.tensor_parallel import (
+    AttentionHeads,
+    Column,
+    Kind,
+    Partial,
+    PerCopy,
+    PerRank,
+    Row,
+    Whole,
+)
 
 # ---- blocks that several families have -----------------------------------------------------------
 
@@ -300,3 +309,24 @@ ENCODER_DECODERS: Mapping[str, Family] = MappingProxyType(
     }
 )
 """Rows of encoder-decoders, by the folder of transformers that defines the classes."""
+
+
+# ---- torch's own transformers --------------------------------------------------------------------
+#
+# Modules around them, such as an embedding and a head, are replicated. A pipeline orders them by
+# their registration.
+
+_LAYER: Block = {"self_attn": AttentionHeads(), "linear1": Column(), "linear2": Row()}
+
+TRANSFORMER_ENCODER = Family(
+    classes=("TransformerEncoder",), base="", blocks={"layers": _LAYER}, after=("norm",)
+)
+TRANSFORMER = Family(
+    classes=("Transformer",),
+    base="",
+    blocks={
+        "encoder.layers": _LAYER,
+        "decoder.layers": {**_LAYER, "multihead_attn": AttentionHeads()},
+    },
+    after=("encoder.norm", "decoder.norm"),
+)
