@@ -1,7 +1,5 @@
 """Block passes: order, options and repeated application."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -12,24 +10,20 @@ from lightning_ptdp.blocks.fp8 import Float8Linear
 from lightning_ptdp.blocks.recompute import Recomputed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings
-from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.strategy.block_passes import BLOCK_PASSES, BlockSetting, apply_block_passes
+from lightning_ptdp.parallel_model import ParallelModel
+from lightning_ptdp.parallelize import apply_block_passes
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
 
 def applied(module: nn.Module, **options: Any) -> ParallelModel:
-    config = PTDPConfig(**options)
-    parallel = ParallelModel(module=module, plan=ParallelPlan(blocks=""), notes=("first",))
     return apply_block_passes(
-        BlockSetting(
-            config=config,
-            mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0),
-            parallel=parallel,
-            surroundings=Surroundings(),
-            device=torch.device("cpu"),
-        )
+        ParallelModel(module=module, plan=ParallelPlan(blocks=""), notes=("first",)),
+        config=PTDPConfig(**options),
+        mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0),
+        surroundings=Surroundings(),
+        device=torch.device("cpu"),
     )
 
 
@@ -43,7 +37,7 @@ def forwards(module: nn.Module) -> list[type]:
     return found
 
 
-def test_recomputation_wraps_compiled_forward() -> None:
+def test_recomputation_wraps_compiled_forward():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     expected = module(torch.ones(1, 2))
     compiled: dict[str, Any] = {"compile": "blocks", "compile_options": {"backend": "eager"}}
@@ -56,22 +50,21 @@ def test_recomputation_wraps_compiled_forward() -> None:
     assert [forwards(block) for block in module] == [[], []]
 
 
-def test_note_of_block_pass_is_kept() -> None:
+def test_note_of_block_pass_is_kept():
     module = nn.Sequential(nn.Linear(16, 16))
     (first, note) = applied(module, compile="none", fp8="rowwise").notes
     assert first == "first"
     assert "fp8='rowwise' computes in float8" in note
 
 
-def test_run_without_float8_removes_earlier_float8() -> None:
+def test_run_without_float8_removes_earlier_float8():
     module = nn.Sequential(nn.Linear(16, 16))
     for fp8 in ("rowwise", None):
         applied(nn.Sequential(module), compile="none", fp8=fp8)
         assert forwards(module[0]) == ([] if fp8 is None else [Float8Linear])
 
 
-def test_block_passes_are_options_and_off_by_default() -> None:
-    default = PTDPConfig(compile="none")
-    for each in BLOCK_PASSES:
-        assert hasattr(default, each.option)
-        assert not each.applies(default)
+def test_block_passes_are_off_by_default():
+    module = nn.Sequential(nn.Linear(2, 2))
+    assert applied(module).notes == ("first",)
+    assert forwards(module[0]) == []

@@ -1,8 +1,6 @@
 """Embeddings, output head and positions against a single process, with divisible and indivisible
 vocabularies."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest
@@ -21,7 +19,6 @@ from lightning_ptdp.tensor_parallel import (
 )
 from lightning_ptdp.tensor_parallel.kinds import ModulePlace
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.tensor_parallel.toy import (
     assert_gradients,
     assert_same,
@@ -159,7 +156,7 @@ def check_tied(rank: int) -> None:
     group = tensor_group(rank)
     embedding, head = nn.Embedding(5, H), nn.Linear(H, 5, bias=False)
     head.weight = embedding.weight
-    embedding.weight.no_decay = True  # type: ignore[attr-defined]
+    embedding.weight.no_decay = True
     shared: dict[int, nn.Parameter] = {}
     first, _ = shard_module(
         embedding.eval(),
@@ -170,7 +167,7 @@ def check_tied(rank: int) -> None:
         head, Vocabulary(), ModulePlace(group=group, sequence_parallel=False, shared=shared)
     )
     assert first.weight is second.weight
-    assert first.weight.no_decay  # type: ignore[union-attr]
+    assert first.weight.no_decay
     assert not first.training
     assert second.training
     meta, shardings = shard_module(
@@ -185,12 +182,12 @@ def check_tied(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_vocabulary_layers_match_single_process(pool: Pool, size: int) -> None:
+def test_vocabulary_layers_match_single_process(pool, size):
     pool.run(check_all, world_size=size)
     pool.run(check_tied, world_size=size)
 
 
-def test_group_of_one_leaves_vocabulary_layers_unchanged() -> None:
+def test_group_of_one_leaves_vocabulary_layers_unchanged():
     for module, kind in (
         (nn.Embedding(5, H), Vocabulary()),
         (nn.Linear(H, 5), Vocabulary()),
