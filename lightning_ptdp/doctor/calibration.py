@@ -27,7 +27,7 @@ from lightning_ptdp.base.forked_processes import Tell
 from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.doctor.links import GroupMember, Links, measure_links, seconds_of
 from lightning_ptdp.models import GPT, GPTConfig
-from lightning_ptdp.models.layers import RMSNorm, swiglu
+from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
 from lightning_ptdp.planner import (
     SOFTWARE,
     Cluster,
