@@ -113,10 +113,11 @@ def write_checkpoint(
     Raises:
         CheckpointError: As for :func:`save_checkpoint`.
     """
+    content = checked_content(path, state=state, metadata=metadata)  # all ranks raise its error
     save_rectangles(
         files.absolute(path),
         rectangles=rectangles,
-        content=checked_content(path, state=state, metadata=metadata),
+        content=content,
         metadata=metadata,
         keeper=keeper or SaveFolders(),
         num_files=num_files,
