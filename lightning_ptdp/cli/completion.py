@@ -15,11 +15,10 @@ import re
 from collections.abc import Sequence
 from types import ModuleType
 
-from lightning_ptdp.cli.command_line import CONFIG, options_on
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.command_line import CONFIG, CONFIGURED, options_of_verb, options_on
+from lightning_ptdp.cli.config_files import find_config, recipe_names
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import leaves, resolve_config, short
-from lightning_ptdp.cli.recipe_files import find_config, recipe_names
-from lightning_ptdp.cli.verb_options import CONFIGURED, options_of_verb
 
 _SCRIPTS = {
     "bash": """\

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import check_core
-from lightning_ptdp.cli.error_messages import (
+from lightning_ptdp.cli.command_line import CONFIGURED
+from lightning_ptdp.cli.failures import (
     Terminated,
     UserError,
     explain,
@@ -24,7 +25,6 @@ from lightning_ptdp.cli.imports import uncollected
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.cli.short_help import short_help
-from lightning_ptdp.cli.verb_options import CONFIGURED
 from lightning_ptdp.version import __version__
 
 # Verb -> (module with a function run(verb, arguments), summary for --help). Nothing here may import

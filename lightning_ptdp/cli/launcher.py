@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from lightning_ptdp.cli.command_line import options_on
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.config_files import find_config
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.launch_scripts import (
     LaunchJob,
@@ -26,7 +27,6 @@ from lightning_ptdp.cli.launch_scripts import (
     slurm_script,
     torchrun_script,
 )
-from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.world.layout import ParallelLayout
 
 _DESCRIPTION = """\

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, get_args
 
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.cli.command_line import check_picture, listed
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.config_files import find_config
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.planned_job import SIZES, planned_job
-from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.world.axes import AXES
 from lightning_ptdp.world.layout import Sharding
 

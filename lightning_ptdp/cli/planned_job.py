@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.base.option_types import nearest
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.world.axes import AXES
 
 if TYPE_CHECKING:

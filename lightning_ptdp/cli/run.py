@@ -28,9 +28,8 @@ from lightning_ptdp.callbacks import (
 )
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.remote_path import located
-from lightning_ptdp.cli.child_processes import ending_workers
-from lightning_ptdp.cli.command_line import check_output, held_back, options_on
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.command_line import check_output, options_on
+from lightning_ptdp.cli.failures import UserError, ending_workers, held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.resume import Found, experiment_of, find_newest, was_requeued
 from lightning_ptdp.cli.run_checks import (

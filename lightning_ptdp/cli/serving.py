@@ -26,8 +26,7 @@ from lightning_ptdp.base.signals import handled
 from lightning_ptdp.callbacks.write_samples import on_rank_zero
 from lightning_ptdp.checkpoint import CheckpointError, read_state
 from lightning_ptdp.checkpoint.remote_path import located
-from lightning_ptdp.cli.child_processes import ending_workers
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError, ending_workers
 from lightning_ptdp.cli.generate import ServingOptions
 from lightning_ptdp.cli.run_checks import check_checkpoint
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lightning_ptdp import ParallelLayout, PTDPStrategy
+from lightning_ptdp.cli.config_files import find_config, recipe_names
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
-from lightning_ptdp.cli.recipe_files import find_config, recipe_names
 from lightning_ptdp.models import LitCausalLM
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts

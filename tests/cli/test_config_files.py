@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.config_files import load_yaml
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import resolve_configs
-from lightning_ptdp.cli.yaml_files import load_yaml
 
 
 @pytest.mark.parametrize(
