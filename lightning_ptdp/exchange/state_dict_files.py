@@ -234,14 +234,7 @@ def to_state_dict(
         )
     with files.replacing(target) as part:
         if target.suffix == _SAFETENSORS:
-            stored_entries = {name: reader.metadata.tensors[full] for name, full in names.items()}
-            entries = {
-                name: replace(entry, dtype=converted(entry.dtype, dtype))
-                for name, entry in stored_entries.items()
-            }
-            write_safetensors(
-                part, entries, lambda name: reader.read(names[name]).to(entries[name].dtype)
-            )
+            write_converted(part, reader, names, dtype)
         else:
             weights = read_full(source)
             values = {name: weights[full.removeprefix("model/")] for name, full in names.items()}
@@ -253,6 +246,35 @@ def to_state_dict(
                     },
                     stream,
                 )
+
+
+def write_converted(
+    path: Path,
+    reader: TensorReader,
+    names: Mapping[str, str],
+    dtype: torch.dtype | None,
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors of a checkpoint as a safetensors file, one after the other.
+
+    Args:
+        path: The file.
+        reader: Reader of the checkpoint.
+        names: Name in the file -> name in the checkpoint.
+        dtype: Dtype of the floating-point tensors; None: as stored.
+        metadata: Text for the header.
+    """
+    stored = {name: reader.tensors[full] for name, full in names.items()}
+    entries = {
+        name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in stored.items()
+    }
+    write_safetensors(
+        path,
+        entries,
+        lambda name: reader.read(names[name]).to(entries[name].dtype),
+        metadata=metadata,
+    )
 
 
 def common_prefix(names: set[str]) -> str:
