@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.forward.frozen_forward import evaluating
-from lightning_ptdp.generation import Sampling
 from lightning_ptdp.generation.decoders import Call, decoder_of, language_model
+from lightning_ptdp.generation.generation_options import Sampling
 
 _DEFAULT = Sampling()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.engine.rank_agreement import batch_sums
-from lightning_ptdp.generation import Sampling
+from lightning_ptdp.generation.generation_options import Sampling
 from lightning_ptdp.generation.write import choose
 from tests.fake_cuda import fake_cuda
 
