@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.cli.command_line import check_output, listed
-from lightning_ptdp.cli.generate import parse_serving, serving_parser
+from lightning_ptdp.cli.generate import parse_serving
 
 _DESCRIPTION = """\
 Evaluate a trained checkpoint or a Hugging Face model with tasks of lm-evaluation-harness, on one process or split over several (-t 2 -p 2).
@@ -50,10 +50,7 @@ class EvaluationOptions:
 
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and evaluate."""
-    parser = serving_parser(verb, _DESCRIPTION)
-    parser.add_class_arguments(EvaluationOptions, as_group=False)
-    serving, args = parse_serving(parser, arguments)
-    options = EvaluationOptions(**args)
+    serving, options = parse_serving(verb, _DESCRIPTION, arguments, EvaluationOptions)
 
     from lightning_ptdp.base.requirements import check_installed
 

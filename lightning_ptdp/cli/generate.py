@@ -9,12 +9,14 @@ import inspect
 import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from jsonargparse import ArgumentParser
 
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.generation import Sampling
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,13 @@ class SampleOptions(Sampling):
     prompt: str = "def "
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(Sampling):
+    __doc__ = f"{inspect.cleandoc(Sampling.__doc__ or '')}\n    system: System prompt."
+
+    system: str | None = None
+
+
 SHORT_OPTIONS = {"-t": "--tensor_parallel_size", "-p": "--pipeline_parallel_size"}
 _DESCRIPTIONS = {
     "generate": "Continue a text with a trained checkpoint or a Hugging Face model, on one "
@@ -63,45 +72,36 @@ _DESCRIPTIONS = {
 }
 
 
-def serving_parser(verb: str, description: str) -> ArgumentParser:
-    """Return a parser of the options for model, layout and device."""
+def parse_serving(
+    verb: str, description: str, arguments: list[str], kind: type[_T]
+) -> tuple[ServingOptions, _T]:
+    """Return the options for model, layout and device, and the verb's options of class ``kind``."""
     parser = ArgumentParser(prog=f"ptdp {verb}", description=description)
     parser.add_class_arguments(ServingOptions, as_group=False)
-    return parser
-
-
-def parse_serving(
-    parser: ArgumentParser, arguments: list[str]
-) -> tuple[ServingOptions, dict[str, Any]]:
-    """Return the options for model, layout and device, and the other options of the parser."""
-    args = vars(
-        parser.parse_args([SHORT_OPTIONS.get(argument, argument) for argument in arguments])
+    parser.add_class_arguments(kind, as_group=False)
+    words = [SHORT_OPTIONS.get(argument, argument) for argument in arguments]
+    args = vars(parser.parse_args(words))
+    serving = ServingOptions(
+        **{field.name: args.pop(field.name) for field in fields(ServingOptions)}
     )
-    names = [field.name for field in fields(ServingOptions)]
-    return ServingOptions(**{name: args.pop(name) for name in names}), args
+    return serving, kind(**args)
 
 
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and generate text."""
-    chats = verb == "chat"
-    parser = serving_parser(verb, _DESCRIPTIONS[verb])
-    if chats:
-        parser.add_argument("--system", type=str, help="system prompt")
-    parser.add_class_arguments(Sampling if chats else SampleOptions, as_group=False)
-    options, args = parse_serving(parser, arguments)
+    kind: type[SampleOptions | ChatOptions] = ChatOptions if verb == "chat" else SampleOptions
+    serving, options = parse_serving(verb, _DESCRIPTIONS[verb], arguments, kind)
 
     from lightning_ptdp.cli.serving import Chat, Continuation, module_of, serve
     from lightning_ptdp.generation.tokenizer_text import find_tokenizer
 
-    prompt = args.pop("system" if chats else "prompt")
     with tempfile.TemporaryDirectory() as scratch:
-        state, module, ckpt_path = module_of(options.checkpoint, Path(scratch))
-        tokenizer = find_tokenizer(state, options.tokenizer)
-        sampling = Sampling(**args)
+        state, module, ckpt_path = module_of(serving.checkpoint, Path(scratch))
+        tokenizer = find_tokenizer(state, serving.tokenizer)
         writer = (
-            Chat(tokenizer, sampling, system=prompt)
-            if chats
-            else Continuation(tokenizer, sampling, prompt=prompt)
+            Chat(tokenizer, options, system=options.system)
+            if isinstance(options, ChatOptions)
+            else Continuation(tokenizer, options, prompt=options.prompt)
         )
-        serve(module, writer, options, ckpt_path=ckpt_path)
+        serve(module, writer, serving, ckpt_path=ckpt_path)
     return 0

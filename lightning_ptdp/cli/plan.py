@@ -126,19 +126,16 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
         best_by_batch.setdefault(case.global_batch_size, []).append((case.world_size, best))
         choice = best.choice
         time = best.time
-        cells = (
-            f"{time.total:.3g}",
-            f"{case.tokens / time.total:.4g}",
-            f"{time.mfu:.1%}",
-            f"{best.memory.total / 2**30:.3g}",
-        )
         rows.append(
             (
                 *size,
                 choice.describe(),
                 str(choice.micro_batch_size),
                 str(choice.num_microbatches),
-                *cells,
+                f"{time.total:.3g}",
+                f"{case.tokens / time.total:.4g}",
+                f"{time.mfu:.1%}",
+                f"{best.memory.total / 2**30:.3g}",
             )
         )
     print(columns(rows, words=(2,)))
