@@ -41,7 +41,7 @@ from lightning_ptdp.cli.command_line import DESCRIPTIONS, options_of_verb, optio
 from lightning_ptdp.cli.config_errors import check_values, dotted, readable
 from lightning_ptdp.cli.config_files import checked
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.generate import SampleOptions
+from lightning_ptdp.cli.serving_verbs import SampleOptions
 from lightning_ptdp.models import (  # noqa: F401
     LitBert,
     LitCausalLM,

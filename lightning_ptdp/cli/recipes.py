@@ -112,7 +112,7 @@ def _row(name: str) -> tuple[str, str, str, str, str]:
 _OWNERS = {
     "trainer": "lightning.pytorch.Trainer",
     "throughput": "lightning_ptdp.callbacks.Throughput",
-    "sample": "lightning_ptdp.cli.generate.SampleOptions",
+    "sample": "lightning_ptdp.cli.serving_verbs.SampleOptions",
 }
 """Class of each group of keys, by name: the list of recipes does not import Lightning."""
 

@@ -126,11 +126,6 @@ def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
     return metadata
 
 
-def is_trained_file(state: Mapping[str, object]) -> bool:
-    """Return True if training under this strategy has written the file with this ``state``."""
-    return PARAMETER_NAMES in state
-
-
 @contextmanager
 def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str]) -> Iterator[Place]:
     """Return a context with a checkpoint folder that has the weights of ``source``.
