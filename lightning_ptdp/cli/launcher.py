@@ -37,7 +37,7 @@ torchrun: on every node; after a failure all processes are restarted and continu
 kubernetes: a TrainJob of Kubeflow Trainer 2; recipes and files must be in the container image.
 skypilot: a task for "sky launch FILE" or "sky jobs launch FILE", which restarts it after a preemption."""
 
-_SCRIPTS = {
+SCRIPTS = {
     "slurm": slurm_script,
     "torchrun": torchrun_script,
     "kubernetes": kubernetes_job,
@@ -71,7 +71,7 @@ def parser(verb: str) -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--launcher",
-        choices=tuple(_SCRIPTS),
+        choices=tuple(SCRIPTS),
         required=True,
         help="program that starts the processes",
     )
@@ -159,7 +159,7 @@ def run(verb: str, arguments: list[str]) -> int:
     """
     options, fit_args = parser(verb).parse_known_args(arguments)
     _check_launcher(options, parser(verb))
-    script = _SCRIPTS[options.launcher](_job(options, fit_args))
+    script = SCRIPTS[options.launcher](_job(options, fit_args))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(script, encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -265,13 +265,15 @@ def names_in(
     )
 
 
-def models_in(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost Hugging Face models in ``module`` by name."""
+def models_in(
+    module: nn.Module,
+    is_model: Callable[[nn.Module], bool] = lambda child: hasattr(type(child), "base_model_prefix"),
+) -> dict[str, nn.Module]:
+    """Return the outermost models in ``module`` by name, which are Hugging Face's by default."""
     models: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        if hasattr(type(child), "base_model_prefix") and not any(
-            f"{name}.".startswith(f"{outer}.") or not outer for outer in models
-        ):
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in models)
+        if not inside and is_model(child):
             models[name] = child
     return models
 

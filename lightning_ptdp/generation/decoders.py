@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.exchange.folder_weights import models_in
 from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.layers import KeyValueCache
@@ -102,11 +103,9 @@ def language_model(module: nn.Module) -> nn.Module | None:
     Raises:
         ValueError: There are several models, or the model is not a causal language model.
     """
-    models: dict[str, nn.Module] = {}
-    for name, child in module.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in models)
-        if not inside and (isinstance(child, GPT | Bert) or is_huggingface_model(child)):
-            models[name] = child
+    models = models_in(
+        module, lambda child: isinstance(child, GPT | Bert) or is_huggingface_model(child)
+    )
     if len(models) > 1:
         names = " and ".join(f"'{name}'" for name in models)
         raise ValueError(
