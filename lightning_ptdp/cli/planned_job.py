@@ -275,11 +275,8 @@ def _device(options: argparse.Namespace) -> Device:
         for name in ("node_size", "cards")
         if getattr(options, name) is not None
     }
-    if cluster_options:
-        return dataclasses.replace(
-            device, cluster=dataclasses.replace(device.cluster, **cluster_options)
-        )
-    return device
+    cluster = dataclasses.replace(device.cluster, **cluster_options)
+    return dataclasses.replace(device, cluster=cluster)
 
 
 def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -59,11 +59,9 @@ def to_adapters(
     Raises:
         CheckpointError: The checkpoint is damaged. Nothing is left at ``destination``.
     """
-    state, reader, target = (
-        read_state(source),
-        TensorReader(source),
-        Path(os.path.abspath(destination)),
-    )
+    state = read_state(source)
+    reader = TensorReader(source)
+    target = Path(os.path.abspath(destination))
     base = state[BASE_WEIGHTS]
     adapter = as_lora(state["hyper_parameters"]["adapter"])
     assert adapter is not None

@@ -209,15 +209,13 @@ class HuggingFaceWeights:
             for name, shape in expected.items()
             if stored.get(name, shape) != shape
         ]
-        problems = [
-            *([f"the folder has no {listed([*map(repr, missing)], _SHOWN)}"] if missing else []),
-            *(
-                [f"the model has no {listed([*map(repr, unexpected)], _SHOWN)}"]
-                if unexpected
-                else []
-            ),
-            *([listed(mismatches, _SHOWN)] if mismatches else []),
-        ]
+        problems = []
+        if missing:
+            problems.append(f"the folder has no {listed([*map(repr, missing)], _SHOWN)}")
+        if unexpected:
+            problems.append(f"the model has no {listed([*map(repr, unexpected)], _SHOWN)}")
+        if mismatches:
+            problems.append(listed(mismatches, _SHOWN))
         if problems:
             raise CheckpointError("the weights do not fit this model: " + "; ".join(problems))
 

@@ -216,7 +216,8 @@ def to_state_dict(
     Raises:
         CheckpointError: The checkpoint is damaged, or no name begins with ``prefix``.
     """
-    reader, target = TensorReader(source), Path(os.path.abspath(destination))
+    reader = TensorReader(source)
+    target = Path(os.path.abspath(destination))
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
     stored = reader.model_names()
