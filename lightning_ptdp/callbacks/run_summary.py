@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.tensor_parallel import Experts

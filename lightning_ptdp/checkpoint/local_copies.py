@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
-from lightning_ptdp.base.file_locks import one_at_a_time
+from lightning_ptdp.base.time_limit import one_at_a_time
 from lightning_ptdp.base.untrusted import inside
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import (

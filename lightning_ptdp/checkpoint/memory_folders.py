@@ -21,7 +21,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from lightning_ptdp.base.file_locks import locked
+from lightning_ptdp.base.time_limit import locked
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.latest import checkpoint_times, written_at

@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from lightning_ptdp.base.file_locks import one_at_a_time
+from lightning_ptdp.base.time_limit import one_at_a_time
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.checksums import DATA_SUFFIX, SUMS_SUFFIX

@@ -37,7 +37,7 @@ from lightning_ptdp.engine.step_report import (
 )
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.forward.surroundings import Context, Forward, Surroundings
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.pipeline.runtime import PipelineRuntime

@@ -17,7 +17,7 @@ from lightning_ptdp.data_parallel import Gradients, ManualGradients
 from lightning_ptdp.engine.gradient_checks import GradientChecks
 from lightning_ptdp.engine.replica_step import counted_loss
 from lightning_ptdp.forward.surroundings import Context
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh

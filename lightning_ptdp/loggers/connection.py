@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_ptdp.base.file_locks import one_at_a_time
+from lightning_ptdp.base.time_limit import one_at_a_time
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
 from lightning_ptdp.loggers.new_database import unsynchronized_if_new
 from lightning_ptdp.loggers.tracking_store import SilentServerError, sqlite_path

@@ -17,7 +17,7 @@ from lightning_ptdp.models import LitCausalLM
 from lightning_ptdp.pipeline.balance import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_model
-from lightning_ptdp.world.stage_placement import stages_of_rank
+from lightning_ptdp.world.axes import stages_of_rank
 
 pytestmark = pytest.mark.thorough
 
