@@ -166,17 +166,13 @@ def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSumma
         *((stage, parts.between) for stage in parallel.cut.starts),
         (last, parts.after),
     ]
-    extras = {
-        stage: ", ".join(name for owner, names in modules if owner == stage for name in names)
-        for stage, _ in modules
-    }
     return tuple(
         StageSummary(
             stage=stage,
             rank=layout.rank_of_stage(stage),
             first_layer=start,
             last_layer_exclusive=stop,
-            extra=extras.get(stage, ""),
+            extra=", ".join(name for owner, names in modules if owner == stage for name in names),
         )
         for stage, (start, stop) in enumerate(parallel.ranges)
     )

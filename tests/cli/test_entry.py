@@ -26,7 +26,7 @@ from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 from lightning_ptdp.cli.short_help import options_in_source
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data import StreamDataModule, TextDataModule
-from lightning_ptdp.data.batch_options import BatchOptions
+from lightning_ptdp.data.stream_datamodule import BatchOptions
 from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert
 
 pytestmark = pytest.mark.thorough
