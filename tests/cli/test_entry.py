@@ -304,7 +304,7 @@ def test_every_error_derives_from_ptdp_error():
 def test_worker_failure_reports_message_or_process():
     trace = TRACE
     ours = ProcessRaisedException(
-        trace + "lightning_ptdp.checkpoint.checkpoint_error.CheckpointError: no 'a'\nin here\n"
+        trace + "lightning_ptdp.checkpoint.save_agreement.CheckpointError: no 'a'\nin here\n"
     )
     failure = worker_failure(ours)
     assert failure is not None
