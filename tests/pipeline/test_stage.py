@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.pipeline.crossing import StageError
 from lightning_ptdp.pipeline.discover import find_blocks, find_parts
@@ -45,7 +45,7 @@ class TupleBlock(nn.Module):
 RANGES = ((0, 1), (1, 3), (3, 4))
 
 
-def run_cut(whole: Net, ids: Tensor, parts: ModelParts) -> Tensor:
+def run_cut(whole, ids, parts):
     crossing = None
     for stage in range(3):
         part = copy.deepcopy(whole)
