@@ -16,7 +16,7 @@ from torch import nn
 from lightning_ptdp.pipeline.call_order import call_order, used_uncalled
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.stage import ModelParts
-from lightning_ptdp.tensor_parallel.patterns import nearest_names
+from lightning_ptdp.tensor_parallel.named_modules import nearest_names
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
