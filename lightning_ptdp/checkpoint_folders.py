@@ -7,7 +7,6 @@ the functions when a module of Lightning is imported.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import tempfile
@@ -78,7 +77,18 @@ def scan_files_and_folders(
 
 def upload_files_and_folders(upload: Callable[..., None], *args: object) -> None:
     """Let a logger that copies checkpoints (``log_model``) copy folders too."""
-    with _artifacts_of_folders():
+    from unittest import mock  # slow to import
+
+    import wandb
+
+    class Artifact(wandb.Artifact):
+        def add_file(self, local_path: str, name: str | None = None, **options: object) -> object:
+            if not os.path.isdir(local_path):
+                return super().add_file(local_path, name=name, **options)
+            options.pop("is_tmp", None)
+            return self.add_dir(local_path, name=name, **options)
+
+    with mock.patch.object(wandb, "Artifact", Artifact):
         upload(*args)
 
 
@@ -128,27 +138,6 @@ def _new_folders(callback: object, uploaded: Mapping[str, float]) -> Iterator[Fo
             and (written := os.stat(path).st_mtime) > uploaded.get(path, 0.0)
         ):
             yield written, path, score, tag
-
-
-@contextlib.contextmanager
-def _artifacts_of_folders() -> Iterator[None]:
-    """Let new W&B artifacts accept a folder as a file, inside the context."""
-    import wandb
-
-    plain = wandb.Artifact
-
-    class Artifact(plain):  # type: ignore[misc, valid-type]
-        def add_file(self, local_path: str, name: str | None = None, **options: object) -> object:
-            if not os.path.isdir(local_path):
-                return super().add_file(local_path, name=name, **options)
-            options.pop("is_tmp", None)
-            return self.add_dir(local_path, name=name, **options)
-
-    wandb.Artifact = Artifact
-    try:
-        yield
-    finally:
-        wandb.Artifact = plain
 
 
 def _is_checkpoint(path: str) -> bool:

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from lightning_ptdp.base.option_types import shown
-from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.launch_scripts import LaunchJob
+from lightning_ptdp.cli.serving_verbs import SampleOptions
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data import BertDataModule, IndexedDataModule, MixtureDataModule, TextDataModule
 from lightning_ptdp.data.corpus import Corpus

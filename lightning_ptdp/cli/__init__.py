@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_ptdp.base.signals import hold_requeue_signal
-from lightning_ptdp.cli.recipe_files import recipe_folder
+from lightning_ptdp.cli.config_files import recipe_folder
 
 __all__ = ["main", "recipe_folder"]
 

@@ -19,9 +19,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from lightning_ptdp.bench import BenchResult, StepTimes, SyntheticData, ranked, render, table
-from lightning_ptdp.cli.child_processes import ending_workers
-from lightning_ptdp.cli.command_line import held_back
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError, ending_workers, held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.run_checks import check_run
 from lightning_ptdp.data import StreamDataModule

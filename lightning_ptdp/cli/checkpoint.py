@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError
 
 if TYPE_CHECKING:
     from lightning_ptdp.checkpoint import CheckpointMetadata

@@ -15,11 +15,11 @@ import re
 from collections.abc import Sequence
 from types import ModuleType
 
-from lightning_ptdp.cli.command_line import CONFIG, options_on
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.command_line import CONFIG, CONFIGURED, options_of_verb, options_on
+from lightning_ptdp.cli.config_files import find_config, recipe_names
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import leaves, resolve_config, short
-from lightning_ptdp.cli.recipe_files import find_config, recipe_names
-from lightning_ptdp.cli.verb_options import CONFIGURED, options_of_verb
+from lightning_ptdp.cli.launcher import SCRIPTS
 
 _SCRIPTS = {
     "bash": """\
@@ -52,7 +52,7 @@ Print the completions of a shell:
 _EXAMPLE = "gpt/nano"
 _CONFIG_OPTIONS = (*CONFIG, "--recipe")
 _COMMON = ("--help", "--config", "--print_config", "--debug")
-_VALUES = {"--launcher": ("slurm", "torchrun"), "--resume": ("auto",)}
+_VALUES = {"--launcher": tuple(SCRIPTS), "--resume": ("auto",)}
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _COMMAND = re.compile(r"^    ([a-z]+)(?: |$)", re.MULTILINE)
 

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from lightning_ptdp.base.option_types import nearest
-from lightning_ptdp.cli.error_messages import UserError, explain
+from lightning_ptdp.cli.failures import UserError, explain
 
 _BASES: Mapping[str, type] = {
     "model": LightningModule,

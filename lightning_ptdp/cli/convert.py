@@ -10,7 +10,7 @@ from typing import Any
 from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError
 
 _DESCRIPTION = """\
 Convert between a checkpoint (a folder, or the single file that one process writes) and

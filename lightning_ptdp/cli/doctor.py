@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_ptdp.cli.error_messages import UserError
-from lightning_ptdp.cli.recipe_files import recipe_names
+from lightning_ptdp.cli.config_files import recipe_names
+from lightning_ptdp.cli.failures import UserError
 
 _DESCRIPTION = """\
 Check the installation, the machine, its devices and the folders. Start processes that form a group, use every collective

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import check_core
-from lightning_ptdp.cli.error_messages import (
+from lightning_ptdp.cli.command_line import CONFIGURED
+from lightning_ptdp.cli.failures import (
     Terminated,
     UserError,
     explain,
@@ -24,13 +25,12 @@ from lightning_ptdp.cli.imports import uncollected
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.cli.short_help import short_help
-from lightning_ptdp.cli.verb_options import CONFIGURED
 from lightning_ptdp.version import __version__
 
 # Verb -> (module with a function run(verb, arguments), summary for --help). Nothing here may import
 # torch, because --help must be quick.
 _RUN = "lightning_ptdp.cli.run"
-_WRITE = "lightning_ptdp.cli.generate"
+_SERVING = "lightning_ptdp.cli.serving_verbs"
 VERBS = {
     "fit": (_RUN, "train a model: ptdp fit --config gpt/nano [--trainer.max_steps 20 …]"),
     "validate": (_RUN, "evaluate a checkpoint on the validation data"),
@@ -41,12 +41,12 @@ VERBS = {
     ),
     "prepare": (_RUN, "create the tokenizer and token chunks of a recipe's data, without training"),
     "generate": (
-        _WRITE,
+        _SERVING,
         "continue a text with a checkpoint or a Hugging Face model, in any layout",
     ),
-    "chat": (_WRITE, "talk to an instruction model: ptdp chat --checkpoint FOLDER [-t 2 -p 2]"),
+    "chat": (_SERVING, "talk to an instruction model: ptdp chat --checkpoint FOLDER [-t 2 -p 2]"),
     "evaluate": (
-        "lightning_ptdp.cli.evaluate",
+        _SERVING,
         "run tasks of lm-evaluation-harness with a checkpoint or a Hugging Face model, in any layout",
     ),
     "convert": (

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_ptdp.cli.evaluate import EvaluationOptions
 from lightning_ptdp.cli.serving import next_of_rank_zero
+from lightning_ptdp.cli.serving_verbs import EvaluationOptions
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.scoring import score
 from lightning_ptdp.generation.tokenizer_text import TextTokenizer

@@ -20,9 +20,9 @@ from transformers import PretrainedConfig
 
 from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.option_types import nearest
-from lightning_ptdp.cli.error_messages import UserError
-from lightning_ptdp.cli.evaluate import EvaluationOptions
 from lightning_ptdp.cli.evaluation import Ask, continuations, scores
+from lightning_ptdp.cli.failures import UserError
+from lightning_ptdp.cli.serving_verbs import EvaluationOptions
 from lightning_ptdp.generation import Sampling
 from lightning_ptdp.generation.decoders import language_model, longest_sequence
 from lightning_ptdp.generation.tokenizer_text import TextTokenizer

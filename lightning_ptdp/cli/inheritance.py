@@ -25,9 +25,8 @@ from typing import Any
 import yaml
 
 from lightning_ptdp.cli.command_line import CONFIG, options_on
-from lightning_ptdp.cli.error_messages import UserError
-from lightning_ptdp.cli.recipe_files import find_config, recipe_folder
-from lightning_ptdp.cli.yaml_files import load_yaml_file
+from lightning_ptdp.cli.config_files import find_config, load_yaml_file, recipe_folder
+from lightning_ptdp.cli.failures import UserError
 
 BASE_KEY = "base"
 

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from lightning_ptdp.cli.command_line import options_on
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.config_files import find_config
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.launch_scripts import (
     LaunchJob,
@@ -26,7 +27,6 @@ from lightning_ptdp.cli.launch_scripts import (
     slurm_script,
     torchrun_script,
 )
-from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.world.layout import ParallelLayout
 
 _DESCRIPTION = """\
@@ -37,7 +37,7 @@ torchrun: on every node; after a failure all processes are restarted and continu
 kubernetes: a TrainJob of Kubeflow Trainer 2; recipes and files must be in the container image.
 skypilot: a task for "sky launch FILE" or "sky jobs launch FILE", which restarts it after a preemption."""
 
-_SCRIPTS = {
+SCRIPTS = {
     "slurm": slurm_script,
     "torchrun": torchrun_script,
     "kubernetes": kubernetes_job,
@@ -71,7 +71,7 @@ def parser(verb: str) -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--launcher",
-        choices=tuple(_SCRIPTS),
+        choices=tuple(SCRIPTS),
         required=True,
         help="program that starts the processes",
     )
@@ -159,7 +159,7 @@ def run(verb: str, arguments: list[str]) -> int:
     """
     options, fit_args = parser(verb).parse_known_args(arguments)
     _check_launcher(options, parser(verb))
-    script = _SCRIPTS[options.launcher](_job(options, fit_args))
+    script = SCRIPTS[options.launcher](_job(options, fit_args))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(script, encoding="utf-8")
@@ -199,7 +199,8 @@ def _submit(script: str, command: Sequence[str]) -> int:
 
 
 def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:
-    name = _given(fit_args, "config") or _given(fit_args, "c")
+    given = {option.name: option.value for option in options_on(fit_args)}
+    name = given.get("--config") or given.get("-c")
     if name is None:
         raise UserError(
             "there is no model to train. Use --config with a recipe (ptdp recipes list) or a file"
@@ -207,15 +208,13 @@ def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:
     config = resolve_config(find_config(name)).values
     trainer: Mapping[str, Any] = config.get("trainer") or {}
     devices = _number(
-        options.gpus_per_node, "gpus-per-node", fit_args, "trainer.devices", trainer.get("devices")
+        options.gpus_per_node, "gpus-per-node", given, "trainer.devices", trainer.get("devices")
     )
-    nodes = _number(
-        options.nodes, "nodes", fit_args, "trainer.num_nodes", trainer.get("num_nodes", 1)
-    )
+    nodes = _number(options.nodes, "nodes", given, "trainer.num_nodes", trainer.get("num_nodes", 1))
     strategy = trainer.get("strategy")
-    gpus = (_given(fit_args, "trainer.accelerator") or trainer.get("accelerator", "auto")) != "cpu"
-    is_ours = _check_layout(strategy, fit_args, nodes * devices)
-    added = ["--resume=auto"] if is_ours and _given(fit_args, "resume") is None else []
+    gpus = (given.get("--trainer.accelerator") or trainer.get("accelerator", "auto")) != "cpu"
+    is_ours = _check_layout(strategy, given, nodes * devices)
+    added = ["--resume=auto"] if is_ours and given.get("--resume") is None else []
     if options.launcher == "slurm":
         # Other processes take these from the launcher's variables. A step of one task may also be
         # a shell that starts processes.
@@ -238,16 +237,16 @@ def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:
     )
 
 
-def _check_layout(strategy: object, fit_args: Sequence[str], world_size: int) -> bool:
+def _check_layout(strategy: object, given: Mapping[str, str | None], world_size: int) -> bool:
     """Return True if the strategy is ours, after a check that its degrees fit the devices."""
-    chosen = _given(fit_args, "trainer.strategy")
+    chosen = given.get("--trainer.strategy")
     configured = strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy
     if not str(chosen or configured or "").rpartition(".")[2].startswith(("PTDPStrategy", "ptdp")):
         return False
     options = dict((strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {})
     for name in ParallelLayout.options():
-        value = _given(fit_args, f"trainer.strategy.{name}") or _given(
-            fit_args, f"trainer.strategy.init_args.{name}"
+        value = given.get(f"--trainer.strategy.{name}") or given.get(
+            f"--trainer.strategy.init_args.{name}"
         )
         if value is not None:
             options[name] = yaml.safe_load(value)
@@ -256,10 +255,10 @@ def _check_layout(strategy: object, fit_args: Sequence[str], world_size: int) ->
 
 
 def _number(
-    option: int | None, name: str, fit_args: Sequence[str], key: str, configured: object
+    option: int | None, name: str, given: Mapping[str, str | None], key: str, configured: object
 ) -> int:
     """Return a count from the launcher's option, from fit's option or from the configuration."""
-    specified = _given(fit_args, key)
+    specified = given.get(f"--{key}")
     if option is not None and specified is not None and specified != str(option):
         raise UserError(
             f"--{name} {option} and --{key} {specified} contradict each other. Use only one of them"
@@ -271,11 +270,3 @@ def _number(
             f"{key}={value!r} is not a number of processes for a script. Use --{name} 1 or more"
         )
     return number
-
-
-def _given(arguments: Sequence[str], key: str) -> str | None:
-    """Return the last value of an option given as ``--key value`` or ``--key=value``."""
-    flag = f"--{key}" if len(key) > 1 else f"-{key}"
-    return next(
-        (option.value for option in reversed(options_on(arguments)) if option.name == flag), None
-    )

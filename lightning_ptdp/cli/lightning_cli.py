@@ -37,12 +37,11 @@ from lightning_ptdp.callbacks import (
     TrainPerplexity,
     ValidateAtEnd,
 )
-from lightning_ptdp.cli.command_line import options_on
+from lightning_ptdp.cli.command_line import DESCRIPTIONS, options_of_verb, options_on
 from lightning_ptdp.cli.config_errors import check_values, dotted, readable
-from lightning_ptdp.cli.error_messages import UserError
-from lightning_ptdp.cli.generate import SampleOptions
-from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
-from lightning_ptdp.cli.yaml_files import checked
+from lightning_ptdp.cli.config_files import checked
+from lightning_ptdp.cli.failures import UserError
+from lightning_ptdp.cli.serving_verbs import SampleOptions
 from lightning_ptdp.models import (  # noqa: F401
     LitBert,
     LitCausalLM,

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, get_args
 
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.cli.command_line import check_picture, listed
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.config_files import find_config
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.planned_job import SIZES, planned_job
-from lightning_ptdp.cli.recipe_files import find_config
 from lightning_ptdp.world.axes import AXES
 from lightning_ptdp.world.layout import Sharding
 
@@ -126,19 +126,16 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
         best_by_batch.setdefault(case.global_batch_size, []).append((case.world_size, best))
         choice = best.choice
         time = best.time
-        cells = (
-            f"{time.total:.3g}",
-            f"{case.tokens / time.total:.4g}",
-            f"{time.mfu:.1%}",
-            f"{best.memory.total / 2**30:.3g}",
-        )
         rows.append(
             (
                 *size,
                 choice.describe(),
                 str(choice.micro_batch_size),
                 str(choice.num_microbatches),
-                *cells,
+                f"{time.total:.3g}",
+                f"{case.tokens / time.total:.4g}",
+                f"{time.mfu:.1%}",
+                f"{best.memory.total / 2**30:.3g}",
             )
         )
     print(columns(rows, words=(2,)))

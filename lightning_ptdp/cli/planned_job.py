@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.base.option_types import nearest
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.world.axes import AXES
 
 if TYPE_CHECKING:
@@ -275,11 +275,8 @@ def _device(options: argparse.Namespace) -> Device:
         for name in ("node_size", "cards")
         if getattr(options, name) is not None
     }
-    if cluster_options:
-        return dataclasses.replace(
-            device, cluster=dataclasses.replace(device.cluster, **cluster_options)
-        )
-    return device
+    cluster = dataclasses.replace(device.cluster, **cluster_options)
+    return dataclasses.replace(device, cluster=cluster)
 
 
 def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

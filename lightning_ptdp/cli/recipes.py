@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import pkgutil
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
 
 from lightning_ptdp.base.output import columns
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.command_line import options_on
+from lightning_ptdp.cli.config_files import find_config, recipe_folder, recipe_names
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.imports import import_torchmetrics_alone, uncollected
-from lightning_ptdp.cli.inheritance import resolve_config
-from lightning_ptdp.cli.recipe_files import find_config, recipe_folder, recipe_names
+from lightning_ptdp.cli.inheritance import (
+    KeyPath,
+    ResolvedConfig,
+    has,
+    leaves,
+    resolve_config,
+    resolve_configs,
+    short,
+    value_at,
+)
 from lightning_ptdp.world.layout import ParallelLayout
 
 # The first line of every recipe. A test compares the count with the model's.
@@ -48,9 +66,8 @@ def run(verb: str, arguments: list[str]) -> int:
             # a user's class may need those metrics
             if options.name in recipe_names() and not overrides:
                 import_torchmetrics_alone()
-            from lightning_ptdp.cli.provenance import show_resolved
-
-        print(show_resolved(find_config(options.name, said=""), overrides), end="")
+            text = _show_resolved(find_config(options.name, said=""), overrides)
+        print(text, end="")
     else:
         print(find_config(options.name, said="").read_text(encoding="utf-8"), end="")
     return 0
@@ -87,3 +104,154 @@ def _row(name: str) -> tuple[str, str, str, str, str]:
     degrees = [f"{axis.letter}{layout.size(axis.name)}" for axis in layout.named_axes()]
     degrees.insert(2, f"v{layout.virtual_pipeline_size}")
     return name, count, str(devices), " ".join(degrees), summary
+
+
+# ---- Resolved configurations, with the origin of every value as a comment -------------------------
+
+
+_OWNERS = {
+    "trainer": "lightning.pytorch.Trainer",
+    "throughput": "lightning_ptdp.callbacks.Throughput",
+    "sample": "lightning_ptdp.cli.serving_verbs.SampleOptions",
+}
+"""Class of each group of keys, by name: the list of recipes does not import Lightning."""
+
+_COLUMN = 72
+"""Column at which the comments of shorter lines start."""
+
+
+def _show_resolved(file: Path, overrides: Sequence[str]) -> str:
+    """Return a resolved configuration as YAML, with the origin of every value as a comment.
+
+    The origin is the recipe or file that sets the value, ``command line``, or ``default of CLASS``.
+    The text is a valid configuration for ``ptdp fit --config``.
+
+    Args:
+        file: A configuration.
+        overrides: Options of ``ptdp fit`` that override the configuration.
+
+    Raises:
+        UserError: A key or value is wrong.
+    """
+    from lightning_ptdp.cli.lightning_cli import parsed_values
+
+    values = parsed_values([*resolve_configs([f"--config={file}"]), *overrides])
+    origins = _Origins(
+        config=resolve_config(file), overrides=_override_paths(overrides), values=values
+    )
+    lines = [
+        line if path is None else f"{line:{_COLUMN}}  # {origins.of(path)}"
+        for line, path in _lines(values, ())
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _lines(values: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath | None]]:
+    """Yield the lines of a mapping or list as YAML, each with the path of the value that it ends."""
+    entries = values.items() if isinstance(values, dict) else enumerate(values)
+    for key, value in entries:
+        head = f"{key}:" if isinstance(values, dict) else "-"
+        inner = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, list | dict) or not any(
+            isinstance(entry, dict) or isinstance(value, dict) for entry in inner
+        ):
+            yield f"{head} {_flow(value)}", (*path, key)
+            continue
+        nested = _lines(value, (*path, key))
+        if head == "-":
+            line, place = next(nested)
+            yield f"- {line}", place
+        else:
+            yield head, None
+        yield from ((f"  {line}", place) for line, place in nested)
+
+
+def _flow(value: object) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("...\n").strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Origins:
+    config: ResolvedConfig
+    overrides: frozenset[KeyPath]
+    values: Mapping[str, Any]
+
+    def of(self, path: KeyPath) -> str:
+        """Return the origin of the value at ``path``."""
+        written = short(path)
+        if written in self.overrides:
+            return "command line"
+        # If the command line names another class, the parser keeps those of the file's arguments
+        # that the new class also accepts.
+        replaced = any(written[:depth] in self.overrides for depth in range(1, len(written)))
+        origin = self._file(path)
+        if replaced and origin is None and path[-1] == "class_path":
+            return "command line"  # an entry added to a list
+        if origin is None or (replaced and not self._is_as_given(path)):
+            return self._default(path)
+        return origin
+
+    def _file(self, path: KeyPath) -> str | None:
+        """Return the file that sets the value, or None."""
+        # for logger: CSVLogger, which the parser expands
+        if path[-1] == "class_path" and not has(self.config.values, path):
+            path = path[:-1]
+            if not has(self.config.values, path) or isinstance(
+                value_at(self.config.values, path), dict
+            ):
+                return None
+        return self.config.origin(path)
+
+    def _is_as_given(self, path: KeyPath) -> bool:
+        return has(self.config.values, path) and value_at(self.config.values, path) == value_at(
+            self.values, path
+        )
+
+    def _default(self, path: KeyPath) -> str:
+        owner = _owner(self.values, path)
+        return f"default of {owner.__name__}" if owner is not None else "default of ptdp fit"
+
+
+def _owner(values: Mapping[str, Any], path: KeyPath) -> type | None:
+    """Return the class that has the argument at ``path``, or None."""
+    owner: type | None = None
+    for depth in range(1, len(path)):
+        value = value_at(values, path[:depth])
+        if depth == 1 and path[0] in _OWNERS:
+            owner = pkgutil.resolve_name(_OWNERS[str(path[0])])
+        elif isinstance(value, dict) and "class_path" in value:
+            owner = pkgutil.resolve_name(value["class_path"])
+        elif path[depth - 1] != "init_args" and owner is not None:
+            owner = _dataclass_argument(owner, path[depth - 1]) or owner
+    return owner
+
+
+def _dataclass_argument(owner: type, name: str | int) -> type | None:
+    """Return the dataclass that is the type of ``owner``'s argument ``name``, or None."""
+    if not isinstance(name, str) or name not in inspect.signature(owner).parameters:
+        return None
+    annotated = owner if is_dataclass(owner) else owner.__init__  # type: ignore[misc]
+    hint = get_type_hints(annotated).get(name)
+    return next(
+        (kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)),
+        None,
+    )
+
+
+def _override_paths(overrides: Sequence[str]) -> frozenset[KeyPath]:
+    """Return the paths that the options set, without ``init_args``.
+
+    An option may set a whole mapping.
+    """
+    paths: set[KeyPath] = set()
+    for option in options_on(overrides):
+        path: KeyPath = tuple(option.name.removeprefix("--").removesuffix("+").split("."))
+        value = yaml.safe_load(option.value or "")
+        paths.update(
+            short((*path, *subpath)) for subpath in leaves(value) if not isinstance(value, list)
+        )
+        if isinstance(value, (list, str)):
+            paths.add(path)
+    return frozenset(paths)

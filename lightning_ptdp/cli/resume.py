@@ -60,19 +60,16 @@ def find_newest(
         for path in newest_first(root)
     }
     entries = [(metadata, path) for path in paths if (metadata := _metadata(path)) is not None]
-    trained = [
-        entry
-        for entry in entries
-        if any(name.startswith("optimizer/") for name in entry[0].tensors)
-    ]
-    trained.sort(key=lambda entry: entry[0].created, reverse=True)
-    reasons = {path: _why_not(metadata, experiment, started_from) for metadata, path in trained}
-    for path, reason in reasons.items():
+    found = Found()
+    for metadata, path in sorted(entries, key=lambda entry: entry[0].created, reverse=True):
+        if not any(name.startswith("optimizer/") for name in metadata.tensors):
+            continue
+        reason = _why_not(metadata, experiment, started_from)
         if not reason:
             return Found(own=path)
-    for path, reason in reasons.items():
-        return Found(other=path, why=reason)
-    return Found()
+        if found.other is None:
+            found = Found(other=path, why=reason)
+    return found
 
 
 def _metadata(path: Place) -> CheckpointMetadata | None:

@@ -12,7 +12,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from lightning_ptdp.callbacks import (
 )
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.remote_path import located
-from lightning_ptdp.cli.child_processes import ending_workers
-from lightning_ptdp.cli.command_line import check_output, held_back, options_on
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.command_line import check_output, options_on
+from lightning_ptdp.cli.failures import UserError, ending_workers, held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.resume import Found, experiment_of, find_newest, was_requeued
 from lightning_ptdp.cli.run_checks import (
@@ -39,7 +37,6 @@ from lightning_ptdp.cli.run_checks import (
     check_validation_interval,
     check_weights,
 )
-from lightning_ptdp.generation import Sampling
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.shims.lightning import load_only_named_checkpoints
 from lightning_ptdp.world.rendezvous_address import launched_processes
@@ -164,10 +161,7 @@ def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
         if isinstance(logger, MLFlowLogger) and layout is not None:
             logger.set_layout(layout.describe())
     if (sample := cli.config_init.sample) is not None:
-        sampling = Sampling(
-            **{field.name: getattr(sample, field.name) for field in fields(Sampling)}
-        )
-        cli.trainer.callbacks.append(WriteSamples([sample.prompt], sampling, at="end"))
+        cli.trainer.callbacks.append(WriteSamples([sample.prompt], sample, at="end"))
     if layout is not None:
         cli.trainer.strategy.returns_weights = False  # the model is not used after the fit
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.latest import is_folder_of_checkpoints
 from lightning_ptdp.checkpoint.local_copies import readable
 from lightning_ptdp.checkpoint.remote_path import Place, is_url, located
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface, weights_opener
 from lightning_ptdp.loggers import MLFlowLogger

@@ -26,10 +26,9 @@ from lightning_ptdp.base.signals import handled
 from lightning_ptdp.callbacks.written_outputs import on_rank_zero
 from lightning_ptdp.checkpoint import CheckpointError, read_state
 from lightning_ptdp.checkpoint.remote_path import located
-from lightning_ptdp.cli.child_processes import ending_workers
-from lightning_ptdp.cli.error_messages import UserError
-from lightning_ptdp.cli.generate import ServingOptions
+from lightning_ptdp.cli.failures import UserError, ending_workers
 from lightning_ptdp.cli.run_checks import check_checkpoint
+from lightning_ptdp.cli.serving_verbs import ServingOptions
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface
 from lightning_ptdp.exchange.adapter_weights import is_adapter_folder, read_adapter_folder
 from lightning_ptdp.generation import Sampling, generate

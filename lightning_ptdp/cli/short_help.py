@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ptdp.cli.command_line import CONFIG, options_on
+from lightning_ptdp.cli.command_line import CONFIG, DESCRIPTIONS, options_of_verb, options_on
+from lightning_ptdp.cli.config_files import find_config
 from lightning_ptdp.cli.inheritance import resolve_config
-from lightning_ptdp.cli.recipe_files import find_config
-from lightning_ptdp.cli.verb_options import DESCRIPTIONS, options_of_verb
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDTH = 116

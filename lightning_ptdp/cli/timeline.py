@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.cli.command_line import listed
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule
 from lightning_ptdp.schedule.schedule_timeline import draw_timelines

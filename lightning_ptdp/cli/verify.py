@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_ptdp.cli.command_line import check_picture, held_back
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.command_line import check_picture
+from lightning_ptdp.cli.failures import UserError, held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.run_checks import check_run
 from lightning_ptdp.verification import VerificationError, verify

@@ -6,7 +6,6 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, files, read_state
-from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
-from lightning_ptdp.exchange.state_dict_files import converted
+from lightning_ptdp.checkpoint.safetensors_file import open_safetensors
+from lightning_ptdp.exchange.state_dict_files import write_converted
 from lightning_ptdp.exchange.tokenizers import tokenizer_files
 from lightning_ptdp.models.adapters import ALL_LINEAR, LoraOptions, as_lora
 from lightning_ptdp.models.pretrained_folder import (
@@ -60,11 +59,9 @@ def to_adapters(
     Raises:
         CheckpointError: The checkpoint is damaged. Nothing is left at ``destination``.
     """
-    state, reader, target = (
-        read_state(source),
-        TensorReader(source),
-        Path(os.path.abspath(destination)),
-    )
+    state = read_state(source)
+    reader = TensorReader(source)
+    target = Path(os.path.abspath(destination))
     base = state[BASE_WEIGHTS]
     adapter = as_lora(state["hyper_parameters"]["adapter"])
     assert adapter is not None
@@ -78,19 +75,16 @@ def to_adapters(
         # For peft, these include the linear layers of the vision tower.
         adapted = {name.removeprefix(_THEIRS).partition(".lora_")[0] for name in names}
         config.target_modules = sorted(adapted)
-    stored = {peft_name: reader.tensors[name] for peft_name, name in sorted(names.items())}
-    entries = {
-        name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in stored.items()
-    }
     files.check_replaceable(target, marker=files.EXPORT_MARK)
     with files.replacing(target) as part:
         part.mkdir()
         (part / files.EXPORT_MARK).touch()
         config.save_pretrained(str(part))
-        write_safetensors(
+        write_converted(
             part / ADAPTER_WEIGHTS,
-            entries,
-            lambda name: reader.read(names[name]).to(entries[name].dtype),
+            reader,
+            dict(sorted(names.items())),
+            dtype,
             metadata={"format": "pt"},
         )
         files.sync_folder(part)

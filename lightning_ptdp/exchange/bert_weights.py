@@ -26,33 +26,33 @@ from lightning_ptdp.models.model_config import BertConfig
 
 _LAYER = "bert.encoder.layer.*"
 _ROWS = (
-    NameRow(ours="embeddings.token", theirs="bert.embeddings.word_embeddings"),
-    NameRow(ours="embeddings.position", theirs="bert.embeddings.position_embeddings"),
-    NameRow(ours="embeddings.segment", theirs="bert.embeddings.token_type_embeddings"),
+    NameRow("embeddings.token", "bert.embeddings.word_embeddings"),
+    NameRow("embeddings.position", "bert.embeddings.position_embeddings"),
+    NameRow("embeddings.segment", "bert.embeddings.token_type_embeddings"),
     NameRow(
-        ours="blocks.*.attention.qkv",
-        theirs=tuple(f"{_LAYER}.attention.self.{name}" for name in ("query", "key", "value")),
+        "blocks.*.attention.qkv",
+        tuple(f"{_LAYER}.attention.self.{name}" for name in ("query", "key", "value")),
         sizes=qkv_sizes,
     ),
-    NameRow(ours="blocks.*.attention.projection", theirs=f"{_LAYER}.attention.output.dense"),
-    NameRow(ours="blocks.*.mlp.up", theirs=f"{_LAYER}.intermediate.dense"),
-    NameRow(ours="blocks.*.mlp.down", theirs=f"{_LAYER}.output.dense"),
-    NameRow(ours="masked_head.dense", theirs="cls.predictions.transform.dense"),
-    NameRow(ours="masked_head.norm", theirs="cls.predictions.transform.LayerNorm"),
+    NameRow("blocks.*.attention.projection", f"{_LAYER}.attention.output.dense"),
+    NameRow("blocks.*.mlp.up", f"{_LAYER}.intermediate.dense"),
+    NameRow("blocks.*.mlp.down", f"{_LAYER}.output.dense"),
+    NameRow("masked_head.dense", "cls.predictions.transform.dense"),
+    NameRow("masked_head.norm", "cls.predictions.transform.LayerNorm"),
     # ``theirs`` holds only the bias; the weight is tied to the embedding.
-    NameRow(ours="masked_head.decoder", theirs="cls.predictions"),
-    NameRow(ours="order_head.pooler", theirs="bert.pooler.dense"),
-    NameRow(ours="order_head.classifier", theirs="cls.seq_relationship"),
+    NameRow("masked_head.decoder", "cls.predictions"),
+    NameRow("order_head.pooler", "bert.pooler.dense"),
+    NameRow("order_head.classifier", "cls.seq_relationship"),
 )
 _POST_ROWS = (
-    NameRow(ours="embeddings.norm", theirs="bert.embeddings.LayerNorm"),
-    NameRow(ours="blocks.*.norm_1", theirs=f"{_LAYER}.attention.output.LayerNorm"),
-    NameRow(ours="blocks.*.norm_2", theirs=f"{_LAYER}.output.LayerNorm"),
+    NameRow("embeddings.norm", "bert.embeddings.LayerNorm"),
+    NameRow("blocks.*.norm_1", f"{_LAYER}.attention.output.LayerNorm"),
+    NameRow("blocks.*.norm_2", f"{_LAYER}.output.LayerNorm"),
 )
 _PRE_ROWS = (
-    NameRow(ours="blocks.*.norm_1", theirs=f"{_LAYER}.attention.ln"),
-    NameRow(ours="blocks.*.norm_2", theirs=f"{_LAYER}.ln"),
-    NameRow(ours="norm", theirs="bert.encoder.ln"),
+    NameRow("blocks.*.norm_1", f"{_LAYER}.attention.ln"),
+    NameRow("blocks.*.norm_2", f"{_LAYER}.ln"),
+    NameRow("norm", "bert.encoder.ln"),
 )
 _GELU: Mapping[str, Literal["exact", "tanh"]] = {
     "gelu": "exact",
@@ -61,24 +61,24 @@ _GELU: Mapping[str, Literal["exact", "tanh"]] = {
 }
 _FIELDS = (
     *SIZES,
-    Field(theirs="type_vocab_size", ours="num_segments", check=SIZE, default=2),
+    Field("num_segments", "type_vocab_size", SIZE, default=2),
     Field(
-        theirs="hidden_act",
-        ours="gelu",
-        check=one_of(_GELU, f"one of {sorted(_GELU)}"),
+        "gelu",
+        "hidden_act",
+        one_of(_GELU, f"one of {sorted(_GELU)}"),
         default="exact",
         written=None,
     ),
-    Field(theirs="hidden_dropout_prob", ours="dropout", check=SHARE, default=0.1),
+    Field("dropout", "hidden_dropout_prob", SHARE, default=0.1),
     Field(
-        theirs="attention_probs_dropout_prob",
-        ours="attention_dropout",
-        check=SHARE,
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        SHARE,
         default=0.1,
         written="attention_dropout_rate",
     ),
-    Field(theirs="initializer_range", ours="init_std", check=SHARE, default=0.02),
-    Field(theirs="layer_norm_eps", ours="norm_eps", check=NUMBER, default=1e-12),
+    Field("init_std", "initializer_range", SHARE, default=0.02),
+    Field("norm_eps", "layer_norm_eps", NUMBER, default=1e-12),
 )
 _FIXED = {
     "position_embedding_type": "absolute",
@@ -111,6 +111,10 @@ def _family(
         # the head's.
         ignored=(r"\.position_ids$", r"^cls\.predictions\.decoder\."),
         tied={"masked_head.decoder.weight": "embeddings.token.weight"},
+        hf_tied={
+            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
         older={"gamma": "weight", "beta": "bias"},
         build=Bert,
         make=BertConfig.original if norm_order == "post" else BertConfig.megatron,

@@ -14,7 +14,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_ptdp.checkpoint import CheckpointError, files, read_state, to_lightning_file
+from lightning_ptdp.checkpoint import (
+    PARAMETER_NAMES,
+    CheckpointError,
+    files,
+    read_state,
+    to_lightning_file,
+)
 from lightning_ptdp.checkpoint.local_copies import readable, send
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
 from lightning_ptdp.checkpoint.remote_path import RemotePath, located
@@ -25,7 +31,6 @@ from lightning_ptdp.exchange.model_folder import reads_as_huggingface
 from lightning_ptdp.exchange.state_dict_files import (
     as_folder,
     from_state_dict,
-    is_trained_file,
     open_state_dict,
     to_state_dict,
 )
@@ -85,7 +90,7 @@ def kind_of_result(
         if kind == "lightning"
         else {}
     )
-    target_kind = to or _wanted(kind, Path(destination), is_trained_file(state))
+    target_kind = to or _wanted(kind, Path(destination), PARAMETER_NAMES in state)
     if target_kind not in get_args(Kind):
         raise CheckpointError(f"to={target_kind!r} must be one of {list(get_args(Kind))}")
     holds_adapters = base_of_adapters(state) is not None

@@ -136,8 +136,7 @@ class FolderExport:
         plan, _ = self._plan(rectangles)
         with same_outcome(self._doing):
             if is_rank_zero():
-                files.check_replaceable(self.target, marker=files.EXPORT_MARK)
-                self.target.parent.mkdir(parents=True, exist_ok=True)
+                self._make_room()
                 probe = files.part_name(self.target)
                 probe.mkdir()
                 probe.rmdir()
@@ -163,8 +162,7 @@ class FolderExport:
         try:
             with same_outcome(self._doing):
                 if is_rank_zero():
-                    files.check_replaceable(self.target, marker=files.EXPORT_MARK)
-                    self.target.parent.mkdir(parents=True, exist_ok=True)
+                    self._make_room()
                     plan.create(part, self.described.files(plan.items))
             with same_outcome(self._doing):
                 plan.fill(part, own_rectangles)
@@ -175,6 +173,10 @@ class FolderExport:
         finally:
             if is_rank_zero():
                 files.remove(part)
+
+    def _make_room(self) -> None:
+        files.check_replaceable(self.target, marker=files.EXPORT_MARK)
+        self.target.parent.mkdir(parents=True, exist_ok=True)
 
     @property
     def _doing(self) -> str:

@@ -153,7 +153,8 @@ class FolderPlan:
                 os.fsync(handle)
 
     def _write(self, handle: int, name: str, block: LocalRectangle) -> int:
-        item, (_, begin) = self.items[name], self.places[name]
+        item = self.items[name]
+        _, begin = self.places[name]
         place = item.view.in_file(block.place)
         content = as_bytes(
             item.view.turned(block.to_write().to(item.entry.dtype)).cpu().contiguous()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -68,43 +68,34 @@ class HuggingFaceNames:
         """
         # Files of LLaVA have names of their own, also without this attribute.
         renamed = self.views.keys() & stored.keys()
-        if (
-            self.base
-            and not renamed
-            and not any(name.startswith(f"{self.base}.") for name in stored)
-        ):
-            stored = {f"{self.base}.{name}": value for name, value in stored.items()}
-        if self.own_base and any(name.startswith(f"{self.own_base}.") for name in stored):
-            stored = {
-                name.removeprefix(f"{self.own_base}."): value for name, value in stored.items()
-            }
+        lacks_base = self.base and not renamed and not _any_begins(stored, f"{self.base}.")
+        added = f"{self.base}." if lacks_base else ""
+        removed = f"{self.own_base}."
+        if not self.own_base or not _any_begins(stored, removed):
+            removed = ""
         parts: dict[str, list[tuple[StoredTensor, View]]] = {}
-        for name, value in stored.items():
-            view = self.views.get(name, View.whole(name, value.entry.shape))
-            # A whole view keeps the stored shape, which the later comparison of shapes rejects.
-            view = (
-                view
-                if view.shape == value.entry.shape
-                else View.whole(view.name, value.entry.shape)
-            )
-            parts.setdefault(view.name, []).append((value, view))
-        named = {
-            self.prefix + current_name: value
-            for name, value in parts.items()
-            for current_name in self.wrapped.get(name, (name,))
-        }
-        named = {
-            name: value
-            for name, value in named.items()
-            if name in self.known or not any(re.search(pattern, name) for pattern in self.ignored)
-        }
-        tied: dict[str, Parts] = {
-            self.aliases[name]: value for name, value in named.items() if name in self.aliases
-        }
+        for file_name, value in stored.items():
+            name = (added + file_name).removeprefix(removed)
+            shape = value.entry.shape
+            view = self.views.get(name, View.whole(name, shape))
+            if view.shape != shape:
+                # A whole view keeps the stored shape, which the later comparison of shapes rejects.
+                view = View.whole(view.name, shape)
+            for current_name in self.wrapped.get(view.name, (view.name,)):
+                full_name = self.prefix + current_name
+                if full_name in self.known or not any(
+                    re.search(pattern, full_name) for pattern in self.ignored
+                ):
+                    parts.setdefault(full_name, []).append((value, view))
+        tied = {self.aliases[name]: part for name, part in parts.items() if name in self.aliases}
         return {
             **tied,
-            **{name: value for name, value in named.items() if name not in self.aliases},
+            **{name: part for name, part in parts.items() if name not in self.aliases},
         }
+
+
+def _any_begins(names: Iterable[str], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in names)
 
 
 @dataclass(frozen=True)
@@ -218,15 +209,13 @@ class HuggingFaceWeights:
             for name, shape in expected.items()
             if stored.get(name, shape) != shape
         ]
-        problems = [
-            *([f"the folder has no {listed([*map(repr, missing)], _SHOWN)}"] if missing else []),
-            *(
-                [f"the model has no {listed([*map(repr, unexpected)], _SHOWN)}"]
-                if unexpected
-                else []
-            ),
-            *([listed(mismatches, _SHOWN)] if mismatches else []),
-        ]
+        problems = []
+        if missing:
+            problems.append(f"the folder has no {listed([*map(repr, missing)], _SHOWN)}")
+        if unexpected:
+            problems.append(f"the model has no {listed([*map(repr, unexpected)], _SHOWN)}")
+        if mismatches:
+            problems.append(listed(mismatches, _SHOWN))
         if problems:
             raise CheckpointError("the weights do not fit this model: " + "; ".join(problems))
 
@@ -274,13 +263,15 @@ def names_in(
     )
 
 
-def models_in(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost Hugging Face models in ``module`` by name."""
+def models_in(
+    module: nn.Module,
+    is_model: Callable[[nn.Module], bool] = lambda child: hasattr(type(child), "base_model_prefix"),
+) -> dict[str, nn.Module]:
+    """Return the outermost models in ``module`` by name, which are Hugging Face's by default."""
     models: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        if hasattr(type(child), "base_model_prefix") and not any(
-            f"{name}.".startswith(f"{outer}.") or not outer for outer in models
-        ):
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in models)
+        if not inside and is_model(child):
             models[name] = child
     return models
 

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_ptdp.checkpoint import CheckpointError, Stored, reading, write_checkpoint
 from lightning_ptdp.checkpoint.stored_tensor import StoredTensor
 from lightning_ptdp.exchange.folder_weights import HuggingFaceNames, HuggingFaceWeights, names_in
-from lightning_ptdp.exchange.known_models import HF_TIED, family_of_config_json
+from lightning_ptdp.exchange.known_models import FAMILIES, family_of_config_json
 from lightning_ptdp.exchange.model_folder import CONFIG_FILE, list_huggingface, read_config
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.exchange.state_dict_files import weights_only_state
@@ -50,11 +50,13 @@ def from_huggingface(
             is left at ``destination``.
     """
     folder = Path(source)
+    tied: Mapping[str, str]
     if names == "hf":
         config = read_config(folder)
         weights = HuggingFaceWeights.open(folder, HuggingFaceNames(prefix=prefix, aliases={}))
+        known = {family.model_type: family.hf_tied for family in FAMILIES}
         ties = config.get("tie_word_embeddings", True)
-        tied = HF_TIED.get(config.get("model_type") or "", {}) if ties else {}
+        tied = known.get(config.get("model_type") or "", {}) if ties else {}
         state = weights_only_state({})
     else:
         model, weights = _native_weights(folder, prefix)

@@ -8,25 +8,10 @@ from pathlib import Path
 
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.exchange.bert_weights import BERT, MEGATRON_BERT
-from lightning_ptdp.exchange.gpt2_weights import GPT2
-from lightning_ptdp.exchange.llama_weights import LLAMA, MIXTRAL
+from lightning_ptdp.exchange.gpt_weights import GPT2, LLAMA, MIXTRAL
 from lightning_ptdp.exchange.name_tables import Model, ModelTable
 
 FAMILIES = (GPT2, LLAMA, MIXTRAL, BERT, MEGATRON_BERT)
-
-_BERT_TIED = {
-    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-    "cls.predictions.decoder.bias": "cls.predictions.bias",
-}
-
-# Names that Hugging Face ties and leaves out of its files: model_type -> alias -> stored name.
-HF_TIED: Mapping[str, Mapping[str, str]] = {
-    "gpt2": {"lm_head.weight": "transformer.wte.weight"},
-    "llama": {"lm_head.weight": "model.embed_tokens.weight"},
-    "mixtral": {"lm_head.weight": "model.embed_tokens.weight"},
-    "bert": _BERT_TIED,
-    "megatron-bert": _BERT_TIED,
-}
 
 
 def family_of_config_json(config: Mapping[str, object], file: Path) -> ModelTable:

@@ -13,15 +13,14 @@ native one::
     theirs  model.layers.3.self_attn.k_proj.weight
 
 An option of both configurations is a ``Field``. To add a model, write a module with a ``ModelTable``
-beside ``gpt2_weights.py``, ``llama_weights.py`` and ``bert_weights.py``, and add the family to
-``known_models.py``.
+beside ``gpt_weights.py`` and ``bert_weights.py``, and add the family to ``known_models.py``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ def qkv_sizes(config: TransformerConfig) -> tuple[int, int, int]:
     return config.hidden_size, kv_width, kv_width
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NameRow:
     """One native module and its Hugging Face counterpart.
 
@@ -65,6 +64,7 @@ class NameRow:
 
     ours: str
     theirs: str | tuple[str, ...]
+    _: KW_ONLY
     transposed: bool = False
     sizes: Sizes | None = None
     of_experts: bool = False
@@ -106,33 +106,34 @@ class NameRow:
                 begin[rows] += size
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Field:
     """An option of both configurations.
 
     Attributes:
-        theirs: Name in ``config.json``.
         ours: Name in the native configuration.
+        theirs: Name in ``config.json``.
         check: Check of the value in ``config.json``, which returns the native value.
         default: Native value if ``config.json`` lacks the option; ``...``: the option is required.
         written: Attribute of the native configuration to write, which resolves an option that is
             left open; "": the attribute ``ours``; None: nothing is written.
     """
 
-    theirs: str
     ours: str
+    theirs: str
     check: Check[object]
+    _: KW_ONLY
     default: object = ...
     written: str | None = ""
 
 
 SIZES = (
-    Field(theirs="vocab_size", ours="vocabulary_size", check=SIZE),
-    Field(theirs="max_position_embeddings", ours="sequence_length", check=SIZE),
-    Field(theirs="num_hidden_layers", ours="num_layers", check=SIZE),
-    Field(theirs="hidden_size", ours="hidden_size", check=SIZE),
-    Field(theirs="num_attention_heads", ours="num_heads", check=SIZE),
-    Field(theirs="intermediate_size", ours="ffn_hidden_size", check=SIZE, written="ffn_size"),
+    Field("vocabulary_size", "vocab_size", SIZE),
+    Field("sequence_length", "max_position_embeddings", SIZE),
+    Field("num_layers", "num_hidden_layers", SIZE),
+    Field("hidden_size", "hidden_size", SIZE),
+    Field("num_heads", "num_attention_heads", SIZE),
+    Field("ffn_hidden_size", "intermediate_size", SIZE, written="ffn_size"),
 )
 """Options that give the sizes, under the names of all models except the oldest."""
 
@@ -149,7 +150,9 @@ class ModelTable:
         base: Prefix of the names in that class, which files of the bare model lack.
         ignored: Regular expressions of Hugging Face names that hold no weights (masks,
             frequencies).
-        tied: Native names that are tied if the configuration ties them: alias -> name.
+        tied: Native names that are tied: alias -> name. A configuration may have
+            ``tie_embeddings=False``.
+        hf_tied: Names that Hugging Face ties and leaves out of its files: alias -> stored name.
         build: Function from the native configuration to the native model; called on the meta
             device.
         make: Function from the native configuration's fields to the native configuration.
@@ -163,8 +166,6 @@ class ModelTable:
             lacks.
         written: Function from the native configuration to the options written beside ``fields``. It
             raises a CheckpointError that names an option that the Hugging Face model lacks.
-        is_tied: Function that returns True if the native configuration ties ``tied``; default:
-            always.
         older: Names of weights and biases in older Hugging Face files: old name -> present name.
     """
 
@@ -175,6 +176,7 @@ class ModelTable:
     base: str
     ignored: tuple[str, ...]
     tied: Mapping[str, str]
+    hf_tied: Mapping[str, str]
     build: Callable[[Any], nn.Module]
     make: Callable[..., Any]
     config_class: type[Any]
@@ -183,7 +185,6 @@ class ModelTable:
     checks: Mapping[str, Check[object]] = field(default_factory=dict)
     further: Callable[[Mapping[str, Any]], dict[str, object]] = lambda theirs: {}
     written: Callable[[Any], dict[str, object]] = lambda ours: {}
-    is_tied: Callable[[Any], bool] = lambda config: True
     older: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, theirs: Mapping[str, Json]) -> Model:
@@ -259,7 +260,7 @@ class Model:
     @property
     def aliases(self) -> dict[str, str]:
         """Return the tied native names: alias -> stored name."""
-        return dict(self.family.tied) if self.family.is_tied(self.config) else {}
+        return dict(self.family.tied) if getattr(self.config, "tie_embeddings", True) else {}
 
     def shapes(self, *, stored: int | None = None) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the stored native tensors by name.

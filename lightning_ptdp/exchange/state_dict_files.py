@@ -126,11 +126,6 @@ def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
     return metadata
 
 
-def is_trained_file(state: Mapping[str, object]) -> bool:
-    """Return True if training under this strategy has written the file with this ``state``."""
-    return PARAMETER_NAMES in state
-
-
 @contextmanager
 def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str]) -> Iterator[Place]:
     """Return a context with a checkpoint folder that has the weights of ``source``.
@@ -221,7 +216,8 @@ def to_state_dict(
     Raises:
         CheckpointError: The checkpoint is damaged, or no name begins with ``prefix``.
     """
-    reader, target = TensorReader(source), Path(os.path.abspath(destination))
+    reader = TensorReader(source)
+    target = Path(os.path.abspath(destination))
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
     stored = reader.model_names()
@@ -234,14 +230,7 @@ def to_state_dict(
         )
     with files.replacing(target) as part:
         if target.suffix == _SAFETENSORS:
-            stored_entries = {name: reader.metadata.tensors[full] for name, full in names.items()}
-            entries = {
-                name: replace(entry, dtype=converted(entry.dtype, dtype))
-                for name, entry in stored_entries.items()
-            }
-            write_safetensors(
-                part, entries, lambda name: reader.read(names[name]).to(entries[name].dtype)
-            )
+            write_converted(part, reader, names, dtype)
         else:
             weights = read_full(source)
             values = {name: weights[full.removeprefix("model/")] for name, full in names.items()}
@@ -253,6 +242,35 @@ def to_state_dict(
                     },
                     stream,
                 )
+
+
+def write_converted(
+    path: Path,
+    reader: TensorReader,
+    names: Mapping[str, str],
+    dtype: torch.dtype | None,
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors of a checkpoint as a safetensors file, one after the other.
+
+    Args:
+        path: The file.
+        reader: Reader of the checkpoint.
+        names: Name in the file -> name in the checkpoint.
+        dtype: Dtype of the floating-point tensors; None: as stored.
+        metadata: Text for the header.
+    """
+    stored = {name: reader.tensors[full] for name, full in names.items()}
+    entries = {
+        name: replace(entry, dtype=converted(entry.dtype, dtype)) for name, entry in stored.items()
+    }
+    write_safetensors(
+        path,
+        entries,
+        lambda name: reader.read(names[name]).to(entries[name].dtype),
+        metadata=metadata,
+    )
 
 
 def common_prefix(names: set[str]) -> str:

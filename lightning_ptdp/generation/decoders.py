@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.exchange.folder_weights import models_in
 from lightning_ptdp.models.bert import Bert
 from lightning_ptdp.models.gpt import GPT
 from lightning_ptdp.models.layers import KeyValueCache
@@ -37,6 +38,12 @@ Call = Callable[[int], Tensor]
 """Function that runs the model as a pipeline stage.
 
 On the last stage, it returns the logits of each row's next token, (b, V).
+"""
+Caches = dict[int, Any]
+"""Stage of this rank -> its cache.
+
+Each stage has its own cache, because a model may ask any layer of a cache for the number of tokens
+seen: all layers in it must agree.
 """
 
 
@@ -65,15 +72,11 @@ def decoder_of(module: nn.Module, *, sequence_multiple: int = 1) -> Decoder:
     """
     model = language_model(module) or module
     config: Any = getattr(model, "config", None)
-    cached: _CachedModel | None = None
-    if isinstance(model, GPT):
-        cached = _CachedGPT(model)
-    elif is_causal_model(model) and new_cache(config) is not None:
-        cached = _CachedHuggingFace(model)
+    has_cache = isinstance(model, GPT) or (is_causal_model(model) and new_cache(config) is not None)
     limit = longest_sequence(model)
-    if cached is None or sequence_multiple > 1:
+    if not has_cache or sequence_multiple > 1:
         return Uncached(model, limit, sequence_multiple)
-    return Cached(cached, limit)
+    return Cached(model, limit)
 
 
 def longest_sequence(module: nn.Module) -> int | None:
@@ -100,11 +103,9 @@ def language_model(module: nn.Module) -> nn.Module | None:
     Raises:
         ValueError: There are several models, or the model is not a causal language model.
     """
-    models: dict[str, nn.Module] = {}
-    for name, child in module.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in models)
-        if not inside and (isinstance(child, GPT | Bert) or is_huggingface_model(child)):
-            models[name] = child
+    models = models_in(
+        module, lambda child: isinstance(child, GPT | Bert) or is_huggingface_model(child)
+    )
     if len(models) > 1:
         names = " and ".join(f"'{name}'" for name in models)
         raise ValueError(
@@ -152,28 +153,20 @@ class Uncached:
         return call, tuple(ids.shape)
 
 
-class _CachedModel(Protocol):
-    def forget(self) -> None: ...
-
-    def __call__(
-        self, stage: int, ids: Tensor, real: Tensor, places: Tensor, *, padded: bool
-    ) -> Tensor: ...
-
-
 @dataclass
 class Cached:
     """Decoder that computes only the new tokens.
 
     Attributes:
-        model: Model that takes ids (b, q), a mask of the s tokens that are not padding (b, s) bool,
-            and the positions of the new tokens (b, q).
+        model: A GPT, or a causal model of transformers.
         limit: Maximum number of tokens of the model. Beyond it, the last ``limit`` tokens are
             computed again for every new token.
     """
 
-    model: _CachedModel
+    model: nn.Module
     limit: int | None
     _done: int = field(default=0, init=False)
+    _caches: Caches = field(default_factory=dict, init=False)
 
     def step(self, rows: Rows, device: torch.device) -> tuple[Call, Hashable]:
         """Return the call and the shape of its input, as ``Decoder`` describes."""
@@ -183,7 +176,7 @@ class Cached:
             width = self.limit
             self._done = 0
         if not self._done:
-            self.model.forget()
+            self._caches.clear()
         padding = torch.tensor([width - len(row) for row in rows])
         real = torch.arange(width) >= padding[:, None]
         places = (real.cumsum(1) - 1).clamp(min=0)[:, self._done :]
@@ -191,50 +184,54 @@ class Cached:
         self._done = width
         ids, real, places = (tensor.to(device, non_blocking=True) for tensor in (ids, real, places))
         padded = bool(padding.any())
-        return lambda stage: self.model(stage, ids, real, places, padded=padded), tuple(ids.shape)
+        run = _run_gpt if isinstance(self.model, GPT) else _run_huggingface
+
+        def call(stage: int) -> Tensor:
+            return run(self.model, self._caches, stage, ids, real, places, padded=padded)
+
+        return call, tuple(ids.shape)
 
 
-class _CachedGPT:
-    def __init__(self, model: GPT) -> None:
-        self._model = model
+def _run_gpt(
+    model: nn.Module,
+    caches: Caches,
+    stage: int,
+    ids: Tensor,
+    real: Tensor,
+    places: Tensor,
+    *,
+    padded: bool,
+) -> Tensor:
+    cache = caches.setdefault(stage, KeyValueCache())
+    cache.begin(real, ids.size(1))
+    logits: Tensor = model(ids, places, cache=cache)
+    return logits[:, -1]
 
-    def forget(self) -> None:
-        self._cache = KeyValueCache()
 
-    def __call__(
-        self, stage: int, ids: Tensor, real: Tensor, places: Tensor, *, padded: bool
-    ) -> Tensor:
-        self._cache.begin(real, ids.size(1))
-        return self._model(ids, places, cache=self._cache)[:, -1]
-
-
-class _CachedHuggingFace:
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._takes = inspect.signature(type(model).forward).parameters
-
-    def forget(self) -> None:
-        self._caches: dict[int, Any] = {}
-
-    def __call__(
-        self, stage: int, ids: Tensor, real: Tensor, places: Tensor, *, padded: bool
-    ) -> Tensor:
-        config: Any = self._model.config
-        # Each stage of a rank has its own cache, because a model may ask any layer of a cache for
-        # the number of tokens seen: all layers in it must agree.
-        cache = self._caches.setdefault(stage, new_cache(config))
-        options: dict[str, Any] = {"position_ids": places, "logits_to_keep": 1}
-        options = {name: value for name, value in options.items() if name in self._takes}
-        try:
-            # Without padding there is no mask: transformers would read its values.
-            output = self._model(
-                ids,
-                attention_mask=real.long() if padded else None,
-                past_key_values=cache,
-                use_cache=True,
-                **options,
-            )
-        finally:
-            advance_cache(cache, real.size(1), ids.device)
-        logits: Tensor = output.logits
-        return logits[:, -1]
+def _run_huggingface(
+    model: nn.Module,
+    caches: Caches,
+    stage: int,
+    ids: Tensor,
+    real: Tensor,
+    places: Tensor,
+    *,
+    padded: bool,
+) -> Tensor:
+    config: Any = model.config
+    cache = caches.setdefault(stage, new_cache(config))
+    accepted = inspect.signature(type(model).forward).parameters
+    options: dict[str, Any] = {"position_ids": places, "logits_to_keep": 1}
+    try:
+        # Without padding there is no mask: transformers would read its values.
+        output = model(
+            ids,
+            attention_mask=real.long() if padded else None,
+            past_key_values=cache,
+            use_cache=True,
+            **{name: value for name, value in options.items() if name in accepted},
+        )
+    finally:
+        advance_cache(cache, real.size(1), ids.device)
+    logits: Tensor = output.logits
+    return logits[:, -1]

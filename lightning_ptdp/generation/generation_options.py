@@ -1,6 +1,7 @@
 """Options of text generation.
 
-This module does not import torch, because the help of the command line must be fast.
+This module does not import torch, because the help of the command line must be fast. It is not a
+part of ``__init__.py``, because jsonargparse also runs the imports for type checkers there.
 """
 
 from __future__ import annotations

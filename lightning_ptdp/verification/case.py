@@ -10,6 +10,7 @@ from typing import Any
 from lightning_ptdp.base.nested import Nested, batch_size
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import merge_outputs
+from lightning_ptdp.world.axes import AXES
 from lightning_ptdp.world.layout import ParallelLayout
 
 _AXES = {
@@ -84,10 +85,11 @@ def smaller_layouts(
     count = microbatches * replicas // whole.parts
     if microbatches > 1 or replicas > 1:
         yield "m", case.only("m", 1, [whole], micro_batch_size=None, num_microbatches=max(count, 2))
-    for letter, axis in (("t", "tensor"), ("p", "pipeline"), ("c", "context")):
-        if layout.size(axis) > 1:
-            options = {"num_microbatches": count} if letter == "p" else {}
-            yield letter, case.only(letter, layout.size(axis), [whole], **options)
+    for axis in AXES:
+        size = layout.size(axis.name)
+        if axis.reads != "samples" and size > 1:
+            options = {"num_microbatches": count} if axis.name == "pipeline" else {}
+            yield axis.letter, case.only(axis.letter, size, [whole], **options)
     if replicas > 1:
         axes = "de" if layout.size("expert") > 1 else "d"
         yield axes, case.only(axes, replicas, case.batches)

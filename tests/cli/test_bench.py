@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lightning_ptdp.cli.bench import layout_options
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError
 from tests.cli.commands import PTDP
 
 pytestmark = pytest.mark.thorough

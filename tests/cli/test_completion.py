@@ -28,7 +28,7 @@ from lightning_ptdp.cli.entry import VERBS
         ("fit --model.config.num_l", ["--model.config.num_layers"]),
         ("fit --config bert/nano --data.pai", ["--data.pairs"]),
         ("fit --config nothing --res", ["--resume"]),
-        ("fit --launcher s", ["slurm"]),
+        ("fit --launcher s", ["skypilot", "slurm"]),
         ("fit --ckpt_path x", []),
         ("fti --config ", []),
     ],

@@ -18,9 +18,9 @@ from torch.multiprocessing import ProcessExitedException
 import lightning_ptdp
 from lightning_ptdp import PTDPError
 from lightning_ptdp.base.option_types import nearest
-from lightning_ptdp.cli import recipe_files, recipe_folder
+from lightning_ptdp.cli import config_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
-from lightning_ptdp.cli.error_messages import UserError, explain, worker_failure
+from lightning_ptdp.cli.failures import UserError, explain, worker_failure
 from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 from lightning_ptdp.cli.short_help import options_in_source
 from lightning_ptdp.config import PTDPConfig
@@ -126,7 +126,7 @@ def test_help_of_fit_is_complete(ptdp):
 
 
 def test_short_help_matches_class_signatures(ptdp):
-    package = recipe_files.recipe_folder().parent / "lightning_ptdp"
+    package = config_files.recipe_folder().parent / "lightning_ptdp"
     read = {one.name: one for one in options_in_source(package / "config.py", "PTDPConfig")}
     defaults = {name: one.default for name, one in inspect.signature(PTDPConfig).parameters.items()}
     assert {name: ast.literal_eval(one.default) for name, one in read.items()} == defaults
@@ -191,17 +191,17 @@ def test_file_takes_precedence_over_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "nano").write_text("")
-    assert recipe_files.find_config("gpt/nano") == Path("gpt/nano")
+    assert config_files.find_config("gpt/nano") == Path("gpt/nano")
 
 
 def test_installed_package_contains_recipes(tmp_path, monkeypatch):
-    module = tmp_path / "lightning_ptdp" / "cli" / "recipe_files.py"
-    monkeypatch.setattr(recipe_files, "__file__", str(module))
+    module = tmp_path / "lightning_ptdp" / "cli" / "config_files.py"
+    monkeypatch.setattr(config_files, "__file__", str(module))
     with pytest.raises(FileNotFoundError, match="Install lightning-ptdp again"):
-        recipe_files.recipe_folder()
+        config_files.recipe_folder()
     for folder in (tmp_path / "recipes", tmp_path / "lightning_ptdp" / "recipes"):
         folder.mkdir(parents=True)
-        assert recipe_files.recipe_folder() == folder
+        assert config_files.recipe_folder() == folder
 
 
 def test_nearest_name_is_suggested():

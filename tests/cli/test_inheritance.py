@@ -5,7 +5,7 @@ import os
 import pytest
 import yaml
 
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 
 pytestmark = pytest.mark.thorough

@@ -1,20 +1,27 @@
-"""Errors that the user can fix, and their messages."""
+"""Failures of a command: their messages, and the end of what it has started."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 import signal
 import sys
 from argparse import ArgumentError
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.requirements import read_declared
 from lightning_ptdp.base.signals import handled
+
+if TYPE_CHECKING:
+    import psutil
+    from lightning.pytorch import Trainer
 
 # Classes are listed by name, because an import of Lightning's class would import torch.
 _FIXABLE = (
@@ -122,3 +129,95 @@ def terminate_on_sigterm() -> Iterator[None]:
 
     with handled(signal.SIGTERM, terminate):
         yield
+
+
+# ---- End of the worker processes that a launcher started ------------------------------------------
+
+
+_PATIENCE_S = 3.0
+_GRACE_S = 10.0
+_SAVING_S = 60.0
+
+
+@contextmanager
+def ending_workers(trainer: Trainer) -> Iterator[None]:
+    """Stop all workers of ``trainer`` if the block ends with an error.
+
+    Workers are interrupted as by Ctrl-C, so that they close their loggers. Workers that do not end
+    in time are killed. On Ctrl-C the terminal has already interrupted them, and a second interrupt
+    would break their cleanup. Workers therefore get some time before they are interrupted. SIGTERM,
+    after which ranks save a checkpoint, is passed on to the workers, but not to their data-loading
+    processes.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _end_workers(trainer, saves=isinstance(error, Terminated))
+        raise
+
+
+def _end_workers(trainer: Trainer, *, saves: bool) -> None:
+    import psutil  # not at the top, because every verb imports this module
+
+    def send(processes: Iterable[psutil.Process], number: int) -> None:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    started = []
+    workers = []
+    for launched in getattr(trainer.strategy.launcher, "procs", None) or []:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(launched.pid)
+            started.append(process)
+            workers += [process, *process.children(recursive=True)]
+    if saves:
+        send(started, signal.SIGTERM)
+    _, workers = psutil.wait_procs(workers, timeout=_SAVING_S if saves else _PATIENCE_S)
+    send(workers, signal.SIGINT)
+    _, workers = psutil.wait_procs(workers, timeout=_GRACE_S)
+    send(workers, signal.SIGKILL)
+    psutil.wait_procs(workers, timeout=_GRACE_S)
+
+
+# ---- Messages held back until the command line has been checked ----------------------------------
+
+
+_LOGGERS = (None, "lightning", "lightning.fabric", "lightning.pytorch")
+
+_Held = list[tuple[logging.Handler, logging.LogRecord]]
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold back Lightning's messages while a run is built and checked.
+
+    The messages are printed afterwards. They are dropped if the run is refused, because they would
+    hide the error message.
+    """
+    held: _Held = []
+    handlers = {
+        handler: functools.partial(_keep, held, handler)
+        for name in _LOGGERS
+        for handler in logging.getLogger(name).handlers
+    }
+    for handler, keep in handlers.items():
+        handler.addFilter(keep)
+    try:
+        yield
+    except Exception as error:
+        if explain(error) is not None:
+            held.clear()
+        raise
+    finally:
+        for handler, keep in handlers.items():
+            handler.removeFilter(keep)
+        for handler, record in held:
+            handler.handle(record)
+
+
+def _keep(held: _Held, handler: logging.Handler, record: logging.LogRecord) -> bool:
+    if record.levelno > logging.INFO:
+        return True
+    held.append((handler, record))
+    return False

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lightning_ptdp.cli.error_messages import UserError
+from lightning_ptdp.cli.config_files import load_yaml
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import resolve_configs
-from lightning_ptdp.cli.yaml_files import load_yaml
 
 
 @pytest.mark.parametrize(
