@@ -3,7 +3,7 @@ the ends of chunks would be lost."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 import pytest
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.attention import ContextParallelError
-from lightning_ptdp.context_parallel.slice_functions import check_index
+from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.world.mesh import Group
 from tests.parity import make_trainer
 from tests.pool import Pool
 
@@ -87,6 +88,8 @@ def test_step_with_shifted_labels_is_refused(shift: str, pool: Pool) -> None:
     ids=str,
 )
 def test_other_indices_are_accepted(index: Any) -> None:
-    check_index(torch.zeros(3, 8, 4), index, length=16, size=2)
-    check_index(torch.zeros(3, 9, 4), (slice(None), slice(1, None)), length=16, size=2)
-    check_index(torch.zeros(3, 8), (slice(None), slice(1, None)), length=16, size=2)
+    group, attention = Group(handle=None, ranks=(0, 1), rank=0), cast(Any, None)
+    functions = SliceFunctions(attention=attention, group=group, length=16)
+    functions.check_index(torch.zeros(3, 8, 4), index)
+    functions.check_index(torch.zeros(3, 9, 4), (slice(None), slice(1, None)))
+    functions.check_index(torch.zeros(3, 8), (slice(None), slice(1, None)))
