@@ -32,20 +32,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
-from lightning_ptdp.pipeline.rank_report import LOST
-from lightning_ptdp.pipeline.status import duration
-from lightning_ptdp.pipeline.status_board import Heard
-from lightning_ptdp.shims.torch_distributed import abort_process_groups
+from lightning_ptdp.base.time_limit import in_thread
+from lightning_ptdp.pipeline.rank_status import LOST, Heard, duration
+from lightning_ptdp.shims.torch_distributed import abort_process_groups, flight_record
 
 _FAILED_S = 10.0
 _FAILED_AT = 0.5  # of the limit: early enough that the stuck rank ends first for this reason
 _ABORT_S = 5.0
+_RECORD_S = 5.0
 _GIVES_UP_AT = 1.1  # of the limit
 _GRACE = 1.2  # of the limit, at which gloo's waits raise
 
@@ -241,3 +243,28 @@ def abort_groups() -> None:
     """Abort the process groups; a failure is ignored."""
     with contextlib.suppress(Exception):
         abort_process_groups()
+
+
+def keep_flight_record(rank: int) -> str:
+    """Write torch's flight record to a file, which replaces that of an earlier run.
+
+    The recorder and is on by default (``TORCH_FR_BUFFER_SIZE``, formerly
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``). The ranks of one machine write into one folder of this user.
+    The call takes a few seconds at most and never raises.
+
+    Returns:
+        The path of the file, or "" if there is no record.
+    """
+
+    def keep() -> str:
+        path = Path(tempfile.gettempdir(), f"ptdp-flight-recorder-{os.getuid()}", f"rank_{rank}")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        temp_path = path.with_name(f".{path.name}.{os.getpid()}")
+        temp_path.write_bytes(flight_record())
+        # Atomic: another job of this user on this machine may read or write the file now.
+        return str(temp_path.replace(path))
+
+    with contextlib.suppress(Exception):
+        # Not on this thread: the dump takes locks that an NCCL thread may hold.
+        return in_thread(keep, name="ptdp flight record").result(_RECORD_S)
+    return ""

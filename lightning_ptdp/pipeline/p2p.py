@@ -31,7 +31,7 @@ from torch import Tensor
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm
 from lightning_ptdp.pipeline.program_observers import StepObserver
-from lightning_ptdp.pipeline.status import cause_first
+from lightning_ptdp.pipeline.rank_status import cause_first
 from lightning_ptdp.schedule.actions import Channel, Direction, Schedule, receives_ahead
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import ProcessMesh
