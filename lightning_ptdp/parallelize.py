@@ -42,8 +42,8 @@ from lightning_ptdp.parameters.managed_parameter import (
 from lightning_ptdp.parameters.materialize import Materializer, agree_on_values, make_room
 from lightning_ptdp.parameters.placement import Placement, slice_full
 from lightning_ptdp.parameters.uncut_view import UncutView
-from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
-from lightning_ptdp.pipeline.containers import Blocks
+from lightning_ptdp.pipeline.containers import Blocks, layer_ranges
+from lightning_ptdp.pipeline.discover import KnownParts
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.shims.quantization import keep_format, parts_of, quantized_parameters

@@ -233,8 +233,8 @@ def cut_step(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
     received, backwards, crossings = None, [], []
     with counted_calls(*blocks) as calls:
         for stage in range(4):
-            output, last = cut.run(stage, received, forward, training=True)
-            if last:
+            output = cut.run(stage, received, forward, training=True)
+            if stage == 3:
                 continue
             received = output.entering(training=True)
             backwards.append(output.tensors)

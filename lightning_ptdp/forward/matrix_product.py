@@ -113,7 +113,7 @@ class MatrixProduct:
 
     def _factors(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         left, right = (x, grad) if self.transposed else (grad, x)
-        return _rows(left).t(), _rows(right)
+        return rows(left).t(), rows(right)
 
     @property
     def matrix(self) -> Tensor:
@@ -124,7 +124,7 @@ class MatrixProduct:
 
 def bias_gradient(grad: Tensor) -> Tensor:
     """Return the gradient of the bias, (o), from that of the output, (..., o)."""
-    return _rows(grad).sum(0)
+    return rows(grad).sum(0)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -168,5 +168,6 @@ def _multiplies_into(total: Tensor, factor: Tensor) -> bool:
     )
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
+    """Return a tensor (..., n) as a matrix."""
     return x.reshape(-1, x.size(-1))

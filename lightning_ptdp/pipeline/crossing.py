@@ -137,15 +137,18 @@ class Crossing:
         """Return the forms of the gradients that come back for it."""
         return tuple(form for form in self.form.tensors if form.differentiable)
 
+    def pairs(self) -> Iterator[tuple[Tensor, TensorForm]]:
+        """Return the tensors, each with its form."""
+        return zip(self.tensors, self.form.tensors, strict=True)
+
     def entering(self, *, training: bool = True) -> Crossing:
         """Return the crossing for the next stage: the same values, detached from the graph.
 
         In training the differentiable tensors are leaves that collect gradients.
         """
-        pairs = zip(self.tensors, self.form.tensors, strict=True)
         tensors = (
             t.detach().requires_grad_() if training and form.differentiable else t.detach()
-            for t, form in pairs
+            for t, form in self.pairs()
         )
         return Crossing(tuple(tensors), self.form)
 
@@ -165,10 +168,9 @@ class Crossing:
         A starting point is None if the tensor needs no gradient. The result keeps no activation
         alive.
         """
-        pairs = zip(self.tensors, self.form.tensors, strict=True)
         return tuple(
             get_gradient_edge(tensor) if tensor.requires_grad else None
-            for tensor, form in pairs
+            for tensor, form in self.pairs()
             if form.differentiable
         )
 
@@ -177,8 +179,7 @@ class Crossing:
 
         Call it after the stage's backward. A tensor without a gradient gets zeros.
         """
-        pairs = zip(self.tensors, self.form.tensors, strict=True)
-        inputs = [tensor for tensor, form in pairs if form.differentiable]
+        inputs = [tensor for tensor, form in self.pairs() if form.differentiable]
         tensors = (
             tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor in inputs

@@ -1,7 +1,7 @@
 """Search for a model's repeated containers and the modules before, between and after them.
 
 Missing entries of a plan are found by running the forward without data, if the model has an example
-input (``call_order.py``). Otherwise the order of registration is taken for the call order. That
+input (``dry_run.py``). Otherwise the order of registration is taken for the call order. That
 order is not trusted silently: a module that is called on the wrong side of the blocks raises an
 error at the first microbatch (``stage.py``), which names the list that the module belongs to.
 """
@@ -9,13 +9,15 @@ error at the first microbatch (``stage.py``), which names the list that the modu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
 
-from lightning_ptdp.pipeline.call_order import call_order, used_uncalled
-from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
-from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.pipeline.containers import Blocks, ModelParts, as_names, layers_of
+from lightning_ptdp.pipeline.dry_run import call_order, used_uncalled
+from lightning_ptdp.shims.transformers import image_token_of
+from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.patterns import nearest_names
 
 
@@ -300,3 +302,46 @@ def _named(model: nn.Module, name: str, field: str) -> nn.Module:
             f"{nearest_names(name, names)}"
         )
     return model.get_submodule(name)
+
+
+@dataclass(frozen=True)
+class KnownParts:
+    """Places of a whole model's modules.
+
+    They are kept, because finding them takes several runs without data.
+
+    Attributes:
+        parts: The places.
+        plan: The plan by which they were found.
+        image_token: Id of the tokens that stand for images, if the model takes images.
+        found_for: Names and classes of the modules, and the plan's fields about places.
+    """
+
+    parts: ModelParts
+    plan: ParallelPlan
+    image_token: int | None
+    found_for: tuple[object, ...]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, plan: ParallelPlan, known: KnownParts | None = None
+    ) -> KnownParts:
+        """Return the places by the plan and the model, or ``known`` if it still applies.
+
+        Hooks may have changed the model since ``known`` was found.
+
+        Raises:
+            ValueError: See ``find_parts``.
+        """
+        options = {
+            name: getattr(plan, name)
+            for name in ("blocks", "before", "between", "after", "everywhere")
+        }
+        modules = (
+            f"{name}: {type(child).__qualname__}"
+            for name, child in module.named_modules(remove_duplicate=False)
+        )
+        found_for = (*options.values(), *modules)
+        if known is not None and known.found_for == found_for:
+            return known
+        return cls(find_parts(module, **options), plan, image_token_of(module), found_for)

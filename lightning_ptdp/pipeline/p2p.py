@@ -303,10 +303,7 @@ class Transport:
     ) -> None:
         channel = Channel(self.mesh.rank, target, direction)
         queue = self._outstanding.setdefault(channel, deque())
-        parts = (
-            self._own_part(tensor, form)
-            for tensor, form in zip(crossing.tensors, crossing.form.tensors, strict=True)
-        )
+        parts = (self._own_part(tensor, form) for tensor, form in crossing.pairs())
         tensors = [*header, *(part for part in parts if part.numel())]
         group = self.mesh.channels[channel]
         works = [dist.isend(_as_bytes(tensor), target, group=group) for tensor in tensors]

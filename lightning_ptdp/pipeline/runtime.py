@@ -9,16 +9,18 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-from lightning_ptdp.forward.surroundings import Deferred, Forward, Surroundings
+from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
+from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from lightning_ptdp.pipeline.crossing import Crossing, Roots, TensorForm, backward
 from lightning_ptdp.pipeline.p2p import Receipt, Transport
 from lightning_ptdp.pipeline.program_observers import Observers, StepObserver
-from lightning_ptdp.pipeline.stage import PipelineCut, WholeModel
+from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.schedule.actions import MESSAGES, Action, ActionKind, Schedule
 from lightning_ptdp.world.mesh import Group
 
@@ -81,7 +83,7 @@ class PipelineRuntime:
     """Executes the programs of one pipeline rank.
 
     Attributes:
-        cut: The local stages.
+        cut: The local stages; None: the whole model is the one stage.
         transport: Messages to the neighbours; None without a pipeline.
         group: The pipeline group.
         surroundings: Context managers around a forward.
@@ -90,7 +92,7 @@ class PipelineRuntime:
             reduced together, after the last of them.
     """
 
-    cut: PipelineCut | WholeModel
+    cut: PipelineCut | None
     transport: Transport | None
     group: Group
     surroundings: Surroundings = field(default_factory=Surroundings)
@@ -145,7 +147,7 @@ class _Step:
     handed: dict[tuple[ActionKind, int, int], Crossing] = field(default_factory=dict)
     inputs: dict[_Key, Crossing | None] = field(default_factory=dict)
     roots: dict[_Key, Roots] = field(default_factory=dict)
-    deferred: dict[_Key, Deferred] = field(default_factory=dict)
+    deferred: dict[_Key, WeightGradients] = field(default_factory=dict)
     sent: dict[_Key, tuple[TensorForm, ...]] = field(default_factory=dict)
     awaited: list[_Key] = field(default_factory=list)
 
@@ -181,7 +183,7 @@ class _Step:
     def _hand(self, kind: ActionKind, stage: int, microbatch: int, result: Crossing) -> None:
         """Keep the result of a computation for its send, or for the next stage if it is local."""
         message = MESSAGES[kind]
-        target = stage + MESSAGES[kind].step
+        target = stage + message.step
         is_local = self.schedule.rank_of(target) == self.runtime.group.rank
         self.handed[
             (message.receive, target, microbatch) if is_local else (message.send, stage, microbatch)
@@ -199,11 +201,13 @@ class _Step:
                 training=training
             )
         with self.runtime.surroundings.around(forward):
-            result, last = self.runtime.cut.run(
-                stage, received, lambda: job.forward(forward), training=training
+            step = partial(job.forward, forward)
+            cut = self.runtime.cut
+            result: Any = (
+                step() if cut is None else cut.run(stage, received, step, training=training)
             )
         roots: Roots
-        if last:
+        if stage == self.schedule.num_stages - 1:
             loss = job.finish(forward, result)
             roots = (loss,) if loss is not None and loss.requires_grad else ()
         else:

@@ -131,7 +131,12 @@ class StageRun:
         """
         if self.begun or self.received is None:
             if self._is_lost(tensor):
-                raise lost_argument(name, path, "between" if self.container else "before")
+                place = "between" if self.container else "before"
+                raise StageError(
+                    f"block '{name}' has an input ({_place(path)}) that modules of another pipeline "
+                    "stage computed. Name these modules in the plan as ones that run before the "
+                    f"block: ParallelPlan({place}=(...,)), or use pipeline_parallel_size=1"
+                )
             if self._is_foreign(tensor) or self.needs_gradient(tensor):
                 self._given.setdefault(path, []).append(tensor)
             return plain(tensor)
@@ -144,12 +149,22 @@ class StageRun:
         )
         if extra is None:
             if self._is_foreign(tensor):
-                raise unsent_argument(name, path)
+                raise StageError(
+                    f"block '{name}' has an input ({_place(path)}) that was computed before the "
+                    "repeated blocks, but no block up to the first one of the next pipeline stage "
+                    "receives it there, so it is not sent. Pass it to every block, or use "
+                    "pipeline_parallel_size=1"
+                )
             return tensor
         if not (self._is_foreign(tensor) or self.needs_gradient(tensor)):
             return tensor
         if self._given.setdefault(path, [tensor])[0] is not tensor:
-            raise changed_argument(name, path)
+            raise StageError(
+                f"block '{name}' has another input ({_place(path)}) than the block before it, "
+                "computed outside the blocks. Apart from the outputs of blocks, an input that "
+                "crosses a stage boundary must be the same tensor for all blocks. Compute it inside "
+                "the blocks, or use pipeline_parallel_size=1"
+            )
         put_instead(tensor, extra)
         return extra
 
@@ -235,40 +250,6 @@ NOT_PASSED = (
     "with ParallelPlan(collects=True), carry a sum through the blocks (x, total = block(x, "
     "total)), or use pipeline_parallel_size=1"
 )
-
-
-def lost_argument(name: str, path: Path, place: str) -> StageError:
-    """Return the error for an argument that only another stage has computed.
-
-    ``place`` is the list of the plan that fixes it.
-    """
-    return StageError(
-        f"block '{name}' has an input ({_place(path)}) that modules of another pipeline stage "
-        "computed. Name these modules in the plan as ones that run before the block: "
-        f"ParallelPlan({place}=(...,)), or use pipeline_parallel_size=1"
-    )
-
-
-def unsent_argument(name: str, path: Path) -> StageError:
-    """Return the error for an argument that no block before the boundary received.
-
-    The argument comes from before the blocks.
-    """
-    return StageError(
-        f"block '{name}' has an input ({_place(path)}) that was computed before the repeated "
-        "blocks, but no block up to the first one of the next pipeline stage receives it "
-        "there, so it is not sent. Pass it to every block, or use pipeline_parallel_size=1"
-    )
-
-
-def changed_argument(name: str, path: Path) -> StageError:
-    """Return the error for an outside argument that differs from the previous block's."""
-    return StageError(
-        f"block '{name}' has another input ({_place(path)}) than the block before it, computed "
-        "outside the blocks. Apart from the outputs of blocks, an input that crosses a stage "
-        "boundary must be the same tensor for all blocks. Compute it inside the blocks, or "
-        "use pipeline_parallel_size=1"
-    )
 
 
 def _place(path: Path) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_ptdp.pipeline.balance import multiply_adds
+from lightning_ptdp.pipeline.containers import multiply_adds
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner.operation_recorder import Trace
 from lightning_ptdp.planner.planned_parameters import (

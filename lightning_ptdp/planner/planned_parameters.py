@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from lightning_ptdp.pipeline.containers import layers_of
-from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.pipeline.containers import ModelParts, layers_of
 from lightning_ptdp.planner.operation_recorder import Weight
 from lightning_ptdp.planner.shapes import Divided, Parameters
 from lightning_ptdp.shims.quantization import planned_elements, quantized_parameters

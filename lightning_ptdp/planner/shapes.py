@@ -166,7 +166,7 @@ class LayerShape:
         crossing: Bytes of a sample that the previous layer passes on.
         parameters: Numbers of its parameters.
         cost: Multiply-adds per token, as the pipeline's partition counts them
-            (``pipeline/balance.py``).
+            (``pipeline/containers.py``).
         gated: Whether its feed-forward part has a gate, as SwiGLU has.
         experts: Experts from which its router chooses; products, bytes and
             parameters exclude them.

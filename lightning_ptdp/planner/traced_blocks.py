@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ptdp.parameters.shadow import without_tensors
-from lightning_ptdp.pipeline.containers import layers_of
-from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.pipeline.containers import ModelParts, layers_of
 from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.operation_recorder import OperationRecorder, Trace, Weight
 from lightning_ptdp.planner.planned_parameters import split_weights

@@ -13,7 +13,6 @@ import torch
 
 from lightning_ptdp.blocks.compiled_blocks import CompiledForward, compile_blocks
 from lightning_ptdp.blocks.fp8 import Float8Linear, apply_fp8
-from lightning_ptdp.blocks.local_blocks import overlap_collectives
 from lightning_ptdp.blocks.offload import Offloaded
 from lightning_ptdp.blocks.recompute import Recomputed, apply_recomputation
 from lightning_ptdp.config import PTDPConfig
@@ -23,7 +22,12 @@ from lightning_ptdp.forward.own_forward import give_back_forwards
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.parallelize import ParallelModel
 from lightning_ptdp.parameters.materialize import put_values
+from lightning_ptdp.shims.torch_distributed import connect_symmetric_memory
+from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from lightning_ptdp.world.mesh import ProcessMesh
+
+_SYMMETRIC_BYTES = 2**20
+"""Size of a first allocation, which finds unreachable ranks before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +65,13 @@ class BlockPass:
 
 
 def _overlap(to: BlockSetting) -> None:
-    overlap_collectives(
-        to.parallel.module, pieces=to.config.tensor_overlap, group=to.mesh.group("tensor")
-    )
+    """Let the parallel layers multiply in pieces, those outside of the blocks included."""
+    pieces = to.config.tensor_overlap
+    if pieces == "symmetric":
+        connect_symmetric_memory(to.mesh.group("tensor").name, _SYMMETRIC_BYTES)
+    for layer in to.parallel.module.modules():
+        if isinstance(layer, ParallelLayer):
+            layer.pieces = pieces
 
 
 def _float8(to: BlockSetting) -> str:

@@ -328,10 +328,8 @@ class Emulated:
         entered = None
         for stage, (part, cut) in enumerate(zip(self.parts, self.cuts, strict=True)):
             self.entered.append(entered)
-            result, last = cut.run(
-                stage, entered, lambda part=part: part(*batch), training=training
-            )
-            if last:
+            result = cut.run(stage, entered, lambda part=part: part(*batch), training=training)
+            if stage == cut.num_stages - 1:
                 return result
             self.crossings.append(result)
             self.roots.append(result.roots())

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.pipeline.call_order import call_order, trace_calls
 from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.pipeline.dry_run import call_order, trace_calls
 from tests.pipeline.crossing_models import Uncalled
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.pipeline.containers import ModelParts
 from lightning_ptdp.pipeline.crossing import StageError
 from lightning_ptdp.pipeline.discover import find_blocks, find_parts
 from lightning_ptdp.pipeline.placeholders import stub_shape
-from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
+from lightning_ptdp.pipeline.stage import PipelineCut
 from tests.pipeline.crossing_models import crossing_of
 
 
@@ -48,15 +49,13 @@ RANGES = ((0, 1), (1, 3), (3, 4))
 
 
 def run_cut(whole: Net, ids: Tensor, parts: ModelParts) -> Tensor:
-    crossing = None
+    result = None
     for stage in range(3):
         part = copy.deepcopy(whole)
         cut = PipelineCut(part, parts=parts, ranges=RANGES, stages=(stage,))
-        result, last = cut.run(stage, crossing, lambda part=part: part(ids), training=True)
-        if last:
-            return result
-        crossing = result
-    raise AssertionError("no stage was the last")
+        result = cut.run(stage, result, lambda part=part: part(ids), training=True)
+    assert isinstance(result, Tensor)
+    return result
 
 
 @pytest.mark.parametrize("tuples", [False, True])
@@ -112,10 +111,9 @@ def test_chunks_of_one_rank_match_whole_model(model: type[Net], before: tuple[st
     parts = find_parts(whole, before=before)
     ends = PipelineCut(part, parts=parts, ranges=RANGES, stages=(0, 2))
     between = PipelineCut(middle, parts=parts, ranges=RANGES, stages=(1,))
-    first, _ = ends.run(0, None, lambda: part(ids), training=True)
-    second, _ = between.run(1, first, lambda: middle(ids), training=True)
-    result, last = ends.run(2, second, lambda: part(ids), training=True)
-    assert last
+    first = ends.run(0, None, lambda: part(ids), training=True)
+    second = between.run(1, first, lambda: middle(ids), training=True)
+    result = ends.run(2, second, lambda: part(ids), training=True)
     assert torch.equal(result, expected)
 
 

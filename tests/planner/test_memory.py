@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan, num_parameters
-from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner import Job, find_precision, fullest_rank
 from lightning_ptdp.planner.activations import layer_activations

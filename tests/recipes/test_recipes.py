@@ -18,7 +18,7 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.inheritance import BASE_KEY, resolve_config, resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.recipe_files import find_config, recipe_folder, recipe_names
-from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_data, check_model
 from tests.recipes.published import PUBLISHED

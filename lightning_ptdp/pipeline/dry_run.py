@@ -1,15 +1,18 @@
-"""Module calls of a model, traced by running its forward without data on the meta device.
+"""Runs of a model without data: the order of its calls, and a rehearsal of its stages.
 
-The trace gives the order of the calls, and the modules whose parameters are used without a call of
-the module.
+A forward on the meta device shows the order in which modules are called, and the modules whose
+parameters are used without a call of the module. A rehearsal runs all stages of a pipeline in one
+process.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.base.nested import map_tensors
 from lightning_ptdp.parameters.shadow import without_tensors
+from lightning_ptdp.pipeline.containers import ModelParts, layers_of
+from lightning_ptdp.pipeline.crossing import Crossing, StageError
+from lightning_ptdp.pipeline.stage import PipelineCut
 
 
 def call_order(model: nn.Module) -> list[str] | None:
@@ -101,7 +107,7 @@ class _Uses(TorchFunctionMode):
         """Call the model and return True if the call completed."""
         try:
             with torch.no_grad(), torch.device("meta"), self:
-                self._model(*on_meta(args), **on_meta(kwargs))
+                self._model(*_on_meta(args), **_on_meta(kwargs))
         except Exception:
             return False
         return True
@@ -135,44 +141,50 @@ class _Uses(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def on_meta(arguments: Any) -> Any:
+def _on_meta(arguments: Any) -> Any:
     """Return nested arguments with their tensors on the meta device."""
     return map_tensors(arguments, lambda tensor: tensor.to("meta"))
 
 
-def examples(
-    model: nn.Module,
-) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """Yield example calls: module name, module, positional and keyword arguments."""
+class Example(NamedTuple):
+    """A call of ``module``, which has this name in the model."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def examples(model: nn.Module) -> Iterator[Example]:
+    """Yield example calls of the model or of a module in it."""
     for name, module in model.named_modules():
         example = getattr(module, "example_input_array", None)
         if isinstance(example, Mapping):
-            yield name, module, (), example
+            yield Example(name, module, (), example)
         elif example is not None:
-            yield name, module, example if isinstance(example, tuple) else (example,), {}
+            args = example if isinstance(example, tuple) else (example,)
+            yield Example(name, module, args, {})
     for name, module in model.named_modules():
         inputs = getattr(module, "dummy_inputs", None)
         if isinstance(inputs, Mapping):
-            yield name, module, (), inputs
+            yield Example(name, module, (), inputs)
             # The forward may read the values of masks. The same modules are called without masks.
             unmasked = {key: value for key, value in inputs.items() if "mask" not in key}
             pixels = _pixels(module)
             if len(unmasked) < len(inputs):
-                yield name, module, (), unmasked
+                yield Example(name, module, (), unmasked)
             if pixels:
-                yield name, module, (), {**unmasked, **pixels}
+                yield Example(name, module, (), {**unmasked, **pixels})
             return
 
 
-def guesses(
-    model: nn.Module, inside: Collection[str]
-) -> Iterator[tuple[str, nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
-    """Yield modules around all of ``inside`` with one tensor sized for their first layer."""
+def guesses(model: nn.Module, inside: Collection[str]) -> Iterator[Example]:
+    """Yield calls of modules around all of ``inside`` with one tensor sized for their first layer."""
     for name, module in model.named_modules():
         if all(name == "" or inner.startswith(f"{name}.") for inner in inside):
             first = next((child for child in module.modules() if isinstance(child, _FIRST)), None)
             for example in () if first is None else _inputs(first):
-                yield name, module, (example,), {}
+                yield Example(name, module, (example,), {})
 
 
 _FIRST = (nn.Embedding, nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -195,3 +207,112 @@ def _pixels(model: Any) -> dict[str, Tensor]:
     if not isinstance(size, int):
         return {}
     return {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), size, size)}
+
+
+# ---- Rehearsal -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """All stages of a pipeline, run one after the other.
+
+    Attributes:
+        model: The whole, uncut module.
+        parts: Positions of its modules relative to the containers.
+        ranges: Half-open layer ranges, one per stage.
+        collects: Whether everything that blocks return crosses to all later stages.
+        pipeline_parallel_size: Number of pipeline ranks, for messages.
+    """
+
+    model: nn.Module
+    parts: ModelParts
+    ranges: Sequence[tuple[int, int]]
+    collects: bool
+    pipeline_parallel_size: int
+
+    def on_examples(self) -> None:
+        """Run the stages on an example input without data.
+
+        They run only if the example shows a forward that calls each block once. The model is not
+        changed. If the model has no example, one tensor of the size that its first layer takes is
+        tried.
+
+        Raises:
+            ValueError: A stage fails, although the whole model runs.
+        """
+        for example in (*examples(self.model), *guesses(self.model, self._layers)):
+            copy = without_tensors(self.model).eval()
+            call = partial(_call, copy.get_submodule(example.name), example)
+            with torch.device("meta"):
+                failure = _run_stages(self._cut(copy), call)
+            if failure is None:
+                return
+            if self._runs_whole(example):
+                raise self._refusal(*failure) from failure[1]
+
+    def on_step(self, step: Callable[[], object]) -> ValueError | None:
+        """Run ``step`` on the whole model, then as each stage. The model is cut in place.
+
+        Returns:
+            The error of a stage that fails, although the step runs on the whole model.
+        """
+        step()
+        failure = _run_stages(self._cut(self.model), step)
+        return None if failure is None else self._refusal(*failure)
+
+    def _runs_whole(self, example: Example) -> bool:
+        """Return True if the uncut module takes this input and calls each block once."""
+        calls = trace_calls(example.module, *example.args, **example.kwargs) or ()
+        names = [_within(example.name, call) for call in calls]
+        return all(names.count(layer) == 1 for layer in self._layers)
+
+    @property
+    def _layers(self) -> list[str]:
+        return [layer.name for layer in layers_of(self.model, self.parts.blocks)]
+
+    def _cut(self, model: nn.Module) -> PipelineCut:
+        return PipelineCut(
+            model,
+            parts=self.parts,
+            ranges=self.ranges,
+            stages=range(len(self.ranges)),
+            collects=self.collects,
+        )
+
+    def _refusal(self, stage: int, error: Exception) -> ValueError:
+        reason = _why(error, self.parts, self._layers[self.ranges[stage][0]])
+        return ValueError(
+            f"pipeline_parallel_size={self.pipeline_parallel_size} cannot cut "
+            f"{type(self.model).__name__}: {reason}"
+        )
+
+
+def _run_stages(cut: PipelineCut, step: Callable[[], object]) -> tuple[int, Exception] | None:
+    """Run all stages and return the failed stage and its error; None if all succeed."""
+    received: Crossing | None = None
+    for stage in cut.stages:
+        try:
+            with torch.enable_grad():
+                result = cut.run(stage, received, step, training=True)
+        except Exception as error:
+            return stage, error
+        if stage != cut.num_stages - 1:
+            received = result.entering()
+    return None
+
+
+def _call(module: nn.Module, example: Example) -> None:
+    """Call a module and drop its output, because the user's step need not return all of it."""
+    module(*_on_meta(example.args), **_on_meta(example.kwargs))
+
+
+def _why(error: Exception, parts: ModelParts, first: str) -> str:
+    # A placeholder's missing attribute raises an AttributeError that names the pipeline stage.
+    if isinstance(error, StageError) or "pipeline stage" in str(error):
+        return str(error)
+    reason = re.split(r"\n|\. ", str(error))[0]
+    return (
+        f"the stage that begins with block '{first}' fails ({type(error).__name__}: {reason}). "
+        f"A stage receives only the output of the last block of {parts.shown} before it, so "
+        "skip connections are lost. Use pipeline_parallel_size=1"
+    )
