@@ -78,6 +78,7 @@ class GuardObservation:
     pulse: int | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class HangJudge:
     """Decides from successive observations whether to end this process.
 
@@ -87,46 +88,45 @@ class HangJudge:
         waits_raise: Whether waits raise at the limit by themselves, as gloo's do.
     """
 
-    def __init__(self, *, limit_s: float, interval_s: float, waits_raise: bool) -> None:
-        self._limit_s = limit_s
-        self._interval_s = interval_s
-        self._waits_raise = waits_raise
-        self._clock = 0.0
-        self._last = float("inf")
-        self._since: dict[object, tuple[object, float]] = {}
+    limit_s: float
+    interval_s: float
+    waits_raise: bool
+    _clock: float = 0.0
+    _last: float = float("inf")
+    _since: dict[object, tuple[object, float]] = field(default_factory=dict)
 
     def look(self, seen: GuardObservation) -> str:
         """Return the reason to end this process; "" if there is none."""
-        self._clock += min(max(seen.now - self._last, 0.0), 2 * self._interval_s)
+        self._clock += min(max(seen.now - self._last, 0.0), 2 * self.interval_s)
         self._last = seen.now
         stuck = self._unchanged("note", (seen.note, seen.failed))
         failures = self._failures(seen)
         silences = self._silences(seen)
         calls = self._in_one_call(seen)
         if seen.failed:
-            if stuck > self._limit_s and not self._waits_raise:
+            if stuck > self.limit_s and not self.waits_raise:
                 return "it failed, but does not end"
             return ""
-        if self._waits_raise and not seen.watched:
+        if self.waits_raise and not seen.watched:
             return ""
-        patience = _GRACE * self._limit_s if self._waits_raise else self._limit_s
-        failure_limit = min(_FAILED_AT * self._limit_s, _FAILED_S) if seen.watched else patience
+        patience = _GRACE * self.limit_s if self.waits_raise else self.limit_s
+        failure_limit = min(_FAILED_AT * self.limit_s, _FAILED_S) if seen.watched else patience
         failed = [rank for rank, time_s in failures.items() if time_s > failure_limit]
-        if failed and stuck > (patience if self._waits_raise else failure_limit):
+        if failed and stuck > (patience if self.waits_raise else failure_limit):
             return _failure(seen, failed[0])
         if stuck <= patience:
             return ""
         reason = self._own_reason(
-            silences, calls if seen.watched and stuck > _GIVES_UP_AT * self._limit_s else 0.0
+            silences, calls if seen.watched and stuck > _GIVES_UP_AT * self.limit_s else 0.0
         )
         causes = [rank for rank in failures if not seen.heard[rank].status.failure.startswith(LOST)]
         return _failure(seen, causes[0]) if reason and causes else reason
 
     def _own_reason(self, silences: Mapping[str, float], call_s: float) -> str:
-        is_stuck = not self._waits_raise and call_s > self._limit_s / 2
+        is_stuck = not self.waits_raise and call_s > self.limit_s / 2
         # A rank that became silent while this one was stuck is the cause, even if its silence is
         # shorter than the limit.
-        limit_s = self._limit_s / 2 if is_stuck else self._limit_s
+        limit_s = self.limit_s / 2 if is_stuck else self.limit_s
         if silent := [name for name, time_s in silences.items() if time_s > limit_s]:
             return f"{silent[0]} has not reported for {duration(silences[silent[0]])}"
         return f"it has been in one call for {duration(call_s)}" if is_stuck else ""
