@@ -31,11 +31,8 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
         ValueError: No tensor has a dimension 1, or the named dimensions disagree.
     """
     tensors = named_tensors(batch)
-    named = {
-        name: t.size(dim)
-        for name, t in tensors
-        if (dim := (sequence_dims or {}).get(name)) is not None
-    }
+    dims = sequence_dims or {}
+    named = {name: t.size(dim) for name, t in tensors if (dim := dims.get(name)) is not None}
     if len(set(named.values())) > 1:
         raise ValueError(
             f"sequence_dims names dimensions of different lengths: {named}. All of them must "
@@ -43,9 +40,7 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
         )
     if named:
         return next(iter(named.values()))
-    allowed = [
-        (name, t) for name, t in tensors if t.dim() > 1 and name not in (sequence_dims or {})
-    ]
+    allowed = [(name, t) for name, t in tensors if t.dim() > 1 and name not in dims]
     model_inputs = [t for name, t in allowed if name in ("input_ids", "inputs_embeds")]
     candidates = model_inputs or [t for _, t in allowed]
     if not candidates:

@@ -178,15 +178,15 @@ class Surroundings:
         They are the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
         """
         running = self._running
-        pairs = (
-            []
-            if running is None
-            else [entry.recomputation(running) for entry in self.entries if entry.recomputes]
-        )
-        context_pairs = [pair for pair in pairs if pair is not None]
-        if running is None or not context_pairs:
+        pairs = [
+            pair
+            for entry in self.entries
+            if running is not None and entry.recomputes
+            if (pair := entry.recomputation(running)) is not None
+        ]
+        if running is None or not pairs:
             return contextlib.nullcontext(), contextlib.nullcontext()
-        first, again = zip(*context_pairs, strict=True)
+        first, again = zip(*pairs, strict=True)
         return self._running_in(running, first), self._running_in(running, again)
 
     @contextlib.contextmanager

@@ -35,11 +35,8 @@ def call_order(model: nn.Module) -> list[str] | None:
         The names, or None if there is no such example or if the forward cannot run without data
         (because its behaviour depends on values).
     """
-    for name, module, args, kwargs in examples(model):
-        calls = trace_calls(module, *args, **kwargs)
-        if calls is not None:
-            return [_within(name, call) for call in calls]
-    return None
+    all_calls = (example.calls() for example in examples(model))
+    return next((calls for calls in all_calls if calls is not None), None)
 
 
 def trace_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[str] | None:
@@ -154,6 +151,11 @@ class Example(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    def calls(self) -> list[str] | None:
+        """Return the names in the model of the modules that it calls, like ``trace_calls``."""
+        calls = trace_calls(self.module, *self.args, **self.kwargs)
+        return None if calls is None else [_within(self.name, call) for call in calls]
+
 
 def examples(model: nn.Module) -> Iterator[Example]:
     """Yield example calls of the model or of a module in it."""
@@ -262,9 +264,8 @@ class Rehearsal:
 
     def _runs_whole(self, example: Example) -> bool:
         """Return True if the uncut module takes this input and calls each block once."""
-        calls = trace_calls(example.module, *example.args, **example.kwargs) or ()
-        names = [_within(example.name, call) for call in calls]
-        return all(names.count(layer) == 1 for layer in self._layers)
+        calls = example.calls() or []
+        return all(calls.count(layer) == 1 for layer in self._layers)
 
     @property
     def _layers(self) -> list[str]:

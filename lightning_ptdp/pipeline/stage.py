@@ -117,6 +117,7 @@ class PipelineCut:
             for hooks in user_hooks(name, model.get_submodule(name), inside=inside)
         ]
         self.module_stages = self._module_stages()
+        # What to replace while a stage runs, if the rank holds several.
         self._tables = {
             stage: [
                 (s.parent._modules, s.key, s.placeholder(stage))
@@ -124,10 +125,10 @@ class PipelineCut:
                 if stage not in s.stages
             ]
             for stage in stages
+            if len(self.stages) > 1
         }
         for slot in remote:
             slot.parent._modules[slot.key] = slot.placeholder(self.stages[0])
-        self._static = len(self.stages) == 1
         self._watched = False
         self._differentiable: dict[Hashable, tuple[bool, ...]] = {}
         self._settled: dict[int, tuple[Form, Form]] = {}
@@ -207,11 +208,9 @@ class PipelineCut:
 
     @contextlib.contextmanager
     def _active(self, stage: int) -> Iterator[None]:
-        if self._static:
-            yield
-            return
-        saved = [(modules, key, modules[key]) for modules, key, _ in self._tables[stage]]
-        for modules, key, placeholder in self._tables[stage]:
+        table = self._tables.get(stage, [])
+        saved = [(modules, key, modules[key]) for modules, key, _ in table]
+        for modules, key, placeholder in table:
             modules[key] = placeholder
         try:
             yield
@@ -274,7 +273,7 @@ class PipelineCut:
             module.register_forward_hook(
                 eager(module, partial(self._boundary.mark_true, slot.stages))
             )
-        if not self._static or len(self.parts.blocks) > 1:
+        if self._tables or len(self.parts.blocks) > 1:
             # Installed later, the capture hooks would be missing on blocks of chunks that are out
             # of the tree at that time, and would run after the hook that leaves the step at the end
             # of a container.

@@ -74,7 +74,7 @@ class StageRun:
             collected if collected is not None else ({}, [], {})
         )
         self.begun = not self.place.inside
-        self.output = self.received_output(self.received) if self.place.inside else None
+        self.output = self.received_output if self.place.inside else None
 
     def begin_container(self, container: int) -> None:
         """Start another container, whose blocks are called from now on."""
@@ -108,9 +108,11 @@ class StageRun:
         parts = (self.outputs, self.seen, captured)
         return parts if any(parts) else None
 
-    def received_output(self, received: Crossing) -> Any:
-        """Return the output of the block before the stage."""
-        return rebuild(received.form.output, received.tensors, self.unknown)
+    @property
+    def received_output(self) -> Any:
+        """Return the output of the block before the stage, which must exist."""
+        assert self.received is not None
+        return rebuild(self.received.form.output, self.received.tensors, self.unknown)
 
     def unknown(self, tensor: Tensor | None = None) -> Tensor:
         """Return a tensor that may be passed on, but not used."""
@@ -177,7 +179,7 @@ class StageRun:
         if self.begun or self.received is None:
             return
         argument_ids = {id(tensor) for value in given for _, tensor in tensors_in(value)}
-        tensors = tensors_in(self.received_output(self.received))
+        tensors = tensors_in(self.received_output)
         if any(self._entered(tensor) and id(tensor) not in argument_ids for _, tensor in tensors):
             raise computed_between(name)
 
