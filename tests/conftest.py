@@ -1,20 +1,13 @@
 """Shared fixtures: a worker pool with one thread per process."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
 import os
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from tests.parity import Parity
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,14 +34,14 @@ runpy.run_path(str(Path(__file__).with_name("starts") / "sitecustomize.py"))
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool():
     workers = Pool()
     yield workers
     workers.close()
 
 
 @pytest.fixture(scope="session")
-def parity(pool: Pool) -> Parity:
+def parity(pool):
     # Most tests do not need Lightning, whose import is slow.
     from tests.parity import Parity
 

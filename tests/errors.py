@@ -1,7 +1,5 @@
 """Expected errors, compared by parts of their messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

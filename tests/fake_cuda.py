@@ -128,7 +128,7 @@ class Waits:
                     return  # gloo's own copy after a collective
                 place = f"{file[len(_PACKAGE) :] if ours else file} {name}"
             in_schedule |= ours and file.endswith("pipeline/runtime.py") and name == "run"
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         self.batches[-1].append(Wait(what, place, in_schedule, queued))
 
 
@@ -444,7 +444,7 @@ def _in_float(function: Any, *args: Any, out: Tensor | None = None, **kwargs: An
     return made if out is None else out.copy_(made)
 
 
-class _Future(torch.futures.Future):  # type: ignore[type-arg]
+class _Future(torch.futures.Future):
     """Future without device events."""
 
     def __init__(self, *, devices: object = None) -> None:

@@ -1,7 +1,5 @@
 """Reader of Hugging Face folders that the package wrote."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Time limit that excludes delays caused by other processes."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable

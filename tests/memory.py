@@ -1,7 +1,5 @@
 """Memory saved by a forward pass for its backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

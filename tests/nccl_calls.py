@@ -3,8 +3,6 @@
 The rules are in schedule/streams.py.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 They are imported when a test uses them: every worker of pytest collects all files.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -5,8 +5,6 @@ rank and returns plain data. ``assert_same`` compares two results. The fixture `
 of this for a training and a place. It runs each single-process training once per session.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -133,16 +131,16 @@ class Training:
 class Recorder(L.Callback):
     """Callback that records losses, gradient norms, metrics and the initial weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.logged: list[dict[str, float]] = []
         self.initial: dict[str, Tensor] = {}
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer, module):
         self.initial = trainer.strategy.gather_state_dict()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, *_):
         self.losses.append(self._over_replicas(trainer, outputs))
         self.logged.append(metrics(trainer))
         if trainer.strategy.gradient_norm is not None:

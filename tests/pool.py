@@ -8,8 +8,6 @@ call has a time limit (limits.py). After the limit all workers are killed and th
 stacks of the workers that did not answer and of their child processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools
@@ -173,7 +171,7 @@ def _call(
 class Pool:
     """Worker processes that are reused between tests; ``close`` ends them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
@@ -243,7 +241,7 @@ class Pool:
                 break
             for connection in answered:
                 try:
-                    answer = connection.recv_bytes()  # type: ignore[union-attr]
+                    answer = connection.recv_bytes()
                     if answer == _READY:
                         ready += 1
                         if ready == world_size:
@@ -253,7 +251,7 @@ class Pool:
                     good, value = pickle.loads(answer)
                 except (EOFError, ConnectionError):
                     good, value = False, "the worker process died"
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                rank = waiting.pop(connection)
                 (results if good else failures)[rank] = value
         if failures:
             self.close()

@@ -3,8 +3,6 @@
 Late processes print their stacks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

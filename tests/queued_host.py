@@ -271,7 +271,7 @@ def habits() -> Iterator[Host]:
 
     Groups outlive the context, but computation after it is not checked.
     """
-    HOST.__init__()  # type: ignore[misc]
+    HOST.__init__()
     with contextlib.ExitStack() as stack:
         for name in ("numpy", "tolist"):  # they read memory without torch's dispatcher
             stack.enter_context(mock.patch.object(Tensor, name, _reading(getattr(Tensor, name))))

@@ -1,8 +1,6 @@
 """Scripts and commands in processes that are forked from the pool's server, which has imported
 torch and Lightning: 6 s of imports less than ``processes.run`` and ``processes.session``."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler
@@ -100,7 +98,7 @@ def _run_in_session(arguments: list[str], folder: str, env: dict[str, str], outp
     try:
         _run(arguments, output, output)
     finally:  # as at the end of an interpreter, which multiprocessing leaves out
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()
         atexit._run_exitfuncs()
 
 

@@ -1,7 +1,5 @@
 """Training with fewer devices in the Trainer than processes started by a launcher."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
@@ -47,7 +45,7 @@ class RayLike(LightningEnvironment):
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -58,9 +56,7 @@ def trainer(*, devices: Any = "auto", plugin: ClusterEnvironment | None = None) 
 
 @pytest.mark.parametrize("devices", ["auto", 2])
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_mpirun_is_refused_with_working_command(
-    monkeypatch: pytest.MonkeyPatch, name: str, devices: Any
-) -> None:
+def test_mpirun_is_refused_with_working_command(monkeypatch, name, devices):
     monkeypatch.setenv(name, "2")
     with pytest.raises(
         ValueError, match=f"{name}=2.*Trainer\\(devices=2.*torchrun --nproc-per-node 2 --no-python"
@@ -81,16 +77,14 @@ def test_mpirun_is_refused_with_working_command(
         },
     ],
 )
-def test_launch_with_more_processes_than_devices_is_refused(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
-) -> None:
+def test_launch_with_more_processes_than_devices_is_refused(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"each of the 2 processes.*with devices \* num_nodes = 2"):
         trainer().fit(LitNet(), loader())
 
 
-def test_environment_with_larger_world_size_is_refused() -> None:
+def test_environment_with_larger_world_size_is_refused():
     with pytest.raises(ValueError, match=r"RayLike.world_size\(\)=2"):
         trainer(plugin=RayLike()).fit(LitNet(), loader())
 
@@ -115,7 +109,7 @@ def test_environment_with_larger_world_size_is_refused() -> None:
         {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "interactive"},
     ],
 )
-def test_single_process_trains(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def test_single_process_trains(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     one = trainer()
@@ -123,14 +117,12 @@ def test_single_process_trains(monkeypatch: pytest.MonkeyPatch, variables: dict[
     assert one.global_step == 1
 
 
-def test_validation_in_one_of_several_processes_is_accepted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_validation_in_one_of_several_processes_is_accepted(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     trainer(devices=1).validate(LitNet(), loader(), verbose=False)
 
 
-def test_matching_number_of_processes_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching_number_of_processes_is_accepted(monkeypatch):
     for name, value in {
         "WORLD_SIZE": "2",
         "RANK": "0",
@@ -150,9 +142,7 @@ def test_matching_number_of_processes_is_accepted(monkeypatch: pytest.MonkeyPatc
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, (1, 1)),  # nothing joins its processes
     ],
 )
-def test_sizes_follow_launcher(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], sizes: tuple[int, int]
-) -> None:
+def test_sizes_follow_launcher(monkeypatch, variables, sizes):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     strategy: Any = L.Trainer(
@@ -163,9 +153,7 @@ def test_sizes_follow_launcher(
 
 
 @pytest.mark.parametrize(("visible", "processes"), [(1, 8), (8, 1)])
-def test_only_visible_gpu_belongs_to_one_of_several_processes(
-    monkeypatch: pytest.MonkeyPatch, visible: int, processes: int
-) -> None:
+def test_only_visible_gpu_belongs_to_one_of_several_processes(monkeypatch, visible, processes):
     """With several GPUs, all processes of the node would use the first one."""
     strategy: Any = trainer().strategy
     for name, value in {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}.items():
@@ -178,7 +166,7 @@ def test_only_visible_gpu_belongs_to_one_of_several_processes(
     assert strategy.parallel_devices == [gpu] * processes
 
 
-def test_sizes_in_trainer_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_in_trainer_remain(monkeypatch):
     variables = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "5"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -186,7 +174,7 @@ def test_sizes_in_trainer_remain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (strategy.num_processes, strategy.num_nodes) == (2, 1)
 
 
-def test_one_process_per_node_needs_master_addr(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_per_node_needs_master_addr(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     strategy: Any = L.Trainer(
         strategy=PTDPStrategy(), accelerator="cpu", devices=2, num_nodes=2, logger=False

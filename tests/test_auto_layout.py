@@ -1,7 +1,5 @@
 """``layout="auto"``: choice of a layout before launch and check of its forecast."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any
@@ -23,7 +21,6 @@ from lightning_ptdp.strategy.layout_choice import (
     fastest_layouts,
     refuse_given,
 )
-from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
@@ -32,7 +29,7 @@ class Metrics(Logger):
 
     name = version = "memory"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.logged: dict[str, float] = {}
 
@@ -76,7 +73,7 @@ def trained(
     )
 
 
-def test_auto_layout_trains_like_chosen_options(pool: Pool) -> None:
+def test_auto_layout_trains_like_chosen_options(pool):
     (weights, chosen, logged), *_ = pool.run(trained, world_size=2, args=({"layout": "auto"}, 2))
     (same, _, nothing), *_ = pool.run(trained, world_size=2, args=(chosen, 2))
     for name, weight in weights.items():
@@ -110,7 +107,7 @@ def on_two(module: L.LightningModule) -> Training:
     )
 
 
-def test_model_too_large_for_data_parallel_is_split() -> None:
+def test_model_too_large_for_data_parallel_is_split():
     config, forecast = chosen_for(1e9)
     assert (config.tensor_parallel_size, config.pipeline_parallel_size) == (1, 1)
     assert (
@@ -122,7 +119,7 @@ def test_model_too_large_for_data_parallel_is_split() -> None:
     assert forecast.memory <= 3.2e6
 
 
-def test_unsupported_layout_is_skipped() -> None:
+def test_unsupported_layout_is_skipped():
     def no_data_parallel(config: Any) -> None:
         if config.tensor_parallel_size == 1:
             raise ValueError("this model is never whole")
@@ -139,7 +136,7 @@ def test_unsupported_layout_is_skipped() -> None:
         choose(training, fits=nothing)
 
 
-def test_large_experts_are_distributed() -> None:
+def test_large_experts_are_distributed():
     """Experts that do not fit on one rank are distributed over several."""
     module = LitGPT(
         GPTConfig.llama(
@@ -183,12 +180,12 @@ class LitCounted(LitTiny):
 
     built = 0
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         LitCounted.built += 1
         super().configure_model()
 
 
-def test_layout_refused_by_trainer_check_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layout_refused_by_trainer_check_is_skipped(monkeypatch):
     """A layout that the Trainer or the module does not support is skipped.
 
     The model is not built for each candidate. A failed choice is repeated by the next ``fit``.
@@ -226,7 +223,7 @@ def test_layout_refused_by_trainer_check_is_skipped(monkeypatch: pytest.MonkeyPa
     assert LitCounted.built == 2  # once to choose, once to check the choice
 
 
-def test_gpu_name_is_read_in_child_process_before_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_name_is_read_in_child_process_before_fork(monkeypatch):
     """Once initialized in the main process, CUDA cannot be used in forked processes."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: str(os.getpid()))
     gpu = torch.device("cuda", 0)
@@ -234,7 +231,7 @@ def test_gpu_name_is_read_in_child_process_before_fork(monkeypatch: pytest.Monke
     assert auto._device_name(gpu, forks=False) == str(os.getpid())
 
 
-def test_invalid_auto_layout_requests_are_refused() -> None:
+def test_invalid_auto_layout_requests_are_refused():
     with pytest.raises(
         ValueError,
         match="layout='auto' chooses tensor_parallel_size, but tensor_parallel_size=2 is set",
@@ -251,7 +248,7 @@ def test_invalid_auto_layout_requests_are_refused() -> None:
         fastest_layouts(on_two(L.LightningModule()))
 
 
-def test_inaccurate_forecast_is_reported() -> None:
+def test_inaccurate_forecast_is_reported():
     forecast = Forecast(seconds=1.0, memory=1.0, text="", figures="calibrated with --devices 2")
     assert forecast.verdict() == "" and forecast.measured is None
     forecast.began = [0.0, 50.0, 60.0, 70.0, 71.1, 72.2, 173.3, 174.4]

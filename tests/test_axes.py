@@ -1,7 +1,5 @@
 """Parallel axes as table rows: a layout with a custom axis trains without further changes."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,6 @@ from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.world.axes import AXES, Axis
 from lightning_ptdp.world.layout import ParallelLayout
-from tests.parity import Parity
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -49,7 +46,7 @@ def with_layout(kind: type[ParallelLayout]) -> type[PTDPStrategy]:
     return Strategy
 
 
-def test_custom_axis_appears_in_description_and_error() -> None:
+def test_custom_axis_appears_in_description_and_error():
     assert Regions(world_size=8, tensor_parallel_size=2).describe() == "t2 p1 d2 r2"
     assert Regions(world_size=8).groups("replicas") == (tuple(range(8)),)
     with pytest.raises(
@@ -88,9 +85,7 @@ class AxisRun(Run):
         (Spares, 4, {"tensor_parallel_size": 2, "sequence_parallel": True}),
     ],
 )
-def test_training_with_custom_axis_matches_single_process(
-    kind: type[ParallelLayout], world_size: int, options: dict[str, Any], parity: Parity
-) -> None:
+def test_training_with_custom_axis_matches_single_process(kind, world_size, options, parity):
     settings: dict[str, Any] = {"layers": 2, "steps": 4, "accumulate": 2}
     run = AxisRun(kind=kind, **settings)
     parity.check(run, (world_size, options), expected=parity.result(Run(**settings)))
@@ -109,7 +104,7 @@ CONFIGURATION = (
 )
 
 
-def test_axis_degrees_are_used_only_in_allowed_packages() -> None:
+def test_axis_degrees_are_used_only_in_allowed_packages():
     package, degrees = (
         Path(lightning_ptdp.__file__).parent,
         {f"{axis.name}_parallel_size" for axis in AXES},
@@ -125,7 +120,7 @@ def test_axis_degrees_are_used_only_in_allowed_packages() -> None:
             assert not named & degrees, file
 
 
-def test_axis_degrees_are_listed_only_in_layout() -> None:
+def test_axis_degrees_are_listed_only_in_layout():
     degrees = {f"{axis.name}_parallel_size{many}" for axis in AXES for many in ("", "s")}
     for room in ("cli", "planner", "strategy"):
         for file in (Path(lightning_ptdp.__file__).parent / room).rglob("*.py"):

@@ -3,10 +3,7 @@
 The error names the field, its value and working alternatives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -23,13 +20,12 @@ from tests.conformance.toys import LitNet, loader
 from tests.errors import raises_with
 from tests.letters import A, C, M, P, T, V
 from tests.parity import make_trainer
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def nothing_starts(monkeypatch, tmp_path):
     """Fail if the test starts a process or writes a file."""
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -43,38 +39,38 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 class LitManual(LitNet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
 
 class LitBackward(LitNet):
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss, *args, **kwargs):
         loss.backward()
 
 
 class LitLate(LitNet):
     """Module whose layers are built in ``configure_model``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.net = None  # type: ignore[assignment]
+        self.net = None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.net is None:
             self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
 
 
 class LitNoContainer(LitNet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.net = nn.Linear(8, 1)  # type: ignore[assignment]
+        self.net = nn.Linear(8, 1)
 
 
 class LitWrapped(LitLate):
     """Module that is compiled as a whole."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.net is None:
             super().configure_model()
             self.net = torch.compile(self.net)
@@ -111,7 +107,7 @@ def plan(**tensor: str) -> ParallelPlan:
 class LitEager(LitNet):
     """Module with a Hugging Face model whose attention cannot be intercepted."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         import transformers
 
@@ -128,7 +124,7 @@ class LitEager(LitNet):
 class LitHooked(LitNet):
     """Module with a forward hook on a layer that tensor parallelism replaces."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net[0].register_forward_hook(lambda *_: None)
 
@@ -136,7 +132,7 @@ class LitHooked(LitNet):
 class LitAttentions(LitNet):
     """Module that requests the attention weights of all heads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         import transformers
 
@@ -156,11 +152,11 @@ class LitAttentions(LitNet):
 class LitParametrized(LitNet):
     """Module with weight norm, built in ``configure_model``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         del self.net
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         self.net = nn.Sequential(
             *(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(4))
         )
@@ -302,7 +298,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("start_method", ["popen", "fork"])
 @pytest.mark.parametrize("name", CASES)
-def test_invalid_fit_is_refused_before_launch(name: str, start_method: str) -> None:
+def test_invalid_fit_is_refused_before_launch(name, start_method):
     devices, layout, module, batch_size, words = CASES[name]
     with raises_with(words, (ValueError, MisconfigurationException)):
         strategy = PTDPStrategy(**layout, start_method=start_method)
@@ -381,12 +377,12 @@ def test_invalid_fit_is_refused_before_launch(name: str, start_method: str) -> N
         ),
     ],
 )
-def test_invalid_strategy_options_are_refused(options: dict[str, Any], words: list[str]) -> None:
+def test_invalid_strategy_options_are_refused(options, words):
     with raises_with(words):
         PTDPStrategy(**options)
 
 
-def test_unknown_option_is_named() -> None:
+def test_unknown_option_is_named():
     with pytest.raises(TypeError, match="tensor_paralel_size"):
         PTDPStrategy(tensor_paralel_size=2)
 
@@ -400,9 +396,7 @@ def test_unknown_option_is_named() -> None:
         (["F0.0,B0.0", "F1.0,B1.0", "F2.0,B2.0"], ["pipeline_parallel_size=3", "not 2"]),
     ],
 )
-def test_invalid_schedule_file_is_refused(
-    tmp_path: Path, lines: list[str], words: list[str]
-) -> None:
+def test_invalid_schedule_file_is_refused(tmp_path, lines, words):
     path = tmp_path / "mine.csv"
     path.write_text("\n".join(lines))
     with raises_with(["mine.csv", *words]):
@@ -410,7 +404,7 @@ def test_invalid_schedule_file_is_refused(
 
 
 class LitTwoOptimizers(LitNet):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return [
             torch.optim.SGD(self.parameters(), lr=0.1),
             torch.optim.SGD(self.parameters(), lr=0.2),
@@ -418,12 +412,12 @@ class LitTwoOptimizers(LitNet):
 
 
 class LitLBFGS(LitNet):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1)
 
 
 class LitSkips(LitNet):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
 
 
@@ -445,7 +439,7 @@ class Tokens(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 8
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index):
         return {"input_ids": torch.arange(7), "labels": torch.arange(7)}
 
 
@@ -508,7 +502,7 @@ AT_START = {
 
 
 @pytest.mark.parametrize("name", AT_START)
-def test_invalid_module_is_refused_during_fit(name: str, pool: Pool) -> None:
+def test_invalid_module_is_refused_during_fit(name, pool):
     module, layout, options, data, words = AT_START[name]
     errors = pool.run(error_of, world_size=2, args=(module, layout, options, data))
     assert "nothing" not in errors
@@ -522,7 +516,7 @@ class LitWithoutValues(LitLate):
         return plan(nut_0="column")
 
 
-def test_setup_error_is_not_hidden_by_teardown(tmp_path: Path) -> None:
+def test_setup_error_is_not_hidden_by_teardown(tmp_path):
     trainer = L.Trainer(
         strategy=PTDPStrategy(),
         accelerator="cpu",

@@ -1,10 +1,6 @@
 """Batch sizes (global batch = b * m * d) and a ramp over the consumed samples."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +19,7 @@ SIZES = st.integers(1, 64)
 
 
 @given(b=SIZES, m=SIZES, d=SIZES)
-def test_any_two_batch_sizes_determine_the_third(b: int, m: int, d: int) -> None:
+def test_any_two_batch_sizes_determine_the_third(b, m, d):
     plan = BatchPlan(micro_batch_size=b, num_microbatches=m, data_parallel_size=d)
     assert plan.global_batch == b * m * d
     for left_out in ("global_batch_size", "micro_batch_size", "num_microbatches", None):
@@ -63,14 +59,12 @@ def test_any_two_batch_sizes_determine_the_third(b: int, m: int, d: int) -> None
         ),
     ],
 )
-def test_inconsistent_batch_sizes_are_refused_with_alternatives(
-    sizes: dict[str, int], words: list[str]
-) -> None:
+def test_inconsistent_batch_sizes_are_refused_with_alternatives(sizes, words):
     with raises_with(words):
         BatchPlan.derive(**sizes)
 
 
-def test_ramp_grows_with_consumed_samples() -> None:
+def test_ramp_grows_with_consumed_samples():
     ramp = RampUp(start=8, stop=32, increment=8, samples=90)
     taken, sizes = 0, []
     for step in range(10):
@@ -97,7 +91,7 @@ def test_ramp_grows_with_consumed_samples() -> None:
         ),
     ],
 )
-def test_invalid_ramp_is_refused(fields: dict[str, int], words: str) -> None:
+def test_invalid_ramp_is_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         RampUp(**fields)
 
@@ -114,9 +108,7 @@ RAMPS = st.builds(
 
 
 @given(ramp=RAMPS, first=st.integers(0, 40), count=st.integers(0, 60), rest=st.integers(0, 100))
-def test_ramp_step_counts_match_step_by_step_sum(
-    ramp: RampUp, first: int, count: int, rest: int
-) -> None:
+def test_ramp_step_counts_match_step_by_step_sum(ramp, first, count, rest):
     taken = [first]
     for _ in range(count):
         taken.append(taken[-1] + ramp.global_batch(taken[-1]))
@@ -131,7 +123,7 @@ def test_ramp_step_counts_match_step_by_step_sum(
 
 
 @given(ramp=RAMPS, surplus=st.integers(0, 30), epochs=st.integers(1, 12))
-def test_ramp_epoch_steps_add_up(ramp: RampUp, surplus: int, epochs: int) -> None:
+def test_ramp_epoch_steps_add_up(ramp, surplus, epochs):
     samples, taken, steps = ramp.stop + surplus, 0, 0
     for _ in range(epochs):
         here = ramp.epoch_steps(taken, samples=samples)
@@ -142,7 +134,7 @@ def test_ramp_epoch_steps_add_up(ramp: RampUp, surplus: int, epochs: int) -> Non
     assert ramp.consumed(steps) == taken
 
 
-def test_number_of_microbatches_follows_batch_size() -> None:
+def test_number_of_microbatches_follows_batch_size():
     config = PTDPConfig(pipeline_parallel_size=2, micro_batch_size=4)
     assert [config.microbatches(samples) for samples in (1, 4, 5, 16)] == [1, 1, 2, 4]
     assert config.usual_microbatches is None
@@ -161,12 +153,12 @@ def test_number_of_microbatches_follows_batch_size() -> None:
         ),
     ],
 )
-def test_invalid_microbatch_options_are_refused(fields: dict[str, Any], words: str) -> None:
+def test_invalid_microbatch_options_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         PTDPConfig(**fields)
 
 
-def test_batch_plans_are_checked_against_strategy(tmp_path: Path) -> None:
+def test_batch_plans_are_checked_against_strategy(tmp_path):
     class Data:
         def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
             ramp = RampUp(start=8, stop=16, increment=8, samples=90)
@@ -193,7 +185,7 @@ def test_batch_plans_are_checked_against_strategy(tmp_path: Path) -> None:
         )
 
 
-def test_overflowing_global_batch_is_refused_with_its_factors() -> None:
+def test_overflowing_global_batch_is_refused_with_its_factors():
     with pytest.raises(
         ValueError,
         match=r"micro_batch_size=1000000000000 \* num_microbatches=8 \* "

@@ -1,7 +1,5 @@
 """Block passes: order, options and repeated application."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -43,7 +41,7 @@ def forwards(module: nn.Module) -> list[type]:
     return found
 
 
-def test_recomputation_wraps_compiled_forward() -> None:
+def test_recomputation_wraps_compiled_forward():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     expected = module(torch.ones(1, 2))
     compiled: dict[str, Any] = {"compile": "blocks", "compile_options": {"backend": "eager"}}
@@ -56,21 +54,21 @@ def test_recomputation_wraps_compiled_forward() -> None:
     assert [forwards(block) for block in module] == [[], []]
 
 
-def test_note_of_block_pass_is_kept() -> None:
+def test_note_of_block_pass_is_kept():
     module = nn.Sequential(nn.Linear(16, 16))
     (first, note) = applied(module, compile="none", fp8="rowwise").notes
     assert first == "first"
     assert "fp8='rowwise' computes in float8" in note
 
 
-def test_run_without_float8_removes_earlier_float8() -> None:
+def test_run_without_float8_removes_earlier_float8():
     module = nn.Sequential(nn.Linear(16, 16))
     for fp8 in ("rowwise", None):
         applied(nn.Sequential(module), compile="none", fp8=fp8)
         assert forwards(module[0]) == ([] if fp8 is None else [Float8Linear])
 
 
-def test_block_passes_are_options_and_off_by_default() -> None:
+def test_block_passes_are_options_and_off_by_default():
     default = PTDPConfig(compile="none")
     for each in BLOCK_PASSES:
         assert hasattr(default, each.option)

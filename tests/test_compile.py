@@ -1,7 +1,5 @@
 """Blocks compiled by the strategy or the user: parity in every layout, one graph each."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import pickle
@@ -26,8 +24,7 @@ from lightning_ptdp.tensor_parallel import ColumnParallelLinear
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.letters import SP, A, C, M, P, R, S, T, V
-from tests.parity import Parity, fit
-from tests.pool import Pool
+from tests.parity import fit
 from tests.tiny_gpt import LitTiny, Run, gpt_config
 
 pytestmark = pytest.mark.thorough
@@ -63,7 +60,7 @@ class CompiledRun(Run):
 class LitCompiled(LitTiny):
     """Module whose blocks are compiled as on a single device."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             super().configure_model()
             for block in self.model.blocks:
@@ -119,7 +116,7 @@ def _kept_by_a_block(rank: int, compiled: bool) -> int:
     return sum(kept.values()) - sum(p.untyped_storage().nbytes() for p in block.parameters())
 
 
-def test_compiled_block_saves_no_more_memory_than_eager(pool: Pool) -> None:
+def test_compiled_block_saves_no_more_memory_than_eager(pool):
     (eager,), (compiled,) = (
         pool.run(_kept_by_a_block, world_size=1, args=(as_graph,)) for as_graph in (False, True)
     )
@@ -155,7 +152,7 @@ def _order_in_a_block(rank: int) -> list[str]:
     )
 
 
-def test_compiled_backward_overlaps_collectives_with_matmuls(pool: Pool) -> None:
+def test_compiled_backward_overlaps_collectives_with_matmuls(pool):
     (found,) = pool.run(_order_in_a_block, world_size=1)
     # each collective overlaps with a product
     order = [
@@ -170,7 +167,7 @@ def test_compiled_backward_overlaps_collectives_with_matmuls(pool: Pool) -> None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_compiled_blocks_match_single_process(name: str, parity: Parity) -> None:
+def test_compiled_blocks_match_single_process(name, parity):
     place = 2, {**LAYOUTS[name], **AOT}
     for found in parity.check(RUN, place, tolerance=1e-4, fit=fit_counted):
         assert found["breaks"] == 0
@@ -178,7 +175,7 @@ def test_compiled_blocks_match_single_process(name: str, parity: Parity) -> None
 
 
 @pytest.mark.parametrize("name", USERS)
-def test_user_compiled_blocks_match_single_process(name: str, parity: Parity) -> None:
+def test_user_compiled_blocks_match_single_process(name, parity):
     (layout, graphs), expected = USERS[name], parity.result(RUN)
     run = CompiledRun(**vars(RUN))
     for found in parity.check(run, (2, layout), expected=expected, tolerance=1e-4, fit=fit_counted):
@@ -206,7 +203,7 @@ def _compiled(module: nn.Module, **given: Any) -> list[bool]:
     ]
 
 
-def test_blocks_compiled_by_user_are_not_compiled_again() -> None:
+def test_blocks_compiled_by_user_are_not_compiled_again():
     module = _Model()
     module.blocks[1].compile(backend="aot_eager")
     names = list(module.state_dict())
@@ -218,7 +215,7 @@ def test_blocks_compiled_by_user_are_not_compiled_again() -> None:
     assert _compiled(module, policy="auto") == _compiled(module, policy="none") == [False] * 3
 
 
-def test_invalid_compile_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_compile_settings_are_refused(monkeypatch):
     with pytest.raises(
         ValueError,
         match=r"compile='block' must be one of 'none', 'blocks', 'auto'; did you mean 'blocks'",
@@ -265,7 +262,7 @@ def test_invalid_compile_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -
         )
 
 
-def test_compiled_module_is_refused() -> None:
+def test_compiled_module_is_refused():
     for options in ({"compile": "auto"}, AOT):
         trainer = L.Trainer(
             accelerator="cpu", devices=1, strategy=PTDPStrategy(**options), logger=False

@@ -1,7 +1,5 @@
 """Ranks that are lost before the process groups exist."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -10,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -40,7 +38,7 @@ class Place:
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place():
     """Host a store like torchrun."""
     # Unlike torch, listen on one interface: with slow name resolution, a store on all interfaces
     # blocks for every rank that connects.
@@ -99,7 +97,7 @@ def together(
     return found
 
 
-def test_restarted_run_ignores_keys_of_earlier_run(place: Place) -> None:
+def test_restarted_run_ignores_keys_of_earlier_run(place):
     for life in range(3):
         stores = together(place, range(3), 3)
         assert not stores[1].check(["address/0"])
@@ -107,7 +105,7 @@ def test_restarted_run_ignores_keys_of_earlier_run(place: Place) -> None:
         assert [stores[rank].get("address/0") for rank in range(3)] == [str(life).encode()] * 3
 
 
-def test_missing_ranks_are_named(place: Place) -> None:
+def test_missing_ranks_are_named(place):
     together(place, range(4), 4)  # an earlier run that all ranks joined
     found = together(place, [0, 2], 4, dying=[2])
     assert (
@@ -120,7 +118,7 @@ def test_missing_ranks_are_named(place: Place) -> None:
     )
 
 
-def test_missing_rank_is_named_with_store_on_rank_0() -> None:
+def test_missing_rank_is_named_with_store_on_rank_0():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free = Place(probe.getsockname()[1], kept=False)
@@ -132,9 +130,7 @@ def test_missing_rank_is_named_with_store_on_rank_0() -> None:
         )
 
 
-def test_absent_rank_is_named_though_store_ends_with_rank_0(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_absent_rank_is_named_though_store_ends_with_rank_0(place, monkeypatch):
     """Rank 0, which hosts the store, ends once rank 1's listening thread knows the reason."""
     missed = rendezvous._missed
 
@@ -151,7 +147,7 @@ def test_absent_rank_is_named_though_store_ends_with_rank_0(
         assert "rank 2 did not join, while waiting for all ranks" in found[rank]
 
 
-def test_rank_lost_after_joining_is_named(place: Place) -> None:
+def test_rank_lost_after_joining_is_named(place):
     found = together(place, range(3), 3, dying=[1])
     for rank in (0, 2):
         assert (
@@ -160,7 +156,7 @@ def test_rank_lost_after_joining_is_named(place: Place) -> None:
         )
 
 
-def test_machine_with_other_versions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_with_other_versions_is_named(monkeypatch):
     store = dist.HashStore()
     store.set(rendezvous._VERSIONS, json.dumps(versions_that_matter() | {"peft": "0.19.0"}))
     changed = versions_that_matter() | {"peft": "0.19.1"}
@@ -174,7 +170,7 @@ def test_machine_with_other_versions_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert b"peft 0.19.1" in store.get(rendezvous._LOST), "the other ranks do not learn the reason"
 
 
-def test_missing_store_is_reported(place: Place) -> None:
+def test_missing_store_is_reported(place):
     said = together(Place(1), [1], 2)[1]
     assert (
         "rank 1 could not join the other ranks: rank 0 (or torchrun), which hosts the store at "
@@ -182,7 +178,7 @@ def test_missing_store_is_reported(place: Place) -> None:
     )
 
 
-def test_unresponsive_store_is_reported() -> None:
+def test_unresponsive_store_is_reported():
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -190,7 +186,7 @@ def test_unresponsive_store_is_reported() -> None:
     assert "does not answer, while connecting to the store" in said
 
 
-def test_unrelated_error_is_raised_unchanged(place: Place) -> None:
+def test_unrelated_error_is_raised_unchanged(place):
     def make(store: Any) -> None:
         raise KeyError("mine")
 
@@ -198,7 +194,7 @@ def test_unrelated_error_is_raised_unchanged(place: Place) -> None:
         joined(place, 0, 1, make)
 
 
-def test_process_lost_before_joining_is_reported_at_once(place: Place) -> None:
+def test_process_lost_before_joining_is_reported_at_once(place):
     """The parent process reports the loss at once."""
     crowd = ExpectedRanks(rank=0, world_size=2, address="127.0.0.1", port=place.port)
     store = meeting_store("127.0.0.1", place.port, keeps=False, one_machine=True, limit=LIMIT)
@@ -216,7 +212,7 @@ def test_process_lost_before_joining_is_reported_at_once(place: Place) -> None:
         )
 
 
-def test_ended_child_process_is_reported() -> None:
+def test_ended_child_process_is_reported():
     strategy: Any = PTDPStrategy()
     strategy._launcher = SimpleNamespace(
         procs=[subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"])]
@@ -232,7 +228,7 @@ def test_ended_child_process_is_reported() -> None:
             process.wait()
 
 
-def test_missing_ranks_are_reported_with_launch_commands() -> None:
+def test_missing_ranks_are_reported_with_launch_commands():
     crowd = ExpectedRanks(
         rank=0, world_size=6, address="10.0.0.1", port=29500, num_nodes=3, started_by_hand=True
     )
@@ -249,7 +245,7 @@ def test_missing_ranks_are_reported_with_launch_commands() -> None:
     assert dataclasses.replace(other, rank=3).first_of_all() == ""
 
 
-def test_network_interface_set_by_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_interface_set_by_user_is_kept(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     listen_on_loopback()

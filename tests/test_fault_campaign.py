@@ -1,10 +1,7 @@
 """Checks of ci/faults.py: recognition of lost ranks in errors and judgement of a run."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,7 @@ Last action of each rank:
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
+def faults(monkeypatch):
     monkeypatch.syspath_prepend(str(CI))
     return importlib.import_module("faults")
 
@@ -51,12 +48,12 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("", set()),
     ],
 )
-def test_lost_ranks_are_read_from_error_message(faults: Any, said: str, ranks: set[int]) -> None:
+def test_lost_ranks_are_read_from_error_message(faults, said, ranks):
     assert faults.blamed(said, by=3) == ranks
 
 
-def test_late_or_missing_report_of_lost_rank_is_recorded(faults: Any, tmp_path: Path) -> None:
-    from fault_campaign.processes import Ended  # type: ignore[import-not-found]
+def test_late_or_missing_report_of_lost_rank_is_recorded(faults, tmp_path):
+    from fault_campaign.processes import Ended
 
     campaign = faults.Campaign(
         layout="p2 d2 ZeRO", folder=tmp_path, draw=None, timeout_s=20.0, allow_s=0.0
@@ -77,7 +74,7 @@ def test_late_or_missing_report_of_lost_rank_is_recorded(faults: Any, tmp_path: 
     assert len(campaign.wrong) == 2
 
 
-def test_full_limit_applies_to_rank_lost_before_joining(faults: Any, tmp_path: Path) -> None:
+def test_full_limit_applies_to_rank_lost_before_joining(faults, tmp_path):
     from fault_campaign.processes import Ended
 
     campaign = faults.Campaign(layout="d2", folder=tmp_path, draw=None, timeout_s=20.0, allow_s=0.0)
@@ -100,8 +97,8 @@ def test_full_limit_applies_to_rank_lost_before_joining(faults: Any, tmp_path: P
         assert len(campaign.wrong) - before == wrong, (victim, met)
 
 
-def test_campaign_tokens_are_read_by_token_loader(faults: Any) -> None:
-    from fault_campaign.training import Tokens  # type: ignore[import-not-found]
+def test_campaign_tokens_are_read_by_token_loader(faults):
+    from fault_campaign.training import Tokens
 
     from lightning_ptdp.data.loader import TokenLoader
 

@@ -1,7 +1,5 @@
 """Rehearsal of the first training step in a separate process before launch."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -28,13 +26,13 @@ WIDTH = 4
 class Samples(Dataset[dict[str, Tensor]]):
     """Samples as dictionaries, from which no input can be inferred; counts its reads."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reads = 0
 
     def __len__(self) -> int:
         return 16
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         self.reads += 1
         return {"x": torch.full((WIDTH,), float(index)), "y": torch.zeros(1)}
 
@@ -42,28 +40,28 @@ class Samples(Dataset[dict[str, Tensor]]):
 class Chain(L.LightningModule):
     """Module with sequential blocks in code that needs both tensors of a batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x, y):
         for block in self.blocks:
             x = block(x)
         return x + y
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self(batch["x"], batch["y"]).square().mean()
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Residual(Chain):
     """Module whose blocks take the residual of the previous blocks, as in N-BEATS."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x, y):
         for block in self.blocks:
             x = x - block(x)
         return x + y
@@ -72,7 +70,7 @@ class Residual(Chain):
 class Twice(Chain):
     """Module that runs two views of a batch through the blocks, as in SimCLR."""
 
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+    def training_step(self, batch):
         views = self(batch["x"], batch["y"]), self(batch["x"] + 1, batch["y"])
         return (views[0] - views[1]).square().mean()
 
@@ -80,7 +78,7 @@ class Twice(Chain):
 class Varies(Chain):
     """Module that sends tensors of random sizes, refused in the second microbatch."""
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         draws = int(torch.randint(9, ())), int(np.random.randint(9)), random.randrange(9)
         x = batch["x"].repeat(1 + draws[0] + 9 * draws[1] + 81 * draws[2], 1, 1)
         return self(x, batch["y"]).square().mean()
@@ -89,14 +87,14 @@ class Varies(Chain):
 class SavesAnObject(Chain):
     """Module that adds its loss function to the checkpoint."""
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         checkpoint["loss_fn"] = nn.MSELoss()
 
 
 class FailsAnyway(Residual):
     """Module that also fails in a single process, so its stages are unknown."""
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
         raise LookupError
 
@@ -104,10 +102,10 @@ class FailsAnyway(Residual):
 class Data(L.LightningDataModule):
     """Data module that creates its data in ``setup``."""
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         self.samples = Samples()
 
-    def train_dataloader(self) -> DataLoader[Any]:
+    def train_dataloader(self):
         return DataLoader(self.samples, batch_size=4)
 
 
@@ -159,27 +157,25 @@ def launched(module: Callable[[], L.LightningModule], words: str) -> None:
     ],
 )
 @pytest.mark.parametrize("source", ["loader", "data module"])
-def test_unsplittable_module_is_refused_before_launch(
-    module: type[Chain], words: str, source: str
-) -> None:
+def test_unsplittable_module_is_refused_before_launch(module, words, source):
     data = Data() if source == "data module" else DataLoader(Samples(), batch_size=4, num_workers=1)
     assert in_new_process(partial(refused, module, words, data, None)) == 0
 
 
-def test_unsplittable_batch_is_refused_before_launch() -> None:
+def test_unsplittable_batch_is_refused_before_launch():
     data = DataLoader(Samples(), batch_size=4, collate_fn=graphs)
     assert (
         in_new_process(partial(refused, Chain, r"first dimensions are \[3, 4\]", data, None)) == 0
     )
 
 
-def test_object_in_checkpoint_hook_is_refused_before_launch(tmp_path: Any) -> None:
+def test_object_in_checkpoint_hook_is_refused_before_launch(tmp_path):
     words = r"on_save_checkpoint of SavesAnObject adds 'loss_fn' \(a torch\..*MSELoss\)"
     data = DataLoader(Samples(), batch_size=4)
     assert in_new_process(partial(refused, SavesAnObject, words, data, str(tmp_path))) == 0
 
 
-def test_sequential_blocks_train() -> None:
+def test_sequential_blocks_train():
     assert in_new_process(partial(trained, Chain)) == 0
 
 
@@ -190,11 +186,11 @@ def test_sequential_blocks_train() -> None:
         (Varies, "may depend on the shapes in the batch, but not on its values"),
     ],
 )
-def test_errors_missed_by_rehearsal_are_raised_by_ranks(module: type[Chain], words: str) -> None:
+def test_errors_missed_by_rehearsal_are_raised_by_ranks(module, words):
     assert in_new_process(partial(launched, module, words)) == 0
 
 
-def test_rehearsal_is_skipped_with_other_threads() -> None:
+def test_rehearsal_is_skipped_with_other_threads():
     ended = threading.Event()
     other = threading.Thread(target=ended.wait)
     other.start()

@@ -1,12 +1,9 @@
 """Checks in a child process, which keep the parent process forkable."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,12 +20,12 @@ from tests.pool import in_new_process
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
-def test_result_of_child_process_is_returned() -> None:
+def test_result_of_child_process_is_returned():
     here, given = os.getpid(), nn.Linear(2, 2)  # captured objects need not be pickled
     assert in_child(lambda: (os.getpid() != here, given.in_features)) == (True, 2)
 
 
-def test_error_and_exit_code_of_child_process_are_raised() -> None:
+def test_error_and_exit_code_of_child_process_are_raised():
     def fails() -> None:
         raise ValueError("the model is a poem")
 
@@ -47,7 +44,7 @@ def _follows() -> None:
 class _SharesTheParentsObjects(Callback):
     """Callback that fails if garbage collection in a rank would copy all memory pages."""
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_):
         assert gc.get_freeze_count() > 10_000
 
 
@@ -97,6 +94,6 @@ def _returns_weights_through_memory() -> None:
 @pytest.mark.parametrize(
     "part", [_follows, _chooses, _comes_too_late, _returns_weights_through_memory]
 )
-def test_fork_start_method_in_new_process(part: Callable[[], None]) -> None:
+def test_fork_start_method_in_new_process(part):
     """A new process is needed because only its first backward starts threads."""
     assert in_new_process(part) == 0

@@ -3,13 +3,10 @@
 They are equal to torchao's, equal in every layout up to rounding, and close to bf16.
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +21,7 @@ from lightning_ptdp.tensor_parallel import Column, ColumnParallelLinear, RowPara
 from lightning_ptdp.world.mesh import Group
 from tests.errors import raises_with
 from tests.letters import M, P, T, V
-from tests.parity import Parity, Place, assert_near, distance
-from tests.pool import Pool
+from tests.parity import Place, assert_near, distance
 from tests.tensor_parallel.toy import tensor_group
 from tests.tiny_gpt import Run
 
@@ -44,7 +40,7 @@ class Conv1D(nn.Module):
             nn.Parameter(torch.randn(outputs)),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.weight + self.bias
 
 
@@ -74,7 +70,7 @@ def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("shape", [(3, 16, 32), (5, 32)], ids=["3 dimensions", "5 tokens"])
-def test_linear_layer_matches_torchao(scaling: Any, shape: tuple[int, ...]) -> None:
+def test_linear_layer_matches_torchao(scaling, shape):
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -102,7 +98,7 @@ def test_linear_layer_matches_torchao(scaling: Any, shape: tuple[int, ...]) -> N
         assert 1e-3 < (found[0] - exact).norm() / exact.norm() < 0.1
 
 
-def test_only_linear_layers_of_blocks_use_float8() -> None:
+def test_only_linear_layers_of_blocks_use_float8():
     model = GPT(
         GPTConfig.gpt2(
             vocabulary_size=64, sequence_length=16, num_layers=2, hidden_size=32, num_heads=2
@@ -118,7 +114,7 @@ def test_only_linear_layers_of_blocks_use_float8() -> None:
     assert all(f"blocks.*.{name}" in note for name in names)
 
 
-def test_multihead_attention_is_not_converted_to_float8() -> None:
+def test_multihead_attention_is_not_converted_to_float8():
     block = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True)
     apply_fp8(nn.ModuleList([block]), scaling="rowwise", blocks="", device=CPU)
     assert [name for name, module in block.named_modules() if "forward" in vars(module)] == [
@@ -154,7 +150,7 @@ def shards(rank: int) -> None:
     assert 1e-3 < (found - exact).norm() / exact.norm() < 0.1
 
 
-def test_shards_are_scaled_locally(pool: Pool) -> None:
+def test_shards_are_scaled_locally(pool):
     pool.run(shards, world_size=2)
 
 
@@ -168,7 +164,7 @@ RUN = Run(hidden=32, clip=None, layout={M: 4})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_float8_layouts_match_single_process(name: str, parity: Parity) -> None:
+def test_float8_layouts_match_single_process(name, parity):
     """All layouts match a single process.
 
     Tensor parallelism rounds differently; its error is at most 1.2 times the rounding of float8.
@@ -188,7 +184,7 @@ def test_float8_layouts_match_single_process(name: str, parity: Parity) -> None:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_float8_losses_are_close_to_bf16(scaling: str, parity: Parity) -> None:
+def test_float8_losses_are_close_to_bf16(scaling, parity):
     plain = Run(hidden=32, steps=30, clip=None, precision="bf16-mixed")
     expected = parity.result(plain)["losses"]
     assert expected[-1] < 0.95 * expected[0], "the loss does not decrease"
@@ -213,16 +209,14 @@ def blocks_of(*sizes: tuple[int, int]) -> nn.ModuleDict:
         ([(32, 8)], 1, ["there are none"]),
     ],
 )
-def test_unsupported_layer_sizes_are_refused(
-    sizes: list[tuple[int, int]], t: int, words: list[str]
-) -> None:
+def test_unsupported_layer_sizes_are_refused(sizes, t, words):
     model = blocks_of(*sizes)
     kinds = {f"h.{index}.0": Column() for index in range(len(sizes))}
     with raises_with(words):
         check_fp8(model, blocks="h", kinds=kinds, tensor_parallel_size=t)
 
 
-def test_torchao_outside_declared_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchao_outside_declared_range_is_refused(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda _: "0.7.0")
     with pytest.raises(
         RequirementError,
@@ -231,7 +225,7 @@ def test_torchao_outside_declared_range_is_refused(monkeypatch: pytest.MonkeyPat
         check_fp8(blocks_of((32, 32)), blocks="h", kinds={}, tensor_parallel_size=1)
 
 
-def test_torchao_is_imported_lazily() -> None:
+def test_torchao_is_imported_lazily():
     """The package never imports it at module level: it is slow and optional."""
     package = Path(lightning_ptdp.__file__).parent
     for path in package.rglob("*.py"):
@@ -245,7 +239,7 @@ def test_torchao_is_imported_lazily() -> None:
         assert path.name == "quantization.py" or "from torchao" not in path.read_text(), path
 
 
-def test_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_float8_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     with pytest.raises(
@@ -258,6 +252,6 @@ def test_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_cpu_warns_about_float8_emulation() -> None:
+def test_cpu_warns_about_float8_emulation():
     with pytest.warns(UserWarning, match="fp8 is emulated on a CPU"):
         apply_fp8(blocks_of((32, 32)), scaling="rowwise", blocks="h", device=CPU)

@@ -1,7 +1,5 @@
 """Reports of NaN losses, parameters without gradients and parameters frozen late."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -15,7 +13,6 @@ from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 from tests.letters import M, P, Z
 from tests.parity import make_trainer
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -23,7 +20,7 @@ pytestmark = pytest.mark.thorough
 class LitPoisoned(LitNet):
     """Module whose fourth loss on the last rank is NaN."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)
         self.calls = getattr(self, "calls", 0) + 1
         poisoned = own_rank() == self.trainer.world_size - 1 and self.calls == 4
@@ -34,7 +31,7 @@ class LitPoisoned(LitNet):
 class LitUncounted(LitNet):
     """Module whose first batch on the last rank has no tokens, so its mean loss is NaN."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         keep = torch.full(
             (len(y),), self.trainer.global_rank < self.trainer.world_size - 1 or batch_idx > 0
@@ -46,13 +43,13 @@ class LitUncounted(LitNet):
 
 
 class LitUnused(LitNet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.spare = torch.nn.Linear(2, 2)
 
 
 class LitFreezes(LitNet):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 1:
             next(self.parameters()).requires_grad_(False)
 
@@ -83,7 +80,7 @@ def _fit(
 @pytest.mark.parametrize(
     "layout", [{}, {M: 2}, {Z: "optimizer"}], ids=["d2", "d2 m2", "d2 sharded"]
 )
-def test_nan_loss_with_zero_tokens_is_accepted(layout: dict[str, Any], pool: Pool) -> None:
+def test_nan_loss_with_zero_tokens_is_accepted(layout, pool):
     for raised, _, finite in pool.run(
         _fit, world_size=2, args=(LitUncounted, 2, {**layout, "check_finite": "raise"})
     ):
@@ -91,7 +88,7 @@ def test_nan_loss_with_zero_tokens_is_accepted(layout: dict[str, Any], pool: Poo
 
 
 @pytest.mark.parametrize("layout", [{}, {P: 2, M: 2, "schedule": "zb_h1"}], ids=["one", "zb_h1"])
-def test_parameters_with_gradients_are_not_reported(layout: dict[str, Any], pool: Pool) -> None:
+def test_parameters_with_gradients_are_not_reported(layout, pool):
     size = layout.get(P, 1)
     for _, texts, _ in pool.run(
         _fit, world_size=size, args=(LitNet, size, {**layout, "check_finite": "raise"}, 2)
@@ -99,7 +96,7 @@ def test_parameters_with_gradients_are_not_reported(layout: dict[str, Any], pool
         assert not [text for text in texts if "no loss depends" in text]
 
 
-def test_nan_is_found_in_single_process_without_microbatches(pool: Pool) -> None:
+def test_nan_is_found_in_single_process_without_microbatches(pool):
     ((raised, _, finite),) = pool.run(
         _fit, world_size=1, args=(LitPoisoned, 1, {"check_finite": "raise"})
     )
@@ -116,7 +113,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_nan_is_traced_to_rank_and_microbatch(name: str, pool: Pool) -> None:
+def test_nan_is_traced_to_rank_and_microbatch(name, pool):
     world_size, layout = PLACES[name]
     ranks = pool.run(
         _fit,
@@ -137,7 +134,7 @@ def test_nan_is_traced_to_rank_and_microbatch(name: str, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ["d2", "d2 sharded"])
-def test_parameters_without_gradient_are_named_once(name: str, pool: Pool) -> None:
+def test_parameters_without_gradient_are_named_once(name, pool):
     told = [
         text
         for _, texts, _ in pool.run(_fit, world_size=2, args=(LitUnused, 2, PLACES[name][1]))
@@ -148,7 +145,7 @@ def test_parameters_without_gradient_are_named_once(name: str, pool: Pool) -> No
     ]
 
 
-def test_parameter_frozen_after_setup_is_refused(pool: Pool) -> None:
+def test_parameter_frozen_after_setup_is_refused(pool):
     for raised, _, _ in pool.run(_fit, world_size=2, args=(LitFreezes, 2, {Z: "optimizer"})):
         assert raised.startswith("ValueError: requires_grad of '")
         assert "has become False" in raised

@@ -1,7 +1,5 @@
 """Ranks that freeze, die or are missing during group creation, in real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -10,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -105,7 +103,7 @@ def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size:
         parent.recv()
         return create(**kwargs)
 
-    Watchdog.create = later  # type: ignore[method-assign]
+    Watchdog.create = later
     layout = {"pipeline_parallel_size": world_size, "num_microbatches": 2, "timeout_s": limit_s}
     try:
         make_trainer(Place(world_size=world_size, layout=layout)).fit(LitNet(), loader())
@@ -137,7 +135,7 @@ class Rank:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., list[Rank]]]:
+def ranks():
     """Start ranks that join, and kill them at the end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -187,7 +185,7 @@ def lose(ranks: list[Rank], doomed: int, how: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("doomed", [0, 2])
-def test_rank_frozen_during_group_creation_is_named(ranks: Any, doomed: int) -> None:
+def test_rank_frozen_during_group_creation_is_named(ranks, doomed):
     """torch waits without limit for a frozen store."""
     said = lose(ranks(LIMIT_S), doomed, signal.SIGSTOP)
     whom = (
@@ -201,7 +199,7 @@ def test_rank_frozen_during_group_creation_is_named(ranks: Any, doomed: int) -> 
 
 
 @pytest.mark.parametrize("doomed", [0, 2])
-def test_rank_killed_during_group_creation_is_named(ranks: Any, doomed: int) -> None:
+def test_rank_killed_during_group_creation_is_named(ranks, doomed):
     together = ranks(LONG_S)
     started = time.monotonic()
     said = lose(together, doomed, signal.SIGKILL)
@@ -215,7 +213,7 @@ def test_rank_killed_during_group_creation_is_named(ranks: Any, doomed: int) -> 
     assert time.monotonic() - started < HANGS_S / 2
 
 
-def test_store_host_killed_after_joining_is_named(ranks: Any) -> None:
+def test_store_host_killed_after_joining_is_named(ranks):
     """torch retries for twice its limit to connect to a lost store."""
     keeper, other = ranks(LONG_S, world_size=2, come=(0, 1), what=_train)
     assert [keeper.says(), other.says()] == ["joined"] * 2
@@ -227,7 +225,7 @@ def test_store_host_killed_after_joining_is_named(ranks: Any) -> None:
     assert "rank 0 (or torchrun), which hosts the store for these reports, has not answered" in said
 
 
-def test_rank_killed_before_first_report_is_named(ranks: Any) -> None:
+def test_rank_killed_before_first_report_is_named(ranks):
     """Rank 0 must report the missing rank, because the store ends with rank 0."""
     together = ranks(LONG_S, what=_train)
     assert [rank.says() for rank in together] == ["joined"] * 3
@@ -239,7 +237,7 @@ def test_rank_killed_before_first_report_is_named(ranks: Any) -> None:
         assert "o answer from rank 2" in rank.says()
 
 
-def test_rank_with_longer_limit_names_missing_rank(ranks: Any) -> None:
+def test_rank_with_longer_limit_names_missing_rank(ranks):
     """A rank that waits longer than rank 0 also names the missing rank.
 
     Its limit may be longer, or it may have started later. The store ends with rank 0.
@@ -252,7 +250,7 @@ def test_rank_with_longer_limit_names_missing_rank(ranks: Any) -> None:
     )
 
 
-def test_waiting_rank_logs_missing_rank(ranks: Any) -> None:
+def test_waiting_rank_logs_missing_rank(ranks):
     first, *_ = ranks(LIMIT_S, world_size=4)
     assert first.says().startswith(
         "rank 0 could not join the other ranks: rank 3 did not join, while waiting for all ranks: "
@@ -261,7 +259,7 @@ def test_waiting_rank_logs_missing_rank(ranks: Any) -> None:
     assert "rank 0 has waited" in logged and "for rank 3, 3 of 4 joined" in logged
 
 
-def test_single_machine_listens_only_on_loopback(ranks: Any) -> None:
+def test_single_machine_listens_only_on_loopback(ranks):
     together = ranks(LONG_S)
     for rank in together:
         assert rank.says() == "making"

@@ -1,7 +1,5 @@
 """The heap of the C library during a training on a CPU."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 from pathlib import Path
@@ -33,7 +31,7 @@ def _use(count: int) -> int:
     return resident
 
 
-def test_freed_blocks_stay_until_process_has_grown() -> None:
+def test_freed_blocks_stay_until_process_has_grown():
     count = _resident_bytes() // _MIB // 2  # clearly more than a tenth
     with closing(Heap()) as heap:
         for _ in range(2):  # the second call is that after the first step
@@ -46,7 +44,7 @@ def test_freed_blocks_stay_until_process_has_grown() -> None:
         assert _resident_bytes() < before + 0.1 * count * _MIB, "the blocks were kept"
 
 
-def test_memory_that_setup_freed_is_returned_before_first_step() -> None:
+def test_memory_that_setup_freed_is_returned_before_first_step():
     count = _resident_bytes() // _MIB // 2
     before = _resident_bytes()
     with closing(Heap()) as heap:
@@ -55,7 +53,7 @@ def test_memory_that_setup_freed_is_returned_before_first_step() -> None:
         assert _resident_bytes() < before + 0.1 * count * _MIB
 
 
-def test_end_of_training_returns_free_pages() -> None:
+def test_end_of_training_returns_free_pages():
     count = _resident_bytes() // _MIB // 2
     before = _resident_bytes()
     with closing(Heap()):

@@ -1,7 +1,5 @@
 """Termination of launched processes after one of them is lost."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +19,7 @@ def strategy(start_method: str) -> Any:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_forked_rank_waits_for_sigterm_unless_received(
-    monkeypatch: pytest.MonkeyPatch, told: bool
-) -> None:
+def test_forked_rank_waits_for_sigterm_unless_received(monkeypatch, told):
     slept = list[float]()
     monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=slept.append))
     ours = strategy("fork")
@@ -39,7 +35,7 @@ def test_forked_rank_waits_for_sigterm_unless_received(
     assert slept == ([] if told else [launch._LAST_WORD_S])
 
 
-def test_sigterm_before_lost_peer_is_reported_to_launcher() -> None:
+def test_sigterm_before_lost_peer_is_reported_to_launcher():
     ours, callback = strategy("fork"), SaveOnSignal()
     ours._run = SimpleNamespace(stop_request=SimpleNamespace(received=False))
     trainer: Any = SimpleNamespace(strategy=ours)

@@ -1,7 +1,5 @@
 """Private names of Lightning that the package uses, in both namespaces."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 
@@ -24,7 +22,7 @@ from lightning_ptdp.shims.lightning import (
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_private_names_exist_with_expected_signatures(namespace: str) -> None:
+def test_private_names_exist_with_expected_signatures(namespace):
     names = lightning_names(namespace)
     assert "timeout" in str(inspect.signature(names.init_process_group)) or "kwargs" in str(
         inspect.signature(names.init_process_group)
@@ -40,13 +38,13 @@ def test_private_names_exist_with_expected_signatures(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_advance_of_training_loop_broadcasts_sigterm(namespace: str) -> None:
+def test_advance_of_training_loop_broadcasts_sigterm(namespace):
     loop = importlib.import_module(f"{namespace}.loops.training_epoch_loop")._TrainingEpochLoop
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_timed_validation_reads_expected_attributes(namespace: str) -> None:
+def test_timed_validation_reads_expected_attributes(namespace):
     loop = importlib.import_module(f"{namespace}.loops.training_epoch_loop")
     text = inspect.getsource(loop._TrainingEpochLoop._should_check_val_fx)
     assert "interval = self.trainer._val_check_time_interval" in text
@@ -54,14 +52,14 @@ def test_timed_validation_reads_expected_attributes(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_throughput_monitor_uses_expected_attributes(namespace: str) -> None:
+def test_throughput_monitor_uses_expected_attributes(namespace):
     monitor = lightning_names(namespace).ThroughputMonitor(batch_size_fn=len)
     assert monitor._throughputs == {} and monitor.available_flops is None
     assert "self._throughputs[stage] = throughput" in inspect.getsource(monitor.setup)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_slurm_requeue_handler_and_checkpoint_selection_exist(namespace: str) -> None:
+def test_slurm_requeue_handler_and_checkpoint_selection_exist(namespace):
     trainer = importlib.import_module(namespace).Trainer(logger=False)
     assert callable(requeue_handler(trainer))
     load_only_named_checkpoints(trainer)
@@ -70,7 +68,7 @@ def test_slurm_requeue_handler_and_checkpoint_selection_exist(namespace: str) ->
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_fit_is_distinguished_from_other_functions(namespace: str) -> None:
+def test_fit_is_distinguished_from_other_functions(namespace):
     trainer, kinds = (
         importlib.import_module(namespace).Trainer(logger=False),
         importlib.import_module(f"{namespace}.trainer.states"),
@@ -81,18 +79,18 @@ def test_fit_is_distinguished_from_other_functions(namespace: str) -> None:
         assert fits(trainer) == (function is kinds.TrainerFn.FITTING)
 
 
-def test_namespaces_have_separate_class_hierarchies() -> None:
+def test_namespaces_have_separate_class_hierarchies():
     one, other = (lightning_names(namespace) for namespace in NAMESPACES)
     assert one.ParallelStrategy is not other.ParallelStrategy
 
 
-def test_unknown_namespace_is_refused() -> None:
+def test_unknown_namespace_is_refused():
     with pytest.raises(ValueError, match="pytorch_lightning"):
         lightning_names("lightning")
 
 
 @pytest.mark.parametrize("module", LOADERS)
-def test_checkpoint_loaders_are_replaced(module: str) -> None:
+def test_checkpoint_loaders_are_replaced(module):
     load = getattr(importlib.import_module(module), LOADERS[module])
     assert list(inspect.signature(load).parameters) == [
         "path_or_url",
@@ -103,7 +101,7 @@ def test_checkpoint_loaders_are_replaced(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", UPLOADERS)
-def test_checkpoint_scan_of_uploading_loggers_is_replaced(module: str) -> None:
+def test_checkpoint_scan_of_uploading_loggers_is_replaced(module):
     logger, method = UPLOADERS[module]
     found = importlib.import_module(module)
     assert hasattr(found._scan_checkpoints, REPLACED)
@@ -118,7 +116,7 @@ def test_checkpoint_scan_of_uploading_loggers_is_replaced(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", CLIS)
-def test_checkpoint_path_parser_of_cli_is_replaced(module: str) -> None:
+def test_checkpoint_path_parser_of_cli_is_replaced(module):
     name, method = CLIS[module]
     parse = getattr(getattr(importlib.import_module(module), name), method)
     assert hasattr(parse, REPLACED)
@@ -126,14 +124,14 @@ def test_checkpoint_path_parser_of_cli_is_replaced(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", TRAINERS)
-def test_compiled_module_check_of_trainers_is_replaced(module: str) -> None:
+def test_compiled_module_check_of_trainers_is_replaced(module):
     verify = getattr(importlib.import_module(module), TRAINERS[module])
     assert hasattr(verify, REPLACED)
     assert list(inspect.signature(verify).parameters) == ["model", "strategy"]
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_compiled_module_is_recognized(namespace: str) -> None:
+def test_compiled_module_is_recognized(namespace):
     lightning = importlib.import_module(namespace)
     compile_utilities = importlib.import_module(f"{namespace}.utilities.compile")
     module = lightning.LightningModule()
@@ -142,7 +140,7 @@ def test_compiled_module_is_recognized(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_model_summary_calls_expected_method(namespace: str) -> None:
+def test_model_summary_calls_expected_method(namespace):
     summary = importlib.import_module(f"{namespace}.callbacks.model_summary").ModelSummary
     assert "self._summary(trainer, pl_module)" in inspect.getsource(summary.on_fit_start)
     assert summary(max_depth=2)._max_depth == 2

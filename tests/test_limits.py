@@ -1,11 +1,8 @@
 """Time limits of tests, which count only the time in which processes could run."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 
 import pytest
@@ -22,7 +19,7 @@ def _spin(core: int, stop: Event) -> None:
 
 
 @pytest.fixture
-def two_on_a_core() -> Iterator[list[int]]:
+def two_on_a_core():
     context = multiprocessing.get_context("fork")
     stop, core = context.Event(), min(os.sched_getaffinity(0))
     processes = [context.Process(target=_spin, args=(core, stop)) for _ in range(2)]
@@ -34,20 +31,20 @@ def two_on_a_core() -> Iterator[list[int]]:
         process.join()
 
 
-def test_wait_for_core_does_not_count(two_on_a_core: list[int]) -> None:
+def test_wait_for_core_does_not_count(two_on_a_core):
     limit, start = Limit(30, lambda: two_on_a_core), time.monotonic()
     while limit.left() < 30 - (time.monotonic() - start) + 0.5:
         assert limit.left() > 0, "the limit ignores that two processes share one core"
 
 
-def test_hang_is_detected_in_time() -> None:
+def test_hang_is_detected_in_time():
     limit, start = Limit(2, lambda: [os.getpid()]), time.monotonic()
     while limit.left() > 0:
         time.sleep(0.1)
         assert time.monotonic() - start < 10 * 2 + 1
 
 
-def test_hard_limit_applies_despite_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hard_limit_applies_despite_delays(monkeypatch):
     monkeypatch.setattr("tests.limits._run_delay", lambda pid: time.monotonic() * 2)
     limit = Limit(0.2, lambda: [os.getpid()])
     while limit.left() > 0:

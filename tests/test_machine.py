@@ -1,7 +1,5 @@
 """Machine limits that prevent ranks from starting."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
@@ -26,7 +24,7 @@ PLACE: dict[str, Any] = {"world_size": 4, "start_method": "fork", "accelerator":
 
 
 @pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def limits(monkeypatch):
     """Replace the limits of open files by a list [soft, hard]."""
     found = [1024, 1024]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(found))
@@ -34,18 +32,18 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_ordinary_machine_is_accepted(limits: list[int]) -> None:
+def test_ordinary_machine_is_accepted(limits):
     check_machine(**PLACE)
     assert limits == [1024, 1024]
 
 
-def test_soft_limit_of_open_files_is_raised(limits: list[int]) -> None:
+def test_soft_limit_of_open_files_is_raised(limits):
     limits[:] = [64, 4096]
     check_machine(**PLACE)
     assert limits == [128, 4096]
 
 
-def test_low_limit_of_open_files_is_refused(limits: list[int]) -> None:
+def test_low_limit_of_open_files_is_refused(limits):
     limits[:] = [64, 64]
     with pytest.raises(
         ValueError,
@@ -55,7 +53,7 @@ def test_low_limit_of_open_files_is_refused(limits: list[int]) -> None:
         check_machine(**PLACE)
 
 
-def test_read_only_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_shared_memory_is_refused(monkeypatch):
     def lock(_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -67,9 +65,7 @@ def test_read_only_shared_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     check_machine(**{**PLACE, "start_method": "popen"})
 
 
-def test_missing_loopback_interface_is_refused_before_launch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_loopback_interface_is_refused_before_launch(monkeypatch):
     def connect(*_: object, **__: object) -> None:
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
@@ -85,7 +81,7 @@ def _gpu(uuid: str, name: str = "NVIDIA H100") -> Any:
     return SimpleNamespace(uuid=uuid, name=name)
 
 
-def test_distinct_gpus_are_accepted() -> None:
+def test_distinct_gpus_are_accepted():
     store = dist.HashStore()
     for rank in range(4):
         check_other_gpus(store, rank=rank, tensor_ranks=(rank // 2 * 2, 1), gpu=_gpu(f"{rank}"))
@@ -93,7 +89,7 @@ def test_distinct_gpus_are_accepted() -> None:
     check_other_gpus(store, rank=4, tensor_ranks=(4,), gpu=_gpu("4", "NVIDIA A100"))
 
 
-def test_two_ranks_on_one_gpu_are_refused() -> None:
+def test_two_ranks_on_one_gpu_are_refused():
     store = dist.HashStore()
     check_other_gpus(store, rank=2, tensor_ranks=(2,), gpu=_gpu("GPU-1"))
     with pytest.raises(
@@ -102,7 +98,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
         check_other_gpus(store, rank=5, tensor_ranks=(5,), gpu=_gpu("GPU-1"))
 
 
-def test_different_gpus_in_tensor_group_are_refused() -> None:
+def test_different_gpus_in_tensor_group_are_refused():
     store = dist.HashStore()
     check_other_gpus(store, rank=1, tensor_ranks=(0, 1), gpu=_gpu("GPU-1"))
     with pytest.raises(
@@ -111,16 +107,14 @@ def test_different_gpus_in_tensor_group_are_refused() -> None:
         check_other_gpus(store, rank=0, tensor_ranks=(0, 1), gpu=_gpu("GPU-0", "NVIDIA A100"))
 
 
-def test_rank_without_device_is_refused_before_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_device_is_refused_before_launch(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(ValueError, match=r"^devices=2, so local rank 3 has no device\. Start 2"):
         make_trainer(Place(world_size=2))
 
 
 @pytest.mark.parametrize("numbers", [(2, 3), (0, 1)])
-def test_too_few_visible_gpus_are_refused_before_launch(
-    numbers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_visible_gpus_are_refused_before_launch(numbers, monkeypatch):
     """Lightning saw more GPUs, for example before CUDA_VISIBLE_DEVICES was set."""
     devices = [torch.device("cuda", number) for number in numbers]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: max(numbers))
@@ -135,7 +129,7 @@ def test_too_few_visible_gpus_are_refused_before_launch(
     assert make_trainer(place, accelerator="gpu", devices=1).strategy.root_device == devices[0]
 
 
-def test_old_driver_is_refused_before_groups_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_driver_is_refused_before_groups_exist(monkeypatch):
     def init() -> None:
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 12080). Please update"
@@ -157,7 +151,7 @@ def test_old_driver_is_refused_before_groups_exist(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
-def test_older_nccl_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_nccl_library_is_refused(monkeypatch):
     check_nccl()
     monkeypatch.setattr(dist.ProcessGroupNCCL, "get_runtime_nccl_version", lambda: (2, 19, 3))
     with pytest.raises(ValueError, match=r"^NCCL 2\.19\.3 is loaded, but torch .*LD_LIBRARY_PATH"):
@@ -165,7 +159,7 @@ def test_older_nccl_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
-def test_unknown_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_nccl_is_refused(monkeypatch):
     backend: Any = dist.Backend
     plugin = backend._BackendPlugin(test_unknown_nccl_is_refused, True)
     monkeypatch.setitem(backend._plugins, "NCCL", plugin)
@@ -173,7 +167,7 @@ def test_unknown_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_nccl()
 
 
-def test_unknown_backend_and_nccl_without_gpus_are_refused() -> None:
+def test_unknown_backend_and_nccl_without_gpus_are_refused():
     with pytest.raises((TypeError, ValueError), match=r"process_group_backend='ncll'.*'nccl'"):
         PTDPStrategy(process_group_backend="ncll")
     place = Place(world_size=2, layout={"process_group_backend": "nccl"})

@@ -3,9 +3,6 @@
 This happens only where nothing observes the separate gradient.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,7 +48,7 @@ def _microbatch(module: nn.Module, x: Tensor, *, splits: bool) -> None:
     store.run(0)
 
 
-def test_bf16_product_is_added_to_float32_gradient_in_one_pass() -> None:
+def test_bf16_product_is_added_to_float32_gradient_in_one_pass():
     with torch.device("meta"):
         weight, x, grad = (
             torch.empty(size, dtype=torch.bfloat16) for size in ((10, 6), (3, 4, 6), (3, 4, 10))
@@ -66,7 +63,7 @@ def test_bf16_product_is_added_to_float32_gradient_in_one_pass() -> None:
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_backward_adds_product_to_gradient_in_one_pass(splits: bool) -> None:
+def test_backward_adds_product_to_gradient_in_one_pass(splits):
     module, x = nn.Linear(6, 10, bias=False), torch.ones(3, 4, 6)
     module.weight.grad = torch.zeros_like(module.weight)
     with _Traffic(module.weight.shape) as traffic:
@@ -75,7 +72,7 @@ def test_backward_adds_product_to_gradient_in_one_pass(splits: bool) -> None:
     assert module.weight.grad.eq(12).all()
 
 
-def test_products_and_lookups_of_shared_weight_match_autograd() -> None:
+def test_products_and_lookups_of_shared_weight_match_autograd():
     torch.manual_seed(0)
     weight, ids = nn.Parameter(torch.randn(5, 4, dtype=torch.float64)), torch.tensor([[1, 4, 1]])
 
@@ -114,9 +111,7 @@ def _by_late_hook(weight: nn.Parameter, loss: Tensor) -> Any:
 @pytest.mark.parametrize(
     "ask", [_by_hook, _by_late_hook, lambda weight, loss: torch.autograd.grad(loss, [weight])[0]]
 )
-def test_hooks_and_autograd_grad_receive_gradient(
-    ask: Callable[[nn.Parameter, Tensor], Tensor],
-) -> None:
+def test_hooks_and_autograd_grad_receive_gradient(ask):
     module, x = nn.Linear(4, 3, bias=False), torch.ones(2, 4)
     module.weight.grad = torch.ones(3, 4)
     with WeightGradients().intercepting():
@@ -124,7 +119,7 @@ def test_hooks_and_autograd_grad_receive_gradient(
     torch.testing.assert_close(ask(module.weight, loss), torch.full((3, 4), 2.0))
 
 
-def test_gradients_outside_backward_inputs_are_unchanged() -> None:
+def test_gradients_outside_backward_inputs_are_unchanged():
     module, x = nn.Linear(4, 3, bias=False), torch.ones(2, 4, requires_grad=True)
     module.weight.grad = torch.ones(3, 4)
     with WeightGradients().intercepting():
@@ -134,7 +129,7 @@ def test_gradients_outside_backward_inputs_are_unchanged() -> None:
     assert module.weight.grad.eq(1).all()
 
 
-def test_bucket_is_reduced_after_in_place_product() -> None:
+def test_bucket_is_reduced_after_in_place_product():
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     buckets = GradientBuckets(managed(module.parameters()), {(): Reduction()}, bucket_bytes=1)
     buckets.begin(keep=False)

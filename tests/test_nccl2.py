@@ -3,8 +3,6 @@
 A stand-in for the backend records how torch creates groups with a bound device, without a GPU.
 """
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys
@@ -115,7 +113,7 @@ def stand_in(rank: int, size: int, device: torch.device) -> Iterator[list[Create
             dist.destroy_process_group()
 
 
-def test_binds_device_matches_registered_nccl_backend() -> None:
+def test_binds_device_matches_registered_nccl_backend():
     """With torch 2.15, "nccl" is nccl2, which needs the device."""
     backend: Any = distributed_c10d.Backend
     if hasattr(backend, "_ensure_backend_registered"):
@@ -126,10 +124,10 @@ def test_binds_device_matches_registered_nccl_backend() -> None:
 
 
 @pytest.mark.skipif(not binds_device(), reason="this torch takes the device from the tensors")
-def test_nccl2_uses_bound_device_or_infers_it_from_rank() -> None:
+def test_nccl2_uses_bound_device_or_infers_it_from_rank():
     group: Any = mock.Mock(bound_device_id=torch.device("cuda", 3))
     options: Any = mock.Mock(enable_reconfigure=False, process_group=group)
-    find: Any = distributed_c10d._nccl2_device  # type: ignore[attr-defined]
+    find: Any = distributed_c10d._nccl2_device
     assert find(options) == torch.device("cuda", 3)
     group.bound_device_id, options.global_ranks_in_group, options.group_rank = None, [], 5
     with (
@@ -143,7 +141,7 @@ def test_nccl2_uses_bound_device_or_infers_it_from_rank() -> None:
 
 
 @pytest.mark.skipif(not binds_device(), reason="this torch splits no group")
-def test_torch_splits_only_eager_groups() -> None:
+def test_torch_splits_only_eager_groups():
     with stand_in(0, 4, torch.device("cuda", 2)) as created:
         dist.new_group([0, 1], use_local_synchronization=True)
         options = nccl_options(LIMIT, high_priority=False)
@@ -160,7 +158,7 @@ def test_torch_splits_only_eager_groups() -> None:
         {"expert_parallel_size": 2, "context_parallel_size": 2},
     ],
 )
-def test_groups_are_bound_to_device_and_not_split(options: dict[str, int]) -> None:
+def test_groups_are_bound_to_device_and_not_split(options):
     layout = ParallelLayout(**{"world_size": 8, **options})
     calls = list[int]()
     for rank in range(layout.world_size):
@@ -195,7 +193,7 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_nccl_error_skips_agreement_between_ranks(message: str) -> None:
+def test_nccl_error_skips_agreement_between_ranks(message):
     assert is_communication_error(RuntimeError(message))
     assert not is_communication_error(ValueError(message))
     no_collective = mock.patch.object(save_agreement, "gather", side_effect=AssertionError)
@@ -210,12 +208,12 @@ def test_nccl_error_skips_agreement_between_ranks(message: str) -> None:
 
 
 @pytest.mark.parametrize("message", ["NCCL version 2.10 is too old", "the NCCL operation failed"])
-def test_other_errors_are_not_communication_errors(message: str) -> None:
+def test_other_errors_are_not_communication_errors(message):
     assert not is_communication_error(RuntimeError(message))
 
 
 @pytest.mark.skipif(not binds_device(), reason="NCCL of this torch records itself")
-def test_flight_record_is_read_from_backend_in_use() -> None:
+def test_flight_record_is_read_from_backend_in_use():
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> StandIn:
         return StandIn(rank, size)
 
@@ -229,7 +227,7 @@ def test_flight_record_is_read_from_backend_in_use() -> None:
 
 
 @pytest.mark.skipif(not binds_device(), reason="torch has no backends in Python yet")
-def test_failed_rank_ends_though_destroying_its_groups_waits() -> None:
+def test_failed_rank_ends_though_destroying_its_groups_waits():
     """As with NCCL, the end of a group waits for posted receives, which nobody serves any more."""
     script = """
         import atexit, threading
@@ -257,7 +255,7 @@ def test_failed_rank_ends_though_destroying_its_groups_waits() -> None:
     subprocess.run(command, check=True, timeout=120)
 
 
-def test_failed_rank_aborts_process_groups_before_exit() -> None:
+def test_failed_rank_aborts_process_groups_before_exit():
     script = """
         import atexit
         import torch.distributed as dist

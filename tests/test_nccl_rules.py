@@ -4,9 +4,6 @@ All members of a group issue the same operations in the same order, and no ranks
 This holds with one queue per stream and with a shared queue.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -21,7 +18,6 @@ from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.pipeline.program_observers import StepObserver
 from tests.conformance.toys import Place, assert_weights, make_trainer, weights
 from tests.nccl_calls import Call, operations_of
-from tests.pool import Pool
 from tests.queued import HOST
 from tests.schedule.streams import stuck_operations
 
@@ -72,7 +68,7 @@ class LitWatched(LitGPT, StepObserver):
 
     before: list[Any] | None = None
 
-    def on_sanity_check_start(self) -> None:
+    def on_sanity_check_start(self):
         self.trainer.strategy.observers.add(self)
 
     def began(self, schedule: Any) -> None:
@@ -121,15 +117,13 @@ def fit(rank: int, world_size: int, options: dict[str, Any], samples: int) -> Tr
 
 
 @pytest.fixture(scope="module")
-def expected(pool: Pool) -> Callable[[int], dict[str, Tensor]]:
+def expected(pool):
     """Return a function from the number of samples to single-process weights."""
     return cache(lambda samples: pool.run(fit, world_size=1, args=(1, {}, samples))[0].weights)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_training_obeys_nccl_ordering_rules(
-    name: str, pool: Pool, expected: Callable[[int], dict[str, Tensor]]
-) -> None:
+def test_training_obeys_nccl_ordering_rules(name, pool, expected):
     samples = 8 * PTDPConfig(**LAYOUTS[name]).layout(4).num_replicas
     trained = pool.run(fit, world_size=4, args=(4, LAYOUTS[name], samples), backend="queued")
     assert [rank.late for rank in trained] == [[]] * 4

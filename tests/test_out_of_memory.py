@@ -3,8 +3,6 @@
 The other ranks end too.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -18,7 +16,6 @@ from lightning_ptdp.strategy.checks.machine_limits import check_gpu
 from lightning_ptdp.strategy.out_of_memory import memory_note
 from tests.letters import M, P, T
 from tests.parity import make_trainer
-from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
@@ -31,7 +28,7 @@ class LitFull(LitTiny):
 
     calls = 0
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         block = self.model.blocks[-1]
         if list(block.parameters()):  # not a placeholder
             block.register_forward_pre_hook(self._fill)
@@ -58,7 +55,7 @@ def error_of(rank: int, layout: dict[str, Any], world_size: int) -> tuple[str, l
 
 
 @pytest.mark.parametrize("layout", [{}, {P: 2, M: 4, "timeout_s": 6}], ids=["1", "p2"])
-def test_out_of_memory_in_step_is_explained(layout: dict[str, Any], pool: Pool) -> None:
+def test_out_of_memory_in_step_is_explained(layout, pool):
     size = layout.get(P, 1)
     *others, (kind, notes, _) = pool.run(error_of, world_size=size, args=(layout, size))
     assert kind == "OutOfMemoryError", notes
@@ -81,7 +78,7 @@ def test_out_of_memory_in_step_is_explained(layout: dict[str, Any], pool: Pool) 
         assert kind == "PeerError" and after < 30
 
 
-def test_out_of_memory_in_setup_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_setup_is_explained(monkeypatch):
     def full(self: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
@@ -138,16 +135,14 @@ EXPECTED = {
         ),
     ],
 )
-def test_memory_note_names_cause_and_remedies(
-    options: dict[str, Any], found: dict[str, float], words: list[str]
-) -> None:
+def test_memory_note_names_cause_and_remedies(options, found, words):
     config = PTDPConfig(**options)
     note = memory_note(EXPECTED, found, config=config, layout=config.layout(4))
     for word in words:
         assert word in note, note
 
 
-def test_expert_parallelism_is_suggested_first_for_moe() -> None:
+def test_expert_parallelism_is_suggested_first_for_moe():
     config = PTDPConfig(expert_parallel_size=2)
     found = {**EXPECTED, "parameters": 3 * GIB}
     note = memory_note(EXPECTED, found, config=config, layout=config.layout(4), mixture=True)
@@ -173,7 +168,7 @@ CUDA_12 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100a", "sm_120", "compute_120
         ((13, 0), True),
     ],
 )
-def test_torch_without_kernels_for_gpu_is_refused(capability: tuple[int, int], runs: bool) -> None:
+def test_torch_without_kernels_for_gpu_is_refused(capability, runs):
     if runs:
         check_gpu("a GPU", capability, kernels=CUDA_12, precision="16-mixed")
         return
@@ -184,7 +179,7 @@ def test_torch_without_kernels_for_gpu_is_refused(capability: tuple[int, int], r
         check_gpu("a GPU", capability, kernels=CUDA_12, precision="16-mixed")
 
 
-def test_gpu_without_bf16_warns() -> None:
+def test_gpu_without_bf16_warns():
     with pytest.warns(
         UserWarning,
         match="precision='bf16-true' is slow on Tesla T4 .* computes in float32 instead. Use precision='16-true'",
@@ -192,7 +187,7 @@ def test_gpu_without_bf16_warns() -> None:
         check_gpu("Tesla T4", (7, 5), kernels=CUDA_12, precision="bf16-true")
 
 
-def test_activations_without_estimate_are_suspected() -> None:
+def test_activations_without_estimate_are_suspected():
     known = {name: value for name, value in EXPECTED.items() if name != "activations"}
     note = memory_note(known, known, config=PTDPConfig(), layout=PTDPConfig().layout(1))
     assert "activations: the largest part. Use recompute=" in note

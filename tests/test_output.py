@@ -1,7 +1,5 @@
 """Output after its reader has closed."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess
@@ -42,28 +40,28 @@ def run_without_reader(write: str, mode: str, file: str, output: int) -> None:
         ("say('x')", "plain"),
     ],
 )
-def test_closed_pipe_does_not_end_program(write: str, mode: str, tmp_path: str) -> None:
+def test_closed_pipe_does_not_end_program(write, mode, tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     run_without_reader(write, mode, f"{tmp_path}/end", writer)
     assert os.path.exists(f"{tmp_path}/end")
 
 
-def test_lost_terminal_does_not_end_program(tmp_path: str) -> None:
+def test_lost_terminal_does_not_end_program(tmp_path):
     ours, theirs = pty.openpty()
     os.close(ours)
     run_without_reader("print('x' * 100000)", "survives", f"{tmp_path}/end", theirs)
     assert os.path.exists(f"{tmp_path}/end")
 
 
-def test_closed_pipe_ends_unprotected_program(tmp_path: str) -> None:
+def test_closed_pipe_ends_unprotected_program(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     run_without_reader("print('x' * 100000)", "plain", f"{tmp_path}/end", writer)
     assert not os.path.exists(f"{tmp_path}/end")
 
 
-def test_unencodable_characters_are_replaced() -> None:
+def test_unencodable_characters_are_replaced():
     code = "from lightning_ptdp.base.output import say, survive_closed_output\n{first}say('5 × ü')"
     for first in ("", "survive_closed_output()\n"):
         done = subprocess.run(

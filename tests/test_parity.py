@@ -3,16 +3,13 @@
 Initial weights are bitwise equal; losses, norms and final weights are numerically equal.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lightning_ptdp.schedule import CustomSchedule, build_schedule, dump_schedule
 from tests.letters import SP, C, D, M, P, R, S, T, V, Z
-from tests.parity import Parity, Place, assert_near, assert_same
+from tests.parity import Place, assert_near, assert_same
 from tests.pipeline.grid import weights_at_the_end
 from tests.tiny_gpt import Run
 
@@ -85,35 +82,35 @@ QUICK = ("d2", "p2v2", "t2sp")
     "name",
     [pytest.param(name, marks=pytest.mark.quick) if name in QUICK else name for name in LAYOUTS],
 )
-def test_gpt_with_accumulation_clipping_and_tied_weights(name: str, parity: Parity) -> None:
+def test_gpt_with_accumulation_clipping_and_tied_weights(name, parity):
     parity.check(Run(layers=7, accumulate=2), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["d2", "t2sp", "p2v2", "t2p2v2sp"])
-def test_llama_without_accumulation(name: str, parity: Parity) -> None:
+def test_llama_without_accumulation(name, parity):
     parity.check(Run(llama=True, clip=None), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["p2v2 m3", "t2p2", "d2p2"])
-def test_eagerly_built_model_with_plain_loss(name: str, parity: Parity) -> None:
+def test_eagerly_built_model_with_plain_loss(name, parity):
     run = Run(eager=True, count_tokens=False, ignore_padding=False, accumulate=2)
     parity.check(run, LAYOUTS[name])
 
 
-def test_incomplete_last_batch(parity: Parity) -> None:
+def test_incomplete_last_batch(parity):
     parity.check(Run(samples=29), LAYOUTS["p2v2"])
 
 
 # Those over replicas are in the next test, and in data_parallel/test_every_schedule.py.
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if not name.startswith("d2")])
-def test_pipeline_schedules_and_options(name: str, parity: Parity) -> None:
+def test_pipeline_schedules_and_options(name, parity):
     ranks = parity.check(PIPELINE, SCHEDULES[name])
     if name == "p2v2 by names":
         assert ranks[0]["ranges"] == ((0, 1), (1, 3), (3, 6), (6, 7))
 
 
 @pytest.mark.parametrize("name", ["d2p2 zb_h1", "d2p2v2 zb_v", "d2p2v2 dualpipe_v"])
-def test_gradient_reduction_during_schedule(name: str, parity: Parity) -> None:
+def test_gradient_reduction_during_schedule(name, parity):
     """Each stage has several buckets.
 
     With gradient accumulation, the reductions would run after the schedule.
@@ -122,7 +119,7 @@ def test_gradient_reduction_during_schedule(name: str, parity: Parity) -> None:
     parity.check(Run(layers=7), (world_size, {**layout, "bucket_mb": 1e-2}))
 
 
-def test_schedule_from_file(parity: Parity, tmp_path: Path) -> None:
+def test_schedule_from_file(parity, tmp_path):
     path = str(tmp_path / "mine.csv")
     dump_schedule(
         build_schedule(
@@ -138,20 +135,18 @@ def test_schedule_from_file(parity: Parity, tmp_path: Path) -> None:
     [(2, {D: 2}), (2, {D: 2, Z: "optimizer"}), (4, {D: 2, C: 2}), (4, {D: 2})],
     ids=["d2 on 2 nodes", "d2 ZeRO on 2 nodes", "d2c2 on 2 nodes", "d4 on 2 nodes"],
 )
-def test_reduction_between_nodes_runs_beside_other_collectives(
-    place: Place, parity: Parity
-) -> None:
+def test_reduction_between_nodes_runs_beside_other_collectives(place, parity):
     world_size, options = place
     parity.check(Run(layers=4), (world_size, {**options, M: 2, "bucket_mb": 1e-3}))
 
 
 @pytest.mark.parametrize("name", ["p2v2 zb_v", "p2v2 dualpipe_v"])
-def test_llama_with_changing_lengths_and_incomplete_last_batch(name: str, parity: Parity) -> None:
+def test_llama_with_changing_lengths_and_incomplete_last_batch(name, parity):
     parity.check(Run(llama=True, samples=29, steps=9, changing_lengths=True), SCHEDULES[name])
 
 
 @pytest.mark.parametrize("name", ["p2 zb_h1", "p2v2 zb_v"])
-def test_evaluation_between_training_steps_changes_nothing(name: str, parity: Parity) -> None:
+def test_evaluation_between_training_steps_changes_nothing(name, parity):
     run = Run(accumulate=2, validate_every=1)
     found, *_ = parity.check(run, SCHEDULES[name])
     unevaluated = parity.result(replace(run, validate_every=None))
@@ -160,7 +155,7 @@ def test_evaluation_between_training_steps_changes_nothing(name: str, parity: Pa
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", ["p2 zb_h1", "p2v2 zb_v"])
-def test_bfloat16_is_close_to_single_process(name: str, precision: str, parity: Parity) -> None:
+def test_bfloat16_is_close_to_single_process(name, precision, parity):
     run = Run(precision=precision)
     expected, found = parity.result(run), parity.ranks(run.on(SCHEDULES[name]))[0]
     # A single process reports the loss in its dtype, with a relative precision of 1/128.
@@ -171,7 +166,7 @@ def test_bfloat16_is_close_to_single_process(name: str, precision: str, parity: 
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputation_with_dropout_is_bitwise_equal(recompute: str, parity: Parity) -> None:
+def test_recomputation_with_dropout_is_bitwise_equal(recompute, parity):
     run, (world_size, layout) = Run(dropout=0.2), SCHEDULES["p2v2 zb_v"]
     kept = parity.result(run.on((world_size, layout)))
     parity.check(run, (world_size, {**layout, R: recompute}), expected=kept, tolerance=0)

@@ -1,7 +1,5 @@
 """Reports of the worker pool about ranks that fail or hang."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -23,7 +21,7 @@ def wait_forever(rank: int) -> None:
     threading.Event().wait()
 
 
-def test_stacks_of_hanging_ranks_are_reported() -> None:
+def test_stacks_of_hanging_ranks_are_reported():
     workers = Pool()
     try:
         workers.run(restore_signal, world_size=2)
@@ -38,7 +36,7 @@ def own_rank(rank: int) -> int:
     return rank
 
 
-def test_workers_that_do_not_connect_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_do_not_connect_are_replaced(monkeypatch):
     workers = Pool()
     try:
         workers.run(own_rank, world_size=2)

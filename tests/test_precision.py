@@ -1,7 +1,5 @@
 """Half precision: master weights that keep small updates, and a common loss scale."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 from tests.letters import SP, D, M, P, S, T, V, Z
-from tests.parity import Parity, Place, assert_near, distance, make_trainer
-from tests.pool import Pool
+from tests.parity import Place, assert_near, distance, make_trainer
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -35,9 +32,7 @@ RUN = Run(accumulate=2, count_tokens=False, ignore_padding=False)
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_half_precision_with_masters_matches_reference_runs(
-    name: str, precision: str, parity: Parity
-) -> None:
+def test_half_precision_with_masters_matches_reference_runs(name, precision, parity):
     """Microbatch sizes equal the reference run's, so only the order of float32 sums differs."""
     run = replace(RUN, layout={M: 4}, precision=precision)
     expected, exact = parity.result(run), parity.result(RUN)
@@ -60,7 +55,7 @@ def _overflow(
     seen: list[tuple[float, bool]] = []
 
     class Watch(L.Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_start(self, trainer, *_):
             self.before = trainer.strategy.gather_state_dict()
             if trainer.global_step == 0 and rank == world_size - 1:
                 first = next(p for p in module.parameters() if p.requires_grad)
@@ -68,7 +63,7 @@ def _overflow(
                     lambda gradient: gradient * float("inf") if len(seen) == 1 else gradient
                 )
 
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, *_):
             after = trainer.strategy.gather_state_dict()
             moved = any(not torch.equal(after[name], self.before[name]) for name in after)
             seen.append((trainer.precision_plugin.scaler.get_scale(), moved))
@@ -94,14 +89,12 @@ def _overflow(
     [(2, {}), (2, {Z: "optimizer"}), (2, {P: 2, M: 2}), (4, {P: 2, M: 2, Z: "optimizer"})],
     ids=["d2", "d2 sharded", "p2", "d2p2 sharded"],
 )
-def test_overflow_on_one_rank_skips_step_on_all_ranks(
-    world_size: int, layout: dict[str, Any], pool: Pool
-) -> None:
+def test_overflow_on_one_rank_skips_step_on_all_ranks(world_size, layout, pool):
     found = pool.run(_overflow, world_size=world_size, args=(world_size, layout, "16-mixed"))
     assert found == [([64.0, 32.0, 32.0], [True, False, True])] * world_size
 
 
-def test_true_half_precision_scales_loss(pool: Pool) -> None:
+def test_true_half_precision_scales_loss(pool):
     for scales, moved in pool.run(_overflow, world_size=2, args=(2, {Z: "optimizer"}, "16-true")):
         assert not moved[1]
         assert scales[1] == scales[0] / 2
@@ -124,7 +117,7 @@ class _Casts(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("recompute", "casts"), [("none", 1), ("full", 8)], ids=["kept", "to save memory"]
 )
-def test_microbatches_share_cast_weights(recompute: str, casts: int) -> None:
+def test_microbatches_share_cast_weights(recompute, casts):
     """Four microbatches; "full" recomputation casts again, and keeps no copies."""
     module = LitNet()
     strategy = PTDPStrategy(num_microbatches=4, recompute=recompute)
@@ -149,11 +142,11 @@ class CountedCasts(Run):
 
 
 class _CountsCasts(L.Callback):
-    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, module, *_):
         self.casts = _Casts(module.model.blocks)
         self.casts.__enter__()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.casts.__exit__(None, None, None)
 
 
@@ -168,9 +161,7 @@ class _CountsCasts(L.Callback):
     ],
     ids=["t2", "t2 sp", "zb_h1", "experts", "t2 experts"],
 )
-def test_products_of_this_package_share_cast_weights(
-    place: Place, options: dict[str, Any], parity: Parity
-) -> None:
+def test_products_of_this_package_share_cast_weights(place, options, parity):
     """Experts are cast with gradients, and by the recomputation of nobody else."""
     run = CountedCasts(precision="bf16-mixed", steps=2, **options)
     for found in parity.ranks(run.on(place)):
@@ -179,11 +170,11 @@ def test_products_of_this_package_share_cast_weights(
 
 
 class LitFused(LitNet):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
-def test_fused_optimizer_trains_with_gradient_clipping() -> None:
+def test_fused_optimizer_trains_with_gradient_clipping():
     """Lightning's plugin refuses this in the first step, even without a loss scale."""
     trainer = make_trainer(
         PTDPStrategy(),

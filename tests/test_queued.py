@@ -1,14 +1,11 @@
 """NCCL semantics of the "queued" backend: programs that rely on gloo's tolerance fail."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pool
 from tests.queued import HOST, RaceError
 
 
@@ -42,7 +39,7 @@ def message(rank: int) -> tuple[str, tuple[float, ...], list[float], list[str]]:
     return str(error.value), there, read, [call.what for call in HOST.calls[before:]]
 
 
-def test_use_before_wait_raises_race_error(pool: Pool) -> None:
+def test_use_before_wait_raises_race_error(pool):
     sender, receiver = pool.run(message, world_size=2, backend="queued")
     assert (
         sender[0] == "aten.mul_.Tensor uses tensors of send of (0, 1), which nobody has waited for"

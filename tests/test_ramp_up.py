@@ -1,7 +1,5 @@
 """Training with a growing global batch, in several layouts and resumed within the ramp."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.world.batch_size import RampUp
 from tests.data.conftest import write_corpus
 from tests.parity import make_trainer
-from tests.pool import Pool
 
 P2 = {"pipeline_parallel_size": 2}
 RAMP = RampUp(start=4, stop=16, increment=4, samples=48)
@@ -26,18 +23,16 @@ STEPS = 9
 class Losses(L.Callback):
     """Callback that records loss, samples and learning rate of every step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.losses: list[float] = []
         self.rows: list[int] = []
         self.rates: list[float] = []
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.rows.append(len(batch["input_ids"]))
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer, *args):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
@@ -92,7 +87,7 @@ def fit(
 
 
 @pytest.fixture(scope="module")
-def one(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+def one(pool, tmp_path_factory):
     """Return a folder with the prepared text and the result of a single process."""
     folder = tmp_path_factory.mktemp("ramp")
     write_corpus(folder / "text", documents=4)
@@ -100,7 +95,7 @@ def one(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]
     return str(folder), pool.run(fit, world_size=1, args=(str(folder), 1, {}))[0]
 
 
-def test_single_process_follows_ramp(one: tuple[str, Any]) -> None:
+def test_single_process_follows_ramp(one):
     _, (losses, rows, rates, consumed) = one
     assert rows == [RAMP.global_batch(RAMP.consumed(step)) for step in range(STEPS)]
     assert sorted(set(rows)) == list(RAMP.sizes)
@@ -115,9 +110,7 @@ def test_single_process_follows_ramp(one: tuple[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "layout"), [(2, P2), (2, {"shard": "optimizer"})], ids=["p2", "d2"]
 )
-def test_ramp_is_equal_in_every_layout(
-    pool: Pool, one: tuple[str, Any], world_size: int, layout: dict[str, Any]
-) -> None:
+def test_ramp_is_equal_in_every_layout(pool, one, world_size, layout):
     folder, (losses, rows, rates, consumed) = one
     replicas = 1 if layout == P2 else world_size
     results = pool.run(fit, world_size=world_size, args=(folder, world_size, layout))
@@ -133,7 +126,7 @@ def test_ramp_is_equal_in_every_layout(
     )
 
 
-def test_checkpoint_within_ramp_resumes_in_other_layout(pool: Pool, one: tuple[str, Any]) -> None:
+def test_checkpoint_within_ramp_resumes_in_other_layout(pool, one):
     folder, (losses, rows, rates, consumed) = one
     saved = Path(folder, "saved", "step=4.ckpt")
     resumed = pool.run(fit, world_size=2, args=(folder, 2, P2, STEPS, str(saved)))[-1]

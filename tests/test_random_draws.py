@@ -1,7 +1,5 @@
 """Modules that draw no random numbers: their generators are neither switched nor replayed."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -42,19 +40,19 @@ class Users(nn.Linear):
         (GPT(GPTConfig.gpt2(**SIZES, dropout=0.1)).blocks[0], True),
     ],
 )
-def test_draws_are_known_from_probabilities_and_code(module: nn.Module, draws: bool) -> None:
+def test_draws_are_known_from_probabilities_and_code(module, draws):
     assert RandomDraws(module)() == draws
 
 
-def test_hooks_and_forwards_of_users_may_draw() -> None:
+def test_hooks_and_forwards_of_users_may_draw():
     hooked, replaced = nn.Linear(2, 2), nn.Linear(2, 2)
     hooked.register_forward_hook(lambda module, args, y: y + torch.randn_like(y))
-    replaced.forward = lambda x: x + torch.randn_like(x)  # type: ignore[method-assign]
+    replaced.forward = lambda x: x + torch.randn_like(x)
     assert RandomDraws(hooked)()
     assert RandomDraws(replaced)()
 
 
-def test_probability_may_change() -> None:
+def test_probability_may_change():
     dropout = nn.Dropout(0.0)
     draws = RandomDraws(dropout)
     assert not draws()
@@ -63,7 +61,7 @@ def test_probability_may_change() -> None:
 
 
 @pytest.mark.parametrize(("dropout", "switches"), [(0.0, 1), (0.1, 1 + 3)])
-def test_generators_are_switched_only_for_blocks_that_draw(dropout: float, switches: int) -> None:
+def test_generators_are_switched_only_for_blocks_that_draw(dropout, switches):
     """Each microbatch switches once for the step, and for each block that draws."""
     rows = [{"input_ids": x[:-1], "labels": x[1:]} for x in torch.randint(32, (8, 9))]
     module = LitGPT(GPTConfig.gpt2(**SIZES, dropout=dropout), AdamWConfig(learning_rate=1e-3))

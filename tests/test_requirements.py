@@ -1,7 +1,5 @@
 """Installed versions, checked against the declared ranges."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -51,13 +49,13 @@ def declared_ranges() -> dict[str, dict[str, str]]:
     return ranges
 
 
-def test_extras_declare_same_version_range() -> None:
+def test_extras_declare_same_version_range():
     ranges = declared_ranges()
     assert set(ranges["transformers"]) == {"eval", "hf", "test"}
     assert {name: found for name, found in ranges.items() if len(set(found.values())) > 1} == {}
 
 
-def test_every_dependency_has_lower_bound() -> None:
+def test_every_dependency_has_lower_bound():
     missing = [
         name
         for name, found in declared_ranges().items()
@@ -67,18 +65,18 @@ def test_every_dependency_has_lower_bound() -> None:
     assert missing == []
 
 
-def test_lightning_has_same_range_under_both_names() -> None:
+def test_lightning_has_same_range_under_both_names():
     ranges = declared_ranges()
     assert ranges["pytorch-lightning"]["test"] == ranges["lightning"][""]
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.11.0+cu130", "2.15.0", "2.16.0.dev20261101+cpu"])
-def test_version_in_range_is_accepted(version: str) -> None:
+def test_version_in_range_is_accepted(version):
     assert find_problem(TORCH, has(version)) is None
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "3.0.0", "2.9.1+cu128"])
-def test_problem_names_versions_and_command(version: str) -> None:
+def test_problem_names_versions_and_command(version):
     expected = (
         f"torch {version} is installed, but lightning-ptdp needs >=2.11,<3. Run: pip install "
         "'torch>=2.11,<3'"
@@ -86,14 +84,14 @@ def test_problem_names_versions_and_command(version: str) -> None:
     assert find_problem(TORCH, has(version)) == expected
 
 
-def test_missing_library_is_reported() -> None:
+def test_missing_library_is_reported():
     assert (
         find_problem(TORCH, has_nothing)
         == "torch is not installed. lightning-ptdp needs >=2.11,<3. Run: pip install 'torch>=2.11,<3'"
     )
 
 
-def test_python_outside_range_is_refused() -> None:
+def test_python_outside_range_is_refused():
     check_python()
     with pytest.raises(
         RequirementError, match=r"This is Python 3\.10\.4, but lightning-ptdp needs >=3\.11"
@@ -101,7 +99,7 @@ def test_python_outside_range_is_refused() -> None:
         check_python("3.10.4")
 
 
-def test_optional_library_is_checked_before_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_library_is_checked_before_import(monkeypatch):
     monkeypatch.setattr(metadata, "version", has("0.1"))
     monkeypatch.delitem(sys.modules, "peft", raising=False)
     with pytest.raises(
@@ -112,7 +110,7 @@ def test_optional_library_is_checked_before_import(monkeypatch: pytest.MonkeyPat
     check_installed("a_library_that_is_not_declared")
 
 
-def test_model_from_outdated_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_from_outdated_library_is_refused(monkeypatch):
     """Old releases of transformers give wrong results in a pipeline, without an error."""
 
     class Block(nn.Linear):
@@ -130,7 +128,7 @@ def test_model_from_outdated_library_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def old_torch(tmp_path: Path) -> dict[str, str]:
+def old_torch(tmp_path):
     """Return an environment in which torch's metadata reports version 2.9.1."""
     info = tmp_path / "torch-2.9.1.dist-info"
     info.mkdir()
@@ -145,7 +143,7 @@ def run(code: list[str], environment: dict[str, str]) -> subprocess.CompletedPro
     return processes.run([sys.executable, *code], env=environment)
 
 
-def test_import_with_old_torch_is_refused(old_torch: dict[str, str]) -> None:
+def test_import_with_old_torch_is_refused(old_torch):
     done = run(["-c", "import lightning_ptdp"], old_torch)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
@@ -153,7 +151,7 @@ def test_import_with_old_torch_is_refused(old_torch: dict[str, str]) -> None:
     )
 
 
-def test_command_line_with_old_torch_prints_one_line(old_torch: dict[str, str]) -> None:
+def test_command_line_with_old_torch_prints_one_line(old_torch):
     done = run(["-m", "lightning_ptdp", "recipes", "list"], old_torch)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("ptdp: torch 2.9.1 is installed, but")
@@ -161,7 +159,7 @@ def test_command_line_with_old_torch_prints_one_line(old_torch: dict[str, str]) 
     assert run(["-m", "lightning_ptdp", "--help"], old_torch).returncode == 0
 
 
-def test_importing_old_torch_alone_works(old_torch: dict[str, str]) -> None:
+def test_importing_old_torch_alone_works(old_torch):
     """The package's entry point runs during every ``import torch`` in the environment."""
     code = (
         "import torch, lightning_ptdp\ntry:\n    lightning_ptdp.PTDPStrategy\nexcept ImportError "

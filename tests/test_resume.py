@@ -3,8 +3,6 @@
 The same layout resumes bitwise equal; other layouts differ by the order of sums.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,7 @@ class Epochs(Run):
     folder: str | None = None
 
     @property
-    def trainer_options(self) -> dict[str, Any]:  # type: ignore[override]
+    def trainer_options(self) -> dict[str, Any]:
         return {"max_epochs": self.epochs}
 
     def make_callbacks(self) -> list[L.Callback]:
@@ -86,7 +84,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(parity: Parity, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(parity, tmp_path_factory):
     return Trained(parity, tmp_path_factory.mktemp("trained"))
 
 
@@ -97,7 +95,7 @@ def trained(parity: Parity, tmp_path_factory: pytest.TempPathFactory) -> Trained
         "d2zb_v sharded parameters",
     ],
 )
-def test_resume_in_same_layout_is_bitwise_equal(name: str, trained: Trained) -> None:
+def test_resume_in_same_layout_is_bitwise_equal(name, trained):
     folder, weights = trained.whole(name, dropout=0.2)
     assert_weights_near(trained.resumed(name, folder, dropout=0.2), weights, tolerance=0)
 
@@ -124,15 +122,13 @@ def test_resume_in_same_layout_is_bitwise_equal(name: str, trained: Trained) -> 
         ("one", "d2zb_v sharded parameters"),
     ],
 )
-def test_checkpoint_resumes_in_other_layout(before: str, after: str, trained: Trained) -> None:
+def test_checkpoint_resumes_in_other_layout(before, after, trained):
     folder, _ = trained.whole(before)
     assert_weights_near(trained.resumed(after, folder), trained.whole("one")[1])
 
 
 @pytest.mark.parametrize("layout", ["d4 sharded", "d4 sharded parameters"])
-def test_whole_matrices_of_sharded_optimizer_resume_in_other_layout(
-    layout: str, trained: Trained
-) -> None:
+def test_whole_matrices_of_sharded_optimizer_resume_in_other_layout(layout, trained):
     folder, weights = trained.whole(layout, muon=True)
     assert_weights_near(trained.resumed(layout, folder, muon=True), weights, tolerance=0)
     for other in ("p2v2", "d2t2 sharded", "d2zb_v sharded parameters"):
@@ -141,7 +137,7 @@ def test_whole_matrices_of_sharded_optimizer_resume_in_other_layout(
 
 
 @pytest.mark.parametrize("name", ["d2t2 sharded", "d2t2 sharded parameters"])
-def test_masters_resume_bitwise_and_load_as_float32_parameters(name: str, trained: Trained) -> None:
+def test_masters_resume_bitwise_and_load_as_float32_parameters(name, trained):
     """Muon updates the matrices, and AdamW all other parameters."""
     options = {"dropout": 0.2, "precision": "bf16-true", "muon": True}
     folder, weights = trained.whole(name, **options)
@@ -155,9 +151,7 @@ def test_masters_resume_bitwise_and_load_as_float32_parameters(name: str, traine
         assert torch.equal(masters[key].bfloat16(), value), key
 
 
-def test_checkpoint_records_layout_and_converts_to_one_file(
-    trained: Trained, tmp_path: Path
-) -> None:
+def test_checkpoint_records_layout_and_converts_to_one_file(trained, tmp_path):
     folder, weights = trained.whole("p2v2")
     path = folder / "epoch=1.ckpt"
     assert read_metadata(path).run["layout"] == "t1 p2 v2 d1"

@@ -1,11 +1,7 @@
 """Ranks with different models, options, weights or data, as nodes with different files have."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
-from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -17,7 +13,6 @@ from lightning_ptdp.base.data_record import DatasetRecord, DescribedData
 from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.models.fits import quiet_trainer
-from tests.pool import Pool
 
 
 class Wide(L.LightningModule):
@@ -27,10 +22,10 @@ class Wide(L.LightningModule):
         super().__init__()
         self.first, self.last = torch.nn.Linear(4, width), torch.nn.Linear(width, 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return self.last(self.first(batch)).mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -44,7 +39,7 @@ def fit(rank: int, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [8, 9])
-def test_rank_with_another_model_is_named_on_all_ranks(pool: Pool, width: int) -> None:
+def test_rank_with_another_model_is_named_on_all_ranks(pool, width):
     messages = pool.run(fit, world_size=2, args=(width,))
     if width == 8:
         assert messages == ["", ""]
@@ -73,18 +68,18 @@ class Described(DescribedData, L.LightningDataModule):
             DatasetRecord(name="x", context="training", digest=self.digest, source={}, profile={})
         ]
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(torch.zeros(8, 4), batch_size=2)
 
 
 class Plain(L.LightningDataModule):
     """Data of a user, with an attribute of another meaning."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.datasets = {"train": torch.zeros(8, 4)}
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return DataLoader(self.datasets["train"], batch_size=2)
 
 
@@ -96,7 +91,7 @@ def fit_with_another_option(rank: int) -> list[str]:
     return [text for one in caught if (text := str(one.message)).startswith("option ")]
 
 
-def test_rank_with_another_option_warns(pool: Pool) -> None:
+def test_rank_with_another_option_warns(pool):
     zero, one = pool.run(fit_with_another_option, world_size=2)
     assert not zero
     assert one == [
@@ -126,9 +121,7 @@ def fit_other(rank: int, what: str, folder: str) -> str:
         ("", ""),
     ],
 )
-def test_rank_with_other_files_is_named_on_all_ranks(
-    pool: Pool, tmp_path: Path, what: str, words: str
-) -> None:
+def test_rank_with_other_files_is_named_on_all_ranks(pool, tmp_path, what, words):
     if what == "weights":
         make_tiny(tmp_path / "model0", num_hidden_layers=1, hidden_size=16, intermediate_size=16)
         shutil.copytree(tmp_path / "model0", tmp_path / "model1")

@@ -1,9 +1,6 @@
 """Linux's scheduling of threads during a training on a CPU."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 
 import lightning.pytorch as L
 import pytest
@@ -19,15 +16,15 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="another 
 class Policies(L.Callback):
     """Callback that notes the policy during the training."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.found: list[int] = []
 
-    def on_train_batch_start(self, *_: object) -> None:
+    def on_train_batch_start(self, *_):
         self.found.append(os.sched_getscheduler(0))
 
 
 @pytest.fixture(params=["SCHED_OTHER", "SCHED_BATCH"])
-def policy(request: pytest.FixtureRequest) -> Iterator[int]:
+def policy(request):
     """Run the test in a policy."""
     usual, chosen = os.sched_getscheduler(0), getattr(os, request.param)
     os.sched_setscheduler(0, chosen, os.sched_param(0))
@@ -37,7 +34,7 @@ def policy(request: pytest.FixtureRequest) -> Iterator[int]:
         os.sched_setscheduler(0, usual, os.sched_param(0))
 
 
-def test_system_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_may_refuse(monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError
 
@@ -46,7 +43,7 @@ def test_system_may_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     compute_without_preemption()()
 
 
-def test_policy_is_batch_in_training_and_then_as_before(policy: int) -> None:
+def test_policy_is_batch_in_training_and_then_as_before(policy):
     policies = Policies()
     trainer = make_trainer(PTDPStrategy(), max_steps=1, callbacks=[policies])
     trainer.fit(LitNet(), loader())

@@ -1,7 +1,5 @@
 """Sharded parameters: each rank keeps only its part of them between their uses."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -22,8 +20,7 @@ from lightning_ptdp.data_parallel.bucket import Bucket
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.world.layout import Sharding
 from tests.letters import SP, C, D, M, P, R, S, T, V, Z
-from tests.parity import Parity, make_trainer
-from tests.pool import Pool
+from tests.parity import make_trainer
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -67,14 +64,14 @@ ACCUMULATING = (
     ("name", "accumulate"),
     [*((name, 1) for name in PLACES), *((name, 2) for name in ACCUMULATING)],
 )
-def test_training_equals_single_process(name: str, accumulate: int, parity: Parity) -> None:
+def test_training_equals_single_process(name, accumulate, parity):
     world_size, layout = PLACES[name]
     run = Run(accumulate=accumulate, global_batch=16, layers=6)
     parity.check(run, (world_size, {**layout, **SHARDED}))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-def test_one_microbatch_equals_sharded_optimizer_bitwise(precision: str, parity: Parity) -> None:
+def test_one_microbatch_equals_sharded_optimizer_bitwise(precision, parity):
     run = Run(precision=precision, clip=None)  # units sum the norm in another order
     optimizer, parameters = (
         parity.ranks(run.on((4, {**SHARDED, Z: shard}))) for shard in ("optimizer", "parameters")
@@ -113,7 +110,7 @@ class Measurement(L.Callback):
         unsummed: Most units whose gradients wait for their sum at once.
     """
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+    def setup(self, trainer, module, stage):
         self.held, self.whole, self.unsummed = 0.0, 0, 0
 
         need = ShardedParameters.need
@@ -140,11 +137,11 @@ class Measurement(L.Callback):
         for patch in self._patches:
             patch.start()
 
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+    def teardown(self, trainer, module, stage):
         for patch in self._patches:
             patch.stop()
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         parallel, (optimizer,) = trainer.strategy.parallel, trainer.optimizers
         tensors = [m.held for m in parallel.parameters.values() if m.held is not None]
         tensors += trainer.strategy.engine.gradients.local()
@@ -156,7 +153,7 @@ class Measurement(L.Callback):
 
 
 @pytest.mark.parametrize("options", [{}, {M: 2}, {R: "full"}, {M: 4, P: 2, BY: "block"}], ids=str)
-def test_rank_holds_share_and_gathers_two_blocks(options: dict[str, Any], parity: Parity) -> None:
+def test_rank_holds_share_and_gathers_two_blocks(options, parity):
     run = Measured().on((4, {**options, **SHARDED}))
     for found in parity.ranks(run):
         assert found["held"] == pytest.approx(16 / (4 // options.get(P, 1)), rel=0.02)
@@ -164,7 +161,7 @@ def test_rank_holds_share_and_gathers_two_blocks(options: dict[str, Any], parity
         assert found["unsummed"] <= 2  # a block, and the parameters outside of the blocks
 
 
-def test_meta_model_is_never_whole(parity: Parity) -> None:
+def test_meta_model_is_never_whole(parity):
     """Values are drawn block by block: no more than two are whole at a time."""
     for most, total in parity.pool.run(_largest_during_setup, world_size=4):
         assert most < 0.55 * total
@@ -215,7 +212,7 @@ class Plain(L.LightningModule):
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
         self.head = nn.Linear(8, 1)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         (x,) = batch
         if self.options.get("normalizes"):
             with torch.no_grad():
@@ -226,11 +223,11 @@ class Plain(L.LightningModule):
         self.log("norm", self.layers[0][0].weight.norm())
         return (y - x.sum(1, keepdim=True)).square().mean() + 1e-2 * penalty
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.options.get("reads"):
             self.options["reads"](self)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
@@ -248,7 +245,7 @@ def _fit_plain(rank: int, shard: str, options: dict[str, Any]) -> tuple[dict[str
 
 
 @pytest.mark.parametrize("options", [{}, {"normalizes": True}], ids=str)
-def test_step_may_read_and_write_parameters(options: dict[str, Any], pool: Pool) -> None:
+def test_step_may_read_and_write_parameters(options, pool):
     wanted, *others = (
         pool.run(_fit_plain, world_size=2, args=(shard, options))[0] for shard in get_args(Sharding)
     )
@@ -271,13 +268,13 @@ def _state(module: Plain) -> None:
 
 
 @pytest.mark.parametrize("reads", [_norm, _clamp, _state])
-def test_hook_between_steps_is_named_with_parameter(reads: Any, pool: Pool) -> None:
+def test_hook_between_steps_is_named_with_parameter(reads, pool):
     for _, error in pool.run(_fit_plain, world_size=2, args=("parameters", {"reads": reads})):
         assert error.startswith("on_train_batch_end reads the values of 'head.weight' (")
         assert "gather_state_dict" in error and "shard='gradients'" in error
 
 
-def test_unsupported_options_are_refused() -> None:
+def test_unsupported_options_are_refused():
     with pytest.raises(ValueError, match="recompute='offload' keeps what a block has saved"):
         PTDPStrategy(shard="parameters", recompute="offload")
     with pytest.raises(ValueError, match="reshard_after='step' has no effect with shard='none'"):
@@ -308,7 +305,7 @@ class SumCounter(L.Callback):
         sums: Largest number of sums of a bucket.
     """
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer, module):
         counts = Counter[int]()
         start_sum = Bucket.start_sum
 
@@ -320,7 +317,7 @@ class SumCounter(L.Callback):
         self.patch = mock.patch.object(Bucket, "start_sum", counted)
         self.patch.start()
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
+    def on_train_end(self, trainer, module):
         self.patch.stop()
 
 
@@ -333,8 +330,6 @@ class SumCounter(L.Callback):
     ],
     ids=str,
 )
-def test_chunk_sums_gradients_once_per_run_of_microbatches(
-    layout: dict[str, Any], sums: int, parity: Parity
-) -> None:
+def test_chunk_sums_gradients_once_per_run_of_microbatches(layout, sums, parity):
     for found in parity.ranks(Summed(layers=4).on((4, {**layout, **SHARDED}))):
         assert found["sums"] == sums

@@ -3,12 +3,10 @@
 tests/data_parallel tests them under every schedule.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.letters import SP, C, D, G, M, P, S, T, V, Z
-from tests.parity import Parity, Place
+from tests.parity import Place
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -30,12 +28,12 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_sharded_optimizer_matches_single_process(name: str, parity: Parity) -> None:
+def test_sharded_optimizer_matches_single_process(name, parity):
     world_size, layout = LAYOUTS[name]
     run = Run(accumulate=2, global_batch=16)
     parity.check(run, (world_size, {**layout, "bucket_mb": 1e-2}))
 
 
-def test_replicated_key_value_heads_match_single_process(parity: Parity) -> None:
+def test_replicated_key_value_heads_match_single_process(parity):
     """Shards split the replicated key and value rows, which are summed and counted once."""
     parity.check(Run(llama=True, layers=2), (8, {Z: "optimizer", T: 4, "bucket_mb": 1e-2}))

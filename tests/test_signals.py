@@ -1,10 +1,7 @@
 """Ctrl-C: the first requests a stop, a copy is ignored, the second stops immediately."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ from lightning_ptdp.strategy.stopping import INTERRUPTED, handing_on_ctrl_c
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def now(monkeypatch):
     """Return a fake clock in seconds; Ctrl-C raises, as under pytest."""
     clock, before = [100.0], signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
@@ -27,9 +24,7 @@ def ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_first_ctrl_c_is_recorded_and_second_raises(
-    now: list[float], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_first_ctrl_c_is_recorded_and_second_raises(now, capfd):
     notes = SignalNotes("saves first")
     notes.take(signal.SIGINT, signal.SIGTERM)
     try:
@@ -47,7 +42,7 @@ def test_first_ctrl_c_is_recorded_and_second_raises(
         ctrl_c()
 
 
-def test_wait_with_ignored_sigint_can_be_interrupted(now: list[float]) -> None:
+def test_wait_with_ignored_sigint_can_be_interrupted(now):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with breakable():
         ctrl_c()  # a copy of the signal that led here
@@ -77,7 +72,7 @@ def in_launcher(
         raise error
 
 
-def test_launcher_terminates_processes_then_kills_them(now: list[float]) -> None:
+def test_launcher_terminates_processes_then_kills_them(now):
     launcher = Launcher("a process")
     with pytest.raises(KeyboardInterrupt):
         in_launcher(launcher, now, times=(0, 0.5), error=SystemExit())
@@ -88,7 +83,7 @@ def test_launcher_terminates_processes_then_kills_them(now: list[float]) -> None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_interrupted_processes_raise_keyboard_interrupt(now: list[float]) -> None:
+def test_interrupted_processes_raise_keyboard_interrupt(now):
     class Ended(Exception):
         exit_code = INTERRUPTED
 
@@ -101,7 +96,7 @@ def test_interrupted_processes_raise_keyboard_interrupt(now: list[float]) -> Non
             in_launcher(launcher, now, times=times, error=error)
 
 
-def test_user_signal_handler_is_kept(now: list[float]) -> None:
+def test_user_signal_handler_is_kept(now):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with handing_on_ctrl_c(Launcher("a process")):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

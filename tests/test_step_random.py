@@ -1,7 +1,5 @@
 """Random numbers of torch, numpy and Python in training steps, equal in every layout."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -18,7 +16,7 @@ from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.letters import C, M, P, R, S, T, V
-from tests.parity import Parity, Place, Training
+from tests.parity import Place, Training
 
 pytestmark = pytest.mark.thorough
 
@@ -33,7 +31,7 @@ class Block(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.draws = draws
 
-    def forward(self, x: Tensor, strength: float) -> Tensor:
+    def forward(self, x, strength):
         q, k, v = (
             part.unflatten(-1, (-1, 8)).transpose(1, 2)
             for part in (self.q(x), self.k(x), self.v(x))
@@ -71,15 +69,15 @@ class LitDrawing(L.LightningModule):
         y = self.head(y) * scale + 0.1 * torch.rand(len(x), 1, 1)
         return F.mse_loss(y, noise)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch["x"])
         self.log("train_loss", loss)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch["x"]), sync_dist=True)
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx):
         return self.loss(batch["x"])[None].expand(len(batch["x"]))
 
     def configure_parallel(self) -> ParallelPlan:
@@ -87,17 +85,17 @@ class LitDrawing(L.LightningModule):
             blocks="blocks", tensor={"blocks.*.[qkv]": "column", "blocks.*.out": "row"}
         )
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
 
 class OwnGenerators(L.Callback):
     """Callback that asserts that training does not use the process's own generators."""
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_):
         self.before = self._state()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         assert self._state() == self.before
 
     def _state(self) -> tuple[Any, ...]:
@@ -171,7 +169,7 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_random_numbers_match_single_process(name: str, parity: Parity) -> None:
+def test_random_numbers_match_single_process(name, parity):
     training = Drawing(block_draws=name[0] not in "tc", layout={M: 2 if name == "d2" else 4})
     ranks = parity.check(training, LAYOUTS[name])
     if "d2" not in name:
@@ -190,7 +188,7 @@ class _Missing:
         raise ImportError("not installed")
 
 
-def test_stand_ins_for_missing_packages_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stand_ins_for_missing_packages_are_ignored(monkeypatch):
     monkeypatch.setitem(globals(), "optional", _Missing())
     StepRandomness(
         module=nn.Sequential(Block(True)),

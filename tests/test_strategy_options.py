@@ -1,7 +1,5 @@
 """Strategy options, whose signature and documentation come from one dataclass."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
@@ -19,7 +17,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
-def test_signature_combines_config_and_lightning_options(namespace: str) -> None:
+def test_signature_combines_config_and_lightning_options(namespace):
     signature = inspect.signature(strategy_class(namespace)).parameters
     ours = {field.name: field.default for field in fields(PTDPConfig)}
     assert list(signature) == ["layout", *ours, *inspect.signature(ParallelStrategy).parameters]
@@ -28,7 +26,7 @@ def test_signature_combines_config_and_lightning_options(namespace: str) -> None
     assert signature["accelerator"].annotation.__args__[0].__module__.startswith(namespace)
 
 
-def test_every_option_is_documented() -> None:
+def test_every_option_is_documented():
     told = {
         entry.arg_name: entry.description
         for entry in docstring_parser.parse(PTDPStrategy.__doc__ or "").params
@@ -38,7 +36,7 @@ def test_every_option_is_documented() -> None:
     )
 
 
-def test_unknown_option_is_refused_and_lightning_option_is_passed() -> None:
+def test_unknown_option_is_refused_and_lightning_option_is_passed():
     with pytest.raises(TypeError, match="tensor_paralel_size"):
         PTDPStrategy(tensor_paralel_size=2)
     with pytest.raises(TypeError, match=r"PTDPStrategy.__init__\(\) takes 1 positional argument"):

@@ -1,7 +1,5 @@
 """Rules for the structure of the package and its tests."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from pathlib import Path
@@ -24,7 +22,7 @@ def imported(file: Path) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE.name}.")}
 
 
-def test_subpackages_have_no_import_cycle() -> None:
+def test_subpackages_have_no_import_cycle():
     rooms: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -33,7 +31,7 @@ def test_subpackages_have_no_import_cycle() -> None:
     tuple(graphlib.TopologicalSorter(rooms).static_order())
 
 
-def test_module_names_are_unique() -> None:
+def test_module_names_are_unique():
     """Unique names avoid confusion. Commands of ``ptdp`` are exempt: each is a module."""
     found: dict[str, list[Path]] = {}
     for file in PACKAGE.rglob("*.py"):
@@ -42,7 +40,7 @@ def test_module_names_are_unique() -> None:
     assert not [files for files in found.values() if len(files) > 1]
 
 
-def test_class_names_are_unique() -> None:
+def test_class_names_are_unique():
     found: dict[str, list[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -51,12 +49,12 @@ def test_class_names_are_unique() -> None:
     assert not {name: files for name, files in found.items() if len(files) > 1}
 
 
-def test_top_level_has_few_modules() -> None:
+def test_top_level_has_few_modules():
     assert len(list(PACKAGE.glob("*.py"))) <= 8
 
 
 @pytest.mark.parametrize("folder", [TESTS, TESTS.parent / "ci"], ids=lambda folder: folder.name)
-def test_modules_with_tests_are_not_imported(folder: Path) -> None:
+def test_modules_with_tests_are_not_imported(folder):
     """An imported test would run twice, and imported fixtures are hard to find."""
     wrong = [
         f"{file.relative_to(TESTS.parent)} imports {node.module}"
@@ -68,7 +66,7 @@ def test_modules_with_tests_are_not_imported(folder: Path) -> None:
     assert not wrong
 
 
-def test_no_class_defines_wrapped() -> None:
+def test_no_class_defines_wrapped():
     """``dataclass`` calls ``inspect.signature``, which follows ``__wrapped__`` on classes.
 
     This affects CPython before 3.11.7 and 3.12.1 (gh-112006).
@@ -90,7 +88,7 @@ def test_no_class_defines_wrapped() -> None:
     assert not wrong
 
 
-def test_docstrings_do_not_begin_with_relative_clause() -> None:
+def test_docstrings_do_not_begin_with_relative_clause():
     """Relative clauses ("What a rank holds") are hard to read, in attribute docstrings too."""
     relative = {"What", "Whether", "Who", "Whoever", "Of", "How", "Where", "That"}
     wrong = []

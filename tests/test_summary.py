@@ -1,7 +1,5 @@
 """Text of the start-up table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
@@ -16,7 +14,6 @@ from lightning_ptdp.world.layout import ParallelLayout
 from tests.expert_parallel.toy import LitMixture, Run
 from tests.letters import E, M, P, T, Z
 from tests.parity import make_trainer
-from tests.pool import Pool
 
 INTERLEAVED = StrategySummary(
     layout=ParallelLayout(
@@ -42,7 +39,7 @@ INTERLEAVED = StrategySummary(
 )
 
 
-def test_summary_of_interleaved_layout() -> None:
+def test_summary_of_interleaved_layout():
     assert render(INTERLEAVED).splitlines() == [
         "layout      4 processes: tensor 2 x pipeline 2 x data 1, 2 chunks per pipeline rank, "
         "sequence parallel",
@@ -59,7 +56,7 @@ def test_summary_of_interleaved_layout() -> None:
     ]
 
 
-def test_summary_of_single_process_has_no_stages_or_bubble() -> None:
+def test_summary_of_single_process_has_no_stages_or_bubble():
     summary = StrategySummary(
         layout=ParallelLayout(world_size=1),
         schedule="none",
@@ -73,7 +70,7 @@ def test_summary_of_single_process_has_no_stages_or_bubble() -> None:
     ]
 
 
-def test_summary_of_moe_shows_active_parameters() -> None:
+def test_summary_of_moe_shows_active_parameters():
     summary = StrategySummary(
         layout=ParallelLayout(world_size=2, expert_parallel_size=2),
         schedule="none",
@@ -109,7 +106,7 @@ GPT_MOE = GPTConfig(
 class Told(L.Callback):
     """Callback that stores the strategy's summary at the start of ``fit``."""
 
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
+    def on_fit_start(self, trainer, module):
         self.summary = trainer.strategy.summary()
 
 
@@ -128,7 +125,7 @@ def _summary(rank: int, layout: dict[str, Any], module: type[L.LightningModule])
     "layout",
     [{}, {E: 4, Z: "optimizer"}, {T: 2, E: 2, ETP: 2}, {P: 2, E: 2, M: 2}, {T: 2, P: 2, M: 2}],
 )
-def test_parameters_are_counted_once_in_every_layout(layout: dict[str, Any], pool: Pool) -> None:
+def test_parameters_are_counted_once_in_every_layout(layout, pool):
     for found in pool.run(_summary, world_size=4 if layout else 1, args=(layout, LitGPT)):
         assert (found.parameters, found.active_parameters) == (
             num_parameters(GPT_MOE),
@@ -136,7 +133,7 @@ def test_parameters_are_counted_once_in_every_layout(layout: dict[str, Any], poo
         )
 
 
-def test_summary_omits_unknown_active_parameters(pool: Pool) -> None:
+def test_summary_omits_unknown_active_parameters(pool):
     """The summary of a user's own mixture of experts has no count of active parameters.
 
     The number of experts per token is unknown.

@@ -1,7 +1,5 @@
 """Contexts around a forward, called for every forward and its recomputation."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +14,6 @@ from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding, 
 from lightning_ptdp.strategy import setup_hooks
 from tests.letters import C, M, P, R, S, T
 from tests.parity import fit
-from tests.pool import Pool
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -27,7 +24,7 @@ STEPS = 2
 class Counting(Surrounding):
     """Entry that counts forwards and recomputations by hook, stage and microbatch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.forwards: Counter[tuple[str, int, int]] = Counter()
         self.again: Counter[tuple[str, int, int]] = Counter()
         self.attached = self.most_attached = 0
@@ -77,7 +74,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int, int]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_custom_entry_is_called_for_every_forward(name: str, pool: Pool) -> None:
+def test_custom_entry_is_called_for_every_forward(name, pool):
     world_size, layout, trained, evaluated, stages = LAYOUTS[name]
     run = Run(
         world_size=world_size, layout=layout, steps=STEPS, validate_every=STEPS, samples=8 * STEPS
@@ -130,7 +127,7 @@ class Repeating(Noting):
         return None if forward.microbatch else (contextlib.nullcontext(), self.around(forward))
 
 
-def test_entries_keep_order_and_reenter_for_recomputation() -> None:
+def test_entries_keep_order_and_reenter_for_recomputation():
     noted: list[str] = []
     surroundings = Surroundings([Noting("a", noted), Repeating("b", noted), Repeating("c", noted)])
     x = torch.ones(2, requires_grad=True)
@@ -147,7 +144,7 @@ def test_entries_keep_order_and_reenter_for_recomputation() -> None:
     assert not Surroundings([Noting("a", noted)]).recompute
 
 
-def test_attached_entry_is_detached_if_another_refuses_model() -> None:
+def test_attached_entry_is_detached_if_another_refuses_model():
     noted: list[str] = []
     with pytest.raises(ValueError, match="a cannot run this"):
         Surroundings([Noting("a", noted, fails=True), Noting("b", noted)]).attach(nn.Linear(1, 1))

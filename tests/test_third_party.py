@@ -1,7 +1,5 @@
 """Outcomes and table of ``ci/third_party.py``, without the third-party packages."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -41,14 +39,12 @@ def traceback_of(file: Path, error: str) -> str:
         (Path("/torch/nn.py"), ValueError("bad shape"), False, "obscure"),
     ],
 )
-def test_errors_are_classified_by_origin_and_time(
-    file: Path, error: Exception, launched: bool, kind: str
-) -> None:
+def test_errors_are_classified_by_origin_and_time(file, error, launched, kind):
     text = traceback_of(file, f"{type(error).__name__}: {error}")
     assert describe(error, text, launched=launched).kind == kind
 
 
-def test_rank_error_is_read_from_traceback() -> None:
+def test_rank_error_is_read_from_traceback():
     error = type("ProcessRaisedException", (Exception,), {})
     text = traceback_of(
         PACKAGE / "engine" / "replica_step.py",
@@ -66,7 +62,7 @@ def test_rank_error_is_read_from_traceback() -> None:
         (None, "random numbers", "equal"),
     ],
 )
-def test_outcome_of_comparison(kind: str | None, cause: str, outcome: str) -> None:
+def test_outcome_of_comparison(kind, cause, outcome):
     compared = [
         Difference(
             kind=kind or "loss",
@@ -85,7 +81,7 @@ def test_outcome_of_comparison(kind: str | None, cause: str, outcome: str) -> No
     assert outcome_of(report).kind == outcome
 
 
-def test_first_sentence_is_shortened() -> None:
+def test_first_sentence_is_shortened():
     assert first_sentence("too many\nstages in model.0. Use fewer") == "too many stages in model.0"
     assert first_sentence("pipeline_parallel_size=2 cannot cut Net: it is no chain. Use 1") == (
         "it is no chain"
@@ -100,7 +96,7 @@ def test_first_sentence_is_shortened() -> None:
     )
 
 
-def test_table_numbers_each_reason_once(tmp_path: Path) -> None:
+def test_table_numbers_each_reason_once(tmp_path):
     found = {
         name: dict.fromkeys(LAYOUTS, Outcome("equal"))
         | {"t2": Outcome("refused", "no plan. Give one")}

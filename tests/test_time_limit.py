@@ -1,7 +1,5 @@
 """Time limit for user code in this process."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -18,7 +16,7 @@ def _endless() -> None:
             pass
 
 
-def test_endless_loop_is_interrupted_in_any_thread() -> None:
+def test_endless_loop_is_interrupted_in_any_thread():
     with pytest.raises(TimeoutError, match=r"not finished after 0\.05 s"), time_limit(0.05):
         _endless()
     said: list[str] = []
@@ -36,7 +34,7 @@ def test_endless_loop_is_interrupted_in_any_thread() -> None:
     assert said == ["not finished after 0.05 s"]
 
 
-def test_code_within_time_limit_is_not_interrupted() -> None:
+def test_code_within_time_limit_is_not_interrupted():
     for _ in range(50):
         with time_limit(60):
             value = sum(range(100))

@@ -1,14 +1,11 @@
 """Shims for names of torch that differ between versions."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -49,7 +46,6 @@ from lightning_ptdp.shims.torch_distributed import (
     start_traced,
     wait_traced,
 )
-from tests.pool import Pool
 
 
 def _collect(rank: int) -> tuple[list[float], list[float]]:
@@ -62,7 +58,7 @@ def _collect(rank: int) -> tuple[list[float], list[float]]:
     return gathered.tolist(), scattered.tolist()
 
 
-def test_collectives_of_flat_tensors(pool: Pool) -> None:
+def test_collectives_of_flat_tensors(pool):
     assert pool.run(_collect, world_size=2) == [
         ([0.0, 1.0, 2.0, 3.0], [1.0, 3.0]),
         ([0.0, 1.0, 2.0, 3.0], [5.0, 7.0]),
@@ -89,7 +85,7 @@ def _collect_traced(rank: int) -> list[list[float]]:
     ]
 
 
-def test_traced_collectives_in_compiled_graph(pool: Pool) -> None:
+def test_traced_collectives_in_compiled_graph(pool):
     first, second = pool.run(_collect_traced, world_size=2)
     assert first[:2] == second[:2] == [[1.0, 3.0], [0.0, 1.0, 1.0, 2.0]]
     assert first[2] + second[2] == [1.0, 3.0]
@@ -105,7 +101,7 @@ def _tell(rank: int) -> bytes:
     return bytes(store.get(f"key {1 - rank}"))
 
 
-def test_default_store_accepts_second_connection(pool: Pool) -> None:
+def test_default_store_accepts_second_connection(pool):
     assert pool.run(_tell, world_size=2) == [b"value 1", b"value 0"]
 
 
@@ -116,11 +112,11 @@ def _abort(rank: int) -> bool:
     return dist.is_initialized()
 
 
-def test_all_process_groups_are_aborted(pool: Pool) -> None:
+def test_all_process_groups_are_aborted(pool):
     assert pool.run(_abort, world_size=2) == [False, False]
 
 
-def test_gloo_timeout_is_communication_error() -> None:
+def test_gloo_timeout_is_communication_error():
     assert is_communication_error(RuntimeError("Application timeout caused pair closure"))
     assert not is_communication_error(RuntimeError("the application timed out"))
 
@@ -128,14 +124,14 @@ def test_gloo_timeout_is_communication_error() -> None:
 @pytest.mark.skipif(
     not dist.is_nccl_available(), reason="torch was built without NCCL, whose record is read"
 )
-def test_nccl_flight_record_is_readable() -> None:
+def test_nccl_flight_record_is_readable():
     assert {"version", "pg_config"} <= pickle.loads(flight_record()).keys()
 
 
 @pytest.mark.skipif(
     not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are made"
 )
-def test_nccl_group_options() -> None:
+def test_nccl_group_options():
     options = nccl_options(timedelta(seconds=5), high_priority=True, max_ctas=3)
     assert (options.is_high_priority_stream, options.config.max_ctas, options._timeout) == (
         True,
@@ -153,7 +149,7 @@ def test_nccl_group_options() -> None:
         nccl_options(None, high_priority=True, max_ctas=3)
 
 
-def test_symmetric_memory_is_available() -> None:
+def test_symmetric_memory_is_available():
     """Its use is tested in tests/tensor_parallel/test_overlap.py."""
     from torch.distributed import _symmetric_memory
 
@@ -163,7 +159,7 @@ def test_symmetric_memory_is_available() -> None:
     made.assert_called_once_with("tensor", min_size=8)
 
 
-def test_compiler_options_for_late_waits() -> None:
+def test_compiler_options_for_late_waits():
     """Their effect is tested in tests/test_compile.py."""
     from torch._inductor import comms, config
 
@@ -182,7 +178,7 @@ def test_compiler_options_for_late_waits() -> None:
     assert with_late_waits({"backend": "aot_eager"}) == {"backend": "aot_eager"}
 
 
-def test_tensor_hooks_are_detected() -> None:
+def test_tensor_hooks_are_detected():
     parameter = torch.nn.Parameter(torch.ones(2))
     assert not has_gradient_hooks(parameter)
     for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
@@ -197,14 +193,14 @@ def test_tensor_hooks_are_detected() -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_module_hooks_are_detected(kind: str) -> None:
+def test_module_hooks_are_detected(kind):
     module = torch.nn.Linear(2, 2)
     assert not has_module_hooks(module)
     getattr(module, f"register_{kind}_hook")(lambda *_: None)
     assert has_module_hooks(module)
 
 
-def test_backward_that_adds_to_gradient_is_detected() -> None:
+def test_backward_that_adds_to_gradient_is_detected():
     added, x, other = [], torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
     product = x * other
     product.register_hook(lambda _: added.append(adds_to_gradient(x)))
@@ -215,7 +211,7 @@ def test_backward_that_adds_to_gradient_is_detected() -> None:
     assert not adds_to_gradient(x)
 
 
-def test_backward_accepts_gradient_edge() -> None:
+def test_backward_accepts_gradient_edge():
     x = torch.ones(3, requires_grad=True)
     edge = torch.autograd.graph.get_gradient_edge(x * 2)
     torch.autograd.backward(edge, torch.tensor([1.0, 2.0, 3.0]))
@@ -223,7 +219,7 @@ def test_backward_accepts_gradient_edge() -> None:
     assert x.grad.tolist() == [2.0, 4.0, 6.0]
 
 
-def test_gradient_dtype_may_be_wider_than_parameter() -> None:
+def test_gradient_dtype_may_be_wider_than_parameter():
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     assert gradient_dtype(parameter) == torch.bfloat16
     set_gradient_dtype(parameter, torch.float32)
@@ -235,7 +231,7 @@ def test_gradient_dtype_may_be_wider_than_parameter() -> None:
     assert buffer.tolist() == [257.0, 257.0], "the gradient was rounded to bfloat16"
 
 
-def test_found_inf_is_read_from_grad_scaler() -> None:
+def test_found_inf_is_read_from_grad_scaler():
     scaler = torch.amp.GradScaler("cpu")
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -248,7 +244,7 @@ def test_found_inf_is_read_from_grad_scaler() -> None:
     scaler.step(empty)
 
 
-def test_fused_step_uses_unscaled_gradients() -> None:
+def test_fused_step_uses_unscaled_gradients():
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizers = [
         torch.optim.SGD([p], lr=0.1, fused=fused)
@@ -265,7 +261,7 @@ def test_fused_step_uses_unscaled_gradients() -> None:
     assert parameters[0].tolist() == parameters[1].tolist() == pytest.approx([0.9] * 3)
 
 
-def test_untraced_function_is_called_but_not_compiled() -> None:
+def test_untraced_function_is_called_but_not_compiled():
     calls = []
 
     @untraced
@@ -278,14 +274,14 @@ def test_untraced_function_is_called_but_not_compiled() -> None:
     assert calls == [False, False]
 
 
-def test_module_compiled_in_place_is_detected() -> None:
+def test_module_compiled_in_place_is_detected():
     module = torch.nn.Linear(2, 2)
     assert not is_compiled(module)
     module.compile(backend="eager")
     assert is_compiled(module)
 
 
-def test_forward_hooks_returns_live_hook_dictionaries() -> None:
+def test_forward_hooks_returns_live_hook_dictionaries():
     module, seen = torch.nn.Identity(), []
     one = module.register_forward_hook(lambda *_: seen.append("one"))
     two = module.register_forward_hook(lambda *_: seen.append("two"), with_kwargs=True)
@@ -298,7 +294,7 @@ def test_forward_hooks_returns_live_hook_dictionaries() -> None:
     assert seen == ["other"]
 
 
-def test_traced_collective_output_allows_in_place_add() -> None:
+def test_traced_collective_output_allows_in_place_add():
     """A user's block may add in place to the output of a row-parallel layer."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -307,11 +303,11 @@ def test_traced_collective_output_allows_in_place_add() -> None:
 
         class Sum(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            def forward(ctx, x):
                 return wait_traced(start_traced("all_reduce", x, "sum", group.group_name))
 
             @staticmethod
-            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            def backward(ctx, grad):
                 return grad
 
         weight, bias = (torch.ones(size, requires_grad=True) for size in ((4, 4), (4,)))
@@ -328,7 +324,7 @@ def test_traced_collective_output_allows_in_place_add() -> None:
         dist.destroy_process_group()
 
 
-def test_outdated_torch_workarounds_are_removed() -> None:
+def test_outdated_torch_workarounds_are_removed():
     package = Path(lightning_ptdp.__file__).parent
     declared = re.search(
         r'"torch>=([\d.]+)', (package.parent / "pyproject.toml").read_text(encoding="utf-8")
@@ -346,7 +342,7 @@ def test_outdated_torch_workarounds_are_removed() -> None:
     assert [each for each in marked if Version(each[1]) <= Version(declared[1])] == []
 
 
-def test_tensor_unflatten_is_not_used() -> None:
+def test_tensor_unflatten_is_not_used():
     """``Tensor.unflatten`` breaks the graph inside a function mode. Needed until torch 2.14."""
     package = Path(lightning_ptdp.__file__).parent
     found = [
@@ -362,9 +358,7 @@ def test_tensor_unflatten_is_not_used() -> None:
     [(torch.float32, 16), (torch.float32, 6), (torch.float64, 16), (torch.bfloat16, 16)],
 )
 @pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 0, 0]])
-def test_grouped_product_matches_separate_products(
-    dtype: torch.dtype, width: int, sizes: list[int]
-) -> None:
+def test_grouped_product_matches_separate_products(dtype, width, sizes):
     torch.manual_seed(1)
     x = torch.randn(sum(sizes), width, dtype=dtype, requires_grad=True)
     stored = torch.randn(3, 8, width, dtype=dtype, requires_grad=True)
@@ -382,13 +376,13 @@ def test_grouped_product_matches_separate_products(
         torch.testing.assert_close(one, other)
 
 
-def test_storage_keys_without_data_are_distinct() -> None:
+def test_storage_keys_without_data_are_distinct():
     with without_data():
         one, other = torch.zeros(4), torch.zeros(4)
     assert storage_key(one) == storage_key(one.view(2, 2)) != storage_key(other)
 
 
-def test_without_data_allocates_no_memory() -> None:
+def test_without_data_allocates_no_memory():
     with without_data():
         table = torch.nn.Embedding(2**40, 8)
         found = table(torch.zeros(2, 3, dtype=torch.long))

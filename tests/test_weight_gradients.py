@@ -1,7 +1,5 @@
 """Split backward passes, whose gradients equal those of a single backward."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +17,12 @@ from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from tests.pool import Pool
 
 
 class Products(nn.Module):
     """Module with all kinds of products, one shared parameter and one unsupported product."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
         self.bare = nn.Linear(6, 6, bias=False)
@@ -36,7 +33,7 @@ class Products(nn.Module):
         self.norm = nn.LayerNorm(6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.norm(torch.tanh(self.linear(x)))
         x = torch.tanh(self.bare(self.bare(x)))
         x = torch.tanh(x @ self.matrix + torch.matmul(x, self.matrix))
@@ -84,7 +81,7 @@ def _assert_same(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
         )
 
 
-def test_split_backward_of_every_product_kind() -> None:
+def test_split_backward_of_every_product_kind():
     torch.manual_seed(0)
     module = Products().double()
     x = torch.randn(3, 4, 6, dtype=torch.float64)
@@ -103,7 +100,7 @@ def test_split_backward_of_every_product_kind() -> None:
     _assert_same(_halves(module, x, between), _whole(module, x))
 
 
-def test_microbatches_accumulate_and_report_complete_parameters() -> None:
+def test_microbatches_accumulate_and_report_complete_parameters():
     torch.manual_seed(0)
     module = Products().double()
     store, done = WeightGradients(), []
@@ -124,7 +121,7 @@ def test_microbatches_accumulate_and_report_complete_parameters() -> None:
     assert len({id(p) for p in done}) == len(done) == 6
 
 
-def test_intercepted_products_without_collecting_are_unchanged() -> None:
+def test_intercepted_products_without_collecting_are_unchanged():
     torch.manual_seed(0)
     module = Products().double()
     x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
@@ -137,7 +134,7 @@ def test_intercepted_products_without_collecting_are_unchanged() -> None:
     _assert_same(found, _whole(module, x.detach()))
 
 
-def test_parameter_with_hook_is_not_deferred() -> None:
+def test_parameter_with_hook_is_not_deferred():
     module = nn.Linear(4, 4)
     seen: list[Tensor] = []
     module.weight.register_hook(seen.append)
@@ -151,7 +148,7 @@ def test_parameter_with_hook_is_not_deferred() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "ours", "somebody's", "offload"])
-def test_split_backward_of_gpt_with_autocast_and_recomputation(recompute: str) -> None:
+def test_split_backward_of_gpt_with_autocast_and_recomputation(recompute):
     torch.manual_seed(0)
     sizes = {
         "vocabulary_size": 31,
@@ -197,14 +194,14 @@ def test_split_backward_of_gpt_with_autocast_and_recomputation(recompute: str) -
         )
 
 
-def test_graph_is_freed_between_backward_halves() -> None:
+def test_graph_is_freed_between_backward_halves():
     """Only the operands of the products are kept.
 
     The output of the exponential, which only the first half needs, is freed.
     """
 
     class Exponential(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             y = torch.exp(x)
             outputs.append(weakref.ref(y))
             return y * 1.0
@@ -265,7 +262,7 @@ def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_split_backward_of_tensor_parallel_layers(sequence_parallel: bool, pool: Pool) -> None:
+def test_split_backward_of_tensor_parallel_layers(sequence_parallel, pool):
     whole = pool.run(_pair, world_size=2, args=(sequence_parallel, False))
     halves = pool.run(_pair, world_size=2, args=(sequence_parallel, True))
     for expected, found in zip(whole, halves, strict=True):

@@ -1,7 +1,5 @@
 """A small GPT on padded sequences: the model, its data and its training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
@@ -106,7 +104,7 @@ class PaddedTokens(Dataset):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         labels = self.tokens[index, 1:].clone()
         labels[self.lengths[index] :] = -100
         length = LENGTH if self.batch is None else LENGTH - index // self.batch % 3
@@ -141,7 +139,7 @@ class LitTiny(L.LightningModule):
         if run.eager:
             self.model = GPT(gpt_config(run))
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             self.model = GPT(gpt_config(self.run))
 
@@ -152,14 +150,14 @@ class LitTiny(L.LightningModule):
         logits = self.model(batch["input_ids"]).flatten(0, 1)
         return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         if self.run.count_tokens:
             return {"loss": loss, "num_tokens": (batch["labels"] != -100).sum()}
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         decay = [p for p in self.parameters() if p.dim() > 1]
         rest = [p for p in self.parameters() if p.dim() <= 1]
         if self.run.muon:
@@ -179,6 +177,6 @@ class LitTiny(L.LightningModule):
 class LitValidated(LitTiny):
     """Module with a validation step."""
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch))
         return {"num_tokens": (batch["labels"] != -100).sum()}

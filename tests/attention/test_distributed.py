@@ -1,7 +1,5 @@
 """Ring and all-to-all attention match unsharded attention in output and all gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from tests.context_parallel.toy import (
     qkv,
     whole_attention,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -90,9 +87,7 @@ def _all_cases(rank: int, kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ATTENTIONS)
-def test_context_parallel_attention_matches_unsharded(
-    pool: Pool, kind: str, size: int, dtype: torch.dtype
-) -> None:
+def test_context_parallel_attention_matches_unsharded(pool, kind, size, dtype):
     pool.run(_all_cases, world_size=size, args=(kind, dtype))
 
 
@@ -111,7 +106,7 @@ def _bfloat16(rank: int) -> None:
         assert_close(mine.double(), own(whole, 2, group), torch.bfloat16)
 
 
-def test_bfloat16_ring_matches_float64_reference(pool: Pool) -> None:
+def test_bfloat16_ring_matches_float64_reference(pool):
     pool.run(_bfloat16, world_size=4)
 
 
@@ -131,7 +126,7 @@ def _value_width(rank: int) -> None:
             assert_close(mine, own(whole, 2, group))
 
 
-def test_values_narrower_than_keys(pool: Pool) -> None:
+def test_values_narrower_than_keys(pool):
     pool.run(_value_width, world_size=2)
 
 
@@ -165,7 +160,7 @@ def _dropout(rank: int) -> tuple[Tensor, Tensor]:
     return torch.stack((torch.as_tensor(along), (high - low) / (2 * step))), kept
 
 
-def test_ring_dropout_gradient_matches_finite_differences(pool: Pool) -> None:
+def test_ring_dropout_gradient_matches_finite_differences(pool):
     results = pool.run(_dropout, world_size=2)
     along, numeric = sum(result[0] for result in results)
     assert along.item() == pytest.approx(numeric.item(), rel=1e-6)
@@ -183,7 +178,7 @@ def _too_few_heads(rank: int) -> str:
     return str(error.value)
 
 
-def test_all_to_all_with_indivisible_heads_is_refused(pool: Pool) -> None:
+def test_all_to_all_with_indivisible_heads_is_refused(pool):
     (message, _) = pool.run(_too_few_heads, world_size=2)
     assert "the 3 heads of" in message
     assert "Use a context_parallel_size of 1, 3" in message

@@ -4,10 +4,7 @@ Without a GPU, stand-ins with the operators' contract compute in their place. Th
 that the kernels would refuse or read out of bounds.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -43,7 +40,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_private_operators_have_expected_arguments(name: str) -> None:
+def test_private_operators_have_expected_arguments(name):
     schema = getattr(torch.ops.aten, name).default._schema
     assert " ".join(argument.name for argument in schema.arguments) == SIGNATURES[name]
 
@@ -119,7 +116,7 @@ def backward(
 
 
 @pytest.fixture
-def stand_in() -> Iterator[None]:
+def stand_in():
     """Choose the kernel on a CPU, in place of the CPU's own, for all but float64."""
     choose = fused_kernel
 
@@ -156,9 +153,7 @@ def biases(queries: int, keys: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", [*biases(4, 4), None])
-def test_efficient_kernel_matches_plain_kernel(
-    name: str | None, causal: bool, kv_heads: int, dtype: torch.dtype
-) -> None:
+def test_efficient_kernel_matches_plain_kernel(name, causal, kv_heads, dtype):
     """13 queries are no multiple of 32, and 13 or 11 keys no multiple of 8."""
     q, k, v, grad = qkv(heads=4, kv_heads=kv_heads, length=13, dtype=dtype)
     if not causal:
@@ -177,7 +172,7 @@ def test_efficient_kernel_matches_plain_kernel(
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_efficient_blocks_combine_to_full_attention() -> None:
+def test_efficient_blocks_combine_to_full_attention():
     """A row may see no key in one block only, or in both."""
     q, k, v, grad = qkv(heads=4, kv_heads=2, length=13, dtype=torch.float32)
     bias = torch.zeros(2, 1, 13, 13)
@@ -246,7 +241,7 @@ def _fake_gpu() -> None:
         _run_on_gpu_without_data()
 
 
-def test_blocks_on_gpu_use_fused_kernels() -> None:
+def test_blocks_on_gpu_use_fused_kernels():
     """The operators of the installed torch accept the calls, with tensors of a GPU without data.
 
     In a process of its own, because torch refuses a backward in a process that is forked from one

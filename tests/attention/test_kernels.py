@@ -1,8 +1,6 @@
 """Block attention: fused kernels match the plain kernel, and blocks combine to full attention.
 These tests also detect changes of torch's private names."""
 
-from __future__ import annotations
-
 import math
 from unittest.mock import patch
 
@@ -58,7 +56,7 @@ def make_block(name: str) -> AttentionBlock:
 @pytest.mark.parametrize("tile", [2**24, 100], ids=["one tile", "tiles"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("name", ["full", "causal", "bias", "causal bias", "blind row"])
-def test_plain_kernel_matches_reference(name: str, kv_heads: int, tile: int) -> None:
+def test_plain_kernel_matches_reference(name, kv_heads, tile):
     q, k, v, grad = qkv(heads=4, kv_heads=kv_heads, length=12, dtype=torch.float64)
     block = make_block(name)
     assert fused_kernel(q, k, v, block) is None
@@ -78,9 +76,7 @@ def test_plain_kernel_matches_reference(name: str, kv_heads: int, tile: int) -> 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_fused_kernels_match_plain_kernel(
-    device: str, bias: bool, causal: bool, kv_heads: int, dtype: torch.dtype
-) -> None:
+def test_fused_kernels_match_plain_kernel(device, bias, causal, kv_heads, dtype):
     q, k, v, grad = (x.to(device) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype))
     if not causal:
         k, v = k[:, :, :6], v[:, :, :6]
@@ -109,7 +105,7 @@ def test_fused_kernels_match_plain_kernel(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_block_backward_with_full_lse_gives_partial_gradients(dtype: torch.dtype) -> None:
+def test_block_backward_with_full_lse_gives_partial_gradients(dtype):
     q, k, v, grad = qkv(heads=2, kv_heads=2, length=16, dtype=dtype)
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*inputs)
@@ -127,7 +123,7 @@ def test_block_backward_with_full_lse_gives_partial_gradients(dtype: torch.dtype
         assert_close(share[2], dv[:, :, half])
 
 
-def test_backward_reuses_dropout_mask_of_forward() -> None:
+def test_backward_reuses_dropout_mask_of_forward():
     q, k, v, _ = qkv(heads=2, kv_heads=1, length=16, dtype=torch.float64)
     block = AttentionBlock(scale=0.0, dropout_p=0.5, seed=3)
     out, lse = attend(q, k, v, block)
@@ -140,7 +136,7 @@ def test_backward_reuses_dropout_mask_of_forward() -> None:
     assert_close((dv * v).sum(), out.sum())
 
 
-def test_unsupported_blocks_do_not_use_fused_kernel() -> None:
+def test_unsupported_blocks_do_not_use_fused_kernel():
     q, k, v, _ = qkv(heads=2, kv_heads=2, length=8, dtype=torch.float32)
     assert fused_kernel(q, k, v, AttentionBlock(scale=1.0)) == "cpu"
     exact = torch.zeros(1, 1, 8, 8, dtype=torch.float64)

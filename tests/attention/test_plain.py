@@ -1,7 +1,5 @@
 """Single-process attention, masks and the table of attention kinds."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest
@@ -36,9 +34,7 @@ def hidden_keys(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bool, torch.float64])
-def test_keyed_attention_without_dropout_matches_plain_attention(
-    dtype: torch.dtype | None, causal: bool, kv_heads: int
-) -> None:
+def test_keyed_attention_without_dropout_matches_plain_attention(dtype, causal, kv_heads):
     options: dict[str, Any] = {"causal": causal, "scale": 0.3}
     if dtype is not None:
         options["mask"] = hidden_keys(dtype).to(dtype)
@@ -48,7 +44,7 @@ def test_keyed_attention_without_dropout_matches_plain_attention(
     torch.testing.assert_close(found, 0.5 * plain_attention(AttentionCall(*qkv, **options)))
 
 
-def test_mask_and_causal_mask_are_combined() -> None:
+def test_mask_and_causal_mask_are_combined():
     q, k, v = inputs()
     past = torch.ones(6, 6, dtype=torch.bool).tril()
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=hidden_keys(torch.bool) & past)
@@ -56,7 +52,7 @@ def test_mask_and_causal_mask_are_combined() -> None:
     torch.testing.assert_close(plain_attention(call), expected)
 
 
-def test_sdpa_call_is_intercepted_as_attention_call() -> None:
+def test_sdpa_call_is_intercepted_as_attention_call():
     q, k, v = inputs(2)
     calls = list[AttentionCall]()
 
@@ -73,7 +69,7 @@ def test_sdpa_call_is_intercepted_as_attention_call() -> None:
     assert AttentionCall(q, k, v).factor == pytest.approx(8**-0.5)
 
 
-def test_document_mask_of_packed_sequences() -> None:
+def test_document_mask_of_packed_sequences():
     documents = find_documents(torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]))
     assert documents.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
     found = document_mask(documents, torch.tensor([1, 3]))  # queries of one rank
@@ -83,5 +79,5 @@ def test_document_mask_of_packed_sequences() -> None:
     ]
 
 
-def test_attention_table_covers_every_kind() -> None:
+def test_attention_table_covers_every_kind():
     assert set(ATTENTIONS) == set(get_args(AttentionKind))

@@ -1,37 +1,34 @@
 """Zigzag layout of sequence chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from lightning_ptdp.attention import check_sequence, gather_sequence, positions, shard_sequence
 from lightning_ptdp.attention.sequence_chunks import unshard_sequence
 from tests.context_parallel.toy import context_group
-from tests.pool import Pool
 
 
-def test_rank_holds_two_mirrored_chunks() -> None:
+def test_rank_holds_two_mirrored_chunks():
     assert [positions(8, rank, 2).tolist() for rank in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert [positions(8, rank, 4).tolist() for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_causal_work_is_equal_on_all_ranks(size: int) -> None:
+def test_causal_work_is_equal_on_all_ranks(size):
     seen = [(positions(24, rank, size) + 1).sum().item() for rank in range(size)]
     assert set(seen) == {24 * 25 / 2 / size}
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_unshard_inverts_shard(size: int, dim: int) -> None:
+def test_unshard_inverts_shard(size, dim):
     x = torch.randn(8, 16, 24)
     assert torch.equal(
         unshard_sequence([shard_sequence(x, dim, rank=r, size=size) for r in range(size)], dim), x
     )
 
 
-def test_shard_is_differentiable() -> None:
+def test_shard_is_differentiable():
     x = torch.zeros(8, requires_grad=True)
     shard_sequence(x, 0, rank=1, size=2).sum().backward()
     assert x.grad is not None
@@ -47,9 +44,7 @@ def test_shard_is_differentiable() -> None:
         (12, 2, 4, "over 4 ranks"),
     ],
 )
-def test_indivisible_sequence_length_is_refused(
-    length: int, size: int, tensor: int, message: str | None
-) -> None:
+def test_indivisible_sequence_length_is_refused(length, size, tensor, message):
     if message is None:
         check_sequence(length, size, sequence_parallel_size=tensor)
         return
@@ -57,7 +52,7 @@ def test_indivisible_sequence_length_is_refused(
         check_sequence(length, size, sequence_parallel_size=tensor)
 
 
-def test_single_rank_accepts_any_length() -> None:
+def test_single_rank_accepts_any_length():
     check_sequence(7, 1)
 
 
@@ -69,5 +64,5 @@ def _gather(rank: int) -> list[list[int]]:
     ).tolist()
 
 
-def test_gather_restores_whole_sequence(pool: Pool) -> None:
+def test_gather_restores_whole_sequence(pool):
     assert pool.run(_gather, world_size=2) == [torch.arange(16).view(2, 8).tolist()] * 2

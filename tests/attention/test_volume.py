@@ -1,7 +1,5 @@
 """Communication volume and activation memory of context parallelism."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 
@@ -9,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ptdp.attention import ATTENTIONS, AttentionKind
+from lightning_ptdp.attention import ATTENTIONS
 from lightning_ptdp.attention.attention_protocol import AttentionCall
 from tests.context_parallel.toy import context_group, counted_messages, own, qkv
-from tests.pool import Pool
 
 
 def _count(
@@ -33,9 +30,7 @@ def _count(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
-def test_communication_volume_matches_formulas(
-    pool: Pool, kind: AttentionKind, size: int, dtype: torch.dtype
-) -> None:
+def test_communication_volume_matches_formulas(pool, kind, size, dtype):
     for causal, kv_heads in ((True, 4), (False, 2)):
         # Ring: 2 (c-1) blocks of keys and values in forward; the same blocks and their gradients,
         # in at least 32 bits, in backward. All-to-all: (c-1)/c of q, k and v in one message, and of
@@ -73,7 +68,7 @@ def _saved_bytes(rank: int, length: int) -> int:
     return sum(kept.values())
 
 
-def test_memory_of_ring_attention_is_sharded_over_ranks(pool: Pool) -> None:
+def test_memory_of_ring_attention_is_sharded_over_ranks(pool):
     samples, length, heads, kv_heads, channels = 2, 64, 4, 2, 16
     # q and out, k and v, log-sum-exp
     whole = 4 * samples * length * (2 * heads * channels + 2 * kv_heads * channels + heads)

@@ -1,9 +1,6 @@
 """Benchmark results and synthetic batches."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +25,7 @@ def result(**changes: Any) -> BenchResult:
     return BenchResult(**(values | changes))
 
 
-def test_statistics_of_measured_steps() -> None:
+def test_statistics_of_measured_steps():
     found = result(peak_flops=4e12)
     assert (
         found.median_s,
@@ -41,14 +38,14 @@ def test_statistics_of_measured_steps() -> None:
     assert result(seconds=(3.0,)).percentile_s(90) == 3.0
 
 
-def test_result_survives_json_round_trip(tmp_path: Path) -> None:
+def test_result_survives_json_round_trip(tmp_path):
     found = result(bubble=0.25, ideal_bubble=0.2)
     found.write(tmp_path / "result.json")
     assert BenchResult.read(json.loads((tmp_path / "result.json").read_text())) == found
     assert BenchResult.read(json.loads(json.dumps(found.as_dict()))) == found
 
 
-def test_layouts_are_ranked_next_to_planner_predictions() -> None:
+def test_layouts_are_ranked_next_to_planner_predictions():
     second = result(predicted_s=0.5, layout="t2 p1 d1")
     first = result(
         layout="p2 d1",
@@ -72,7 +69,7 @@ def test_layouts_are_ranked_next_to_planner_predictions() -> None:
     assert "bubble" not in render(second)
 
 
-def test_synthetic_batches_have_sizes_of_data_module(tmp_path: Path) -> None:
+def test_synthetic_batches_have_sizes_of_data_module(tmp_path):
     common: dict[str, Any] = {
         "data_dir": str(tmp_path),
         "vocabulary_size": 320,

@@ -1,12 +1,9 @@
 """First-hour benchmark: one case without a GPU, and the page of all cases."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,12 +12,12 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture
-def hour(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def hour(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "ci" / "benchmarks"))
     return importlib.import_module("first_hour")
 
 
-def test_case_runs_in_own_process_with_time_limit(hour: ModuleType) -> None:
+def test_case_runs_in_own_process_with_time_limit(hour):
     found = hour.run("layouts", "one, m4", 200.0, on_gpu=False)
     losses = found["losses"]
     assert len(losses) == hour.STEPS and losses[-1] < losses[0], found
@@ -29,9 +26,7 @@ def test_case_runs_in_own_process_with_time_limit(hour: ModuleType) -> None:
     assert failed["failed"] == "exit code 1" and "KeyError" in failed["output"]
 
 
-def test_page_lists_every_case_and_omissions(
-    hour: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_lists_every_case_and_omissions(hour, tmp_path, monkeypatch):
     def run(part: str, name: str, limit_s: float, *, on_gpu: bool) -> Mapping[str, Any]:
         return {"losses": [2.0, 1.0 if on_gpu else 1.25]} if part == "layouts" else {"seen": name}
 

@@ -1,12 +1,9 @@
 """GPU benchmark with toy sizes on a CPU, and the report of its measurements."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -26,7 +23,7 @@ runpy.run_path({folder!r} + "/gpu.py", run_name="__main__")
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> object:
+def module(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
@@ -38,7 +35,7 @@ def _run(*arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_every_engine_runs_without_gpu_and_optional_packages() -> None:
+def test_every_engine_runs_without_gpu_and_optional_packages():
     wanted = (
         "124M s=1024,|175B, a rank of t8 p12, sp|BERT-large s=512, ptdp|3B s=2048, ptdp|LoRA|m=4, "
         "lightning|host"
@@ -75,16 +72,16 @@ def test_every_engine_runs_without_gpu_and_optional_packages() -> None:
     assert all(row.keys() == {"name", "ours", "peer", "peer_name", "ratio", "unit"} for row in rows)
 
 
-def test_cases_over_budget_are_reported_as_not_run(module: ModuleType) -> None:
-    gpu, cases = module("gpu"), module("gpu_cases")  # type: ignore[operator]
+def test_cases_over_budget_are_reported_as_not_run(module):
+    gpu, cases = module("gpu"), module("gpu_cases")
     todo = list(cases.jobs(cases.CASES[:1]))
     found = list(gpu.measure_all(todo, 1.0, False, None))
     assert [job for job, _ in found] == todo
     assert {said for _, said in found} == {"not run: the budget is spent"}
 
 
-def test_flops_match_published_formulas(module: object) -> None:
-    cases = module("gpu_cases")  # type: ignore[operator]
+def test_flops_match_published_formulas(module):
+    cases = module("gpu_cases")
     by_name = {case.name: case for case in cases.CASES}
     whole = by_name["175B, a rank of t8 p12"]
     b, s, h, layers = whole.microbatches * whole.samples, 2048, 12288, 8
@@ -105,8 +102,8 @@ def test_flops_match_published_formulas(module: object) -> None:
     )
 
 
-def test_idle_share_counts_time_without_kernels(module: object) -> None:
-    idle_share = module("gpu_measure").idle_share  # type: ignore[operator]
+def test_idle_share_counts_time_without_kernels(module):
+    idle_share = module("gpu_measure").idle_share
     spans = [
         ("kernel", 10, 20),
         ("gpu_memcpy", 15, 10),
@@ -119,10 +116,8 @@ def test_idle_share_counts_time_without_kernels(module: object) -> None:
     assert idle_share([{"cat": "cpu_op", "ts": 0, "dur": 1}]) is None
 
 
-def test_rows_compare_with_measured_peers_and_paper(
-    module: ModuleType,
-) -> None:
-    gpu, cases, measure = (module(name) for name in ("gpu", "gpu_cases", "gpu_measure"))  # type: ignore[operator]
+def test_rows_compare_with_measured_peers_and_paper(module):
+    gpu, cases, measure = (module(name) for name in ("gpu", "gpu_cases", "gpu_measure"))
     slice_, small = cases.CASES[2], cases.CASES[0]
     lora = next(case for case in cases.CASES if case.name == "LoRA 8B s=4096")
 

@@ -1,7 +1,5 @@
 """Memory of tensors, counted on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ def peak(*, frees: bool) -> int:
     return count.peak_bytes
 
 
-def test_peak_memory_counts_live_tensors() -> None:
+def test_peak_memory_counts_live_tensors():
     with CountedMemory() as nothing:
         torch.zeros(8)
     whole = 4 * MEBI
@@ -32,7 +30,7 @@ def test_peak_memory_counts_live_tensors() -> None:
     assert peak(frees=True) - nothing.peak_bytes == pytest.approx((1 + 5) * whole, rel=0.01)
 
 
-def test_tensors_without_data_are_not_counted() -> None:
+def test_tensors_without_data_are_not_counted():
     with without_data():
         planned = torch.zeros(1000 * MEBI)
     with CountedMemory() as count:

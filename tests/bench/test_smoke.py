@@ -1,7 +1,5 @@
 """Every benchmark runs and prints rows in the format of docs/benchmarks.md."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -23,7 +21,7 @@ FIELDS = {"name", "ours", "peer", "peer_name", "ratio", "unit"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_benchmark_runs(name: str) -> None:
+def test_benchmark_runs(name):
     done = run_script(BENCHMARKS / f"{name}.py", ["--smoke"])
     if "namespaces cannot be made here" in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])

@@ -1,7 +1,5 @@
 """Callbacks in a real Trainer, on one device and with Lightning's own strategies."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -34,17 +32,17 @@ class Keep(Callback):
     It also counts validations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps: list[dict[str, float]] = []
         self.validations = 0
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_end(self, trainer, *_):
         self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
-    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_validation_end(self, trainer, *_):
         self.validations += 1
 
 
@@ -85,18 +83,14 @@ class Work(Callback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def on_train_batch_start(
-        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.clock.now += 50.0 if trainer.global_step == 0 else 2.0
 
-    def on_validation_batch_start(self, *_: Any) -> None:
+    def on_validation_batch_start(self, *_):
         self.clock.now += 1000.0
 
 
-def test_throughput_excludes_first_step_and_validation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_throughput_excludes_first_step_and_validation(tmp_path, monkeypatch):
     clock = Clock(monkeypatch)
     keep = fit(
         tmp_path,
@@ -115,10 +109,10 @@ def test_throughput_excludes_first_step_and_validation(
         assert step["model_tflops_per_s"] == pytest.approx(BATCH * LENGTH * FLOPS / 2 / 1e12)
 
 
-def test_throughput_without_tokens_logs_samples_only(tmp_path: Path) -> None:
+def test_throughput_without_tokens_logs_samples_only(tmp_path):
     throughput = Throughput()
     logged: dict[str, float] = {}
-    throughput.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
+    throughput.log = lambda name, value, **_: logged.update({name: value})
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -133,18 +127,16 @@ def test_throughput_without_tokens_logs_samples_only(tmp_path: Path) -> None:
     assert set(logged) == {"samples_per_s"}
 
 
-def test_throughput_rejects_zero_window() -> None:
+def test_throughput_rejects_zero_window():
     with pytest.raises(ValueError, match="window=0"):
         Throughput(window=0)
 
 
-def test_gradient_norm_is_measured_before_clipping(tmp_path: Path) -> None:
+def test_gradient_norm_is_measured_before_clipping(tmp_path):
     seen: list[float] = []
 
     class Expect(Callback):
-        def on_before_optimizer_step(
-            self, trainer: Trainer, module: LightningModule, *_: Any
-        ) -> None:
+        def on_before_optimizer_step(self, trainer, module, *_):
             seen.append(float(torch.linalg.vector_norm(module.table.weight.grad)))
 
     keep = fit(tmp_path, Expect(), GradientNorm(), gradient_clip_val=1e-3, max_steps=3)
@@ -152,7 +144,7 @@ def test_gradient_norm_is_measured_before_clipping(tmp_path: Path) -> None:
     assert min(seen) > 1e-2
 
 
-def test_train_perplexity(tmp_path: Path) -> None:
+def test_train_perplexity(tmp_path):
     keep = fit(tmp_path, TrainPerplexity())
     for step in keep.steps[1:]:
         assert step["train_perplexity"] == pytest.approx(
@@ -168,9 +160,7 @@ def test_train_perplexity(tmp_path: Path) -> None:
         ({"max_steps": -1, "max_epochs": 1, "limit_train_batches": 7}, 3),
     ],
 )
-def test_final_validation_runs_once_after_last_step(
-    tmp_path: Path, limits: dict[str, int], expected: int
-) -> None:
+def test_final_validation_runs_once_after_last_step(tmp_path, limits, expected):
     assert (
         fit(
             tmp_path, ValidateAtEnd(), limit_val_batches=1, val_check_interval=3, **limits
@@ -179,7 +169,7 @@ def test_final_validation_runs_once_after_last_step(
     )
 
 
-def test_config_is_saved_and_never_overwritten(tmp_path: Path) -> None:
+def test_config_is_saved_and_never_overwritten(tmp_path):
     for text in ("a: 1\n", "a: 1\n", "a: 2\n"):
         fit(tmp_path, SaveResolvedConfig(text), max_steps=1)
     assert {path.name: path.read_text() for path in tmp_path.glob("*.yaml")} == {
@@ -188,7 +178,7 @@ def test_config_is_saved_and_never_overwritten(tmp_path: Path) -> None:
     }
 
 
-def test_config_is_saved_next_to_logs(tmp_path: Path) -> None:
+def test_config_is_saved_next_to_logs(tmp_path):
     fit(
         tmp_path,
         SaveResolvedConfig("a: 1\n"),
@@ -198,9 +188,7 @@ def test_config_is_saved_next_to_logs(tmp_path: Path) -> None:
     assert (tmp_path / "exp" / "version_7" / "config.yaml").read_text() == "a: 1\n"
 
 
-def test_run_report_lists_checkpoints_and_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_report_lists_checkpoints_and_scores(tmp_path, capsys):
     file = tmp_path / "record.json"
     checkpoints = ModelCheckpoint(
         tmp_path / "checkpoints", monitor="val_loss", save_last=True, filename="best"
@@ -232,9 +220,9 @@ def test_run_report_lists_checkpoints_and_scores(
     assert f"best:        {record.best_checkpoint} (val_loss {record.best_score:.4g})" in out
 
 
-def test_run_report_marks_failed_run_unfinished(tmp_path: Path) -> None:
+def test_run_report_marks_failed_run_unfinished(tmp_path):
     class Break(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             raise RuntimeError("broken")
 
     file = tmp_path / "record.json"
@@ -269,13 +257,11 @@ class MLFlowLogger(CSVLogger):
     def save(self) -> None: ...
 
 
-def test_layout_summary_is_printed_once_and_logged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layout_summary_is_printed_once_and_logged(tmp_path, capsys):
     logger = MLFlowLogger(tmp_path)
 
     class Describe(Callback):
-        def setup(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        def setup(self, trainer, *_, **__):
             layout = ParallelLayout(world_size=1)
             trainer.strategy.summary = lambda: StrategySummary(
                 layout=layout, schedule="none", num_microbatches=1
@@ -287,8 +273,6 @@ def test_layout_summary_is_printed_once_and_logged(
     assert (logger.tags["layout"], logger.tags["tensor_parallel_size"]) == ("t1 p1 d1", 1)
 
 
-def test_layout_summary_ignores_other_strategies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layout_summary_ignores_other_strategies(tmp_path, capsys):
     fit(tmp_path, LayoutSummary())
     assert "layout" not in capsys.readouterr().out

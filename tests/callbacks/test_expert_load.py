@@ -3,8 +3,6 @@
 Every layout logs the same numbers. The loggers of rank 0 receive them even if other ranks hold the
 layers."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -32,7 +30,6 @@ from tests.expert_parallel.toy import EXPERTS, LENGTH, VOCABULARY, LitMixture, R
 from tests.huggingface import unseen
 from tests.huggingface.architectures import Samples
 from tests.letters import SP, C, E, M, P, R, S, T, V
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -51,7 +48,7 @@ class MLFlowLogger(DummyLogger):
 
     run_id = "r1"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.metrics: dict[int, dict[str, float]] = {}
         self.kept: list[tuple[str, str]] = []
@@ -76,14 +73,14 @@ class MLFlowLogger(DummyLogger):
 class LitHuggingFace(unseen.LitUnseen):
     """A Hugging Face module with a validation step."""
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
 
 class OwnGPT(LitGPT):
     """A GPT with a capacity: each kept choice is dispatched as a separate token."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         experts: Any = {
             "num_experts": 4,
             "dense_layers": 1,
@@ -100,7 +97,7 @@ class OwnGPT(LitGPT):
         }
         super().__init__(GPTConfig(**sizes, **experts, mlp="swiglu", bias=False))
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         super().configure_model()
         self.double()
 
@@ -108,7 +105,7 @@ class OwnGPT(LitGPT):
 class LitBatched(LitHuggingFace):
     """Experts as batched products, which every release of torch and transformers can compile."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             super().configure_model()
             self.model.config._experts_implementation = "batched_mm"
@@ -192,9 +189,7 @@ def _same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     ],
     ids=["e2 recompute", "p2 v2 e2", "p2 zb_h1"],
 )
-def test_loads_equal_single_process(
-    world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path
-) -> None:
+def test_loads_equal_single_process(world_size, layout, pool, tmp_path):
     (expected,) = pool.run(fit, world_size=1, args=(Run(), str(tmp_path / "one")))
     found = pool.run(
         fit,
@@ -226,16 +221,14 @@ def test_loads_equal_single_process(
     ],
     ids=["t2 e2", "t2 sp", "c2 e2"],
 )
-def test_hugging_face_loads_equal_single_process(
-    name: str, world_size: int, layout: dict[str, Any], pool: Pool, tmp_path: Path
-) -> None:
+def test_hugging_face_loads_equal_single_process(name, world_size, layout, pool, tmp_path):
     pytest.importorskip("transformers")
     run = unseen.Run(architecture=name, world_size=world_size, layout=layout)
     (expected,) = pool.run(fit, world_size=1, args=(unseen.Run(architecture=name), str(tmp_path)))
     _same(pool.run(fit, world_size=world_size, args=(run, str(tmp_path))), expected)
 
 
-def test_lit_gpt_loads_equal_single_process(pool: Pool, tmp_path: Path) -> None:
+def test_lit_gpt_loads_equal_single_process(pool, tmp_path):
     layout = {E: 2, P: 2, M: 2}
     (expected,) = pool.run(fit, world_size=1, args=(OwnRun(), str(tmp_path)))
     _same(
@@ -258,7 +251,7 @@ def _fit_compiled(rank: int, compiled: bool, folder: str) -> dict[str, Any]:
     }
 
 
-def test_compiled_blocks_count_without_graph_breaks(pool: Pool, tmp_path: Path) -> None:
+def test_compiled_blocks_count_without_graph_breaks(pool, tmp_path):
     pytest.importorskip("transformers")
     expected, found = (
         pool.run(_fit_compiled, world_size=1, args=(compiled, str(tmp_path)))[0]
@@ -303,14 +296,14 @@ def _fit_by_lightning(rank: int, world_size: int, folder: str) -> dict[str, floa
     }
 
 
-def test_ddp_loads_equal_single_device(pool: Pool, tmp_path: Path) -> None:
+def test_ddp_loads_equal_single_device(pool, tmp_path):
     (expected,) = pool.run(_fit_by_lightning, world_size=1, args=(1, str(tmp_path)))
     assert len(expected) == 2 * len(NAMES)
     for found in pool.run(_fit_by_lightning, world_size=2, args=(2, str(tmp_path))):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_load_metrics_with_all_tokens_on_one_expert(pool: Pool, tmp_path: Path) -> None:
+def test_load_metrics_with_all_tokens_on_one_expert(pool, tmp_path):
     (found,) = pool.run(fit, world_size=1, args=(Run(routing="one"), str(tmp_path)))
     values = {
         "expert_load_max": EXPERTS,
@@ -322,7 +315,7 @@ def test_load_metrics_with_all_tokens_on_one_expert(pool: Pool, tmp_path: Path) 
     assert 0 < found["known"]["val_router_entropy"] < 1
 
 
-def test_taken_and_set_aside_counts_are_excluded() -> None:
+def test_taken_and_set_aside_counts_are_excluded():
     module = LitMixture(Run())
     module.configure_model()
     for layer in module.layers:
@@ -352,7 +345,7 @@ def test_taken_and_set_aside_counts_are_excluded() -> None:
     assert counts.take(trainer) == []
 
 
-def test_metrics_of_even_and_uneven_loads() -> None:
+def test_metrics_of_even_and_uneven_loads():
     even = LayerLoad(name="a", loads=(1.0,) * 4, router_entropy=None)
     half = LayerLoad(name="b", loads=(2.0, 0.0, 2.0, 0.0), router_entropy=0.25)
     assert even.entropy == pytest.approx(1)
@@ -368,7 +361,7 @@ def test_metrics_of_even_and_uneven_loads() -> None:
     assert load_metrics([]) == {}
 
 
-def test_plot_of_layers_with_different_numbers_of_experts(tmp_path: Path) -> None:
+def test_plot_of_layers_with_different_numbers_of_experts(tmp_path):
     loads = [(1.0, 1.0), (4.0, 0.0, 0.0, 0.0)]
     layers = tuple(
         LayerLoad(name=f"layers.{i}.experts", loads=load, router_entropy=None)

@@ -1,9 +1,6 @@
 """Share of wall time in steps that counted, over restarts."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -32,19 +29,19 @@ class Timed(Tokens):
         super().__init__()
         self.clock, self.fail_at = clock, fail_at
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         if self.trainer.training:
             self.clock.now += 1
         return batch
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         self.clock.now += 2
         if batch_idx == self.fail_at:
             raise RuntimeError("lost")
         return super().training_step(batch, batch_idx)
 
 
-def test_share_counts_steps_of_final_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_counts_steps_of_final_model(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(step_metrics, "time", clock)
 

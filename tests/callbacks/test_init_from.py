@@ -1,7 +1,5 @@
 """Initial weights from a checkpoint with another layout, other names or missing tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,13 @@ from lightning_ptdp.checkpoint import CheckpointError, load_tensors, read_full, 
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
-from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
 class Weights(L.Callback):
     """Records the weights at the start of training."""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer, pl_module):
         strategy: Any = trainer.strategy
         self.start = strategy.gather_state_dict()
 
@@ -70,7 +67,7 @@ def _rewritten(source: Path, target: Path, change: Any) -> None:
     )
 
 
-def test_weights_load_across_layouts_and_names(pool: Pool, tmp_path: Path) -> None:
+def test_weights_load_across_layouts_and_names(pool, tmp_path):
     trained, p2, t2 = (
         tmp_path / "trained",
         {"pipeline_parallel_size": 2, "num_microbatches": 2},
@@ -99,7 +96,7 @@ def test_weights_load_across_layouts_and_names(pool: Pool, tmp_path: Path) -> No
         assert "has weights but no training state" in message
 
 
-def test_rename_collision_is_refused(tmp_path: Path) -> None:
+def test_rename_collision_is_refused(tmp_path):
     one = {name: (torch.ones(2), Placement.replicated((2,))) for name in ("a.x", "b.x")}
     save_checkpoint(tmp_path / "c", tensors={"c.x": one["a.x"]}, state={}, metadata={})
     with pytest.raises(CheckpointError, match=r"'a\.x' and 'b\.x' are both 'c\.x'"):

@@ -1,7 +1,5 @@
 """Progress display of training."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import re
@@ -29,7 +27,7 @@ def fit(*callbacks: Any, **options: Any) -> Trainer:
     return trainer
 
 
-def test_progress_lines_count_optimizer_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_count_optimizer_steps(capsys):
     fit(StepProgress(), Throughput(), max_steps=7, log_every_n_steps=3, accumulate_grad_batches=2)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 3/7", "step 6/7", "step 7/7"]
@@ -38,9 +36,7 @@ def test_progress_lines_count_optimizer_steps(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("style", ["rich", "tqdm"])
-def test_bar_ends_at_last_step_despite_validation(
-    capsys: pytest.CaptureFixture[str], style: Any
-) -> None:
+def test_bar_ends_at_last_step_despite_validation(capsys, style):
     trainer = Trainer(
         callbacks=[StepProgress(style=style)],
         max_epochs=2,
@@ -56,16 +52,14 @@ def test_bar_ends_at_last_step_despite_validation(
     assert "-2" not in said, "Lightning's own bar is shown"
 
 
-def test_log_messages_print_above_terminal_bar(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_messages_print_above_terminal_bar(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     log, handler = logging.getLogger("tests.progress"), logging.StreamHandler(sys.stderr)
     monkeypatch.setattr(log, "handlers", [handler])
     before = handler.stream
 
     class Tells(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             log.warning("a message")
 
     fit(StepProgress(style="rich"), Tells(), max_steps=1)
@@ -77,22 +71,20 @@ def test_log_messages_print_above_terminal_bar(
     assert handler.stream is before
 
 
-def test_refresh_rate_and_last_step_are_shown() -> None:
+def test_refresh_rate_and_last_step_are_shown():
     shown: list[tuple[int, str]] = []
 
     class Recorded(StepProgress):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_start(self, trainer, pl_module):
             super().on_train_start(trainer, pl_module)
             assert self._display is not None
-            self._display.show = lambda step, text: shown.append((step, text))  # type: ignore[method-assign]
+            self._display.show = lambda step, text: shown.append((step, text))
 
     fit(Recorded(style="lines", refresh_rate=2), max_steps=5)
     assert [step for step, _ in shown] == [2, 4, 5]
 
 
-def test_disabled_progress_is_silent_and_can_be_copied(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_disabled_progress_is_silent_and_can_be_copied(capsys):
     progress = StepProgress(style="lines")
     progress.disable()
     trainer = fit(progress, max_steps=2, log_every_n_steps=1)
@@ -101,14 +93,14 @@ def test_disabled_progress_is_silent_and_can_be_copied(
     assert isinstance(copied, StepProgress)
 
 
-def test_metrics_are_formatted_on_one_line() -> None:
+def test_metrics_are_formatted_on_one_line():
     metrics = {"train_loss": 3.14159, "tokens_per_s": 12345.0, "mfu": 0.4123, "name": "text"}
     assert describe(metrics) == "train_loss 3.142, 12.3k tokens/s, MFU 41.2%"
     assert describe({"tokens_per_s": 1.5e6}) == "1.5M tokens/s"
     assert describe({}) == ""
 
 
-def test_mfu_is_logged_only_with_peak_tflops() -> None:
+def test_mfu_is_logged_only_with_peak_tflops():
     trainer = fit(Throughput(peak_tflops=0.5), max_steps=4, enable_progress_bar=False)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert found["mfu"] == pytest.approx(found["model_tflops_per_s"] / 0.5)
@@ -116,6 +108,6 @@ def test_mfu_is_logged_only_with_peak_tflops() -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("style", "fancy"), ("refresh_rate", 0)])
-def test_invalid_options_are_refused(option: str, value: Any) -> None:
+def test_invalid_options_are_refused(option, value):
     with pytest.raises(ValueError, match=f"{option}={value!r}"):
         StepProgress(**{option: value})

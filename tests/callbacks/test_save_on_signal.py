@@ -1,10 +1,7 @@
 """SIGTERM or Ctrl-C to one rank: all ranks save and stop, and a resumed run is bitwise equal."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -20,7 +17,6 @@ from lightning_ptdp.callbacks.save_on_signal import _signals
 from lightning_ptdp.checkpoint import read_metadata
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
-from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
@@ -32,7 +28,7 @@ class Terminate(L.Callback):
     def __init__(self, step: int, number: int) -> None:
         self._step, self._number = step, number
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         if trainer.global_step == self._step:
             os.kill(os.getpid(), self._number)
 
@@ -92,8 +88,8 @@ def _train(
     ],
 )
 def test_signal_to_one_rank_saves_and_stops_all_ranks(
-    pool: Pool, tmp_path: Path, signalled: int, sent: int, async_save: bool, saver: str
-) -> None:
+    pool, tmp_path, signalled, sent, async_save, saver
+):
     args = (str(tmp_path), signalled, sent, async_save, None, saver)
     steps = [step for step, _ in pool.run(_train, world_size=2, args=args)]
     assert steps[0] == steps[1] in (1, 2, 3)
@@ -110,22 +106,22 @@ def test_signal_to_one_rank_saves_and_stops_all_ranks(
 class Preempt(L.Callback):
     """Sends SLURM's signal during a step; ``seen`` records the calls of Lightning's handler."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.inside, self.seen = False, list[tuple[bool, int]]()
 
-    def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    def setup(self, trainer, *_, **__):
         signal.signal(
             signal.SIGUSR2, lambda *_: self.seen.append((self.inside, trainer.global_step))
         )
         trainer.strategy.cluster_environment = slurm()
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         self.inside = True
         if trainer.global_step == 1:
             os.kill(os.getpid(), signal.SIGUSR2)
             assert self.seen == [], "the handler ran during a step"
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.inside = False
 
 
@@ -135,7 +131,7 @@ def slurm() -> SLURMEnvironment:
     return environment
 
 
-def test_lightning_signal_handler_runs_between_steps(tmp_path: Path) -> None:
+def test_lightning_signal_handler_runs_between_steps(tmp_path):
     before, preempt = signal.getsignal(signal.SIGUSR2), Preempt()
     trainer = make_trainer(
         "auto", max_steps=5, default_root_dir=tmp_path, callbacks=[preempt, SaveOnSignal()]
@@ -150,7 +146,7 @@ def test_lightning_signal_handler_runs_between_steps(tmp_path: Path) -> None:
     assert preempt.seen == [(False, 3)]
 
 
-def test_slurm_requeue_signal_is_deferred() -> None:
+def test_slurm_requeue_signal_is_deferred():
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     assert _signals(trainer)[2:] == ()
     environment = trainer.strategy.cluster_environment = slurm()

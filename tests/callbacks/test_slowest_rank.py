@@ -1,7 +1,5 @@
 """The slowest rank of a training, and its waits."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path
@@ -31,11 +29,11 @@ class LateTiny(LitTiny):
         if self.late == kind and dist.get_rank() == 1:
             time.sleep(_LATE_S)
 
-    def training_step(self, *arguments: Any) -> Any:
+    def training_step(self, *arguments):
         self._work("step")
         return super().training_step(*arguments)
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         self._work("data")
         return batch
 
@@ -57,9 +55,7 @@ def _fit(rank: int, layout: dict[str, Any], late: Any, folder: str) -> tuple[str
 
 
 @pytest.mark.parametrize("layout", [{}, P2], ids=["d2", "p2"])
-def test_slowest_rank_is_named_with_its_waits(
-    pool: Pool, layout: dict[str, Any], tmp_path: Path
-) -> None:
+def test_slowest_rank_is_named_with_its_waits(pool, layout, tmp_path):
     between = {
         late: _share_between(pool, layout, late, tmp_path / late) for late in ("step", "data")
     }
@@ -86,7 +82,7 @@ def _share_between(pool: Pool, layout: dict[str, Any], late: str, folder: Path) 
     return between
 
 
-def test_equal_ranks_have_no_slowest_one() -> None:
+def test_equal_ranks_have_no_slowest_one():
     measured = Goodput()
     waits = [(1.0, {"rank 1": 2.0}), (1.0, {"rank 0": 2.4})]
     assert measured._compare(waits, 10.0) == {}

@@ -1,7 +1,5 @@
 """Recording of training steps with a real Trainer."""
 
-from __future__ import annotations
-
 import csv
 import inspect
 import json
@@ -18,7 +16,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_ptdp.callbacks import PipelineTimeline
 from lightning_ptdp.loggers import MLFlowLogger as OurLogger
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -30,7 +27,7 @@ class MLFlowLogger(DummyLogger):
 
     run_id = "r1"
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.kept: list[tuple[str, str, str]] = []
 
@@ -45,10 +42,10 @@ class MLFlowLogger(DummyLogger):
 class Members(L.Callback):
     """Records the number of step observers at the end of each training batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.counts: list[int] = []
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         self.counts.append(len(trainer.strategy.observers._members))
 
 
@@ -102,7 +99,7 @@ def _times(trace: Path) -> list[tuple[float, float]]:
     return found
 
 
-def test_selected_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
+def test_selected_steps_are_recorded(pool, tmp_path):
     results = pool.run(_fit, world_size=2, args=(2, P2, str(tmp_path), {"steps": [0, 2]}, 1))
     files = ["step-000000.json", "step-000000.png", "step-000002.json", "step-000002.png"]
     (folder,) = tmp_path.rglob("timeline")
@@ -122,7 +119,7 @@ def test_selected_steps_are_recorded(pool: Pool, tmp_path: Path) -> None:
         assert found["timeline/bubble_ideal"] == pytest.approx(ideal_idle)
 
 
-def test_unwritable_folder_does_not_abort_training(pool: Pool, tmp_path: Path) -> None:
+def test_unwritable_folder_does_not_abort_training(pool, tmp_path):
     (tmp_path / "taken").write_text("where no folder can be made")
     results = pool.run(
         _fit,
@@ -132,7 +129,7 @@ def test_unwritable_folder_does_not_abort_training(pool: Pool, tmp_path: Path) -
     assert [counts for _, counts in results] == [[2, 1, 1, 1]] * 2
 
 
-def test_trace_holds_operations_of_every_rank(pool: Pool, tmp_path: Path) -> None:
+def test_trace_holds_operations_of_every_rank(pool, tmp_path):
     layout = {**P2, "schedule": "zb_h1"}
     options = {"every_n_steps": 1, "dirpath": str(tmp_path / "mine")}
     results = pool.run(_fit, world_size=4, args=(4, layout, str(tmp_path), options, 1))
@@ -158,7 +155,7 @@ def test_trace_holds_operations_of_every_rank(pool: Pool, tmp_path: Path) -> Non
     assert measured["R0"]["ts"] >= measured["B0.3"]["ts"]
 
 
-def test_accumulated_step_records_last_batch(pool: Pool, tmp_path: Path) -> None:
+def test_accumulated_step_records_last_batch(pool, tmp_path):
     results = pool.run(_fit, world_size=2, args=(2, P2, str(tmp_path), {"steps": [1]}, 2))
     assert [name for _, name, _ in results[0][0]] == ["step-000001.png", "step-000001.json"]
     assert results[0][1] == [1, 1, 2, 2]
@@ -169,7 +166,7 @@ def _fit_alone(
 ) -> tuple[list[str], list[str]]:
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     # Both Lightning packages log through one module, to the logger of the package imported last.
     sources = [
         logging.getLogger(f"{name}.utilities.rank_zero")
@@ -189,9 +186,7 @@ def _fit_alone(
 
 
 @pytest.mark.parametrize("layout", [None, {}, {"num_microbatches": 2}])
-def test_missing_pipeline_is_reported_once(
-    pool: Pool, tmp_path: Path, layout: dict[str, Any] | None
-) -> None:
+def test_missing_pipeline_is_reported_once(pool, tmp_path, layout):
     ((said, files),) = pool.run(_fit_alone, world_size=1, args=(str(tmp_path), layout))
     assert said == ["PipelineTimeline records nothing, because there is no pipeline"]
     assert files == []
@@ -200,7 +195,7 @@ def test_missing_pipeline_is_reported_once(
 class _Fails(LitNet):
     """Fails on every rank, after the recorder was added and before the schedule starts."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 1:
             raise ZeroDivisionError("bad batch")
 
@@ -215,11 +210,11 @@ def _fail(rank: int, folder: str) -> tuple[bool, list[str]]:
     return callback._recorder is None, [path.name for path in Path(folder).rglob("step-*")]
 
 
-def test_failed_step_is_not_recorded(pool: Pool, tmp_path: Path) -> None:
+def test_failed_step_is_not_recorded(pool, tmp_path):
     assert pool.run(_fail, world_size=2, args=(str(tmp_path),)) == [(True, [])] * 2
 
 
-def test_mlflow_client_accepts_artifact_arguments() -> None:
+def test_mlflow_client_accepts_artifact_arguments():
     from mlflow import MlflowClient
 
     inspect.signature(MlflowClient.log_artifact).bind(None, "run id", "/a/file", "timeline")
@@ -236,6 +231,6 @@ def test_mlflow_client_accepts_artifact_arguments() -> None:
         ({"steps": [3, -1]}, r"steps=\[3, -1\]"),
     ],
 )
-def test_invalid_options_are_refused(options: dict[str, Any], words: str) -> None:
+def test_invalid_options_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         PipelineTimeline(**options)

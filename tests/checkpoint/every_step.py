@@ -1,7 +1,5 @@
 """Training run that saves a checkpoint folder after every step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

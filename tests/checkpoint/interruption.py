@@ -1,7 +1,5 @@
 """Saves that are interrupted between two file system operations."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Full tensors and the shards that each rank of a layout holds, without the strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,11 +1,9 @@
 """Module with hyperparameters for both Lightning namespaces, without imports of this package."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def make(lightning: Any, data: Any = None) -> tuple[type, type]:
@@ -29,18 +27,18 @@ def make(lightning: Any, data: Any = None) -> tuple[type, type]:
             )
             self.seen: list[str] = []
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def training_step(self, batch, batch_idx):
             loss = self.net(batch).square().mean()
             self.log("train_loss", loss)
             return loss
 
-        def test_step(self, batch: Any, batch_idx: int) -> None:
+        def test_step(self, batch, batch_idx):
             self.log("test_loss", self.net(batch).square().mean())
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.Adam(self.parameters(), lr=self.hparams["rates"][0])
 
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        def on_load_checkpoint(self, checkpoint):
             self.seen = list(checkpoint["state_dict"])
 
     class SavedData(lightning.LightningDataModule):
@@ -48,7 +46,7 @@ def make(lightning: Any, data: Any = None) -> tuple[type, type]:
             super().__init__()
             self.save_hyperparameters()
 
-        def train_dataloader(self) -> Any:
+        def train_dataloader(self):
             return torch.utils.data.DataLoader(
                 torch.linspace(-1, 1, 32).view(16, 2), batch_size=self.hparams["batch_size"]
             )

@@ -1,7 +1,5 @@
 """A real S3 server (moto's) in a process of its own, which can be told to fail."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints under addresses of fsspec, with a store in the memory of one process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -9,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -46,7 +43,7 @@ LAST = RemotePath(f"{ROOT}/last.ckpt")
 
 
 @pytest.fixture(autouse=True)
-def store() -> Iterator[Any]:
+def store():
     """Return an empty store."""
     system = fsspec.filesystem("memory")
     system.store.clear()
@@ -60,7 +57,7 @@ def _saves(address: RemotePath) -> list[str]:
 
 
 def _save(path: RemotePath, step: int) -> None:
-    save(path, step)  # type: ignore[arg-type]
+    save(path, step)
 
 
 @contextlib.contextmanager
@@ -88,9 +85,7 @@ def _cut(number: int, *, behind: bool) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(("name", "behind"), [("last.ckpt", False), ("other.ckpt", True)])
-def test_killed_save_leaves_checkpoint_complete_or_absent(
-    store: Any, name: str, behind: bool
-) -> None:
+def test_killed_save_leaves_checkpoint_complete_or_absent(store, name, behind):
     target = RemotePath(f"{ROOT}/{name}")
     for number in range(1, UNLIMITED):
         store.store.clear()
@@ -100,19 +95,19 @@ def test_killed_save_leaves_checkpoint_complete_or_absent(
         was_cut = len(requests) >= number
         newest = newest_checkpoint(ROOT)
         assert newest is not None
-        assert step_of(newest) in ((1, 2) if was_cut else (2,))  # type: ignore[arg-type]
+        assert step_of(newest) in ((1, 2) if was_cut else (2,))
         assert choose_checkpoint(ROOT) == newest
-        if name != "last.ckpt" and step_of(newest) == 1:  # type: ignore[arg-type]
+        if name != "last.ckpt" and step_of(newest) == 1:
             with pytest.raises(CheckpointError, match=r"other\.ckpt (is not|does not exist)"):
                 choose_checkpoint(target, on_damage="refuse")
         _save(target, 3)
-        assert step_of(newest_checkpoint(ROOT)) == 3  # type: ignore[arg-type]
+        assert step_of(newest_checkpoint(ROOT)) == 3
         if not was_cut:
             assert number > 10
             return
 
 
-def test_files_are_whole_before_metadata_and_earlier_save_is_removed_after_it(store: Any) -> None:
+def test_files_are_whole_before_metadata_and_earlier_save_is_removed_after_it(store):
     _save(LAST, 1)
     (first,) = _saves(LAST)
     with _cut(UNLIMITED, behind=False) as requests:
@@ -126,7 +121,7 @@ def test_files_are_whole_before_metadata_and_earlier_save_is_removed_after_it(st
     assert len(_saves(LAST)) == 1
 
 
-def test_abandoned_save_is_removed_after_a_day_and_a_recent_one_is_kept() -> None:
+def test_abandoned_save_is_removed_after_a_day_and_a_recent_one_is_kept():
     now = int(time.time())
     old, recent = (f"save-{now - age:08x}-0123456789ab" for age in (90_000, 80_000))
     for name in (old, recent):
@@ -139,7 +134,7 @@ def test_abandoned_save_is_removed_after_a_day_and_a_recent_one_is_kept() -> Non
     assert old not in _saves(LAST)
 
 
-def test_two_writers_of_one_address_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_of_one_address_are_named(monkeypatch):
     write = data_files.write_rectangles
 
     def with_another_writer(*arguments: Any, **options: Any) -> Any:
@@ -150,12 +145,12 @@ def test_two_writers_of_one_address_are_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(data_files, "write_rectangles", with_another_writer)
     with pytest.raises(CheckpointError, match=r"last\.ckpt was saved by another process"):
         _save(LAST, 1)
-    assert step_of(LAST) == 7  # type: ignore[arg-type]
+    assert step_of(LAST) == 7
     assert len(_saves(LAST)) == 1
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".crc", "state.json", "index.json"])
-def test_damage_and_missing_objects_are_named(store: Any, suffix: str) -> None:
+def test_damage_and_missing_objects_are_named(store, suffix):
     _save(LAST, 1)
     _save(RemotePath(f"{ROOT}/newer.ckpt"), 2)
     (path,) = (name for name in store.store if "newer" in name and name.endswith(suffix))
@@ -175,7 +170,7 @@ def test_damage_and_missing_objects_are_named(store: Any, suffix: str) -> None:
     assert newest_checkpoint(ROOT) == LAST
 
 
-def test_absent_address_is_named() -> None:
+def test_absent_address_is_named():
     with pytest.raises(MissingCheckpointError, match=r"memory://runs/last\.ckpt does not exist"):
         verify_checkpoint(LAST)
     (LAST / "thesis.tex").write_bytes(b"years of work")
@@ -184,7 +179,7 @@ def test_absent_address_is_named() -> None:
     assert (LAST / "thesis.tex").read_bytes() == b"years of work"
 
 
-def test_large_tensors_are_stored_as_several_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_stored_as_several_objects(monkeypatch):
     monkeypatch.setattr(data_files, "_OBJECT_BYTES", 1 << 16)
     tensors = {
         "a": torch.randn(300, 300),
@@ -192,7 +187,7 @@ def test_large_tensors_are_stored_as_several_objects(monkeypatch: pytest.MonkeyP
         "c": torch.tensor(3.0),
         "d": torch.empty(0),
     }
-    layouts.save(LAST, tensors)  # type: ignore[arg-type]
+    layouts.save(LAST, tensors)
     names = [name for name in LAST.below() if name.endswith(".safetensors")]
     assert len(names) >= 8
     found = read_full(LAST)
@@ -200,7 +195,7 @@ def test_large_tensors_are_stored_as_several_objects(monkeypatch: pytest.MonkeyP
         assert torch.equal(found[name], value)
 
 
-def test_copy_on_disk_is_the_same_checkpoint(store: Any, tmp_path: Path) -> None:
+def test_copy_on_disk_is_the_same_checkpoint(store, tmp_path):
     _save(LAST, 4)
     store.get(str(LAST), str(tmp_path / "copy"), recursive=True)
     assert step_of(tmp_path / "copy") == 4
@@ -208,7 +203,7 @@ def test_copy_on_disk_is_the_same_checkpoint(store: Any, tmp_path: Path) -> None
     assert re.fullmatch("save-[0-9a-f]{8}-[0-9a-f]{12}", folder)
 
 
-def test_discarded_checkpoint_leaves_nothing(store: Any) -> None:
+def test_discarded_checkpoint_leaves_nothing(store):
     _save(LAST, 4)
     discard(LAST)
     assert not store.store
@@ -224,9 +219,7 @@ def test_discarded_checkpoint_leaves_nothing(store: Any) -> None:
         (FileNotFoundError("no bucket"), "no bucket. Create the bucket", 1),
     ],
 )
-def test_failing_store_is_named_and_loses_no_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, error: OSError, words: str, tries: int
-) -> None:
+def test_failing_store_is_named_and_loses_no_checkpoint(monkeypatch, error, words, tries):
     _save(LAST, 1)
     call, failed = remote_path._call, []
 
@@ -242,14 +235,12 @@ def test_failing_store_is_named_and_loses_no_checkpoint(
     with pytest.raises(StorageError, match=rf"(?s)writing {LAST}/save-\S*/index\.json .*{words}"):
         _save(LAST, 2)
     assert len(failed) >= tries if tries > 1 else len(failed) == 1
-    assert step_of(LAST) == 1  # type: ignore[arg-type]
+    assert step_of(LAST) == 1
     assert len(_saves(LAST)) == 1
 
 
 @pytest.mark.parametrize("arrives", [False, True])
-def test_metadata_whose_answer_is_lost_leaves_one_whole_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, arrives: bool
-) -> None:
+def test_metadata_whose_answer_is_lost_leaves_one_whole_checkpoint(monkeypatch, arrives):
     _save(LAST, 1)
     call = remote_path._call
 
@@ -264,12 +255,10 @@ def test_metadata_whose_answer_is_lost_leaves_one_whole_checkpoint(
     monkeypatch.setattr(remote_path, "_RETRY_S", 0.0)
     with pytest.raises(StorageError, match=r"metadata\.json failed"):
         _save(LAST, 2)
-    assert step_of(LAST) == (2 if arrives else 1)  # type: ignore[arg-type]
+    assert step_of(LAST) == (2 if arrives else 1)
 
 
-def test_unreachable_store_is_no_reason_for_an_older_checkpoint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unreachable_store_is_no_reason_for_an_older_checkpoint(monkeypatch):
     _save(LAST, 1)
     _save(RemotePath(f"{ROOT}/newer.ckpt"), 2)
     call = remote_path._call
@@ -286,7 +275,7 @@ def test_unreachable_store_is_no_reason_for_an_older_checkpoint(
 
 
 @pytest.mark.parametrize("url", ["s3://key:hidden@bucket/x", "sftp://me:hidden@host/x"])
-def test_credentials_in_an_address_are_refused_unseen(url: str) -> None:
+def test_credentials_in_an_address_are_refused_unseen(url):
     for action in (located, verify_checkpoint, newest_checkpoint):
         with pytest.raises(CheckpointError, match=r"://\*\*\*@.*contains credentials") as refused:
             action(url)
@@ -297,13 +286,11 @@ def test_credentials_in_an_address_are_refused_unseen(url: str) -> None:
 
 
 @pytest.mark.parametrize(("format", "is_file"), [("auto", True), ("folder", False)])
-def test_one_process_trains_and_resumes_under_an_address(
-    store: Any, format: str, is_file: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_process_trains_and_resumes_under_an_address(store, format, is_file, caplog):
     def fit(steps: int, **options: Any) -> L.Trainer:
         run = Run(layers=2, steps=steps)
         trainer = make_trainer(
-            PTDPStrategy(checkpoint_format=format),  # type: ignore[arg-type]
+            PTDPStrategy(checkpoint_format=format),
             default_root_dir=ROOT,
             max_steps=steps,
             callbacks=[ModelCheckpoint(save_last=True), *options.pop("callbacks", ())],
@@ -314,7 +301,7 @@ def test_one_process_trains_and_resumes_under_an_address(
     last = f"{ROOT}/checkpoints/last.ckpt"
     first = fit(2)
     assert RemotePath(last).is_file() == is_file
-    weights = first.strategy.gather_state_dict()  # type: ignore[attr-defined]
+    weights = first.strategy.gather_state_dict()
     loaded = LitTiny.load_from_checkpoint(last, run=Run(layers=2, steps=1))
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, weights[name])
@@ -328,7 +315,7 @@ def test_one_process_trains_and_resumes_under_an_address(
     assert "hidden" not in caplog.text
 
 
-def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_names_the_extra(monkeypatch):
     s3fs = requirements.Declared(name="s3fs", versions=SpecifierSet(">=2024.6"), extra="s3")
     monkeypatch.setattr(requirements, "_declared", lambda: (s3fs,))
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -339,9 +326,7 @@ def test_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
         located("s3://bucket/x")
 
 
-def test_request_without_an_answer_is_abandoned_at_its_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_request_without_an_answer_is_abandoned_at_its_limit(monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(remote_path, "_call", lambda *_, **__: answers.wait(60))
     monkeypatch.setattr(remote_path, "_CALL_S", 0.05)

@@ -1,7 +1,5 @@
 """Tests of background saving: saved values, completion and failures."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable
@@ -32,7 +30,6 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.saving import FolderSaves
 from tests.checkpoint.layouts import replicated
 from tests.models.fits import quiet_trainer
-from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 LIMIT = timedelta(seconds=30)
@@ -104,9 +101,7 @@ def on_gpu(*values: torch.Tensor) -> dict[str, torch.Tensor]:
     return {str(index): value.as_subclass(OnGPU) for index, value in enumerate(values)}
 
 
-def test_pinned_buffer_is_reused_until_shape_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinned_buffer_is_reused_until_shape_changes(tmp_path, monkeypatch):
     """The last of three saves has another shape. Tensors begin at multiples of 64 bytes."""
     driver, waited = Driver(), list[threading.Thread]()
     monkeypatch.setattr(torch.cuda, "cudart", driver.runtime)
@@ -134,9 +129,7 @@ def test_pinned_buffer_is_reused_until_shape_changes(
 
 
 @pytest.mark.parametrize("answer", [0, 1])
-def test_host_copies_are_equal_with_and_without_page_locking(
-    answer: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_copies_are_equal_with_and_without_page_locking(answer, monkeypatch):
     driver = Driver(answer)
     monkeypatch.setattr(torch.cuda, "cudart", driver.runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -156,7 +149,7 @@ def test_host_copies_are_equal_with_and_without_page_locking(
     assert not driver.locked
 
 
-def test_save_captures_values_at_call_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_captures_values_at_call_time(tmp_path, monkeypatch):
     gate, saver, tensor = Gate(monkeypatch), BackgroundSaver(limit=LIMIT), torch.ones(4)
     _start(saver, tmp_path / "a", tensor)
     tensor.fill_(2)
@@ -172,7 +165,7 @@ def test_save_captures_values_at_call_time(tmp_path: Path, monkeypatch: pytest.M
     assert os.readlink(tmp_path / "latest") == "c"
 
 
-def test_removal_waits_for_pending_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_waits_for_pending_save(tmp_path, monkeypatch):
     gate, saver, removed = Gate(monkeypatch), BackgroundSaver(limit=LIMIT), []
     saver.after(lambda: removed.append("idle"))
     _start(saver, tmp_path / "a", torch.ones(4), then=lambda: removed.append("then"))
@@ -183,9 +176,7 @@ def test_removal_waits_for_pending_save(tmp_path: Path, monkeypatch: pytest.Monk
     assert removed == ["idle", "then", "after"]
 
 
-def test_failure_is_raised_by_next_save_and_removes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_is_raised_by_next_save_and_removes_nothing(tmp_path, monkeypatch):
     saver, removed = BackgroundSaver(limit=LIMIT), []
     _start(saver, tmp_path / "a", torch.ones(4))
     saver.wait()
@@ -205,9 +196,7 @@ def test_failure_is_raised_by_next_save_and_removes_nothing(
     assert os.readlink(tmp_path / "latest") == "c"
 
 
-def test_connection_error_of_torch_is_raised_unchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connection_error_of_torch_is_raised_unchanged(tmp_path, monkeypatch):
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
 
     def fail(*_: Any, **__: Any) -> None:
@@ -221,7 +210,7 @@ def test_connection_error_of_torch_is_raised_unchanged(
     assert caught.value is lost, "the strategy recognizes the error by its class and text"
 
 
-def test_wait_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_times_out(tmp_path, monkeypatch):
     gate, saver = Gate(monkeypatch), BackgroundSaver(limit=LIMIT)
     _start(saver, tmp_path / "a", torch.ones(4))
     with pytest.raises(CheckpointError, match=r"a did not end within 0\.01 s"):
@@ -239,9 +228,7 @@ def test_wait_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (ValueError("of the user"), 300),
     ],
 )
-def test_patience_after_error_depends_on_what_save_needs(
-    error: Exception, most_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_patience_after_error_depends_on_what_save_needs(error, most_s, monkeypatch):
     saves, waited = FolderSaves(), []
     saves._saver = BackgroundSaver(limit=LIMIT)
     monkeypatch.setattr(saves._saver, "wait", waited.append)
@@ -272,7 +259,7 @@ def _train(
     return strategy.gather_state_dict()
 
 
-def test_async_run_resumes_bitwise_equal_despite_damage(pool: Pool, tmp_path: Path) -> None:
+def test_async_run_resumes_bitwise_equal_despite_damage(pool, tmp_path):
     whole = pool.run(_train, world_size=2, args=(str(tmp_path / "sync"), False, None, 4))[0]
     pool.run(_train, world_size=2, args=(str(tmp_path / "async"), True, None, 3))
     found = sorted(path.name for path in (tmp_path / "async").iterdir())

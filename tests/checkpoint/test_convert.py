@@ -1,7 +1,5 @@
 """Conversion of checkpoint folders to Lightning's single file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch.utils.data import DataLoader
 from lightning_ptdp.checkpoint import CheckpointError, to_lightning_file
 from tests.checkpoint.layouts import save
 from tests.models.fits import quiet_trainer
-from tests.pool import Pool
 
 
 class Lit(pl.LightningModule):
@@ -23,11 +20,11 @@ class Lit(pl.LightningModule):
         self.layer = torch.nn.Linear(6, hidden)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         self.seen += 1
         return self.layer(batch).square().mean()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
@@ -51,16 +48,12 @@ def _fit_and_save(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], dict
 
 
 @pytest.fixture(scope="module")
-def fitted(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
+def fitted(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fitted")
     return (folder, *pool.run(_fit_and_save, world_size=1, args=(str(folder),))[0])
 
 
-def test_load_from_checkpoint_reads_converted_file(
-    fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
-) -> None:
+def test_load_from_checkpoint_reads_converted_file(fitted):
     folder, weights, state = fitted
     to_lightning_file(folder / "ours.ckpt", folder / "new" / "single.ckpt")
     model = Lit.load_from_checkpoint(folder / "new" / "single.ckpt")
@@ -77,14 +70,14 @@ def test_load_from_checkpoint_reads_converted_file(
 
 
 class Tied(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(5, 3)
         self.head = torch.nn.Linear(3, 5, bias=False)
         self.head.weight = self.embedding.weight
 
 
-def test_tied_parameters_keep_all_names(tmp_path: Path) -> None:
+def test_tied_parameters_keep_all_names(tmp_path):
     weight = torch.randn(5, 3)
     aliases = {"head.weight": "embedding.weight"}
     save(tmp_path / "c", {"embedding.weight": weight}, metadata={"aliases": aliases})
@@ -95,9 +88,7 @@ def test_tied_parameters_keep_all_names(tmp_path: Path) -> None:
     assert (tmp_path / "single.ckpt").stat().st_size < 4000
 
 
-def test_folder_target_and_missing_source_are_refused(
-    fitted: tuple[Path, dict[str, torch.Tensor], dict[str, Any]],
-) -> None:
+def test_folder_target_and_missing_source_are_refused(fitted):
     folder, _, _ = fitted
     with pytest.raises(CheckpointError, match=r"is a folder\. Give the path of the file"):
         to_lightning_file(folder / "ours.ckpt", folder)

@@ -1,7 +1,5 @@
 """Tests of the check that rectangles cover a tensor exactly once."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -37,9 +35,7 @@ def _counts(shape: tuple[int, ...], parts: list[Rectangle]) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=60)
 @given(drawn=cut(), data=st.data())
-def test_cover_check_agrees_with_counting(
-    drawn: tuple[tuple[int, ...], list[Rectangle]], data: st.DataObject
-) -> None:
+def test_cover_check_agrees_with_counting(drawn, data):
     shape, parts = drawn
     check_cover("w", shape, parts, "to save")
     dropped = data.draw(st.integers(0, len(parts) - 1))
@@ -59,7 +55,7 @@ def test_cover_check_agrees_with_counting(
     assert region.eq(0).all() if "is not covered" in str(error.value) else region.gt(1).any()
 
 
-def test_rectangle_outside_tensor_is_refused() -> None:
+def test_rectangle_outside_tensor_is_refused():
     with pytest.raises(
         CheckpointError,
         match=r"'w': of the rectangles to save, \[0:5, 0:3\] is outside the tensor of shape \(4, 3\)",
@@ -67,14 +63,14 @@ def test_rectangle_outside_tensor_is_refused() -> None:
         check_cover("w", (4, 3), [Rectangle((0, 0), (5, 3))], "to save")
 
 
-def test_cover_check_of_scalar_and_empty_tensor() -> None:
+def test_cover_check_of_scalar_and_empty_tensor():
     check_cover("w", (), [Rectangle((), ())], "to save")
     check_cover("w", (0, 3), [], "to save")
     with pytest.raises(CheckpointError, match=r"cover 0 of 1 elements"):
         check_cover("w", (), [], "to load")
 
 
-def test_cover_check_handles_40000_rectangles() -> None:
+def test_cover_check_handles_40000_rectangles():
     side = 200
     squares = [Rectangle.at((row, column), (1, 1)) for row in range(side) for column in range(side)]
     check_cover("w", (side, side), squares, "to save")

@@ -1,7 +1,5 @@
 """Damaged, incomplete and foreign checkpoints are refused with a CheckpointError."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -23,7 +21,6 @@ from lightning_ptdp.checkpoint import metadata as metadata_module
 from lightning_ptdp.parameters.placement import Piece, Placement
 from tests.checkpoint.layouts import Layout, blank, held, save
 from tests.data.folders import flip
-from tests.pool import Pool
 
 FILES = [
     "metadata.json",
@@ -36,7 +33,7 @@ FILES = [
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "c"
     save_checkpoint(
         path,
@@ -48,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def torn(whole: Path, tmp_path: Path) -> Path:
+def torn(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "c"))
 
 
@@ -58,14 +55,14 @@ def read_all(path: Path) -> None:
     load_tensors(path, blank(held(Layout(1), 0)))
 
 
-def test_undamaged_checkpoint_is_readable(torn: Path) -> None:
+def test_undamaged_checkpoint_is_readable(torn):
     assert sorted(os.listdir(torn)) == sorted(FILES)
     read_all(torn)
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("keep", [0.0, 0.5, 1.0, None], ids=["0.0", "0.5", "1.0", "missing"])
-def test_truncated_or_missing_file_is_named(torn: Path, file: str, keep: float | None) -> None:
+def test_truncated_or_missing_file_is_named(torn, file, keep):
     content = (torn / file).read_bytes()
     if keep is None:
         (torn / file).unlink()
@@ -75,7 +72,7 @@ def test_truncated_or_missing_file_is_named(torn: Path, file: str, keep: float |
         read_all(torn)
 
 
-def test_verify_finds_flipped_bit_in_any_file(torn: Path) -> None:
+def test_verify_finds_flipped_bit_in_any_file(torn):
     for file in FILES:
         content = (torn / file).read_bytes()
         for place in range(0, len(content), max(1, len(content) // 150)):
@@ -88,7 +85,7 @@ def test_verify_finds_flipped_bit_in_any_file(torn: Path) -> None:
     assert verify_checkpoint(torn) == read_metadata(torn)
 
 
-def test_verify_finds_truncation_of_any_file(torn: Path) -> None:
+def test_verify_finds_truncation_of_any_file(torn):
     for file in FILES:
         content = (torn / file).read_bytes()
         for length in range(0, len(content), max(1, len(content) // 50)):
@@ -98,7 +95,7 @@ def test_verify_finds_truncation_of_any_file(torn: Path) -> None:
         (torn / file).write_bytes(content)
 
 
-def test_verify_names_every_damaged_file_of_its_part(pool: Pool, tmp_path: Path) -> None:
+def test_verify_names_every_damaged_file_of_its_part(pool, tmp_path):
     pool.run(_save_two, world_size=2, args=(str(tmp_path / "c"),))
     for name in ("rank0-0.safetensors", "rank1-0.safetensors"):
         flip(tmp_path / "c" / name)
@@ -117,7 +114,7 @@ def _save_two(rank: int, path: str) -> None:
     save_checkpoint(path, tensors=held(Layout(2, t=2), rank), state={}, metadata={})
 
 
-def test_load_checks_only_bytes_it_reads(tmp_path: Path) -> None:
+def test_load_checks_only_bytes_it_reads(tmp_path):
     full = torch.arange(300_000.0).view(3000, 100)
     file = save(tmp_path / "c", {"w": full}) / "rank0-0.safetensors"
     content = bytearray(file.read_bytes())
@@ -135,7 +132,7 @@ def test_load_checks_only_bytes_it_reads(tmp_path: Path) -> None:
         read_full(tmp_path / "c")
 
 
-def test_every_flipped_byte_of_metadata_is_detected(tmp_path: Path) -> None:
+def test_every_flipped_byte_of_metadata_is_detected(tmp_path):
     save(tmp_path / "c", {"w": torch.ones(2)}, metadata={"layout": "t1"})
     file = tmp_path / "c" / "metadata.json"
     content = file.read_bytes()
@@ -156,7 +153,7 @@ def _rewrite(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("version", [3, 5])
-def test_other_format_version_is_refused(torn: Path, version: int) -> None:
+def test_other_format_version_is_refused(torn, version):
     _rewrite(torn, version=version)
     with pytest.raises(
         CheckpointError, match=f"format version {version}, but this lightning-ptdp reads version 4"
@@ -164,7 +161,7 @@ def test_other_format_version_is_refused(torn: Path, version: int) -> None:
         read_all(torn)
 
 
-def test_path_without_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_path_without_checkpoint_is_refused(tmp_path):
     (tmp_path / "single.ckpt").write_bytes(b"x")
     for name, words in (
         ("", "has no metadata.json"),

@@ -1,7 +1,5 @@
 """Tests of data files: safetensors format, checksums and writing to disk."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable
@@ -47,7 +45,7 @@ Written = dict[str, tuple[torch.Tensor, int]]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Written]:
+def written(tmp_path_factory):
     """Write all tensors to one file; return name -> (tensor, byte where its values begin)."""
     path = tmp_path_factory.mktemp("data") / "x.safetensors"
     tensors = {name: make() for name, make in TENSORS.items()}
@@ -66,9 +64,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_data_file_is_read_by_safetensors_and_package(
-    written: tuple[Path, Written], name: str
-) -> None:
+def test_data_file_is_read_by_safetensors_and_package(written, name):
     path, (tensor, begin) = written[0], written[1][name]
     found = load_file(path)[f"{name}@{','.join('0' * tensor.dim())}"]
     if tensor.dtype in (torch.complex128, torch.float8_e5m2fnuz):  # dtypes that safetensors lacks
@@ -89,7 +85,7 @@ def test_data_file_is_read_by_safetensors_and_package(
     assert torch.equal(_bytes(target), _bytes(tensor))
 
 
-def test_header_of_many_tensors_is_checksummed_in_blocks(tmp_path: Path) -> None:
+def test_header_of_many_tensors_is_checksummed_in_blocks(tmp_path):
     path = tmp_path / "x.safetensors"
     tensors = [LocalRectangle.whole(f"model/{'long' * 20}.{n}", torch.ones(1)) for n in range(2000)]
     write_data_file(path, tensors)
@@ -98,14 +94,14 @@ def test_header_of_many_tensors_is_checksummed_in_blocks(tmp_path: Path) -> None
     assert len(load_file(path)) == 2000
 
 
-def test_checksums_are_crc32_of_each_block(written: tuple[Path, Written]) -> None:
+def test_checksums_are_crc32_of_each_block(written):
     content = written[0].read_bytes()
     sums = parse_sums(written[0].with_suffix(".crc").read_bytes(), size=len(content))
     blocks = [content[begin : begin + BLOCK] for begin in range(0, len(content), BLOCK)]
     assert sums.tolist() == [zlib.crc32(block) for block in blocks]
 
 
-def test_large_tensors_begin_at_block_boundaries(tmp_path: Path) -> None:
+def test_large_tensors_begin_at_block_boundaries(tmp_path):
     sizes = {"bias": 7, "odd": 300_001, "weight": 8 * BLOCK, "small": 5}
     tensors = [LocalRectangle.whole(name, torch.zeros(size)) for name, size in sizes.items()]
     stored, _ = write_data_file(tmp_path / "x.safetensors", tensors)
@@ -116,7 +112,7 @@ def test_large_tensors_begin_at_block_boundaries(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 5, BLOCK - 1, BLOCK, 3 * BLOCK + 7, -1])
-def test_damaged_byte_is_found_in_its_block(tmp_path: Path, at: int) -> None:
+def test_damaged_byte_is_found_in_its_block(tmp_path, at):
     path = tmp_path / "x.safetensors"
     write_data_file(path, [LocalRectangle.whole("w", torch.randn(3, 7001))])
     content = bytearray(path.read_bytes())
@@ -131,13 +127,11 @@ def test_damaged_byte_is_found_in_its_block(tmp_path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("row", [1, 12, 514, 1028, 2048, BLOCK, 40_000, 3 << 20])
-def test_pieces_of_rows_end_at_block_boundaries(row: int) -> None:
+def test_pieces_of_rows_end_at_block_boundaries(row):
     assert rows_at_once(row) * row % BLOCK == 0
 
 
-def test_failed_fsync_fails_save_and_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_fsync_fails_save_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_SYNC_BYTES", 1 << 20)
     calls: list[int] = []
     fsync = os.fsync
@@ -155,9 +149,7 @@ def test_failed_fsync_fails_save_and_leaves_no_files(
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 65])
-def test_gpu_rows_are_staged_in_two_pinned_buffers(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_rows_are_staged_in_two_pinned_buffers(rows, monkeypatch):
     """Each copy is synchronized before its buffer is read. Buffers have at least 32 MiB."""
     assert stored_tensor._STAGED >= 32 * 2**20
     monkeypatch.setattr(stored_tensor, "_STAGED", 2 * BLOCK)

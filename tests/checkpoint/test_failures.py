@@ -1,7 +1,5 @@
 """A save that fails on one rank fails on all ranks and keeps the previous checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -27,7 +25,6 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint import files as files_module
 from lightning_ptdp.parameters.placement import Piece, Placement
 from tests.checkpoint.layouts import save
-from tests.pool import Pool
 
 ROWS = 200_000
 
@@ -123,18 +120,14 @@ def _save_then_fail(rank: int, case: Callable[[int], dict[str, Any]], path: str)
 
 
 @pytest.mark.parametrize(("case", "words"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-def test_failing_rank_fails_all_ranks_and_keeps_checkpoint(
-    pool: Pool, tmp_path: Path, case: Callable[[int], dict[str, Any]], words: str
-) -> None:
+def test_failing_rank_fails_all_ranks_and_keeps_checkpoint(pool, tmp_path, case, words):
     messages = pool.run(_save_then_fail, world_size=2, args=(case, str(tmp_path / "last.ckpt")))
     assert messages[0] == messages[1]
     assert re.search(words, messages[0]), messages[0]
     assert torch.equal(read_full(tmp_path / "last.ckpt")["w"], torch.ones(20))
 
 
-def test_single_process_checks_cover_on_save_load_and_verify(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_single_process_checks_cover_on_save_load_and_verify(tmp_path, monkeypatch):
     half = _half(0, 1.0, rows=10)
     with pytest.raises(CheckpointError, match="the rectangles to save cover 10 of 20 elements"):
         save_checkpoint(tmp_path / "c", tensors=half, state={}, metadata={})
@@ -157,7 +150,7 @@ def _save_twice(rank: int, path: str) -> None:
     save_checkpoint(path, tensors=_half(rank, 2.0, rows=11), state={}, metadata={"save": 2})
 
 
-def test_second_save_replaces_checkpoint_and_leftovers(pool: Pool, tmp_path: Path) -> None:
+def test_second_save_replaces_checkpoint_and_leftovers(pool, tmp_path):
     (tmp_path / "last.ckpt.old-0123").mkdir()
     (tmp_path / "last.ckpt.tmp-0123").mkdir()
     pool.run(_save_twice, world_size=2, args=(str(tmp_path / "last.ckpt"),))
@@ -176,7 +169,7 @@ def _check_kept(path: Path) -> None:
     assert os.listdir(path.parent) == ["last.ckpt"]
 
 
-def test_file_and_empty_folder_are_replaced(tmp_path: Path) -> None:
+def test_file_and_empty_folder_are_replaced(tmp_path):
     (tmp_path / "file").write_text("Lightning's single file")
     (tmp_path / "folder").mkdir()
     for name in ("file", "folder", "new/deep"):
@@ -184,16 +177,14 @@ def test_file_and_empty_folder_are_replaced(tmp_path: Path) -> None:
         assert read_full(tmp_path / name)["w"].item() == 1.0
 
 
-def test_folder_with_other_content_is_not_replaced(tmp_path: Path) -> None:
+def test_folder_with_other_content_is_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="is a folder with other content"):
         _save_one(tmp_path, 1.0)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_failed_rename_restores_previous_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rename_restores_previous_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     _save_one(path, 1.0)
     rename = os.rename
@@ -209,9 +200,7 @@ def test_failed_rename_restores_previous_checkpoint(
     _check_kept(path)
 
 
-def test_read_only_folder_fails_save_and_keeps_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_folder_fails_save_and_keeps_checkpoint(tmp_path, monkeypatch):
     path, mkdir = tmp_path / "last.ckpt", os.mkdir
     _save_one(path, 1.0)
 
@@ -229,9 +218,7 @@ def test_read_only_folder_fails_save_and_keeps_checkpoint(
     _check_kept(path)
 
 
-def test_storage_lost_during_save_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_lost_during_save_is_reported(tmp_path, monkeypatch):
     kept, gone = tmp_path / "kept" / "a.ckpt", tmp_path / "gone" / "b.ckpt"
     _save_one(kept, 1.0)
     write = data_files.write_rectangles
@@ -250,9 +237,7 @@ def test_storage_lost_during_save_is_reported(
     assert read_full(kept)["w"].item() == 1.0
 
 
-def test_error_names_leftover_of_interrupted_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_names_leftover_of_interrupted_rename(tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     _save_one(path, 1.0)
     path.rename(tmp_path / "last.ckpt.old-01")
@@ -274,7 +259,7 @@ def _raise_on(rank: int, failing: list[int]) -> str:
     return str(error.value)
 
 
-def test_same_outcome_names_failing_ranks(pool: Pool) -> None:
+def test_same_outcome_names_failing_ranks(pool):
     for failing, words in (
         ([0, 2, 3], "rank 0, 2: KeyError: 'key 0'; rank 3: KeyError: 'key 1'"),
         ([2], "rank 2: KeyError"),

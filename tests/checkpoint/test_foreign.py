@@ -1,12 +1,9 @@
 """Untrusted checkpoints with valid digests: their content is checked and never executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +22,11 @@ from tests.hostile.forged_checkpoints import forge, sign
 
 
 @pytest.fixture
-def new(tmp_path: Path) -> Path:
+def new(tmp_path):
     return save(tmp_path / "new", {"w": torch.arange(6.0).view(2, 3)})
 
 
-def test_malformed_metadata_does_not_hide_other_checkpoints(new: Path, tmp_path: Path) -> None:
+def test_malformed_metadata_does_not_hide_other_checkpoints(new, tmp_path):
     content = json.loads((new / "metadata.json").read_bytes())
     odd = tmp_path / "odd"
     shutil.copytree(new, odd)
@@ -83,7 +80,7 @@ def test_malformed_metadata_does_not_hide_other_checkpoints(new: Path, tmp_path:
         ({"created": float("nan")}, r"created is nan, but must be a number"),
     ],
 )
-def test_impossible_metadata_is_refused(new: Path, change: dict[str, Any], words: str) -> None:
+def test_impossible_metadata_is_refused(new, change, words):
     forge(new, {**json.loads((new / "metadata.json").read_bytes()), **change})
     with pytest.raises(CheckpointError, match=rf"new/metadata\.json is damaged: {words}"):
         read_metadata(new)
@@ -114,7 +111,7 @@ def check_refused(path: Path, words: str) -> None:
         ),
     ],
 )
-def test_inconsistent_index_is_refused(new: Path, chunks: list[Any], words: str) -> None:
+def test_inconsistent_index_is_refused(new, chunks, words):
     content = json.loads((new / "index.json").read_bytes())
     begin = content["tensors"]["model/w"][0][1]
     chunks = [[begin if field is None else field for field in chunk] for chunk in chunks]
@@ -124,7 +121,7 @@ def test_inconsistent_index_is_refused(new: Path, chunks: list[Any], words: str)
 
 
 @pytest.mark.parametrize("sums", [b"", b"\0" * 11, b"\0" * 8, b"\0" * 12])
-def test_incomplete_checksums_are_refused(new: Path, sums: bytes) -> None:
+def test_incomplete_checksums_are_refused(new, sums):
     (new / "rank0-0.crc").write_bytes(sums)
     sign(new)
     check_refused(new, r"rank0-0\.crc is damaged: it has (0|8|11|12) bytes")
@@ -133,7 +130,7 @@ def test_incomplete_checksums_are_refused(new: Path, sums: bytes) -> None:
 @pytest.mark.parametrize(
     "name", ["metadata.json", "index.json", "state.json", "rank0-0.safetensors", "rank0-0.crc"]
 )
-def test_links_to_outside_and_pipes_are_refused(new: Path, tmp_path: Path, name: str) -> None:
+def test_links_to_outside_and_pipes_are_refused(new, tmp_path, name):
     (new / name).rename(tmp_path / "elsewhere")
     (new / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
@@ -153,7 +150,7 @@ def test_links_to_outside_and_pipes_are_refused(new: Path, tmp_path: Path, name:
     verify_checkpoint(new)
 
 
-def test_sparse_file_needs_checksums_of_all_blocks(new: Path) -> None:
+def test_sparse_file_needs_checksums_of_all_blocks(new):
     os.truncate(new / "rank0-0.safetensors", 1 << 42)
     sign(new)
     with pytest.raises(
@@ -163,7 +160,7 @@ def test_sparse_file_needs_checksums_of_all_blocks(new: Path) -> None:
         verify_checkpoint(new)
 
 
-def test_save_refuses_invalid_metadata_and_state(tmp_path: Path) -> None:
+def test_save_refuses_invalid_metadata_and_state(tmp_path):
     for metadata, state, words in (
         ({"aliases": {"v": 3}}, {}, r"aliases\.v is 3, but must be text"),
         ({"global_step": "x"}, {}, "global_step is 'x', but must be an integer"),

@@ -3,10 +3,7 @@
 ``formats/4`` was written by ``write`` below. A format is added when it changes; none is rewritten.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -24,16 +21,16 @@ STEPS = 2
 class Counted(L.LightningModule):
     """Trains without a change: its weights are 0, 1, 2, ..., its gradient is 1 and its rate 0."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
         self.seen = 0
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         self.seen += 1
         return self.weight.sum()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0, momentum=0.5)
 
 
@@ -50,7 +47,7 @@ def write(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FORMATS.iterdir()))
-def test_checkpoint_of_earlier_release_is_read(name: str) -> None:
+def test_checkpoint_of_earlier_release_is_read(name):
     verify_checkpoint(FORMATS / name)
     weights = read_full(FORMATS / name)
     assert torch.equal(weights["weight"], torch.arange(6.0).reshape(2, 3))

@@ -1,7 +1,5 @@
 """Saves interrupted at any file system operation lose no complete checkpoint."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil
@@ -19,7 +17,7 @@ from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
     save(folder / "last.ckpt", 1)
     return folder
@@ -29,9 +27,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "behind"), [("last.ckpt", False), ("last.ckpt", True), ("other.ckpt", True)]
 )
-def test_save_killed_at_any_operation_keeps_complete_checkpoint(
-    one: Path, tmp_path: Path, name: str, behind: bool
-) -> None:
+def test_save_killed_at_any_operation_keeps_complete_checkpoint(one, tmp_path, name, behind):
     for number in range(1, UNLIMITED):
         folder = Path(shutil.copytree(one, tmp_path / str(number), symlinks=True))
         was_cut = attempt(
@@ -54,9 +50,7 @@ def test_save_killed_at_any_operation_keeps_complete_checkpoint(
 
 @pytest.mark.filterwarnings("ignore:.*cannot be created")
 @pytest.mark.parametrize("behind", [False, True])
-def test_save_failing_at_any_operation_keeps_complete_checkpoint(
-    one: Path, tmp_path: Path, behind: bool
-) -> None:
+def test_save_failing_at_any_operation_keeps_complete_checkpoint(one, tmp_path, behind):
     for number in range(1, UNLIMITED):
         folder = Path(shutil.copytree(one, tmp_path / str(number), symlinks=True))
         failed = attempt(
@@ -73,7 +67,7 @@ def test_save_failing_at_any_operation_keeps_complete_checkpoint(
 
 
 @pytest.mark.parametrize("left", [["a"], []])
-def test_latest_moves_off_removed_checkpoint(tmp_path: Path, left: list[str]) -> None:
+def test_latest_moves_off_removed_checkpoint(tmp_path, left):
     for step, name in enumerate([*left, "b"]):
         save(tmp_path / name, step)
     latest_leaves(tmp_path / "a")

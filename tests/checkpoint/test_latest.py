@@ -1,7 +1,5 @@
 """The newest complete checkpoint is found, even if newer ones are damaged."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import warnings
@@ -28,13 +26,13 @@ def _save(path: Path, value: float) -> Path:
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> list[Path]:
+def three(tmp_path):
     paths = [_save(tmp_path / name, 1.0) for name in ("c", "a", "b")]
     mark_latest(paths[-1])
     return paths
 
 
-def test_latest_link_is_moved_without_leftovers(three: list[Path]) -> None:
+def test_latest_link_is_moved_without_leftovers(three):
     link = three[0].parent / "latest"
     assert os.readlink(link) == "b"
     mark_latest(three[0])
@@ -42,9 +40,7 @@ def test_latest_link_is_moved_without_leftovers(three: list[Path]) -> None:
     assert sorted(os.listdir(link.parent)) == ["a", "b", "c", "latest"]
 
 
-def test_latest_means_newest_without_symlink_support(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latest_means_newest_without_symlink_support(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError("no links here")
 
@@ -58,7 +54,7 @@ def test_latest_means_newest_without_symlink_support(
     assert choose_checkpoint(tmp_path / "latest") == tmp_path / "a"
 
 
-def test_latest_works_in_moved_or_copied_folder(three: list[Path], tmp_path: Path) -> None:
+def test_latest_works_in_moved_or_copied_folder(three, tmp_path):
     """The link is relative. A copy that follows links turns it into a folder."""
     moved = (tmp_path / "a").parent.rename(tmp_path.with_name("moved"))
     assert choose_checkpoint(moved / "latest") == moved / "b"
@@ -68,13 +64,13 @@ def test_latest_works_in_moved_or_copied_folder(three: list[Path], tmp_path: Pat
     assert choose_checkpoint(copied / "latest") == copied / "d"
 
 
-def test_other_file_named_latest_is_kept(tmp_path: Path) -> None:
+def test_other_file_named_latest_is_kept(tmp_path):
     (tmp_path / "latest").write_text("news")
     mark_latest(_save(tmp_path / "a", 1.0))
     assert (tmp_path / "latest").read_text() == "news"
 
 
-def test_newest_checkpoint_is_found_in_nested_folders(three: list[Path], tmp_path: Path) -> None:
+def test_newest_checkpoint_is_found_in_nested_folders(three, tmp_path):
     assert complete_checkpoints(tmp_path) == three[::-1]
     deep = _save(tmp_path / "runs" / "0" / "d", 1.0)
     (tmp_path / "runs" / "1").mkdir()
@@ -85,9 +81,7 @@ def test_newest_checkpoint_is_found_in_nested_folders(three: list[Path], tmp_pat
 
 
 @pytest.mark.parametrize("given", ["latest", ".", "b"])
-def test_damaged_checkpoint_falls_back_to_previous_with_warning(
-    three: list[Path], tmp_path: Path, given: str
-) -> None:
+def test_damaged_checkpoint_falls_back_to_previous_with_warning(three, tmp_path, given):
     assert choose_checkpoint(tmp_path / given) == three[2]
     flip(three[2] / VALUES)
     with pytest.warns(
@@ -106,7 +100,7 @@ def test_damaged_checkpoint_falls_back_to_previous_with_warning(
         choose_checkpoint(tmp_path / given)
 
 
-def test_fallback_needs_older_checkpoint_or_unknown_age(three: list[Path]) -> None:
+def test_fallback_needs_older_checkpoint_or_unknown_age(three):
     flip(three[0] / VALUES)
     with pytest.raises(CheckpointError, match=r"c/rank0-0\.safetensors is damaged"):
         choose_checkpoint(three[0])
@@ -117,7 +111,7 @@ def test_fallback_needs_older_checkpoint_or_unknown_age(three: list[Path]) -> No
         assert choose_checkpoint(three[1]) == three[2]
 
 
-def test_latest_resolves_after_save_interrupted_between_renames(tmp_path: Path) -> None:
+def test_latest_resolves_after_save_interrupted_between_renames(tmp_path):
     mark_latest(_save(tmp_path / "last.ckpt", 1.0))
     _save(tmp_path / "new", 2.0).rename(tmp_path / "last.ckpt.tmp-01")
     (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.old-01")
@@ -127,17 +121,17 @@ def test_latest_resolves_after_save_interrupted_between_renames(tmp_path: Path) 
         assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.old-01"
 
 
-def test_missing_checkpoint_and_unknown_on_damage_are_refused(tmp_path: Path) -> None:
+def test_missing_checkpoint_and_unknown_on_damage_are_refused(tmp_path):
     for name in ("latest", "other"):
         with pytest.raises(CheckpointError, match=r"does not exist|no complete checkpoint"):
             choose_checkpoint(tmp_path / name)
     with pytest.raises(
         CheckpointError, match=r"on_damage='ignore' must be one of \['previous', 'refuse'\]"
     ):
-        choose_checkpoint(tmp_path, on_damage="ignore")  # type: ignore[arg-type]
+        choose_checkpoint(tmp_path, on_damage="ignore")
 
 
-def test_undamaged_checkpoint_is_chosen_without_warning(three: list[Path]) -> None:
+def test_undamaged_checkpoint_is_chosen_without_warning(three):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose_checkpoint(three[0]) == three[0]

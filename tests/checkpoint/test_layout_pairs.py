@@ -5,8 +5,6 @@ matrices over t ranks (padded vocabulary, fused projection), and with ZeRO the o
 the d c ranks that hold the same parameters. The first and the last stage share a tied embedding.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -157,11 +155,11 @@ def _check(path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
-def test_checkpoint_survives_resharding_through_all_layouts(tmp_path: Path) -> None:
+def test_checkpoint_survives_resharding_through_all_layouts(tmp_path):
     layouts = random.Random(0).sample(LAYOUTS, len(LAYOUTS))
     assert len(layouts) == 42
     tensors = _save(tmp_path / "0", layouts[0], None).tensors
@@ -183,7 +181,7 @@ degrees = st.builds(
 
 @settings(deadline=None, max_examples=12)
 @given(before=degrees, after=degrees)
-def test_checkpoint_is_equal_in_any_two_layouts(before: Layout, after: Layout) -> None:
+def test_checkpoint_is_equal_in_any_two_layouts(before, after):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         _save(path / "one", before, None)

@@ -3,8 +3,6 @@
 The next training finishes or removes them. A save of a running process is not touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -80,9 +78,7 @@ def _elsewhere(part: Path) -> Iterator[BaseProcess]:
 @pytest.mark.parametrize(
     "given", [newest_checkpoint, lambda folder: folder / "latest", lambda folder: folder]
 )
-def test_complete_but_unrenamed_save_is_finished_on_resume(
-    tmp_path: Path, given: Callable[[Path], Path]
-) -> None:
+def test_complete_but_unrenamed_save_is_finished_on_resume(tmp_path, given):
     L.seed_everything(1, verbose=False)
     fit_saving(tmp_path, 1)
     _run_killed(
@@ -99,7 +95,7 @@ def test_complete_but_unrenamed_save_is_finished_on_resume(
 
 
 @pytest.mark.parametrize(("name", "last"), [("write_metadata", 2), ("encode_index", 2)])
-def test_incomplete_save_is_removed_by_next_training(tmp_path: Path, name: str, last: int) -> None:
+def test_incomplete_save_is_removed_by_next_training(tmp_path, name, last):
     from lightning_ptdp.checkpoint import save as save_module
 
     L.seed_everything(1, verbose=False)
@@ -116,7 +112,7 @@ def test_incomplete_save_is_removed_by_next_training(tmp_path: Path, name: str, 
     ]
 
 
-def test_save_of_running_process_is_kept_and_its_name_refused(tmp_path: Path) -> None:
+def test_save_of_running_process_is_kept_and_its_name_refused(tmp_path):
     part = part_name(tmp_path / "a.ckpt")
     with _elsewhere(part) as writer:
         save(tmp_path / "b.ckpt", 1)
@@ -133,9 +129,7 @@ def test_save_of_running_process_is_kept_and_its_name_refused(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["b.ckpt", "latest"]
 
 
-def test_lock_of_other_machine_expires_after_two_minutes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_of_other_machine_expires_after_two_minutes(tmp_path, monkeypatch):
     """File locks may not work across machines. The clocks of two machines are not compared."""
     save(tmp_path / "b.ckpt", 1)
     part = (tmp_path / "b.ckpt").rename(part_name(tmp_path / "a.ckpt"))
@@ -157,7 +151,7 @@ def test_lock_of_other_machine_expires_after_two_minutes(
     assert os.readlink(tmp_path / "latest") == "a.ckpt"
 
 
-def test_other_files_named_like_leftovers_are_kept(tmp_path: Path) -> None:
+def test_other_files_named_like_leftovers_are_kept(tmp_path):
     for name in ("thesis.tmp-01", "photos.old-ab"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "years.tex").write_text("of work")
@@ -167,7 +161,7 @@ def test_other_files_named_like_leftovers_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "photos.old-ab" / "years.tex").is_file()
 
 
-def test_killed_removal_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
+def test_killed_removal_leaves_no_partial_checkpoint(tmp_path):
     save(tmp_path / "a.ckpt", 1)
     _run_killed(functools.partial(discard, tmp_path / "a.ckpt"), os, "unlink")
     assert complete_checkpoints(tmp_path) == []
@@ -177,7 +171,7 @@ def test_killed_removal_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_killed_cleanup_is_finished_by_next_cleanup(tmp_path: Path, behind: bool) -> None:
+def test_killed_cleanup_is_finished_by_next_cleanup(tmp_path, behind):
     """Kill the save of an existing and of a new name at any operation, then the cleanup too."""
     for name in ("last.ckpt", "other.ckpt"):
         for first in range(1, UNLIMITED):

@@ -1,9 +1,6 @@
 """Checkpoint folders read by ``load_from_checkpoint`` and by Lightning's own strategies."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,7 +14,6 @@ from lightning_ptdp.checkpoint import CheckpointError, read_whole
 from tests.checkpoint.lit_saved import make
 from tests.conformance.toys import P2, Place, assert_weights, make_trainer, weights
 from tests.models.fits import quiet_trainer
-from tests.pool import Pool
 from tests.processes import run
 
 pytestmark = pytest.mark.thorough
@@ -34,16 +30,14 @@ def train(rank: int, place: Place, path: str) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+def written(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     trained = pool.run(train, world_size=2, args=(Place(world_size=2, layout=P2), str(folder)))[0]
     return folder / "last.ckpt", trained
 
 
 @pytest.mark.parametrize("weights_only", [None, True, False])
-def test_weights_and_hyperparameters_are_loaded(
-    written: tuple[Path, dict[str, Tensor]], weights_only: bool | None
-) -> None:
+def test_weights_and_hyperparameters_are_loaded(written, weights_only):
     path, trained = written
     module = LitSaved.load_from_checkpoint(path, weights_only=weights_only)
     assert_weights(module.state_dict(), trained, tolerance=0)
@@ -56,9 +50,7 @@ def test_weights_and_hyperparameters_are_loaded(
     )
 
 
-def test_arguments_override_stored_hyperparameters(
-    written: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_arguments_override_stored_hyperparameters(written, tmp_path):
     path, trained = written
     assert LitSaved.load_from_checkpoint(path, names=["b"]).hparams["names"] == ["b"]
     (tmp_path / "hparams.yaml").write_text("width: 6\nrates: [1.0, 2.0]\n")
@@ -68,7 +60,7 @@ def test_arguments_override_stored_hyperparameters(
     with pytest.raises(RuntimeError, match="size mismatch"):
         LitSaved.load_from_checkpoint(path, width=5)
 
-    class LitMore(LitSaved):  # type: ignore[valid-type, misc]
+    class LitMore(LitSaved):
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
             self.head = torch.nn.Linear(1, 1)
@@ -82,7 +74,7 @@ def test_arguments_override_stored_hyperparameters(
     )
 
 
-def test_map_location_is_applied(written: tuple[Path, dict[str, Tensor]]) -> None:
+def test_map_location_is_applied(written):
     path, _ = written
     for place in (
         "meta",
@@ -97,9 +89,7 @@ def test_map_location_is_applied(written: tuple[Path, dict[str, Tensor]]) -> Non
         ), nowhere
 
 
-def test_lightning_strategies_evaluate_but_refuse_to_resume(
-    written: tuple[Path, dict[str, Tensor]],
-) -> None:
+def test_lightning_strategies_evaluate_but_refuse_to_resume(written):
     path, trained = written
     expected = LitSaved(**OTHER)
     expected.load_state_dict(trained)
@@ -117,9 +107,7 @@ def test_lightning_strategies_evaluate_but_refuse_to_resume(
         quiet_trainer(max_epochs=2).fit(LitSaved(**OTHER), SavedData(), ckpt_path=path)
 
 
-def test_incomplete_or_missing_folder_is_refused(
-    written: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_incomplete_or_missing_folder_is_refused(written, tmp_path):
     (tmp_path / "torn.ckpt").mkdir()
     (tmp_path / "torn.ckpt" / "state.json").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is incomplete"):
@@ -139,15 +127,13 @@ def save_with_cli(rank: int, path: str) -> None:
     cli.trainer.save_checkpoint(path)
 
 
-def test_checkpoint_of_lightningcli_is_loaded(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoint_of_lightningcli_is_loaded(pool, tmp_path):
     pool.run(save_with_cli, world_size=1, args=(str(tmp_path / "cli.ckpt"),))
     assert torch.load(tmp_path / "cli.ckpt", weights_only=True)["hyper_parameters"]["_instantiator"]
     assert LitSaved.load_from_checkpoint(tmp_path / "cli.ckpt").net[0].out_features == 3
 
 
-def test_lightningcli_takes_hyperparameters_from_checkpoint(
-    written: tuple[Path, dict[str, Tensor]], tmp_path: Path
-) -> None:
+def test_lightningcli_takes_hyperparameters_from_checkpoint(written, tmp_path):
     quiet = [*QUIET, f"default_root_dir={tmp_path}"]
     options = [
         "test",
@@ -178,9 +164,7 @@ for lightning in (lightning.pytorch, pytorch_lightning):
 
 
 @pytest.mark.parametrize("autoload", [True, False])
-def test_loading_works_with_autoload_and_with_late_import(
-    autoload: bool, written: tuple[Path, dict[str, Tensor]]
-) -> None:
+def test_loading_works_with_autoload_and_with_late_import(autoload, written):
     script = SCRIPT.format(
         first="" if autoload else "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'",
         last=""

@@ -1,10 +1,7 @@
 """Models, corpora, single files and exports under addresses of fsspec, in one process."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +35,7 @@ MODEL = "memory://store/model"
 
 
 @pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def store(tmp_path, monkeypatch):
     """Yield an empty store, with an empty folder for copies."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     system = fsspec.filesystem("memory")
@@ -49,7 +46,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     """Return the folder of a small model."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
     make_tiny(folder, num_hidden_layers=1, hidden_size=16, intermediate_size=16)
@@ -57,7 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def fetched(monkeypatch):
     """Return the addresses that are fetched."""
     call, urls = remote_path._call, list[str]()
 
@@ -74,14 +71,12 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_model_trains_from_an_address_and_is_exported_to_another(
-    store: Any, tiny: Path, fetched: list[str]
-) -> None:
+def test_model_trains_from_an_address_and_is_exported_to_another(store, tiny, fetched):
     store.put(str(tiny), MODEL, recursive=True)
     assert config_values(MODEL)["num_hidden_layers"] == 1
     assert fetched == [f"{MODEL}/config.json"]
     ids = torch.randint(100, (4, 8), generator=torch.Generator().manual_seed(0))
-    batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)  # type: ignore[arg-type]
+    batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
     exported = "memory://store/out"
     found = {}
     for path in (str(tiny), MODEL):
@@ -102,9 +97,7 @@ def test_model_trains_from_an_address_and_is_exported_to_another(
         assert torch.equal(value, found[MODEL][name])
 
 
-def test_copy_is_made_once_and_again_when_the_source_changes(
-    store: Any, tiny: Path, fetched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_is_made_once_and_again_when_the_source_changes(store, tiny, fetched, monkeypatch):
     monkeypatch.setattr("lightning_ptdp.checkpoint.local_copies._PIECE", 1 << 14)
     store.put(str(tiny), MODEL, recursive=True)
     copies = list[Path]()
@@ -125,9 +118,7 @@ def test_copy_is_made_once_and_again_when_the_source_changes(
 
 
 @pytest.mark.parametrize("kind", ["error", "short", "escape"])
-def test_failed_fetch_leaves_no_copy(
-    store: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_fetch_leaves_no_copy(store, tmp_path, kind, monkeypatch):
     name = "../../escaped" if kind == "escape" else "a.txt"
     store.store[f"/store/model/{name}"] = fsspec.implementations.memory.MemoryFile(data=b"text")
     words = {"error": "a.txt failed: denied", "short": "changed while", "escape": "not the name of"}
@@ -144,7 +135,7 @@ def test_failed_fetch_leaves_no_copy(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_single_files_and_folders_convert_between_addresses(store: Any, tiny: Path) -> None:
+def test_single_files_and_folders_convert_between_addresses(store, tiny):
     convert(tiny, f"{MODEL}.ckpt", names="hf", prefix="")
     convert(f"{MODEL}.ckpt", f"{MODEL}.pt")
     convert(f"{MODEL}.pt", "memory://store/other.ckpt")
@@ -154,16 +145,16 @@ def test_single_files_and_folders_convert_between_addresses(store: Any, tiny: Pa
     store.put(str(tiny), "/store/tiny", recursive=True)
     config = "memory://store/tiny/config.json"
     convert("memory://store/other.ckpt", MODEL, config=config, shard_bytes=8192)
-    assert len([path for path in located(MODEL).iterdir() if path.suffix == ".safetensors"]) > 1  # type: ignore[union-attr]
+    assert len([path for path in located(MODEL).iterdir() if path.suffix == ".safetensors"]) > 1
     convert("memory://store/other.ckpt", MODEL, config=config)
     assert read_huggingface(local_copy(MODEL)).keys() == read_huggingface(tiny).keys()
-    assert not (located(MODEL) / "model.safetensors.index.json").exists()  # type: ignore[union-attr]
-    located("memory://store/thesis/a.tex").write_bytes(b"years of work")  # type: ignore[arg-type]
+    assert not (located(MODEL) / "model.safetensors.index.json").exists()
+    located("memory://store/thesis/a.tex").write_bytes(b"years of work")
     with pytest.raises(CheckpointError, match="is a folder with other content"):
         convert("memory://store/other.ckpt", "memory://store/thesis", to="huggingface")
 
 
-def test_corpus_and_prepared_folder_are_read_from_addresses(store: Any, tmp_path: Path) -> None:
+def test_corpus_and_prepared_folder_are_read_from_addresses(store, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     for number in range(20):
@@ -194,9 +185,7 @@ def test_corpus_and_prepared_folder_are_read_from_addresses(store: Any, tmp_path
         PrepareConfig(source="memory://store/absent", output=str(tmp_path / "x")).files()
 
 
-def test_export_at_an_address_is_logged_from_a_copy_that_is_removed(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_at_an_address_is_logged_from_a_copy_that_is_removed(store, monkeypatch):
     store.pipe_file(f"{MODEL}/config.json", b"{}")
     logged: list[Path] = []
 
@@ -214,9 +203,7 @@ def test_export_at_an_address_is_logged_from_a_copy_that_is_removed(
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/model", "nosuch://bucket/model"])
-def test_address_without_its_library_is_refused(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_address_without_its_library_is_refused(url, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for action in (local_copy, config_values, LitCausalLM.configure_model):
         argument = LitCausalLM(url) if action is LitCausalLM.configure_model else url
@@ -227,7 +214,7 @@ def test_address_without_its_library_is_refused(
     assert len(said.strip().splitlines()) == 1
 
 
-def test_hub_addresses_are_those_of_huggingface_hub() -> None:
+def test_hub_addresses_are_those_of_huggingface_hub():
     from huggingface_hub import HfFileSystem
 
     assert located("hf://org/model@main") == remote_path.RemotePath("hf://org/model@main")

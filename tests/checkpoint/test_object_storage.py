@@ -1,12 +1,9 @@
 """Checkpoints in object storage, against a real S3 server that fails when told to."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +31,9 @@ from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.checkpoint import layouts
-from tests.checkpoint.s3_server import SECRET, SETTINGS, Server, serving
+from tests.checkpoint.s3_server import SECRET, SETTINGS, serving
 from tests.folders import read_huggingface
 from tests.parity import make_trainer
-from tests.pool import Pool
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -51,13 +47,13 @@ SHORT_S = 60  # of a wait that should end within seconds, on a busy machine
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server():
     with serving() as served:
         yield served
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """Let requests have short limits."""
     for name, value in (("_CALL_S", 4.0), ("_RETRY_S", 4.5), ("_PAUSE_S", 0.1)):
         monkeypatch.setattr(remote_path, name, value)
@@ -81,9 +77,7 @@ def _fit(
     return dict(trainer.strategy.gather_state_dict())
 
 
-def test_training_saves_and_resumes_under_an_address_in_any_layout(
-    pool: Pool, server: Server, tmp_path: Path
-) -> None:
+def test_training_saves_and_resumes_under_an_address_in_any_layout(pool, server, tmp_path):
     def fit(root: str, *runs: tuple[dict[str, Any], int, str | None]) -> Any:
         found: Any = None
         for number, (layout, world_size, resume) in enumerate(runs):
@@ -110,7 +104,7 @@ def test_training_saves_and_resumes_under_an_address_in_any_layout(
 
 def _train_model(rank: int, path: str, export: str) -> dict[str, torch.Tensor]:
     ids = torch.randint(100, (8, 8), generator=torch.Generator().manual_seed(0))
-    batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=4)  # type: ignore[arg-type]
+    batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=4)
     trainer = make_trainer(
         PTDPStrategy(tensor_parallel_size=2), 2, max_steps=2, callbacks=[ExportHuggingFace(export)]
     )
@@ -121,9 +115,7 @@ def _train_model(rank: int, path: str, export: str) -> dict[str, torch.Tensor]:
     return dict(trainer.strategy.gather_state_dict())
 
 
-def test_ranks_fetch_a_model_once_per_node_and_export_it_together(
-    pool: Pool, server: Server, tmp_path: Path
-) -> None:
+def test_ranks_fetch_a_model_once_per_node_and_export_it_together(pool, server, tmp_path):
     tiny = tmp_path / "tiny"
     make_tiny(tiny, num_hidden_layers=1, hidden_size=16, intermediate_size=16)
     model, export = f"{ROOT}/models/tiny", f"{ROOT}/exports/tuned"
@@ -150,14 +142,14 @@ def test_ranks_fetch_a_model_once_per_node_and_export_it_together(
 
 
 def _save(path: str, step: int) -> None:
-    layouts.save(path, {"w": torch.full((5,), float(step))}, metadata={"step": step})  # type: ignore[arg-type]
+    layouts.save(path, {"w": torch.full((5,), float(step))}, metadata={"step": step})
 
 
 def _step(path: object) -> int:
     return int(verify_checkpoint(str(path)).run["step"])
 
 
-def test_save_killed_at_metadata_leaves_the_older_checkpoint(server: Server) -> None:
+def test_save_killed_at_metadata_leaves_the_older_checkpoint(server):
     root = f"{ROOT}/killed"
     _save(f"{root}/one.ckpt", 1)
     server.requests()
@@ -185,7 +177,7 @@ def test_save_killed_at_metadata_leaves_the_older_checkpoint(server: Server) -> 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("method", ["PUT", "GET"])
 @pytest.mark.parametrize("kind", ["503 SlowDown", "reset", "hang"])
-def test_failed_requests_are_repeated(server: Server, method: str, kind: str) -> None:
+def test_failed_requests_are_repeated(server, method, kind):
     path = f"{ROOT}/repeated/{method}-{kind[:3]}.ckpt"
     server.fail(method, r"rank0-0\.safetensors", kind, count=1)
     _save(path, 4)
@@ -204,9 +196,7 @@ def test_failed_requests_are_repeated(server: Server, method: str, kind: str) ->
         ("507 XMinioStorageFull", ": .*Free space there, or give another address"),
     ],
 )
-def test_lasting_failures_are_named_within_the_limit(
-    server: Server, kind: str, words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_lasting_failures_are_named_within_the_limit(server, kind, words, capfd):
     path = f"{ROOT}/failing/last.ckpt"
     _save(path, 1)
     server.fail("PUT", r"failing.*state\.json", kind, count=10_000)
@@ -221,9 +211,9 @@ def test_lasting_failures_are_named_within_the_limit(
     assert SECRET not in said
 
 
-def test_another_layout_fetches_only_the_bytes_that_it_needs(server: Server) -> None:
+def test_another_layout_fetches_only_the_bytes_that_it_needs(server):
     path, full = f"{ROOT}/ranges.ckpt", torch.randn(1024, 4096)
-    layouts.save(path, {"w": full})  # type: ignore[arg-type]
+    layouts.save(path, {"w": full})
     for offset, shape in (((256, 0), (512, 4096)), ((0, 1024), (1024, 1024))):
         server.requests()
         found = TensorReader(path).read("model/w", offset=offset, shape=shape)
@@ -240,9 +230,7 @@ def test_another_layout_fetches_only_the_bytes_that_it_needs(server: Server) -> 
         (f"{ROOT}/forbidden", "403 AccessDenied", "Check that the credentials"),
     ],
 )
-def test_unusable_bucket_is_named_before_launch(
-    server: Server, url: str, kind: str, words: str
-) -> None:
+def test_unusable_bucket_is_named_before_launch(server, url, kind, words):
     server.fail("PUT", "forbidden", kind, count=10_000)
     for layout, world_size in ((P2, 2), (ONE, 1)):
         trainer = make_trainer(
@@ -255,9 +243,7 @@ def test_unusable_bucket_is_named_before_launch(
             trainer.fit(run.make_module(), DataLoader(run.make_data()))
 
 
-def test_verbs_accept_addresses(
-    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_verbs_accept_addresses(server, tmp_path, capfd):
     _save(f"{ROOT}/verbs/one.ckpt", 1)
     assert main(["ckpt", "inspect", f"{ROOT}/verbs/one.ckpt"]) == 0
     assert main(["ckpt", "reshard", f"{ROOT}/verbs/one.ckpt", f"{ROOT}/verbs/two.ckpt"]) == 0

@@ -1,9 +1,6 @@
 """Optimizer state saved in one layout and resumed in another, against a reference run."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import Layout, held, save
-from tests.pool import Pool
 
 Parameters = dict[str, tuple[torch.nn.Parameter, Placement]]
 
@@ -138,9 +134,7 @@ def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
         ("sgd", Layout(1), [Layout(2, p=2)]),
     ],
 )
-def test_optimizer_resumes_in_other_layout(
-    pool: Pool, tmp_path: Path, kind: str, saved: Layout, loaded: list[Layout]
-) -> None:
+def test_optimizer_resumes_in_other_layout(pool, tmp_path, kind, saved, loaded):
     path = str(tmp_path / "c")
     pool.run(_save, world_size=saved.world, args=(saved, kind, path))
     for layout in loaded:
@@ -153,7 +147,7 @@ class Counting(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -172,7 +166,7 @@ def _one(tensor: torch.Tensor) -> tuple[dict[str, Any], torch.nn.Parameter]:
     return _named({"w": (parameter, Placement.replicated(tuple(tensor.shape)))}), parameter
 
 
-def test_scalar_optimizer_state_keeps_its_types(tmp_path: Path) -> None:
+def test_scalar_optimizer_state_keeps_its_types(tmp_path):
     named, parameter = _one(torch.ones(2, 3))
     optimizer = Counting([parameter])
     optimizer.step()
@@ -190,7 +184,7 @@ def test_scalar_optimizer_state_keeps_its_types(tmp_path: Path) -> None:
     assert "nothing" not in found
 
 
-def test_tensor_learning_rate_is_restored_in_place(tmp_path: Path) -> None:
+def test_tensor_learning_rate_is_restored_in_place(tmp_path):
     named, parameter = _one(torch.ones(2))
     optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.5))
     tensors = optimizer_tensors(optimizer, **named)
@@ -208,7 +202,7 @@ def test_tensor_learning_rate_is_restored_in_place(tmp_path: Path) -> None:
     assert isinstance(plain.param_groups[0]["lr"], float)
 
 
-def test_foreach_option_is_not_restored(tmp_path: Path) -> None:
+def test_foreach_option_is_not_restored(tmp_path):
     named, parameter = _one(torch.ones(2))
     path = save(tmp_path / "c")
     groups = optimizer_groups(torch.optim.AdamW([parameter], lr=0.5, foreach=True), named["names"])
@@ -217,7 +211,7 @@ def test_foreach_option_is_not_restored(tmp_path: Path) -> None:
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["foreach"]) == (0.5, False)
 
 
-def test_layout_dependent_optimizer_state_is_refused() -> None:
+def test_layout_dependent_optimizer_state_is_refused():
     named, parameter = _one(torch.ones(4, 6))
     optimizer = torch.optim.Adafactor([parameter])
     parameter.grad = torch.ones(4, 6)
@@ -240,7 +234,7 @@ def test_layout_dependent_optimizer_state_is_refused() -> None:
         optimizer_groups(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]), named["names"])
 
 
-def test_parameter_groups_are_merged_over_stages() -> None:
+def test_parameter_groups_are_merged_over_stages():
     first = [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.2, "params": []}]
     second = [{"lr": 0.1, "params": ["c", "a"]}, {"lr": 0.2, "params": ["d"]}]
     assert merge_groups([first, second]) == [
@@ -255,7 +249,7 @@ def test_parameter_groups_are_merged_over_stages() -> None:
         merge_groups([first, second[:1]])
 
 
-def test_mismatched_groups_leave_optimizer_unchanged(tmp_path: Path) -> None:
+def test_mismatched_groups_leave_optimizer_unchanged(tmp_path):
     named, parameter = _one(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.ones(2)

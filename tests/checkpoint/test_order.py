@@ -3,8 +3,6 @@
 The order depends neither on clocks nor on file times, which a copy may change.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
@@ -37,9 +35,7 @@ def _save(path: Path, step: int, keeper: SaveFolders | None = None) -> Path:
 
 
 @pytest.mark.parametrize("of_one_training", [True, False])
-def test_order_ignores_clock_changes_between_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_one_training: bool
-) -> None:
+def test_order_ignores_clock_changes_between_saves(tmp_path, monkeypatch, of_one_training):
     keeper = SaveFolders() if of_one_training else None
     for step, offset in enumerate((0.0, -HOUR, DAY, -DAY, -DAY)):
         monkeypatch.setattr(time, "time", lambda offset=offset: CLOCK() + offset)
@@ -54,7 +50,7 @@ def test_order_ignores_clock_changes_between_saves(
     ]
 
 
-def test_order_survives_copy_and_reshard(tmp_path: Path) -> None:
+def test_order_survives_copy_and_reshard(tmp_path):
     old, new = _save(tmp_path / "runs" / "a", 1), _save(tmp_path / "runs" / "b", 2)
     reshard_checkpoint(old, tmp_path / "runs" / "a again")
     for path in (new, *new.iterdir()):
@@ -65,9 +61,7 @@ def test_order_survives_copy_and_reshard(tmp_path: Path) -> None:
     )
 
 
-def test_resumed_or_restarted_run_is_newer_in_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_or_restarted_run_is_newer_in_any_folder(tmp_path, monkeypatch):
     """A machine whose clock is a day behind resumes in another folder.
 
     Then the user resumes from an earlier step, and starts again.

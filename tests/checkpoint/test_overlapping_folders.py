@@ -1,9 +1,6 @@
 """Targets that are refused because they overlap a source of the same command."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from tests.models.fits import quiet_trainer
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     folder = tmp_path / "models" / "base"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -26,7 +23,7 @@ def base(tmp_path: Path) -> Path:
     "target",
     ["models/base", "models/base/tuned", "models", "link", "models/../models/base/", "link/x/y"],
 )
-def test_target_overlapping_source_is_refused(base: Path, tmp_path: Path, target: str) -> None:
+def test_target_overlapping_source_is_refused(base, tmp_path, target):
     with pytest.raises(
         CheckpointError,
         match=r"^--export .* would change .*base, which is the source. Choose another path$",
@@ -34,22 +31,20 @@ def test_target_overlapping_source_is_refused(base: Path, tmp_path: Path, target
         check_apart(tmp_path / target, [tmp_path / "absent", base], what="--export")
 
 
-def test_relative_target_overlapping_source_is_refused(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_target_overlapping_source_is_refused(base, monkeypatch):
     monkeypatch.chdir(base.parent)
     with pytest.raises(CheckpointError, match="would change"):
         check_apart("base", [base])
 
 
-def test_target_next_to_source_is_accepted(base: Path, tmp_path: Path) -> None:
+def test_target_next_to_source_is_accepted(base, tmp_path):
     (base / "data.jsonl").write_text("")
     check_apart(
         tmp_path / "models" / "base-tuned", [base, base / "data.jsonl", tmp_path / "absent"]
     )
 
 
-def test_existing_paths_are_found_in_options(base: Path) -> None:
+def test_existing_paths_are_found_in_options(base):
     options = {
         "path": str(base),
         "rows": 3,
@@ -60,21 +55,21 @@ def test_existing_paths_are_found_in_options(base: Path) -> None:
     assert list(existing_paths(options)) == [base, base / "config.json", base]
 
 
-def test_export_over_base_model_is_refused(base: Path, tmp_path: Path) -> None:
+def test_export_over_base_model_is_refused(base, tmp_path):
     (base / EXPORT_MARK).touch()
     callback = ExportHuggingFace(tmp_path / "link")
     with pytest.raises(CheckpointError, match=r"export folder .* would change"):
         callback.check(quiet_trainer(), [{"init_args": {"path": os.fspath(base)}}])
 
 
-def test_export_over_another_model_is_refused(base: Path) -> None:
+def test_export_over_another_model_is_refused(base):
     with pytest.raises(
         CheckpointError, match="is a folder with other content, which would be lost"
     ):
         ExportHuggingFace(base)
 
 
-def test_export_below_file_is_refused(base: Path) -> None:
+def test_export_below_file_is_refused(base):
     with pytest.raises(
         ValueError, match=r"config\.json is a file, so no folder can be created there"
     ):

@@ -1,7 +1,5 @@
 """Loading reads only the bytes that a rank needs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,7 @@ def _bytes_read() -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+def whole(tmp_path_factory):
     generator = torch.Generator().manual_seed(0)
     full = {kind: torch.randn(shape, generator=generator) for kind, shape in SHAPES.items()}
     path = save(tmp_path_factory.mktemp("partial") / "c", full)
@@ -48,9 +46,7 @@ def _cut(kind: str, full: torch.Tensor, size: int, index: int) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_resharding_reads_only_needed_bytes(
-    whole: tuple[Path, dict[str, torch.Tensor]], size: int
-) -> None:
+def test_resharding_reads_only_needed_bytes(whole, size):
     path, full = whole
     read = needed = 0
     for index in range(size):
@@ -73,7 +69,7 @@ def test_resharding_reads_only_needed_bytes(
     assert needed <= read < 1.05 * needed
 
 
-def test_strips_of_shard_align_with_strips_of_full_tensor() -> None:
+def test_strips_of_shard_align_with_strips_of_full_tensor():
     full = torch.arange(2048.0 * 1536).view(2048, 1536)
     offsets = {
         strip.offset
@@ -92,7 +88,7 @@ def test_strips_of_shard_align_with_strips_of_full_tensor() -> None:
             assert torch.equal(strip.values, full[:, strip.offset[1] : strip.offset[1] + 192])
 
 
-def test_tall_matrix_is_cut_only_by_ranks_that_split_its_columns(tmp_path: Path) -> None:
+def test_tall_matrix_is_cut_only_by_ranks_that_split_its_columns(tmp_path):
     full = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(0))
 
     def part(size: int, index: int) -> Placement:
@@ -125,7 +121,7 @@ def test_tall_matrix_is_cut_only_by_ranks_that_split_its_columns(tmp_path: Path)
     shape=st.lists(st.integers(1, 5), max_size=4),
     itemsize=st.sampled_from([1, 4, 5000]),
 )
-def test_runs_contain_rectangle(data: st.DataObject, shape: list[int], itemsize: int) -> None:
+def test_runs_contain_rectangle(data, shape, itemsize):
     offset = [data.draw(st.integers(0, extent - 1)) for extent in shape]
     size = [
         data.draw(st.integers(1, extent - begin))

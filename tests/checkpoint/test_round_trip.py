@@ -1,7 +1,5 @@
 """Checkpoints saved in one layout and loaded in another, compared in every element."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
 )
 from tests.checkpoint.layouts import LAYOUTS, Layout, blank, full_model, held, replicated, save
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -44,7 +41,7 @@ def _load(rank: int, layout: Layout, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     for world in (1, 2, 4):
         pool.run(
@@ -56,12 +53,12 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_loads_from_every_layout(pool: Pool, saved: Path, layout: Layout) -> None:
+def test_every_layout_loads_from_every_layout(pool, saved, layout):
     pool.run(_load, world_size=layout.world, args=(layout, str(saved)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_single_process_without_group_reads_every_layout(saved: Path, layout: Layout) -> None:
+def test_single_process_without_group_reads_every_layout(saved, layout):
     full = read_full(saved / str(layout))
     assert full.keys() == {name.removeprefix("model/") for name in full_model()}
     for name, (tensor, _) in full_model().items():
@@ -76,7 +73,7 @@ def test_single_process_without_group_reads_every_layout(saved: Path, layout: La
     assert metadata.packages["torch"] == torch.__version__
 
 
-def test_only_checkpoints_remain_in_folder(saved: Path) -> None:
+def test_only_checkpoints_remain_in_folder(saved):
     assert sorted(entry.name for entry in saved.iterdir()) == sorted(map(str, LAYOUTS))
 
 
@@ -84,7 +81,7 @@ def _save_replicas(rank: int, folder: str) -> None:
     save(Path(folder), {str(index): torch.full((5000,), float(index)) for index in range(8)})
 
 
-def test_replicated_tensors_are_written_once_and_evenly(pool: Pool, tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once_and_evenly(pool, tmp_path):
     pool.run(_save_replicas, world_size=4, args=(str(tmp_path / "c"),))
     sizes = [
         entry.size
@@ -96,7 +93,7 @@ def test_replicated_tensors_are_written_once_and_evenly(pool: Pool, tmp_path: Pa
     assert sum(sizes) < 1.2 * 8 * 5000 * 4
 
 
-def test_values_are_converted_to_target_dtype(tmp_path: Path) -> None:
+def test_values_are_converted_to_target_dtype(tmp_path):
     full = torch.randn(7, 5)
     save(tmp_path / "c", {"a": full, "b": full.bfloat16()})
     target = {"a": full.bfloat16() * 0, "b": full.double() * 0}
@@ -110,7 +107,7 @@ def test_values_are_converted_to_target_dtype(tmp_path: Path) -> None:
         load_tensors(tmp_path / "c", replicated({"a": full.long()}))
 
 
-def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
+def test_parameters_are_filled_in_place(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(3, 4).t())
     save(tmp_path / "c", {"w": torch.arange(12.0).view(4, 3)})
     load_tensors(tmp_path / "c", replicated({"w": parameter}))
@@ -118,7 +115,7 @@ def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
     assert parameter.requires_grad
 
 
-def test_mismatched_names_and_shapes_are_refused(saved: Path) -> None:
+def test_mismatched_names_and_shapes_are_refused(saved):
     source = saved / "t1p1d1"
     target = blank(held(Layout(1), 0))
     target |= replicated({"h.9.new": torch.zeros(2)})
@@ -152,7 +149,7 @@ def _load_where_one_rank_asks_too_much(rank: int, source: str) -> str:
     return str(error.value)
 
 
-def test_load_error_on_one_rank_is_raised_on_all_ranks(pool: Pool, saved: Path) -> None:
+def test_load_error_on_one_rank_is_raised_on_all_ranks(pool, saved):
     messages = pool.run(
         _load_where_one_rank_asks_too_much, world_size=2, args=(str(saved / "t2p1d1"),)
     )

@@ -1,7 +1,5 @@
 """Tests of Lightning's single file: when it is written, its readers, and resuming from it."""
 
-from __future__ import annotations
-
 import enum
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ptdp.checkpoint import CheckpointError, is_checkpoint, write_file
 from tests.conformance.toys import P2, LitNet, Place, assert_weights, loader, make_trainer, weights
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -34,7 +31,7 @@ class LitGroups(LitNet):
         super().__init__()
         self.save_hyperparameters()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         biases = [p for p in self.parameters() if p.dim() == 1]
         groups = [
             {"params": biases, "weight_decay": 0.0},
@@ -51,7 +48,7 @@ class InOrder(torch.utils.data.DistributedSampler[Any]):
         given = getattr(
             trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
         )
-        super().__init__(list(range(32)), **given, shuffle=False)  # type: ignore[arg-type]
+        super().__init__(list(range(32)), **given, shuffle=False)
 
 
 def train(
@@ -74,9 +71,7 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def written(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def written(pool, tmp_path_factory):
     """Return single-process weights after two epochs, and files of three places after one."""
     folder = tmp_path_factory.mktemp("written")
     expected, _ = pool.run(train, world_size=1, args=(ONE, str(folder / "whole"), 2))[0]
@@ -89,7 +84,7 @@ def written(
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "m2"])
-def test_file_has_lightning_format(written: Any, name: str) -> None:
+def test_file_has_lightning_format(written, name):
     path = written[1][name]
     assert Path(path).is_file() and sorted(Path(path).parent.iterdir()) == [Path(path)]
     content = torch.load(path, weights_only=True)
@@ -106,9 +101,7 @@ def test_file_has_lightning_format(written: Any, name: str) -> None:
     "place", [ONE, D2, SHARDED, PIPELINE, MICROBATCHES], ids=["one", "d2", "sharded", "p2", "m2"]
 )
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_single_file_resumes_in_any_layout(
-    written: Any, name: str, place: Place, pool: Pool, tmp_path: Path
-) -> None:
+def test_single_file_resumes_in_any_layout(written, name, place, pool, tmp_path):
     expected, paths = written
     found, saved = pool.run(
         train, world_size=place.world_size, args=(place, str(tmp_path), 2, paths[name])
@@ -118,25 +111,21 @@ def test_single_file_resumes_in_any_layout(
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_lightning_strategies_resume_from_file(
-    written: Any, strategy: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_lightning_strategies_resume_from_file(written, strategy, pool, tmp_path):
     expected, paths = written
     world_size = 2 if strategy == "ddp" else 1
     args = (Place(world_size=world_size), str(tmp_path), 2, paths["d2"], strategy)
     assert_weights(pool.run(train, world_size=world_size, args=args)[0][0], expected)
 
 
-def test_lightning_file_resumes_with_sharded_optimizer(
-    written: Any, pool: Pool, tmp_path: Path
-) -> None:
+def test_lightning_file_resumes_with_sharded_optimizer(written, pool, tmp_path):
     expected, _ = written
     _, path = pool.run(train, world_size=1, args=(ONE, str(tmp_path / "own"), 1, None, "auto"))[0]
     found, _ = pool.run(train, world_size=2, args=(SHARDED, str(tmp_path / "ours"), 2, path))[0]
     assert_weights(found, expected)
 
 
-def test_folder_is_written_on_request(tmp_path: Path) -> None:
+def test_folder_is_written_on_request(tmp_path):
     _, path = train(0, Place(layout={"checkpoint_format": "folder"}), str(tmp_path), 1)
     assert is_checkpoint(path)
 
@@ -150,15 +139,13 @@ class Reader(L.Callback):
 class LitWithReader(LitNet):
     """Module that configures the callback itself."""
 
-    def configure_callbacks(self) -> list[L.Callback]:
+    def configure_callbacks(self):
         return [Reader()]
 
 
 @pytest.mark.parametrize("format", ["auto", "file"])
 @pytest.mark.parametrize("module", [LitNet, LitWithReader])
-def test_folder_is_written_for_callback_unless_file_is_requested(
-    module: type[LitNet], format: str, tmp_path: Path
-) -> None:
+def test_folder_is_written_for_callback_unless_file_is_requested(module, format, tmp_path):
     own: list[L.Callback] = [Reader()] if module is LitNet else []
     place = Place(layout={"checkpoint_format": format})
     trainer = make_trainer(
@@ -168,9 +155,7 @@ def test_folder_is_written_for_callback_unless_file_is_requested(
     assert is_checkpoint(trainer.checkpoint_callback.best_model_path) == (format == "auto")
 
 
-def test_file_plugin_with_folder_callback_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_file_plugin_with_folder_callback_is_refused(tmp_path):
     options = {"plugins": [Counting()], "callbacks": [Reader()], "default_root_dir": tmp_path}
     trainer = make_trainer(ONE, enable_checkpointing=True, **options)
     with pytest.raises(
@@ -190,9 +175,7 @@ def test_file_plugin_with_folder_callback_is_refused(
         (Place(layout={"offload_optimizer": True}), {}, "offload_optimizer=True"),
     ],
 )
-def test_single_file_with_unsupported_option_is_refused(
-    place: Place, options: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_single_file_with_unsupported_option_is_refused(place, options, words, tmp_path):
     asked = Place(world_size=place.world_size, layout={**place.layout, "checkpoint_format": "file"})
     trainer = make_trainer(asked, enable_checkpointing=True, default_root_dir=tmp_path, **options)
     with pytest.raises(
@@ -211,7 +194,7 @@ class Counting(TorchCheckpointIO):
         super().save_checkpoint(*args, **kwargs)
 
 
-def test_user_plugin_writes_files(tmp_path: Path) -> None:
+def test_user_plugin_writes_files(tmp_path):
     plugin = Counting()
     saves = {"plugins": [plugin], "max_epochs": 1, "default_root_dir": tmp_path}
     trainer = make_trainer(ONE, enable_checkpointing=True, **saves)
@@ -222,7 +205,7 @@ def test_user_plugin_writes_files(tmp_path: Path) -> None:
     )
 
 
-def test_unused_plugin_is_accepted(pool: Pool) -> None:
+def test_unused_plugin_is_accepted(pool):
     pool.run(fit_with_plugin, world_size=2, args=(PIPELINE,))
 
 
@@ -235,7 +218,7 @@ class Broken:
         raise OSError("no space left")
 
 
-def test_failed_write_keeps_previous_file(tmp_path: Path) -> None:
+def test_failed_write_keeps_previous_file(tmp_path):
     path = tmp_path / "a.ckpt"
     write_file({"state_dict": {"a": torch.ones(2)}}, path)
     with pytest.raises(CheckpointError, match="no space left"):
@@ -254,7 +237,7 @@ class LitTyped(LitNet):
         self.save_hyperparameters()
 
 
-def test_hyperparameter_types_are_restored_with_weights_only(tmp_path: Path) -> None:
+def test_hyperparameter_types_are_restored_with_weights_only(tmp_path):
     saves = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     trainer = make_trainer(ONE, max_epochs=1, **saves)
     trainer.fit(LitTyped(tmp_path, Mode.FAST), loader())
@@ -270,7 +253,7 @@ def test_hyperparameter_types_are_restored_with_weights_only(tmp_path: Path) -> 
     )
 
 
-def test_object_hyperparameters_load_without_weights_only(tmp_path: Path) -> None:
+def test_object_hyperparameters_load_without_weights_only(tmp_path):
     trainer = make_trainer(ONE, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path)
     trainer.fit(LitTyped(tmp_path, Mode.FAST, torch.nn.L1Loss()), loader())
     found = LitTyped.load_from_checkpoint(
@@ -279,14 +262,14 @@ def test_object_hyperparameters_load_without_weights_only(tmp_path: Path) -> Non
     assert isinstance(found.loss, torch.nn.L1Loss) and found.root == tmp_path
 
 
-def test_unpicklable_hyperparameters_are_dropped_with_warning(tmp_path: Path) -> None:
+def test_unpicklable_hyperparameters_are_dropped_with_warning(tmp_path):
     with pytest.warns(UserWarning, match="without hyperparameters"):
         write_file({"state_dict": {}, "hyper_parameters": {"f": lambda: 0}}, tmp_path / "a.ckpt")
     assert torch.load(tmp_path / "a.ckpt") == {"state_dict": {}}
 
 
 @pytest.mark.parametrize("others", [{}, {"hyper_parameters": {"f": lambda: 0}}])
-def test_unpicklable_state_is_refused_by_name(others: dict[str, Any], tmp_path: Path) -> None:
+def test_unpicklable_state_is_refused_by_name(others, tmp_path):
     content = {"state_dict": {}, "callbacks": {"mine": lambda: 0}, **others}
     with pytest.raises(CheckpointError, match=r"writing .*a\.ckpt failed"):
         write_file(content, tmp_path / "a.ckpt")

@@ -1,7 +1,5 @@
 """Tests of snapshots in memory: what a restart finds, in any layout, and what is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -36,7 +34,6 @@ from lightning_ptdp.strategy.snapshots import check_nodes, fetch_snapshot
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.checkpoint.layouts import replicated
 from tests.models.fits import quiet_trainer
-from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, Run
 
 STEPS, LOST_AFTER = 6, 4
@@ -62,17 +59,17 @@ class Resumable(DataLoader):
             if self.seen > self.begin:
                 yield batch
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"seen": self.seen}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.begin = state["seen"]
 
 
 class Failing(LitTiny):
     """Fails on every rank in the step after ``LOST_AFTER``."""
 
-    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == LOST_AFTER:
             raise Lost
 
@@ -106,7 +103,7 @@ def fit(
 
 
 @pytest.fixture
-def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shm(tmp_path, monkeypatch):
     root = tmp_path / "shm"
     root.mkdir()
     monkeypatch.setattr(memory_folders, "_ROOT", root)
@@ -120,9 +117,7 @@ def snapshots(shm: Path) -> list[str]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("resumed", LAYOUTS)
 @pytest.mark.parametrize("lost", ["d2", "p2v2"])
-def test_restart_continues_from_newest_step_in_any_layout(
-    pool: Pool, shm: Path, tmp_path: Path, lost: str, resumed: str
-) -> None:
+def test_restart_continues_from_newest_step_in_any_layout(pool, shm, tmp_path, lost, resumed):
     folder = str(tmp_path)
     whole = pool.run(fit, world_size=2, args=(folder, LAYOUTS[resumed], False, None))
     pool.run(fit, world_size=2, args=(folder, LAYOUTS[lost], True, 1))
@@ -180,7 +175,7 @@ def fetch(rank: int, folder: str, given: str) -> str:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def nodes(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_folders, "_ROOT", MEMORY)
     folders = [tmp_path / f"node{number}" for number in range(2)]
     for folder in folders:
@@ -197,7 +192,7 @@ def save(path: Path, step: int) -> None:
     )
 
 
-def test_every_node_keeps_whole_snapshot(pool: Pool, tmp_path: Path, nodes: list[Path]) -> None:
+def test_every_node_keeps_whole_snapshot(pool, tmp_path, nodes):
     results = pool.run(fit_on_two_nodes, world_size=2, args=(str(tmp_path), True, None))
     assert [result["kept"] for result in results] == [["link", f"step-{LOST_AFTER}"]] * 2
     shutil.rmtree(nodes[0] / "shm")  # node 0 is replaced
@@ -209,9 +204,7 @@ def test_every_node_keeps_whole_snapshot(pool: Pool, tmp_path: Path, nodes: list
 
 
 @pytest.mark.parametrize("given", ["link", "snapshot"])
-def test_nodes_without_newest_snapshot_receive_it(
-    pool: Pool, tmp_path: Path, nodes: list[Path], given: str
-) -> None:
+def test_nodes_without_newest_snapshot_receive_it(pool, tmp_path, nodes, given):
     place = MemoryFolder.new(tmp_path / "runs")
     # node 0 was lost in step 2, and its clock was ahead
     for node, step in ((nodes[1], 2), (nodes[0], 1)):
@@ -239,15 +232,13 @@ def test_nodes_without_newest_snapshot_receive_it(
         ({"tensor_parallel_size": 2}, "none", 1, ""),
     ],
 )
-def test_state_that_no_node_holds_is_refused(
-    layout: dict[str, Any], shard: Any, replica_nodes: int, message: str
-) -> None:
+def test_state_that_no_node_holds_is_refused(layout, shard, replica_nodes, message):
     made = ParallelLayout(world_size=4, **layout)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_nodes(made, shard=shard, num_nodes=2, replica_nodes=replica_nodes)
 
 
-def test_single_files_are_refused_before_launch(shm: Path, tmp_path: Path) -> None:
+def test_single_files_are_refused_before_launch(shm, tmp_path):
     strategy = PTDPStrategy(snapshot_every_n_steps=1, checkpoint_format="file")
     run = Run()
     trainer = quiet_trainer(tmp_path, strategy=strategy, max_steps=1)
@@ -255,9 +246,7 @@ def test_single_files_are_refused_before_launch(shm: Path, tmp_path: Path) -> No
         trainer.fit(LitTiny(Run(eager=True)), run.make_loaders(trainer)[0])
 
 
-def test_too_little_memory_is_refused_before_launch(
-    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_refused_before_launch(shm, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     check_memory(500)
     strategy = PTDPStrategy(snapshot_every_n_steps=1)
@@ -268,9 +257,7 @@ def test_too_little_memory_is_refused_before_launch(
     assert not [*tmp_path.rglob("step-*")]
 
 
-def test_snapshot_without_link_is_removed_when_its_process_has_ended(
-    shm: Path, tmp_path: Path
-) -> None:
+def test_snapshot_without_link_is_removed_when_its_process_has_ended(shm, tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     killed, running, linked = (MemoryFolder.new(runs / str(number)) for number in range(3))
@@ -289,7 +276,7 @@ def test_snapshot_without_link_is_removed_when_its_process_has_ended(
     assert len([*shm.glob("*/*")]) == 3
 
 
-def test_newer_checkpoint_on_disk_is_preferred(shm: Path, tmp_path: Path) -> None:
+def test_newer_checkpoint_on_disk_is_preferred(shm, tmp_path):
     place = MemoryFolder.new(tmp_path)
     place.create()
     save(place.path, 1)
@@ -299,9 +286,7 @@ def test_newer_checkpoint_on_disk_is_preferred(shm: Path, tmp_path: Path) -> Non
     assert newest_checkpoint(tmp_path) == tmp_path / "step-2"
 
 
-def test_process_lost_while_publishing_leaves_newest_snapshot(
-    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_lost_while_publishing_leaves_newest_snapshot(shm, tmp_path, monkeypatch):
     """The clock of this process is behind that of the process that wrote the checkpoint on the
     disk; the times of checkpoints increase all the same."""
     first, second = MemoryFolder.new(tmp_path), MemoryFolder.new(tmp_path)
@@ -327,9 +312,7 @@ def _until_lost(left: Iterator[int], call: Callable[..., Any], *args: Any, **kwa
     return call(*args, **kwargs)
 
 
-def test_clock_of_another_node_does_not_make_its_snapshot_newer(
-    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_of_another_node_does_not_make_its_snapshot_newer(shm, tmp_path, monkeypatch):
     place = MemoryFolder.new(tmp_path)
     place.create()
     save(place.path, 1)

@@ -1,7 +1,5 @@
 """Tests of the types that Lightning's state may hold, and of their values after loading."""
 
-from __future__ import annotations
-
 import collections
 import datetime
 import enum
@@ -45,7 +43,7 @@ class Registered:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Registered) and other.inner == self.inner
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 class Mode(enum.Enum):
@@ -91,7 +89,7 @@ def kept(path: Path, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("value", "stored"), STORED, ids=lambda value: type(value).__name__)
-def test_common_types_are_restored(tmp_path: Path, value: Any, stored: Any) -> None:
+def test_common_types_are_restored(tmp_path, value, stored):
     """``portable`` makes plain values, which torch reads without this package."""
     (found,) = kept(tmp_path / "c", [value])
     assert found == value
@@ -103,13 +101,13 @@ def test_common_types_are_restored(tmp_path: Path, value: Any, stored: Any) -> N
     assert torch.load(tmp_path / "plain.pt", weights_only=True) == stored
 
 
-def test_defaultdict_keeps_its_factory(tmp_path: Path) -> None:
+def test_defaultdict_keeps_its_factory(tmp_path):
     found = kept(tmp_path / "c", collections.defaultdict(list, a=[1]))
     found["b"].append(2)
     assert found == {"a": [1], "b": [2]}
 
 
-def test_lossy_types_are_refused_by_name(tmp_path: Path) -> None:
+def test_lossy_types_are_refused_by_name(tmp_path):
     class Local(enum.Enum):
         ONE = 1
 
@@ -127,9 +125,7 @@ def test_lossy_types_are_refused_by_name(tmp_path: Path) -> None:
             kept(tmp_path / "c", value)
 
 
-def test_unimported_class_gives_plain_value_and_survives_reshard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unimported_class_gives_plain_value_and_survives_reshard(tmp_path, monkeypatch):
     save(tmp_path / "c", state={"key": {"colour": Colour.RED, "root": Path("a")}})
     monkeypatch.delitem(sys.modules, __name__)
     with pytest.warns(
@@ -181,7 +177,7 @@ class Called(dict[str, Any]):
         ("bytearray", [3], None),
     ],
 )
-def test_tags_create_only_enums_and_containers(tag: str, parts: Any, plain: Any) -> None:
+def test_tags_create_only_enums_and_containers(tag, parts, plain):
     text = json.dumps({"a": {f"${tag}": parts}}).encode()
     if plain is None:
         with pytest.raises(ValueError):
@@ -191,45 +187,45 @@ def test_tags_create_only_enums_and_containers(tag: str, parts: Any, plain: Any)
     assert missing == {parts[0]} and found == {"a": plain} and not Called.calls
 
 
-def test_empty_bytes_are_restored(tmp_path: Path) -> None:
+def test_empty_bytes_are_restored(tmp_path):
     """torch itself cannot read empty bytes with weights_only=True."""
     assert kept(tmp_path / "c", b"") == b""
 
 
-def test_tensor_referenced_twice_is_refused() -> None:
+def test_tensor_referenced_twice_is_refused():
     with pytest.raises(ValueError, match="has a tensor that cannot be created"):
         decode(b'[{"$tensor":[0]},{"$tensor":[0]}]', [torch.ones(1)])
 
 
 @pytest.mark.parametrize("parts", [[], [None], [1], [["cpu"]], [{}], ["cpu", "cpu"], ["outside"]])
-def test_invalid_device_is_refused_in_one_line(parts: list[Any]) -> None:
+def test_invalid_device_is_refused_in_one_line(parts):
     with pytest.raises(ValueError, match="has a device that cannot be created") as error:
         decode(json.dumps({"$device": parts}).encode(), [])
     assert "\n" not in str(error.value)
 
 
-def test_self_referencing_value_is_refused_by_name(tmp_path: Path) -> None:
+def test_self_referencing_value_is_refused_by_name(tmp_path):
     value: list[Any] = []
     value.append(value)
     with pytest.raises(CheckpointError, match=r"state\['key'\]\[0\].* contains itself"):
         kept(tmp_path / "c", value)
 
 
-def test_deepest_allowed_nesting_is_restored(tmp_path: Path) -> None:
+def test_deepest_allowed_nesting_is_restored(tmp_path):
     value: Any = 0
     for number in range(39):
         value = {1: (value,)} if number % 2 else ([value],)
     assert kept(tmp_path / "c", value) == value
 
 
-def test_ordered_dict_keeps_order_and_type(tmp_path: Path) -> None:
+def test_ordered_dict_keeps_order_and_type(tmp_path):
     items = [("b", 1), ("a", collections.Counter("aab"))]
     found = kept(tmp_path / "c", collections.OrderedDict(items))
     assert type(found) is collections.OrderedDict
     assert list(found.items()) == items
 
 
-def test_tensors_are_stored_as_plain_copies(tmp_path: Path) -> None:
+def test_tensors_are_stored_as_plain_copies(tmp_path):
     big = torch.zeros(1_000_000)
     state = {
         "slice": big[3:5],
@@ -243,7 +239,7 @@ def test_tensors_are_stored_as_plain_copies(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 10_000
 
 
-def test_tensors_of_every_kind_are_restored(tmp_path: Path) -> None:
+def test_tensors_of_every_kind_are_restored(tmp_path):
     dtypes = (torch.bfloat16, torch.complex128, torch.bool, torch.uint16, torch.float8_e4m3fn)
     value = [torch.ones(2, 3).to(dtype) for dtype in dtypes]
     value += [
@@ -261,7 +257,7 @@ def test_tensors_of_every_kind_are_restored(tmp_path: Path) -> None:
         read_full(tmp_path / "c")
 
 
-def test_numpy_random_state_is_restored(tmp_path: Path) -> None:
+def test_numpy_random_state_is_restored(tmp_path):
     generator = np.random.RandomState(3)
     found = kept(tmp_path / "c", generator.get_state(legacy=True))
     expected = generator.rand(5)
@@ -285,15 +281,13 @@ def test_numpy_random_state_is_restored(tmp_path: Path) -> None:
         ({"n": np.array([object()])}, r"state\['n'\] is a numpy\.ndarray"),
     ],
 )
-def test_unsupported_types_are_refused_by_name(
-    tmp_path: Path, state: dict[str, Any], words: str
-) -> None:
+def test_unsupported_types_are_refused_by_name(tmp_path, state, words):
     for write in (lambda: save(tmp_path / "c", state=state), lambda: portable(state)):
         with pytest.raises(CheckpointError, match=words):
             write()
 
 
-def test_registered_classes_are_restored(tmp_path: Path) -> None:
+def test_registered_classes_are_restored(tmp_path):
     with torch.serialization.safe_globals([Registered]):
         assert kept(tmp_path / "c", Registered(3)) == Registered(3)
         with pytest.raises(

@@ -1,7 +1,5 @@
 """Two trainings that save to one folder and remove their outdated checkpoints."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import warnings
@@ -34,7 +32,7 @@ class Together(L.Callback):
     def __init__(self, barrier: Any) -> None:
         self._barrier = barrier
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self._barrier.wait(LIMIT_S)
 
 
@@ -64,7 +62,7 @@ def train(folder: Path, barrier: Any, told: Any) -> None:
         told.put(f"{type(error).__name__}: {error}")
 
 
-def test_two_trainings_in_one_folder_leave_valid_checkpoints(tmp_path: Path) -> None:
+def test_two_trainings_in_one_folder_leave_valid_checkpoints(tmp_path):
     context = multiprocessing.get_context("fork")
     barrier, told = context.Barrier(2), context.Queue()
     processes = [
@@ -87,7 +85,7 @@ def test_two_trainings_in_one_folder_leave_valid_checkpoints(tmp_path: Path) -> 
     assert (tmp_path / "both" / "latest").exists()
 
 
-def test_removal_tolerates_concurrent_removal(tmp_path: Path) -> None:
+def test_removal_tolerates_concurrent_removal(tmp_path):
     files.discard(tmp_path / "nothing")
     target = tmp_path / "step=1.ckpt"
     save(target, 1)
@@ -100,9 +98,7 @@ def test_removal_tolerates_concurrent_removal(tmp_path: Path) -> None:
     assert not (tmp_path / "latest").is_symlink()
 
 
-def test_latest_is_marked_despite_removal_of_new_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latest_is_marked_despite_removal_of_new_link(tmp_path, monkeypatch):
     target, link = tmp_path / "step=1.ckpt", latest.os.symlink
     save(target, 1)
     (tmp_path / "latest").unlink(missing_ok=True)
@@ -119,7 +115,7 @@ def test_latest_is_marked_despite_removal_of_new_link(
     assert (tmp_path / "latest").resolve() == target
 
 
-def test_checkpoint_is_replaced_despite_concurrent_removal(tmp_path: Path) -> None:
+def test_checkpoint_is_replaced_despite_concurrent_removal(tmp_path):
     target = tmp_path / "last.ckpt"
     save(target, 1)
     save(tmp_path / "new", 2)
@@ -131,9 +127,7 @@ def test_checkpoint_is_replaced_despite_concurrent_removal(tmp_path: Path) -> No
     assert not files.leftovers(target)
 
 
-def test_lock_under_creation_is_not_abandoned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_under_creation_is_not_abandoned(tmp_path, monkeypatch):
     """Another process checks the lock file between its creation and its locking."""
     part = tmp_path / "step=1.ckpt.tmp-0123456789ab"
     looks, created, answers = threading.Event(), threading.Event(), list[bool]()

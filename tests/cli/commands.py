@@ -1,7 +1,5 @@
 """Command-line options shared by several tests."""
 
-from __future__ import annotations
-
 PTDP = [
     "--trainer.devices=4",
     "--trainer.strategy=lightning_ptdp.PTDPStrategy",

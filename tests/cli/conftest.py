@@ -1,9 +1,6 @@
 """Corpus and configuration that train within a second."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +27,7 @@ WORDS = [
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     draw = random.Random(0)
     for number in range(40):
@@ -40,7 +37,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(corpus, tmp_path_factory):
     """Return the folder of the tokenized corpus, prepared once."""
     folder = tmp_path_factory.mktemp("prepared") / "data"
     config = tmp_path_factory.mktemp("config") / "tiny.yaml"
@@ -107,7 +104,7 @@ def tiny(corpus: Path, data_dir: Path, folder: Path) -> str:
 
 
 @pytest.fixture
-def config(corpus: Path, prepared: Path, tmp_path: Path) -> str:
+def config(corpus, prepared, tmp_path):
     """Return a configuration file whose run writes only below ``tmp_path``."""
     path = tmp_path / "tiny.yaml"
     path.write_text(tiny(corpus, prepared, tmp_path))
@@ -115,7 +112,7 @@ def config(corpus: Path, prepared: Path, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def ptdp(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def ptdp(capsys):
     """Run ``ptdp`` in this process and return its exit code, stdout and stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:

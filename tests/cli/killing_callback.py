@@ -1,11 +1,8 @@
 """Callback that kills its process, for use in a configuration."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 
@@ -18,11 +15,11 @@ class DiesOnce(L.Callback):
         self._step, self._notes = step, Path(notes)
         self._restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer, *_):
         (self._notes / f"start-{self._restarts}-rank-{trainer.global_rank}").write_text(
             str(trainer.global_step)
         )
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         if self._restarts == 0 and trainer.global_rank == 1 and trainer.global_step == self._step:
             os.kill(os.getpid(), signal.SIGKILL)

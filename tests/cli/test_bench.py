@@ -1,7 +1,5 @@
 """``ptdp bench``: training steps without data."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -20,7 +18,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def no_data(config: str, tmp_path: Path) -> str:
+def no_data(config, tmp_path):
     """Return the configuration with a missing data folder."""
     values = yaml.safe_load(Path(config).read_text())
     values["data"]["init_args"] |= {
@@ -31,7 +29,7 @@ def no_data(config: str, tmp_path: Path) -> str:
     return config
 
 
-def test_bench_needs_no_data_and_leaves_no_files(ptdp: Run, no_data: str, tmp_path: Path) -> None:
+def test_bench_needs_no_data_and_leaves_no_files(ptdp, no_data, tmp_path):
     code, out, err = ptdp(
         "bench",
         "--config",
@@ -62,7 +60,7 @@ def test_bench_needs_no_data_and_leaves_no_files(ptdp: Run, no_data: str, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
-def test_layouts_are_compared_at_equal_batch_size(ptdp: Run, no_data: str, tmp_path: Path) -> None:
+def test_layouts_are_compared_at_equal_batch_size(ptdp, no_data, tmp_path):
     """The recipe has a base. The model supports the first layout, but not the second."""
     (tmp_path / "based.yaml").write_text(f"base: {Path(no_data).name}")
     strategy = [
@@ -95,7 +93,7 @@ def test_layouts_are_compared_at_equal_batch_size(ptdp: Run, no_data: str, tmp_p
     assert "to use 1, add:" in out
 
 
-def test_layout_text_is_parsed_to_options() -> None:
+def test_layout_text_is_parsed_to_options():
     found = {
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 4,
@@ -119,6 +117,6 @@ def test_layout_text_is_parsed_to_options() -> None:
             layout_options(text, 4)
 
 
-def test_zero_warmup_steps_are_refused(ptdp: Run, no_data: str) -> None:
+def test_zero_warmup_steps_are_refused(ptdp, no_data):
     code, _, err = ptdp("bench", "--config", no_data, "--warmup=0")
     assert (code, "--warmup 0" in err) == (2, True)

@@ -1,12 +1,9 @@
 """Commands with recipes, end to end: exit codes and the last line of the output."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -405,7 +402,7 @@ BAD = [
 
 
 @pytest.fixture(scope="module")
-def desk(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def desk(corpus, tmp_path_factory):
     """Change into a folder of valid and invalid files for the commands."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "text").symlink_to(corpus)
@@ -447,9 +444,7 @@ def last_line(
 
 
 @pytest.mark.timeout(600)
-def test_valid_commands_succeed_in_sequence(
-    desk: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_valid_commands_succeed_in_sequence(desk, capfd, monkeypatch):
     assert len(WALK) >= 60
     assert len(BAD) >= 150
     assert {line.split()[1] for line, _ in WALK if line != "ptdp"} >= {*VERBS}
@@ -470,14 +465,7 @@ def test_valid_commands_succeed_in_sequence(
     BAD,
     ids=[line.removeprefix("ptdp ").replace(TINY, "").replace(ALONE, "") for line, _ in BAD],
 )
-def test_invalid_command_is_refused(
-    line: str,
-    said: str,
-    desk: Path,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_invalid_command_is_refused(line, said, desk, capfd, caplog, monkeypatch):
     """The command prints one line, exits with code 2 and changes no file."""
     before = {
         path: path.stat().st_mtime_ns for path in desk.rglob("*") if "__pycache__" not in str(path)

@@ -1,7 +1,5 @@
 """Shell completion."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -38,13 +36,13 @@ Run = Callable[..., tuple[int, str, str]]
         ("fti --config ", []),
     ],
 )
-def test_completion_offers_matching_words(line: str, offered: list[str]) -> None:
+def test_completion_offers_matching_words(line, offered):
     assert (
         complete([*shlex.split(line), ""] if line.endswith(" ") else shlex.split(line)) == offered
     )
 
 
-def test_completed_options_are_listed_in_help(ptdp: Run) -> None:
+def test_completed_options_are_listed_in_help(ptdp):
     for verb in VERBS:
         assert "--help" in complete([verb, "--"])
     for verb in ("fit", "predict", "bench"):
@@ -53,7 +51,7 @@ def test_completed_options_are_listed_in_help(ptdp: Run) -> None:
         assert own - known <= {"--debug", "--launcher", "--seed_everything"}
 
 
-def test_bash_completion_does_not_import_torch(tmp_path: Path) -> None:
+def test_bash_completion_does_not_import_torch(tmp_path):
     command = tmp_path / "ptdp"
     check = 'assert "torch" not in sys.modules'
     code = (
@@ -85,6 +83,6 @@ def test_bash_completion_does_not_import_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_script_is_printed(ptdp: Run, shell: str) -> None:
+def test_completion_script_is_printed(ptdp, shell):
     code, out, _ = ptdp("completion", shell)
     assert (code, "ptdp completion words -- " in out) == (0, True)

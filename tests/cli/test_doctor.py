@@ -1,10 +1,7 @@
 """``ptdp doctor``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +11,7 @@ from lightning_ptdp.doctor.inspection import Section, _limited
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_full_inspection_passes_and_leaves_no_files(
-    ptdp: Run, tmp_path: Path, prepared: Path
-) -> None:
+def test_full_inspection_passes_and_leaves_no_files(ptdp, tmp_path, prepared):
     code, out, _ = ptdp(
         "doctor", "--root-dir", str(tmp_path), "--data-dir", str(prepared), "--json"
     )
@@ -39,7 +34,7 @@ def test_full_inspection_passes_and_leaves_no_files(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failed_check_sets_exit_code_and_shows_fix(ptdp: Run, tmp_path: Path) -> None:
+def test_failed_check_sets_exit_code_and_shows_fix(ptdp, tmp_path):
     (tmp_path / "file").write_text("")
     code, out, _ = ptdp("doctor", "--devices", "1", "--root-dir", str(tmp_path / "file"))
     assert code == 1
@@ -48,12 +43,12 @@ def test_failed_check_sets_exit_code_and_shows_fix(ptdp: Run, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("option", "value"), [("--devices", "0"), ("--timeout", "-1")])
-def test_out_of_range_number_is_refused(ptdp: Run, option: str, value: str) -> None:
+def test_out_of_range_number_is_refused(ptdp, option, value):
     code, _, err = ptdp("doctor", option, value)
     assert (code, option in err) == (2, True)
 
 
-def test_columns_are_aligned() -> None:
+def test_columns_are_aligned():
     checks = (
         Check(subject="a", status=Status.OK, found="found"),
         Check(subject="longer", status=Status.WARNING, found="found", remedy="remedy"),
@@ -68,7 +63,7 @@ def test_columns_are_aligned() -> None:
     assert lines[-1] == "1 ok, 1 warning, 0 failed"
 
 
-def test_unresponsive_file_system_fails_check() -> None:
+def test_unresponsive_file_system_fails_check():
     import threading
 
     def dead() -> tuple[Check, ...]:

@@ -1,7 +1,5 @@
 """Elastic training under torchrun: restart after a lost rank, also with another world size."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence
@@ -85,9 +83,7 @@ def _torchrun(rank: int, config: str, folder: str) -> dict[int, str]:
     return elastic_launch(launch, _fit)(config)
 
 
-def test_run_resumes_on_fewer_replicas_and_after_lost_rank(
-    ptdp: Run, config: str, tmp_path: Path
-) -> None:
+def test_run_resumes_on_fewer_replicas_and_after_lost_rank(ptdp, config, tmp_path):
     """Train 2 steps on 4 replicas, then on 2 replicas, of which one is killed at step 4."""
     code, _, err = ptdp(
         "fit", "--config", configure(config, tmp_path / "whole.yaml", devices=1, steps=STEPS)

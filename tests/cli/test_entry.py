@@ -1,7 +1,5 @@
 """Verbs, help, recipes and their error messages."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os
@@ -55,7 +53,7 @@ VERBS = [
 ]
 
 
-def test_help_and_typos_do_not_import_torch() -> None:
+def test_help_and_typos_do_not_import_torch():
     code = """
 import sys
 from lightning_ptdp.cli import main
@@ -77,7 +75,7 @@ assert "torch" not in sys.modules and "lightning" not in sys.modules
     assert "did you mean 'gpt/nano'?" in result.stderr
 
 
-def test_plan_and_convert_do_not_import_lightning(tmp_path: Path) -> None:
+def test_plan_and_convert_do_not_import_lightning(tmp_path):
     code = f"""
 import sys
 import torch
@@ -91,7 +89,7 @@ print([name for name in ("lightning.pytorch", "torchmetrics", "transformers") if
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_resolving_recipe_skips_unneeded_imports(ptdp: Run) -> None:
+def test_resolving_recipe_skips_unneeded_imports(ptdp):
     code = """
 import sys
 from lightning_ptdp.cli import main
@@ -112,7 +110,7 @@ print([name for name in ("mlflow", "transformers", "torchvision", "scipy", "matp
     assert yaml.safe_load(told)["model"]["init_args"]["optimizer"]["betas"] == [0.9, 0.95]
 
 
-def test_help_of_fit_is_complete(ptdp: Run) -> None:
+def test_help_of_fit_is_complete(ptdp):
     _, out, _ = ptdp("fit", "--help", "all")
     for key in (
         "--config",
@@ -129,7 +127,7 @@ def test_help_of_fit_is_complete(ptdp: Run) -> None:
         assert key in out
 
 
-def test_short_help_matches_class_signatures(ptdp: Run) -> None:
+def test_short_help_matches_class_signatures(ptdp):
     package = recipe_files.recipe_folder().parent / "lightning_ptdp"
     read = {one.name: one for one in options_in_source(package / "config.py", "PTDPConfig")}
     defaults = {name: one.default for name, one in inspect.signature(PTDPConfig).parameters.items()}
@@ -161,14 +159,14 @@ def test_short_help_matches_class_signatures(ptdp: Run) -> None:
     assert "short form -t" in " ".join(said.split())
 
 
-def test_debug_shows_traceback(ptdp: Run) -> None:
+def test_debug_shows_traceback(ptdp):
     assert "Traceback" not in ptdp("nothing")[2]
     code, _, err = ptdp("nothing", "--debug")
     assert code == 2
     assert "Traceback" in err
 
 
-def test_recipes_are_listed_and_shown(ptdp: Run) -> None:
+def test_recipes_are_listed_and_shown(ptdp):
     code, out, _ = ptdp("recipes", "list")
     assert code == 0
     assert "gpt/nano" in out
@@ -180,9 +178,7 @@ def test_recipes_are_listed_and_shown(ptdp: Run) -> None:
 
 @pytest.mark.parametrize("name", ["gpt/nano", "gpt/nano.yaml", "recipes/gpt/nano.yaml"])
 @pytest.mark.parametrize("form", [["--config", "{}"], ["-c", "{}"], ["--config={}"]])
-def test_recipe_is_found_by_name_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: list[str]
-) -> None:
+def test_recipe_is_found_by_name_from_any_folder(tmp_path, monkeypatch, name, form):
     monkeypatch.chdir(tmp_path)
     given = [part.format(name) for part in form]
     merged = resolve_config(recipe_folder() / "gpt" / "nano.yaml")
@@ -193,16 +189,14 @@ def test_recipe_is_found_by_name_from_any_folder(
     ]
 
 
-def test_file_takes_precedence_over_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_takes_precedence_over_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "nano").write_text("")
     assert recipe_files.find_config("gpt/nano") == Path("gpt/nano")
 
 
-def test_installed_package_contains_recipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installed_package_contains_recipes(tmp_path, monkeypatch):
     module = tmp_path / "lightning_ptdp" / "cli" / "recipe_files.py"
     monkeypatch.setattr(recipe_files, "__file__", str(module))
     with pytest.raises(FileNotFoundError, match="Install lightning-ptdp again"):
@@ -212,12 +206,12 @@ def test_installed_package_contains_recipes(
         assert recipe_files.recipe_folder() == folder
 
 
-def test_nearest_name_is_suggested() -> None:
+def test_nearest_name_is_suggested():
     assert nearest("hiden_size", ["hidden_size", "num_heads"]) == "; did you mean 'hidden_size'?"
     assert nearest("zzz", ["hidden_size"]) == ""
 
 
-def test_jsonargparse_error_becomes_one_line() -> None:
+def test_jsonargparse_error_becomes_one_line():
     message = (
         'Parser key "model":\n  Does not validate against any of the Union subtypes\n  Errors:\n'
     )
@@ -285,7 +279,7 @@ TRACE = (
         ("KeyError", False),
     ],
 )
-def test_worker_errors_are_classified_by_type(error: str, fixable: bool) -> None:
+def test_worker_errors_are_classified_by_type(error, fixable):
     failure = worker_failure(ProcessRaisedException(f"{TRACE}{error}: so it is\nlayer: 3\n"))
     assert failure is not None
     assert failure.fixable == fixable
@@ -293,7 +287,7 @@ def test_worker_errors_are_classified_by_type(error: str, fixable: bool) -> None
         assert failure.message == "so it is\nlayer: 3"
 
 
-def test_every_error_derives_from_ptdp_error() -> None:
+def test_every_error_derives_from_ptdp_error():
     for module in pkgutil.walk_packages(lightning_ptdp.__path__, "lightning_ptdp."):
         if module.name.endswith("__main__"):
             continue
@@ -307,7 +301,7 @@ def test_every_error_derives_from_ptdp_error() -> None:
                 assert issubclass(value, PTDPError), f"{module.name}.{name}"
 
 
-def test_worker_failure_reports_message_or_process() -> None:
+def test_worker_failure_reports_message_or_process():
     trace = TRACE
     ours = ProcessRaisedException(
         trace + "lightning_ptdp.checkpoint.checkpoint_error.CheckpointError: no 'a'\nin here\n"
@@ -322,9 +316,9 @@ def test_worker_failure_reports_message_or_process() -> None:
     assert worker_failure(RuntimeError("x")) is None
 
 
-def test_killed_worker_is_reported() -> None:
+def test_killed_worker_is_reported():
     failure = worker_failure(
-        ProcessExitedException("process 3 terminated with signal SIGKILL", 3, 99, -9, "SIGKILL")  # type: ignore[no-untyped-call]
+        ProcessExitedException("process 3 terminated with signal SIGKILL", 3, 99, -9, "SIGKILL")
     )
     assert failure is not None
     assert not failure.fixable
@@ -332,7 +326,7 @@ def test_killed_worker_is_reported() -> None:
         assert words in failure.message
 
 
-def test_only_user_errors_are_explained() -> None:
+def test_only_user_errors_are_explained():
     assert explain(UserError("so")) == "so"
     assert explain(FileNotFoundError("gone")) == "gone"
     assert explain(RuntimeError("broken")) is None
@@ -342,7 +336,7 @@ def test_only_user_errors_are_explained() -> None:
     assert explain(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
 
 
-def test_bert_recipe_is_resolved(ptdp: Run) -> None:
+def test_bert_recipe_is_resolved(ptdp):
     resolved = yaml.safe_load(ptdp("recipes", "show", "bert/nano", "--resolved")[1])
     model, data = resolved["model"]["init_args"], resolved["data"]["init_args"]
     assert (

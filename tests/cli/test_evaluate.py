@@ -1,7 +1,5 @@
 """``ptdp evaluate``: results in a layout equal those of the harness with the exported folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +43,7 @@ metric_list: [{metric: exact_match}]
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(tmp_path_factory):
     """Return a folder with tasks of each kind of request, on local data."""
     folder = tmp_path_factory.mktemp("tasks")
     rows = [
@@ -69,7 +67,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+def said(capfd, monkeypatch):
     """Run ``ptdp evaluate`` and return its exit code, stdout and stderr."""
     from lm_eval.tasks import TaskManager
 
@@ -115,9 +113,7 @@ def make_gpt(folder: Path, prepared: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("make", [make_llama, make_gpt])
-def test_results_equal_harness_on_exported_folder(
-    said: Said, tasks: Path, tmp_path: Path, prepared: Path, make: Any
-) -> None:
+def test_results_equal_harness_on_exported_folder(said, tasks, tmp_path, prepared, make):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -170,9 +166,7 @@ def leaves(values: Any) -> Iterator[Any]:
         yield values
 
 
-def test_impossible_task_is_refused_before_launch(
-    said: Said, tasks: Path, tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_task_is_refused_before_launch(said, tasks, tmp_path, prepared, monkeypatch):
     checkpoint, _ = make_llama(tmp_path, prepared)
 
     def launched(*_: object, **__: object) -> None:
@@ -202,9 +196,7 @@ def test_impossible_task_is_refused_before_launch(
         assert len(err.splitlines()) == 1, err
 
 
-def test_failure_of_harness_ends_all_ranks(
-    said: Said, tasks: Path, tmp_path: Path, prepared: Path
-) -> None:
+def test_failure_of_harness_ends_all_ranks(said, tasks, tmp_path, prepared):
     checkpoint, _ = make_llama(tmp_path, prepared)
     (tmp_path / "long.yaml").write_text(
         (tasks / "writing.yaml")

@@ -1,7 +1,5 @@
 """``ptdp convert --push_to_hub`` with a stand-in of the Hub's client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ Run = Callable[..., tuple[int, str, str]]
 class Client:
     """Records the calls of ``HfApi``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.made: list[Any] = []
         self.files: dict[str, bytes] = {}
         self.error: Exception | None = None
@@ -41,16 +39,14 @@ class Client:
 
 
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Client:
+def client(monkeypatch):
     found = Client()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: found)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
     return found
 
 
-def test_export_is_uploaded_with_model_card(
-    ptdp: Run, client: Client, config: str, tmp_path: Path
-) -> None:
+def test_export_is_uploaded_with_model_card(ptdp, client, config, tmp_path):
     assert ptdp("fit", "--config", config, "--sample", "null", *PTDP)[0] == 0
     (run,) = (tmp_path / "runs" / "tiny").iterdir()
     checkpoint = run / "checkpoints" / "last.ckpt"
@@ -70,9 +66,7 @@ def test_export_is_uploaded_with_model_card(
     assert client.files["README.md"] == b"mine", "an edited card is replaced"
 
 
-def test_impossible_upload_is_refused_before_conversion(
-    ptdp: Run, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_upload_is_refused_before_conversion(ptdp, client, tmp_path, monkeypatch):
     hf_gpt2().save_pretrained(tmp_path / "theirs")
     assert ptdp("convert", str(tmp_path / "theirs"), str(tmp_path / "start"))[0] == 0
     out = tmp_path / "out"

@@ -1,7 +1,5 @@
 """Inheritance of configurations through ``base:``, and the origin of each value."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -58,20 +56,16 @@ def merged(folder: Path, base: str, over: str) -> Any:
         ("a: 1e-4", "b: 1E5", {"a": 1e-4, "b": 1e5}),
     ],
 )
-def test_configuration_is_merged_into_base(
-    tmp_path: Path, base: str, over: str, expected: Any
-) -> None:
+def test_configuration_is_merged_into_base(tmp_path, base, over, expected):
     assert merged(tmp_path, base, over) == expected
 
 
-def test_merged_keys_keep_order_of_base(tmp_path: Path) -> None:
+def test_merged_keys_keep_order_of_base(tmp_path):
     values = merged(tmp_path, "b: 1\na: 2", "c: 3\nb: 4")
     assert list(values) == ["b", "a", "c"]
 
 
-def test_origin_is_traced_through_chain_of_bases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_origin_is_traced_through_chain_of_bases(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "team" / "base.yaml", "base: gpt/124m\ntrainer: {max_steps: 7}\n")
     config = resolve_config(write(tmp_path / "mine.yaml", "base: team/base.yaml\nsample: null\n"))
@@ -94,7 +88,7 @@ def test_origin_is_traced_through_chain_of_bases(
     assert {path: config.origin(path) for path in expected} == expected
 
 
-def test_base_is_resolved_relative_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_is_resolved_relative_to_file(tmp_path, monkeypatch):
     write(tmp_path / "configs" / "gpt" / "nano", "a: 1")
     file = write(tmp_path / "configs" / "mine.yaml", "base: gpt/nano")
     monkeypatch.chdir("/")
@@ -122,13 +116,13 @@ def test_base_is_resolved_relative_to_file(tmp_path: Path, monkeypatch: pytest.M
         ("a: [", "mine.yaml: is not YAML: while parsing"),
     ],
 )
-def test_invalid_configuration_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_configuration_is_refused(tmp_path, text, words):
     write(tmp_path / "other.yaml", "base: mine.yaml")
     with pytest.raises(UserError, match=words):
         resolve_config(write(tmp_path / "mine.yaml", text))
 
 
-def test_file_without_base_is_passed_as_path(tmp_path: Path) -> None:
+def test_file_without_base_is_passed_as_path(tmp_path):
     file = write(tmp_path / "mine.yaml", "sample: null")
     assert resolve_configs(["--config", str(file), "--sample", "null"]) == [
         f"--config={file}",
@@ -137,7 +131,7 @@ def test_file_without_base_is_passed_as_path(tmp_path: Path) -> None:
     ]
 
 
-def test_print_config_shows_merged_configuration(ptdp: Run, tmp_path: Path) -> None:
+def test_print_config_shows_merged_configuration(ptdp, tmp_path):
     text = (
         "base: gpt/124m\nmodel: {init_args: {optimizer: {learning_rate: 1e-3}}}\ntrainer: "
         "{logger: {class_path: CSVLogger}}\n"
@@ -157,7 +151,7 @@ def test_print_config_shows_merged_configuration(ptdp: Run, tmp_path: Path) -> N
     assert "experiment_name" not in values["trainer"]["logger"]["init_args"]
 
 
-def test_run_saves_merged_configuration(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_run_saves_merged_configuration(ptdp, config, tmp_path):
     child = write(
         tmp_path / "child.yaml",
         f"base: {os.path.basename(config)}\ntrainer: {{max_steps: 1}}\nsample: null\n",
@@ -179,7 +173,7 @@ def origins_of(shown: str) -> dict[str, str]:
     return {text.strip().removeprefix("- "): origin for text, _, origin in lines}
 
 
-def test_show_resolved_names_origin_of_every_value(ptdp: Run, tmp_path: Path) -> None:
+def test_show_resolved_names_origin_of_every_value(ptdp, tmp_path):
     mine = write(
         tmp_path / "mine.yaml", "base: gpt/124m\ntrainer: {max_steps: 33, callbacks: []}\n"
     )
@@ -221,7 +215,7 @@ def test_show_resolved_names_origin_of_every_value(ptdp: Run, tmp_path: Path) ->
     assert yaml.safe_load(out) == yaml.safe_load(printed)
 
 
-def test_origin_of_repeated_class_and_added_callback(ptdp: Run) -> None:
+def test_origin_of_repeated_class_and_added_callback(ptdp):
     overrides = ["--data=TextDataModule", "--trainer.callbacks+=RichProgressBar"]
     code, out, err = ptdp("recipes", "show", "gpt/nano", "--resolved", *overrides)
     assert code == 0, err
@@ -232,7 +226,7 @@ def test_origin_of_repeated_class_and_added_callback(ptdp: Run) -> None:
     assert origins["class_path: lightning.pytorch.callbacks.ModelCheckpoint"] == "common"
 
 
-def test_show_accepts_fit_options_only_with_resolved(ptdp: Run) -> None:
+def test_show_accepts_fit_options_only_with_resolved(ptdp):
     code, _, err = ptdp("recipes", "show", "gpt/nano", "--trainer.max_steps=3")
     assert code == 2
     assert "--trainer.max_steps=3: options of ptdp fit need --resolved" in err
@@ -241,7 +235,7 @@ def test_show_accepts_fit_options_only_with_resolved(ptdp: Run) -> None:
     assert "max_stepz" in err
 
 
-def test_recipe_list_shows_size_and_layout(ptdp: Run) -> None:
+def test_recipe_list_shows_size_and_layout(ptdp):
     code, out, _ = ptdp("recipes", "list")
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines()]

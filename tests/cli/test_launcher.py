@@ -1,7 +1,5 @@
 """Launch scripts: their text, and a run of those for SLURM and torchrun."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -50,9 +48,7 @@ def words(text: str) -> list[str]:
     return shlex.split(command)
 
 
-def test_slurm_script_has_directives_and_command(
-    ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_script_has_directives_and_command(ptdp, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = [
         "--nodes",
@@ -106,7 +102,7 @@ def test_slurm_script_has_directives_and_command(
     ]
 
 
-def test_documented_script_equals_generated_script(ptdp: Run) -> None:
+def test_documented_script_equals_generated_script(ptdp):
     page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text()
     (command,) = [
         line
@@ -121,7 +117,7 @@ def test_documented_script_equals_generated_script(ptdp: Run) -> None:
     )
 
 
-def test_torchrun_script_has_launch_options_and_resume(ptdp: Run) -> None:
+def test_torchrun_script_has_launch_options_and_resume(ptdp):
     one = words(script(ptdp, "--launcher=torchrun", "-c", "gpt/nano", "--ckpt_path", "x.ckpt"))
     assert one[1:5] == [sys.executable, "-m", "torch.distributed.run", "--nnodes=1"]
     assert {"--nproc-per-node=4", "--standalone", "--max-restarts=3"} <= set(one)
@@ -146,7 +142,7 @@ def test_torchrun_script_has_launch_options_and_resume(ptdp: Run) -> None:
     )
 
 
-def test_kubernetes_job_fits_schema_of_kubeflow(ptdp: Run) -> None:
+def test_kubernetes_job_fits_schema_of_kubeflow(ptdp):
     options = ["--launcher=kubernetes", "--nodes=2", "--gpus-per-node=8", "--image=our/image:1"]
     code, out, err = ptdp(
         "fit", "--config=gpt/124m", "--data.source", "my text", *options, "--dry-run"
@@ -166,7 +162,7 @@ def test_kubernetes_job_fits_schema_of_kubeflow(ptdp: Run) -> None:
     ]
 
 
-def test_kubernetes_job_on_cpus_has_valid_name(ptdp: Run) -> None:
+def test_kubernetes_job_on_cpus_has_valid_name(ptdp):
     options = ["--launcher=kubernetes", "--trainer.accelerator=cpu", "--job-name=My job_1!"]
     code, out, err = ptdp("fit", "--config=gpt/nano", *options, "--dry-run")
     assert code == 0, err
@@ -175,7 +171,7 @@ def test_kubernetes_job_on_cpus_has_valid_name(ptdp: Run) -> None:
     assert made["spec"]["trainer"]["resourcesPerNode"] == {"limits": {"cpu": 4}}
 
 
-def test_skypilot_task_runs_torchrun_on_every_node(ptdp: Run, tmp_path: Path) -> None:
+def test_skypilot_task_runs_torchrun_on_every_node(ptdp, tmp_path):
     """The schema of SkyPilot is not checked, because its package needs older versions of others."""
     options = ["--launcher=skypilot", "--nodes=2", "--gpus-per-node=8", "--gpu-type=A100"]
     code, out, err = ptdp(
@@ -199,9 +195,7 @@ def test_skypilot_task_runs_torchrun_on_every_node(ptdp: Run, tmp_path: Path) ->
     ]
 
 
-def test_script_uses_trainer_sizes_and_keeps_other_strategy(
-    ptdp: Run,
-) -> None:
+def test_script_uses_trainer_sizes_and_keeps_other_strategy(ptdp):
     text = script(
         ptdp,
         "--launcher=slurm",
@@ -259,24 +253,20 @@ def test_script_uses_trainer_sizes_and_keeps_other_strategy(
         ([], "Use --config"),
     ],
 )
-def test_invalid_launch_options_are_refused(ptdp: Run, arguments: list[str], said: str) -> None:
+def test_invalid_launch_options_are_refused(ptdp, arguments, said):
     code, _, err = ptdp("fit", "--launcher=torchrun", *arguments)
     assert (code, said in err) == (2, True), err
 
 
 @pytest.mark.parametrize(("launcher", "program"), SUBMITS)
-def test_missing_program_is_reported(
-    launcher: str, program: str, ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_program_is_reported(launcher, program, ptdp, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = ptdp("fit", f"--launcher={launcher}", "--config=gpt/nano")
     assert (code, f"there is no {program}" in err) == (2, True)
 
 
 @pytest.mark.parametrize(("launcher", "program"), SUBMITS)
-def test_script_is_submitted(
-    launcher: str, program: str, ptdp: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_script_is_submitted(launcher, program, ptdp, monkeypatch, tmp_path):
     install(tmp_path, program, f"#!/bin/bash\ncat > {tmp_path}/submitted\nexit 3\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     command = ["fit", f"--launcher={launcher}", "--config=gpt/nano"]
@@ -295,9 +285,7 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.timeout(400)
-def test_slurm_job_resumes_torchrun_run(
-    ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_job_resumes_torchrun_run(ptdp, config, tmp_path, monkeypatch):
     install(tmp_path, "srun", SRUN)
     install(tmp_path, "scontrol", SCONTROL)
     package = Path(__file__).resolve().parents[2]

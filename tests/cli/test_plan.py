@@ -1,7 +1,5 @@
 """``ptdp plan``."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools
@@ -9,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -34,7 +31,7 @@ Run = Callable[..., tuple[int, str, str]]
 SIZES = ["--layers", "24", "--hidden", "2048", "--heads", "16", "--sequence", "2048"]
 
 
-def test_plan_of_recipe_lists_layouts_and_explains(ptdp: Run) -> None:
+def test_plan_of_recipe_lists_layouts_and_explains(ptdp):
     code, out, err = ptdp(
         "plan", "--recipe", "gpt/nano", "--world", "8", "--device", "cpu", "--top", "3", "--explain"
     )
@@ -51,7 +48,7 @@ def test_plan_of_recipe_lists_layouts_and_explains(ptdp: Run) -> None:
     assert "times the time of the best" in out
 
 
-def test_half_states_take_half_of_memory_and_offloaded_ones_none(ptdp: Run, tmp_path: Path) -> None:
+def test_half_states_take_half_of_memory_and_offloaded_ones_none(ptdp, tmp_path):
     half_states, offloading = tmp_path / "half.yaml", tmp_path / "offload.yaml"
     half_states.write_text("base: gpt/nano\nmodel: {init_args: {optimizer: {states: bfloat16}}}\n")
     offloading.write_text(
@@ -69,7 +66,7 @@ def test_half_states_take_half_of_memory_and_offloaded_ones_none(ptdp: Run, tmp_
     assert half["weights"] == full["weights"]
 
 
-def test_printed_strategy_call_is_valid(ptdp: Run) -> None:
+def test_printed_strategy_call_is_valid(ptdp):
     _, out, _ = ptdp(
         "plan",
         *SIZES,
@@ -97,7 +94,7 @@ def test_printed_strategy_call_is_valid(ptdp: Run) -> None:
     assert PTDPStrategy(**options).config.layout(64).data_parallel_size == 4
 
 
-def test_printed_fit_options_replace_layout_of_base(ptdp: Run, tmp_path: Path) -> None:
+def test_printed_fit_options_replace_layout_of_base(ptdp, tmp_path):
     code, out, _ = ptdp(
         "plan", *SIZES, "--world", "4", "--batch", "16", "--tp", "1", "--pp", "2", "--vpp", "1"
     )
@@ -116,7 +113,7 @@ def test_printed_fit_options_replace_layout_of_base(ptdp: Run, tmp_path: Path) -
     assert layout.data_parallel_size * data["micro_batch_size"] * data["num_microbatches"] == 16
 
 
-def test_pictures_of_plan_and_what_if_are_written(ptdp: Run, tmp_path: Path) -> None:
+def test_pictures_of_plan_and_what_if_are_written(ptdp, tmp_path):
     small = [*SIZES, "--world", "8", "--batch", "64", "--top", "3"]
     _, out, _ = ptdp("plan", *small, "--picture", str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -130,7 +127,7 @@ def test_pictures_of_plan_and_what_if_are_written(ptdp: Run, tmp_path: Path) -> 
     assert rows == [["8", "64"], ["16", "64"], ["8", "128"], ["16", "128"]]
 
 
-def test_picture_labels_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_labels_do_not_overlap(tmp_path, monkeypatch):
     """Draw four batches of similar throughput on four world sizes, and both memory limits."""
     drawn: list[Figure] = []
     saved = Figure.savefig
@@ -158,7 +155,7 @@ def test_picture_labels_do_not_overlap(tmp_path: Path, monkeypatch: pytest.Monke
     assert memory.get_xlim()[1] > limits[1]
 
 
-def test_plan_with_sharded_parameters_prints_no_strategy(ptdp: Run) -> None:
+def test_plan_with_sharded_parameters_prints_no_strategy(ptdp):
     """A layout that fits only with sharded parameters would not fit in PTDPStrategy."""
     arguments = [*SIZES, "--world", "8", "--batch", "64", "--top", "1"]
     code, out, _ = ptdp("plan", *arguments, "--software", "fsdp2-fp8", "--recompute", "selective")
@@ -174,7 +171,7 @@ def test_plan_with_sharded_parameters_prints_no_strategy(ptdp: Run) -> None:
     assert "less a reserve of 20%" in out and "| reserve" in out
 
 
-def test_json_output(ptdp: Run) -> None:
+def test_json_output(ptdp):
     code, out, _ = ptdp(
         "plan",
         *SIZES,
@@ -208,7 +205,7 @@ def test_json_output(ptdp: Run) -> None:
     assert data["rejected"] and {"what", "reason"} == set(data["rejected"][0])
 
 
-def test_size_options_override_configuration(ptdp: Run, tmp_path: Path) -> None:
+def test_size_options_override_configuration(ptdp, tmp_path):
     config = {
         "trainer": {
             "devices": 8,
@@ -354,13 +351,13 @@ def test_size_options_override_configuration(ptdp: Run, tmp_path: Path) -> None:
         ([*SIZES, "--batch", "8"], "--world"),
     ],
 )
-def test_invalid_option_is_refused(ptdp: Run, arguments: list[str], words: str) -> None:
+def test_invalid_option_is_refused(ptdp, arguments, words):
     code, _, err = ptdp("plan", *arguments)
     assert code == 2
     assert words in err
 
 
-def test_bert_recipe_is_planned(ptdp: Run) -> None:
+def test_bert_recipe_is_planned(ptdp):
     arguments = ("plan", "--recipe", "bert/nano", "--world", "4", "--device", "cpu")
     code, out, _ = ptdp(*arguments)
     assert code == 0
@@ -382,9 +379,7 @@ def test_bert_recipe_is_planned(ptdp: Run) -> None:
         ),
     ],
 )
-def test_file_without_valid_model_is_refused(
-    ptdp: Run, tmp_path: Path, text: str, words: str
-) -> None:
+def test_file_without_valid_model_is_refused(ptdp, tmp_path, text, words):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     code, _, err = ptdp("plan", "--config", str(path), "--world", "8", "--batch", "8")
@@ -437,9 +432,7 @@ GPT2 = {
     ],
     ids=["Llama 3 8B", "GPT-2", "Mixtral 8x7B", "Qwen3-30B-A3B"],
 )
-def test_hugging_face_model_is_planned(
-    ptdp: Run, tmp_path: Path, config: dict[str, object], size: str
-) -> None:
+def test_hugging_face_model_is_planned(ptdp, tmp_path, config, size):
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ["--world", "64", "--batch", "64", "--sequence", "512", "--pp", "1,2"]
     _, out, _ = ptdp("plan", "--model", str(tmp_path), *arguments)
@@ -476,9 +469,7 @@ def test_hugging_face_model_is_planned(
         ),
     ],
 )
-def test_unsupported_hugging_face_model_is_refused(
-    ptdp: Run, tmp_path: Path, changes: dict[str, object] | None, words: str
-) -> None:
+def test_unsupported_hugging_face_model_is_refused(ptdp, tmp_path, changes, words):
     if changes is not None:
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     code, _, err = ptdp("plan", "--model", str(tmp_path), "--world", "8", "--batch", "16")
@@ -486,9 +477,7 @@ def test_unsupported_hugging_face_model_is_refused(
 
 
 @pytest.mark.parametrize("recipe", ["nano", "sft", "lora", "continue"])
-def test_hugging_face_recipe_is_planned(
-    ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
-) -> None:
+def test_hugging_face_recipe_is_planned(ptdp, tmp_path, monkeypatch, recipe):
     """The plan uses the default model of the recipe without creating its folder."""
     monkeypatch.chdir(tmp_path)
     code, out, err = ptdp(
@@ -509,7 +498,7 @@ def test_hugging_face_recipe_is_planned(
         assert job["trained"] == 1
 
 
-def test_tiny_model_has_equal_plan_before_and_after_creation(ptdp: Run, tmp_path: Path) -> None:
+def test_tiny_model_has_equal_plan_before_and_after_creation(ptdp, tmp_path):
     given = ["--world", "2", "--batch", "8", "--sequence", "64", "--json"]
     sizes = ptdp("plan", "--model", f"tiny:{tmp_path / 'tiny'}", *given)[1]
     make_tiny(tmp_path / "tiny")
@@ -517,7 +506,7 @@ def test_tiny_model_has_equal_plan_before_and_after_creation(ptdp: Run, tmp_path
     assert ptdp("plan", "--model", str(tmp_path / "tiny"), *given)[1] == sizes
 
 
-def test_adapters_reduce_memory_and_time(ptdp: Run, tmp_path: Path) -> None:
+def test_adapters_reduce_memory_and_time(ptdp, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     file = tmp_path / "mine.yaml"
     found = []
@@ -555,9 +544,7 @@ def test_adapters_reduce_memory_and_time(ptdp: Run, tmp_path: Path) -> None:
     assert adapted["mfu"] == pytest.approx(whole["mfu"], rel=0.15)
 
 
-def test_unreachable_hub_is_reported_after_timeout(
-    ptdp: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_hub_is_reported_after_timeout(ptdp, monkeypatch):
     """A connection without an answer ends in a one-line error that names the fix."""
     started, ended = threading.Event(), threading.Event()
 
@@ -586,7 +573,7 @@ def test_unreachable_hub_is_reported_after_timeout(
     ended.set()
 
 
-def test_mixture_of_experts_is_planned(ptdp: Run, tmp_path: Path) -> None:
+def test_mixture_of_experts_is_planned(ptdp, tmp_path):
     """Check ``ptdp plan`` for given sizes of a mixture of experts and given degrees.
 
     The printed ``PTDPStrategy(...)`` can be pasted into code. An imbalance slows the experts.
@@ -643,7 +630,7 @@ def test_mixture_of_experts_is_planned(ptdp: Run, tmp_path: Path) -> None:
     assert code == 2 and "e3: num_experts=8 is not divisible by it" in err
 
 
-def test_custom_module_of_configuration_is_planned(ptdp: Run, tmp_path: Path) -> None:
+def test_custom_module_of_configuration_is_planned(ptdp, tmp_path):
     path = tmp_path / "mine.yaml"
     model = {"class_path": "tests.planner.test_trace.Lit", "init_args": {}}
     path.write_text(yaml.safe_dump({"model": model, "trainer": {"devices": 2}}))

@@ -1,10 +1,7 @@
 """``ptdp predict`` writes the same predictions in every layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,15 +32,13 @@ LAYOUTS = {
 
 
 @pytest.fixture
-def checkpoint(ptdp: Run, config: str, tmp_path: Path) -> str:
+def checkpoint(ptdp, config, tmp_path):
     assert ptdp("fit", "--config", config, "--trainer.max_steps=2", "--sample=null")[0] == 0
     (found,) = tmp_path.glob("runs/tiny/*/checkpoints/last.ckpt")
     return str(found)
 
 
-def test_predictions_equal_single_process_in_every_layout(
-    ptdp: Run, config: str, tmp_path: Path, checkpoint: str
-) -> None:
+def test_predictions_equal_single_process_in_every_layout(ptdp, config, tmp_path, checkpoint):
     # 9 samples in batches of 8: the last batch is mostly padding, at different positions in each
     # layout.
     common = [
@@ -75,13 +70,13 @@ def test_predictions_equal_single_process_in_every_layout(
     assert [json.loads(line) for line in out.splitlines() if line.startswith("{")] == found["one"]
 
 
-def test_unwritable_output_is_refused(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(ptdp, config, tmp_path):
     for output in (tmp_path, tmp_path / "tiny.yaml" / "x.jsonl"):
         code, _, err = ptdp("predict", "--config", config, "--output", str(output))
         assert (code, f"--output {output}" in err) == (2, True)
 
 
-def test_batch_is_split_into_records() -> None:
+def test_batch_is_split_into_records():
     assert list(_records(torch.tensor([[1, 2], [3, 4]]), None)) == [
         {"prediction": [1, 2]},
         {"prediction": [3, 4]},

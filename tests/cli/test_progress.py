@@ -1,7 +1,5 @@
 """Progress output of ``ptdp fit``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +9,7 @@ pytestmark = pytest.mark.thorough
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_fit_prints_step_lines_unless_replaced_or_disabled(ptdp: Run, config: str) -> None:
+def test_fit_prints_step_lines_unless_replaced_or_disabled(ptdp, config):
     fit = ["fit", "--config", config, "--sample=null", "--trainer.max_steps=2"]
     code, out, err = ptdp(*fit, "--trainer.enable_progress_bar=true")
     assert code == 0, err

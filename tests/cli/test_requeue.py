@@ -1,7 +1,5 @@
 """Requeued SLURM jobs and their continuation."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal
@@ -20,7 +18,6 @@ from lightning_ptdp.checkpoint import newest_checkpoint, read_full, read_metadat
 from lightning_ptdp.cli import entry, main
 from lightning_ptdp.parameters.placement import Placement
 from tests.cli.commands import SAVE_EACH_STEP
-from tests.pool import Pool
 
 # SLURM ends the processes of a requeued job.
 SCONTROL = """#!/bin/bash
@@ -80,9 +77,7 @@ def _job(rank: int, config: str, folder: str, restarts: int, signalled: bool) ->
 
 
 @pytest.mark.thorough
-def test_early_signal_requeues_job_that_resumes_bitwise_equal(
-    pool: Pool, config: str, tmp_path: Path
-) -> None:
+def test_early_signal_requeues_job_that_resumes_bitwise_equal(pool, config, tmp_path):
     (tmp_path / "scontrol").write_text(SCONTROL.format(notes=tmp_path / "requeued"))
     (tmp_path / "scontrol").chmod(0o755)
     job, whole = tmp_path / "job", tmp_path / "whole"
@@ -116,7 +111,7 @@ def save(path: Path, **run: Any) -> Path:
     return path
 
 
-def test_only_older_checkpoints_of_the_same_run_are_superseded(tmp_path: Path) -> None:
+def test_only_older_checkpoints_of_the_same_run_are_superseded(tmp_path):
     own = save(tmp_path / "hpc_ckpt_1.ckpt", experiment={"seed": "1"})
     other = save(tmp_path / "hpc_ckpt_2.ckpt", experiment={"seed": "2"})
     unknown = save(tmp_path / "hpc_ckpt_3.ckpt")
@@ -130,7 +125,7 @@ def test_only_older_checkpoints_of_the_same_run_are_superseded(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("job", "held"), [("77", True), (None, False)])
-def test_signal_is_held_before_imports_in_slurm_jobs_only(job: str | None, held: bool) -> None:
+def test_signal_is_held_before_imports_in_slurm_jobs_only(job, held):
     code = """
 import signal, sys
 from lightning_ptdp.cli import main

@@ -1,7 +1,5 @@
 """Checkpoint choice of ``--resume auto``: only from the same experiment."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +31,7 @@ PTDP = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
 
 
 @pytest.fixture(scope="module")
-def values(
-    corpus: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def values(corpus, prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("experiment")
     (folder / "tiny.yaml").write_text(tiny(corpus, prepared, folder))
     return parsed_values(["--config", str(folder / "tiny.yaml"), PTDP])
@@ -80,9 +76,7 @@ def experiment(values: dict[str, Any], num_replicas: int = 1, **changed: Any) ->
         },
     ],
 )
-def test_layout_length_and_output_keep_same_experiment(
-    values: dict[str, Any], changed: dict[str, Any]
-) -> None:
+def test_layout_length_and_output_keep_same_experiment(values, changed):
     assert differences(experiment(values), experiment(values, **changed)) == []
 
 
@@ -100,9 +94,7 @@ def test_layout_length_and_output_keep_same_experiment(
         ({"init_from": "weights.ckpt"}, "init_from"),
     ],
 )
-def test_training_option_changes_experiment(
-    values: dict[str, Any], changed: dict[str, Any], name: str
-) -> None:
+def test_training_option_changes_experiment(values, changed, name):
     assert name in differences(experiment(values), experiment(values, **changed))
 
 
@@ -118,7 +110,7 @@ def save(path: Path, step: int, **run: Any) -> Path:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> L.Trainer:
+def trainer(tmp_path):
     return L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -128,7 +120,7 @@ def trainer(tmp_path: Path) -> L.Trainer:
     )
 
 
-def test_newest_checkpoint_of_own_experiment_is_found(trainer: L.Trainer, tmp_path: Path) -> None:
+def test_newest_checkpoint_of_own_experiment_is_found(trainer, tmp_path):
     save(tmp_path / "a" / "1.ckpt", 1, experiment={"seed": "1"})
     own = save(tmp_path / "a" / "2.ckpt", 2, experiment={"seed": "1"})
     other = save(tmp_path / "b" / "9.ckpt", 9, experiment={"seed": "2"})
@@ -138,9 +130,7 @@ def test_newest_checkpoint_of_own_experiment_is_found(trainer: L.Trainer, tmp_pa
     assert found.why == "seed is 2 in the checkpoint, but 3 in this experiment"
 
 
-def test_stale_snapshot_of_another_experiment_is_not_resumed(
-    trainer: L.Trainer, tmp_path: Path
-) -> None:
+def test_stale_snapshot_of_another_experiment_is_not_resumed(trainer, tmp_path):
     own = save(tmp_path / "1.ckpt", 1, experiment={"seed": "1"})
     memory = MemoryFolder.new(tmp_path)
     try:
@@ -157,9 +147,7 @@ def test_stale_snapshot_of_another_experiment_is_not_resumed(
 
 
 @pytest.mark.parametrize("experiment_there", [None, "seed 1", ["seed"]])
-def test_checkpoint_without_experiment_is_not_resumed(
-    trainer: L.Trainer, tmp_path: Path, experiment_there: object
-) -> None:
+def test_checkpoint_without_experiment_is_not_resumed(trainer, tmp_path, experiment_there):
     old = save(
         tmp_path / "old.ckpt",
         1,
@@ -170,9 +158,7 @@ def test_checkpoint_without_experiment_is_not_resumed(
     assert "does not name its experiment" in found.why
 
 
-def test_run_from_named_checkpoint_resumes_its_own_checkpoint(
-    trainer: L.Trainer, tmp_path: Path
-) -> None:
+def test_run_from_named_checkpoint_resumes_its_own_checkpoint(trainer, tmp_path):
     save(tmp_path / "a.ckpt", 5, experiment={"seed": "1"}, started_from=None)
     assert find_newest(trainer, {"seed": "1"}, started_from="old.ckpt").own is None
     own = save(tmp_path / "b.ckpt", 3, experiment={"seed": "1"}, started_from="old.ckpt")
@@ -180,7 +166,7 @@ def test_run_from_named_checkpoint_resumes_its_own_checkpoint(
     assert find_newest(trainer, {"seed": "1"}).own == own
 
 
-def test_requeued_job_is_detected_by_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requeued_job_is_detected_by_restart_count(monkeypatch):
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     assert not was_requeued()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
@@ -190,9 +176,7 @@ def test_requeued_job_is_detected_by_restart_count(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.thorough
-def test_second_experiment_in_folder_starts_afresh_and_reports(
-    ptdp: Run, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_experiment_in_folder_starts_afresh_and_reports(ptdp, config, tmp_path, monkeypatch):
     """Under SLURM, Lightning alone would load ``hpc_ckpt_1.ckpt`` of the first experiment."""
     settings = yaml.safe_load(Path(config).read_text())
     settings["trainer"] |= {
@@ -234,9 +218,7 @@ def test_second_experiment_in_folder_starts_afresh_and_reports(
 
 
 @pytest.mark.thorough
-def test_auto_resume_and_ckpt_path_accept_addresses(
-    config: str, ptdp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_resume_and_ckpt_path_accept_addresses(config, ptdp, tmp_path, monkeypatch):
     root = "memory://auto/runs"
     store = fsspec.filesystem("memory")
     store.store.clear()
@@ -266,7 +248,7 @@ def test_auto_resume_and_ckpt_path_accept_addresses(
     assert read_metadata(last).run["global_step"] == 4
     code, _, err = ptdp(*arguments, f"--init_from={last}", "--trainer.max_steps=1")
     assert code == 0, err
-    assert read_metadata(newest_checkpoint(root)).run["global_step"] == 1  # type: ignore[arg-type]
+    assert read_metadata(newest_checkpoint(root)).run["global_step"] == 1
     code, out, err = ptdp(*arguments, "--resume=auto", "--ckpt_path=s3://key:hidden@bucket/x")
     assert code == 2
     assert "contains credentials" in err

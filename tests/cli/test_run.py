@@ -1,7 +1,5 @@
 """fit, prepare, validate and generate on a tiny corpus."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -48,9 +46,7 @@ def mlflow_run(folder: Path, run_id: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", [[], PTDP], ids=["one process", "t2 p2 v2"])
-def test_fit_validate_and_generate(
-    ptdp: Run, config: str, tmp_path: Path, layout: list[str]
-) -> None:
+def test_fit_validate_and_generate(ptdp, config, tmp_path, layout):
     code, out, err = ptdp("fit", "--config", config, *layout)
     assert code == 0, err
     run = only_run(tmp_path)
@@ -88,9 +84,7 @@ def test_fit_validate_and_generate(
     assert code == 0, err
 
 
-def test_epoch_without_validation_is_refused_before_start(
-    ptdp: Run, config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_epoch_without_validation_is_refused_before_start(ptdp, config, monkeypatch):
     monkeypatch.setattr("lightning_ptdp.cli.run._fit", lambda *_: pytest.fail("started"))
     code, _, err = ptdp(
         "fit",
@@ -102,9 +96,7 @@ def test_epoch_without_validation_is_refused_before_start(
     assert (code, "=9999 is longer than an epoch" in err.splitlines()[-1]) == (2, True), err
 
 
-def test_resumed_run_keeps_folder_and_new_run_gets_its_own(
-    ptdp: Run, config: str, tmp_path: Path
-) -> None:
+def test_resumed_run_keeps_folder_and_new_run_gets_its_own(ptdp, config, tmp_path):
     first = ["--trainer.max_steps=2", "--sample=null"]
     assert ptdp("fit", "--config", config, *first)[0] == 0
     run = only_run(tmp_path)
@@ -123,7 +115,7 @@ def test_resumed_run_keeps_folder_and_new_run_gets_its_own(
     assert len(list((tmp_path / "runs" / "tiny").iterdir())) == 2
 
 
-def test_fit_without_logger_writes_no_run_folder(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_fit_without_logger_writes_no_run_folder(ptdp, config, tmp_path):
     code, said, err = ptdp(
         "fit", "--config", config, "--trainer.logger=false", "--trainer.max_steps=1"
     )
@@ -132,7 +124,7 @@ def test_fit_without_logger_writes_no_run_folder(ptdp: Run, config: str, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_print_config_round_trip(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_print_config_round_trip(ptdp, config, tmp_path):
     code, printed, _ = ptdp(
         "fit",
         "--config",
@@ -150,7 +142,7 @@ def test_print_config_round_trip(ptdp: Run, config: str, tmp_path: Path) -> None
     assert ptdp("fit", "--config", str(again), "--print_config")[1] == printed
 
 
-def test_prepare_reports_progress_and_reuses_data(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_prepare_reports_progress_and_reuses_data(ptdp, config, tmp_path):
     where = f"--data.data_dir={tmp_path / 'data'}"
     code, out, err = ptdp("prepare", "--config", config, where)
     assert code == 0, err
@@ -185,13 +177,8 @@ MISTAKES = [
     ("arguments", "words"), MISTAKES, ids=[" ".join(m[0][-1:]) for m in MISTAKES]
 )
 def test_invalid_option_is_refused_before_any_write(
-    ptdp: Run,
-    config: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    words: list[str],
-) -> None:
+    ptdp, config, tmp_path, monkeypatch, arguments, words
+):
     monkeypatch.chdir(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     code, _, err = ptdp("fit", "--config", config, *arguments)
@@ -203,7 +190,7 @@ def test_invalid_option_is_refused_before_any_write(
 
 
 @pytest.mark.parametrize("kind", ["missing", "not a checkpoint", "packed"])
-def test_generate_refuses_invalid_checkpoint(ptdp: Run, tmp_path: Path, kind: str) -> None:
+def test_generate_refuses_invalid_checkpoint(ptdp, tmp_path, kind):
     path = tmp_path / "last.ckpt"
     if kind == "not a checkpoint":
         torch.save({"state_dict": {}}, path)
@@ -234,9 +221,7 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_saves_checkpoint_and_ends_all_processes(
-    config: str, tmp_path: Path, sent: signal.Signals, expected: int
-) -> None:
+def test_signal_saves_checkpoint_and_ends_all_processes(config, tmp_path, sent, expected):
     with forked_session(
         ["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path
     ) as fit:
@@ -253,7 +238,7 @@ def test_signal_saves_checkpoint_and_ends_all_processes(
     assert f"saved {run}/checkpoints/on_signal.ckpt" in fit.output
 
 
-def test_killed_rank_ends_run_with_short_error(config: str, tmp_path: Path) -> None:
+def test_killed_rank_ends_run_with_short_error(config, tmp_path):
     with forked_session(
         ["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path
     ) as fit:
@@ -268,9 +253,7 @@ def test_killed_rank_ends_run_with_short_error(config: str, tmp_path: Path) -> N
     assert "frame #" not in fit.output
 
 
-def test_resume_auto_continues_run_and_init_from_starts_one(
-    ptdp: Run, config: str, tmp_path: Path
-) -> None:
+def test_resume_auto_continues_run_and_init_from_starts_one(ptdp, config, tmp_path):
     arguments = [
         "fit",
         "--config",

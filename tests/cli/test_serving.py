@@ -1,12 +1,9 @@
 """``ptdp generate``, ``ptdp chat`` and samples during training, with and without a layout."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from queue import SimpleQueue
 
 import lightning.pytorch as L
@@ -30,7 +27,7 @@ PROMPTS = ["def main(", "import"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Return a Hugging Face folder."""
     place = tmp_path_factory.mktemp("served") / "model"
     make_tiny(place, vocabulary_size=400, num_hidden_layers=2, seed=5)
@@ -38,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def said(capfd: pytest.CaptureFixture[str]) -> Said:
+def said(capfd):
     """Run ``ptdp`` and return its exit code, stdout and stderr, child processes included."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -50,7 +47,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> Said:
     return run
 
 
-def test_generated_text_equals_transformers(said: Said, folder: Path) -> None:
+def test_generated_text_equals_transformers(said, folder):
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -65,9 +62,7 @@ def test_generated_text_equals_transformers(said: Said, folder: Path) -> None:
     assert (code, written) == (0, expected), err
 
 
-def test_generate_loads_peft_adapter_and_refuses_invalid_one(
-    said: Said, folder: Path, tmp_path: Path
-) -> None:
+def test_generate_loads_peft_adapter_and_refuses_invalid_one(said, folder, tmp_path):
     import peft
     import transformers
 
@@ -120,7 +115,7 @@ def test_generate_loads_peft_adapter_and_refuses_invalid_one(
         assert words in err.splitlines()[-1]
 
 
-def test_truncated_prompt_is_reported(said: Said, folder: Path) -> None:
+def test_truncated_prompt_is_reported(said, folder):
     code, _, err = said("generate", "--checkpoint", str(folder), "--prompt", "a " * 300, *GREEDY)
     assert code == 0
     assert "(the model accepts 256 tokens and ignores the first" in err
@@ -128,9 +123,7 @@ def test_truncated_prompt_is_reported(said: Said, folder: Path) -> None:
     assert "indexing errors" not in err
 
 
-def test_chat_answers_each_line_and_resets_on_new(
-    said: Said, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_answers_each_line_and_resets_on_new(said, folder, tmp_path, monkeypatch):
     file = tmp_path / "questions"
     file.write_text("hello\nand you\n/new\nhello\n")
 
@@ -151,7 +144,7 @@ def test_chat_answers_each_line_and_resets_on_new(
     assert said("chat", "--checkpoint", str(folder), *GREEDY)[:2] == (0, "")
 
 
-def test_ctrl_c_ends_chat_after_current_answer() -> None:
+def test_ctrl_c_ends_chat_after_current_answer():
     from lightning_ptdp.cli.serving import _stopper
 
     lines: SimpleQueue[str | None] = SimpleQueue()
@@ -165,16 +158,14 @@ def test_ctrl_c_ends_chat_after_current_answer() -> None:
 
 
 class Rows(L.LightningDataModule):
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         ids = torch.arange(4 * 9).view(4, 9)
         return DataLoader([{"input_ids": row[:-1], "labels": row[1:]} for row in ids], batch_size=2)
 
     val_dataloader = train_dataloader
 
 
-def test_samples_during_training_equal_text_from_checkpoint(
-    said: Said, folder: Path, tmp_path: Path
-) -> None:
+def test_samples_during_training_equal_text_from_checkpoint(said, folder, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join([*PROMPTS, "", ""]))
     trainer = L.Trainer(
@@ -210,7 +201,7 @@ def test_samples_during_training_equal_text_from_checkpoint(
     assert (code, written) == (0, rows[2]["text"] + "\n"), err
 
 
-def test_invalid_arguments_are_refused(said: Said, folder: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(said, folder, tmp_path):
     bert = tmp_path / "bert.ckpt"
     torch.save(
         {"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": {"config": {}, "masking": {}}},

@@ -1,11 +1,8 @@
 """``generate``, ``convert`` and ``--init_from`` with a single-file checkpoint of Lightning."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +21,7 @@ STRATEGY = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
 
 
 @pytest.fixture(scope="module")
-def written(
-    corpus: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def written(corpus, prepared, tmp_path_factory):
     """Return checkpoints of the same training as a file and as a folder."""
     found = {}
     for kind in FORMATS:
@@ -39,7 +34,7 @@ def written(
     return found
 
 
-def test_generated_text_is_equal_for_file_and_folder(written: dict[str, Path], ptdp: Run) -> None:
+def test_generated_text_is_equal_for_file_and_folder(written, ptdp):
     texts = []
     for kind in FORMATS:
         code, text, err = ptdp(
@@ -58,9 +53,7 @@ def test_generated_text_is_equal_for_file_and_folder(written: dict[str, Path], p
 
 
 @pytest.mark.parametrize("name", ["hf", "x.safetensors"])
-def test_converted_weights_are_equal_for_file_and_folder(
-    written: dict[str, Path], ptdp: Run, tmp_path: Path, name: str
-) -> None:
+def test_converted_weights_are_equal_for_file_and_folder(written, ptdp, tmp_path, name):
     for kind in FORMATS:
         code, said, err = ptdp("convert", str(written[kind]), str(tmp_path / kind / name))
         assert code == 0, err
@@ -79,9 +72,7 @@ def test_converted_weights_are_equal_for_file_and_folder(
             assert mine.read_bytes() == theirs.read_bytes()
 
 
-def test_convert_verifies_file_and_writes_folder(
-    written: dict[str, Path], ptdp: Run, tmp_path: Path
-) -> None:
+def test_convert_verifies_file_and_writes_folder(written, ptdp, tmp_path):
     code, said, err = ptdp("convert", str(written["file"]), str(tmp_path / "hf"), "--verify")
     assert code == 0, err
     assert "verified" in said
@@ -89,9 +80,7 @@ def test_convert_verifies_file_and_writes_folder(
     assert (tmp_path / "start.ckpt" / "metadata.json").is_file()
 
 
-def test_file_is_inspected_verified_and_resharded(
-    written: dict[str, Path], ptdp: Run, tmp_path: Path
-) -> None:
+def test_file_is_inspected_verified_and_resharded(written, ptdp, tmp_path):
     said = {}
     for kind in FORMATS:
         code, out, err = ptdp("ckpt", "inspect", str(written[kind]), "--json")
@@ -125,7 +114,7 @@ def test_file_is_inspected_verified_and_resharded(
     assert (tmp_path / "small.ckpt" / "metadata.json").is_file()
 
 
-def test_init_from_accepts_file(written: dict[str, Path], ptdp: Run) -> None:
+def test_init_from_accepts_file(written, ptdp):
     options = [
         "--config",
         str(written["file"].parents[4] / "tiny.yaml"),
@@ -139,7 +128,7 @@ def test_init_from_accepts_file(written: dict[str, Path], ptdp: Run) -> None:
     assert (code, "has the shape" in err) == (2, True)
 
 
-def test_code_in_file_is_not_executed(tmp_path: Path) -> None:
+def test_code_in_file_is_not_executed(tmp_path):
     class Runs:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",)

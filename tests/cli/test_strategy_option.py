@@ -1,9 +1,6 @@
 """A strategy named on the command line keeps its options from the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 import yaml
@@ -34,9 +31,7 @@ MODEL = "--model=LitGPT"
         ([f"--config={OURS}", "--trainer.strategy=ddp"], None),
     ],
 )
-def test_strategy_keeps_options_of_configuration(
-    arguments: list[str], microbatches: int | None
-) -> None:
+def test_strategy_keeps_options_of_configuration(arguments, microbatches):
     strategy = parsed_values([MODEL, *arguments])["trainer"]["strategy"]
     if microbatches is None:
         assert strategy == "ddp"
@@ -47,7 +42,7 @@ def test_strategy_keeps_options_of_configuration(
 
 
 @pytest.mark.parametrize("value", ["lightning_ptdp.PTDPStrategy", "PTDPStrategy", "ptdp"])
-def test_recipe_keeps_layout_if_strategy_is_repeated(ptdp: Run, value: str) -> None:
+def test_recipe_keeps_layout_if_strategy_is_repeated(ptdp, value):
     code, out, err = ptdp(
         "fit",
         "--config",
@@ -66,7 +61,7 @@ def test_recipe_keeps_layout_if_strategy_is_repeated(ptdp: Run, value: str) -> N
     ) == (2, 2, 3.0)
 
 
-def test_class_name_selects_strategy(ptdp: Run, config: str, tmp_path: Path) -> None:
+def test_class_name_selects_strategy(ptdp, config, tmp_path):
     code, out, err = ptdp(
         "fit", "--config", config, "--trainer.strategy=PTDPStrategy", "--print_config"
     )

@@ -1,7 +1,5 @@
 """``ptdp timeline``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -16,11 +14,11 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_picture_and_trace_are_written_by_default(ptdp: Run, tmp_path: Path) -> None:
+def test_picture_and_trace_are_written_by_default(ptdp, tmp_path):
     sizes = ["--pp", "4", "--vpp", "2", "--microbatches", "8", "--schedule", "interleaved_1f1b"]
     code, out, _ = ptdp("timeline", *sizes)
     assert code == 0
@@ -40,7 +38,7 @@ def test_picture_and_trace_are_written_by_default(ptdp: Run, tmp_path: Path) -> 
     ]
 
 
-def test_schedules_are_compared_at_equal_work(ptdp: Run) -> None:
+def test_schedules_are_compared_at_equal_work(ptdp):
     names = "gpipe,1f1b, interleaved_1f1b,zb_h1,zb_v,dualpipe_v"
     _, out, _ = ptdp(
         "timeline",
@@ -70,7 +68,7 @@ def test_schedules_are_compared_at_equal_work(ptdp: Run) -> None:
     assert work == [pytest.approx(4 * 8 * 3e6)] * 6
 
 
-def test_costs_change_step_time(ptdp: Run) -> None:
+def test_costs_change_step_time(ptdp):
     sizes = ["timeline", "--pp", "2", "--microbatches", "4", "--output", "t.json"]
 
     def time(*options: str) -> float:
@@ -85,7 +83,7 @@ def test_costs_change_step_time(ptdp: Run) -> None:
     assert time("--schedule", "zb_h1", "--weight", "1") == 13
 
 
-def test_schedule_is_loaded_from_file(ptdp: Run) -> None:
+def test_schedule_is_loaded_from_file(ptdp):
     schedule = build_schedule(
         "zb_v", pipeline_parallel_size=2, virtual_pipeline_size=2, num_microbatches=4
     )
@@ -120,9 +118,7 @@ def test_schedule_is_loaded_from_file(ptdp: Run) -> None:
         (["--microbatches", "0"], "num_microbatches=0"),
     ],
 )
-def test_invalid_option_is_refused(
-    ptdp: Run, arguments: list[str], words: str, tmp_path: Path
-) -> None:
+def test_invalid_option_is_refused(ptdp, arguments, words, tmp_path):
     code, _, err = ptdp("timeline", "--pp", "2", "--microbatches", "2", *arguments)
     assert code == 2
     assert words in err
@@ -130,16 +126,14 @@ def test_invalid_option_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_missing_matplotlib_error_suggests_trace(
-    ptdp: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_matplotlib_error_suggests_trace(ptdp, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, err = ptdp("timeline", "--pp", "2", "--microbatches", "2")
     assert code == 2
     assert "pip install matplotlib" in err and "--output timeline.json" in err
 
 
-def test_trace_does_not_import_matplotlib() -> None:
+def test_trace_does_not_import_matplotlib():
     code = """
 import sys
 from lightning_ptdp.cli import main

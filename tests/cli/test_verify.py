@@ -1,9 +1,6 @@
 """``ptdp verify``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import yaml
@@ -30,9 +27,7 @@ CONFIG = {
 
 
 @pytest.mark.parametrize(("model", "code"), [("Lit", 0), ("Summed", 1)])
-def test_exit_code_reports_equality_with_single_process(
-    ptdp: Run, tmp_path: Path, model: str, code: int
-) -> None:
+def test_exit_code_reports_equality_with_single_process(ptdp, tmp_path, model, code):
     config = tmp_path / "config.yaml"
     config.write_text(
         yaml.safe_dump({**CONFIG, "model": {"class_path": f"tests.verification.toys.{model}"}})

@@ -1,9 +1,5 @@
 """Foreign YAML files: invalid content raises a ValueError."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from lightning_ptdp.cli.error_messages import UserError
@@ -32,12 +28,12 @@ from lightning_ptdp.cli.yaml_files import load_yaml
         ("a: \0", "not YAML"),
     ],
 )
-def test_invalid_yaml_is_refused(text: str, words: str) -> None:
+def test_invalid_yaml_is_refused(text, words):
     with pytest.raises(ValueError, match=words):
         load_yaml(text)
 
 
-def test_aliases_and_merge_keys_are_read() -> None:
+def test_aliases_and_merge_keys_are_read():
     text = (
         "base: &base {lr: 1e-4, betas: [0.9, 0.95]}\nmodel: {<<: *base, layers: 4}\nother: *base\n"
     )
@@ -45,7 +41,7 @@ def test_aliases_and_merge_keys_are_read() -> None:
     assert load_yaml("") is None
 
 
-def test_merged_keys_are_not_duplicates() -> None:
+def test_merged_keys_are_not_duplicates():
     text = "a: &a {k: 1}\np: {b: &b {<<: *a, k: 2}}\nc: {<<: *b, m: 3}\nd: {<<: *a, m: 4}\n"
     assert load_yaml(text)["c"]["m"] == 3
 
@@ -53,7 +49,7 @@ def test_merged_keys_are_not_duplicates() -> None:
 @pytest.mark.parametrize(
     "text", ["1: 2", "[1]", "base: [x]", f"base: {'x' * 5000}", "\0", "base: \ud800"]
 )
-def test_error_names_configuration_file(tmp_path: Path, text: str) -> None:
+def test_error_names_configuration_file(tmp_path, text):
     (tmp_path / "mine.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match=r"mine\.yaml") as raised:
         resolve_configs(["--config", str(tmp_path / "mine.yaml")])

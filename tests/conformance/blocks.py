@@ -1,9 +1,5 @@
 """A small language model with tied embeddings, and the layouts that split it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
@@ -38,19 +34,19 @@ LAYOUTS = {
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class LitBlocks(L.LightningModule):
     """An ordinary module without any code for ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.wte = nn.Embedding(VOCABULARY, WIDTH)
         self.h = nn.ModuleList(Block() for _ in range(DEPTH))
@@ -65,12 +61,12 @@ class LitBlocks(L.LightningModule):
             self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten()
         )
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-5)
 
 

@@ -1,7 +1,5 @@
 """Runs of ``script.py`` under a launcher, and their results."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -48,7 +48,7 @@ def deep_net():
 class LitScript(L.LightningModule):
     """Trains a sequence of layers, and fails where the settings ask for it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = None
         if not SETTINGS.get("configure_model"):

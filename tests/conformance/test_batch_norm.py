@@ -1,7 +1,5 @@
 """``Trainer(sync_batchnorm=True)``: replicas of a stage share batch statistics."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -10,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conformance.toys import P2, Conformance, LitNet, Place, loader, make_trainer
-from tests.pool import Pool
+from tests.conformance.toys import P2, LitNet, Place, loader, make_trainer
 
 
 class LitNormalized(LitNet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net.insert(1, nn.BatchNorm1d(16))
         self.net.append(nn.BatchNorm1d(1))
@@ -37,9 +34,7 @@ def evaluate(rank: int, place: Place, sync: bool) -> Any:
     [(Place(world_size=2), [[0, 1]] * 2), (Place(world_size=4, layout=P2), [[0, 1], [2, 3]])],
     ids=["d2", "d2p2"],
 )
-def test_sync_batchnorm_normalizes_over_replicas(
-    place: Place, members: list[list[int]], conformance: Conformance
-) -> None:
+def test_sync_batchnorm_normalizes_over_replicas(place, members, conformance):
     expected = conformance.ranks(evaluate, place, False)
     found = conformance.ranks(evaluate, place, True)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected])
@@ -53,7 +48,7 @@ def fit(rank: int) -> list[str]:
     return [str(one.message) for one in told if "normalize over the batch" in str(one.message)]
 
 
-def test_unsynchronized_batch_norm_warns_on_rank_zero_only(pool: Pool) -> None:
+def test_unsynchronized_batch_norm_warns_on_rank_zero_only(pool):
     (first, others) = pool.run(fit, world_size=2)
     assert len(first) == 1 and first[0].startswith(
         "net.1, net.8 normalize over the batch, which here is one replica's part"

@@ -1,7 +1,5 @@
 """Buffers of replicas: broadcast from rank 0 like in DDP, and saved by rank 0."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 from lightning_ptdp.checkpoint import read_full
 from tests.conformance.toys import (
     P2,
-    Conformance,
     LitNet,
     Place,
     assert_weights,
@@ -21,7 +18,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -29,14 +25,14 @@ pytestmark = pytest.mark.thorough
 class LitStatistics(LitNet):
     """Running statistics in blocks, a buffer of the module and a non-persistent buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net.insert(1, nn.BatchNorm1d(16))
         self.net.insert(5, nn.BatchNorm1d(16))
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         with torch.no_grad():
             self.mean = 0.5 * self.mean + batch[0].mean(0)
             self.count += batch_idx
@@ -46,10 +42,10 @@ class LitStatistics(LitNet):
 class Buffers(L.Callback):
     """Records the buffers of this rank after each batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[dict[str, Tensor]] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, module, *_):
         self.seen.append({name: value.clone() for name, value in module.named_buffers()})
 
 
@@ -68,7 +64,7 @@ def fit(rank: int, place: Place, accumulate: int = 1, folder: str = "") -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_buffers_match_ddp(accumulate: int, conformance: Conformance) -> None:
+def test_buffers_match_ddp(accumulate, conformance):
     pairs = conformance.pairs(fit, "d2", accumulate)
     for ours, reference in pairs:
         for mine, true in zip(ours["buffers"], reference["buffers"], strict=True):
@@ -90,9 +86,7 @@ def test_buffers_match_ddp(accumulate: int, conformance: Conformance) -> None:
     ],
     ids=["d2", "d2 m2", "d2 p2", "d2 p2 v2"],
 )
-def test_checkpoint_has_buffers_of_first_replica(
-    size: int, layout: dict[str, Any], broadcast: bool, pool: Pool, tmp_path: Path
-) -> None:
+def test_checkpoint_has_buffers_of_first_replica(size, layout, broadcast, pool, tmp_path):
     folder = str(tmp_path / "saved.ckpt")
     place = Place(world_size=size, layout={**layout, "broadcast_buffers": broadcast})
     found = pool.run(fit, world_size=size, args=(place, 1, folder))
@@ -114,7 +108,7 @@ def test_checkpoint_has_buffers_of_first_replica(
         torch.testing.assert_close(found[size - 1]["final"][name], first[name])
 
 
-def test_replicas_keep_own_buffers_without_broadcast(conformance: Conformance) -> None:
+def test_replicas_keep_own_buffers_without_broadcast(conformance):
     with_broadcast, without = (
         conformance.ranks(fit, Place(world_size=2, layout={"broadcast_buffers": flag}))
         for flag in (True, False)

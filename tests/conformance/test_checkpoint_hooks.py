@@ -1,7 +1,5 @@
 """State dicts changed by checkpoint hooks or weight averaging are saved and loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from tests.conformance.toys import (
     ONE,
     P2,
     PLACES,
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -56,11 +53,11 @@ def stored(path: Path) -> dict[str, Tensor]:
 class LitLate(LitNet):
     """Builds its layers in ``configure_model``, on the meta device under our strategy."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.late, self.net = self.net, None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.net is None:
             self.net, self.late = self.late, None
 
@@ -102,9 +99,7 @@ def average(rank: int, place: Place, callback: Any, path: str) -> Any:
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("callback", [ema, WeightAveraging, swa])
-def test_averaged_weights_are_saved_and_resumed(
-    name: str, callback: Any, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_averaged_weights_are_saved_and_resumed(name, callback, conformance, tmp_path):
     for mine, theirs in conformance.pairs(average, WHOLE[name], callback, str(tmp_path)):
         for (losses, val_loss, final, files), (
             other_losses,
@@ -128,7 +123,7 @@ def test_averaged_weights_are_saved_and_resumed(
 class LitHooked(LitNet):
     """Removes, adds, renames and scales entries on saving, and reverts this on loading."""
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]
         del state["net.0.bias"]
         state["net.0.weight"] = state["net.0.weight"] * 2
@@ -136,7 +131,7 @@ class LitHooked(LitNet):
             "extra": torch.arange(3)
         }
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint):
         state = {
             name.removeprefix("old."): value
             for name, value in checkpoint["state_dict"].items()
@@ -160,9 +155,7 @@ def hooked(rank: int, place: Place, path: str, module: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_state_dict_changed_by_hooks_is_saved_and_loaded(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_state_dict_changed_by_hooks_is_saved_and_loaded(name, conformance, tmp_path):
     for (file, final), (other_file, other_final) in conformance.pairs(
         hooked, WHOLE[name], str(tmp_path), LitHooked
     ):
@@ -173,7 +166,7 @@ def test_state_dict_changed_by_hooks_is_saved_and_loaded(
 class LitRankZero(LitNet):
     """Changes the state dict differently on rank 0, whose state Lightning saves."""
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         if self.trainer.is_global_zero:
             checkpoint["state_dict"]["net.0.bias"] = torch.zeros(16)
         else:
@@ -181,7 +174,7 @@ class LitRankZero(LitNet):
             checkpoint["state_dict"]["other"] = torch.zeros(1)
 
 
-def test_state_dict_changed_on_rank_zero_is_saved(conformance: Conformance, tmp_path: Path) -> None:
+def test_state_dict_changed_on_rank_zero_is_saved(conformance, tmp_path):
     for (file, _), (other_file, _) in conformance.pairs(hooked, "d2", str(tmp_path), LitRankZero):
         assert_weights(file, other_file)
         assert not file["net.0.bias"].any()
@@ -191,7 +184,7 @@ def test_state_dict_changed_on_rank_zero_is_saved(conformance: Conformance, tmp_
 class LitLoads(LitNet):
     """Reads the whole state dict on loading and changes every entry."""
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]
         mean = sum(float(value.double().sum()) for value in state.values())
         for name in list(state):
@@ -199,9 +192,7 @@ class LitLoads(LitNet):
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_load_hook_changes_state_dict_in_every_layout(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_load_hook_changes_state_dict_in_every_layout(name, conformance, tmp_path):
     for (_, found), (_, expected) in conformance.pairs(hooked, name, str(tmp_path), LitLoads):
         assert_weights(found, expected)
 
@@ -209,7 +200,7 @@ def test_load_hook_changes_state_dict_in_every_layout(
 class LitHalves(LitNet):
     """Saves weights in half precision and an additional entry."""
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         checkpoint["state_dict"] = {
             name: value.half() for name, value in checkpoint["state_dict"].items()
         }
@@ -225,9 +216,7 @@ def change_a_part(rank: int, place: Place, path: str) -> str:
     return str(error.value)
 
 
-def test_added_state_dict_entry_is_refused_under_pipeline(
-    conformance: Conformance, tmp_path: Path
-) -> None:
+def test_added_state_dict_entry_is_refused_under_pipeline(conformance, tmp_path):
     for message in conformance.ranks(change_a_part, Place(world_size=2, layout=P2), str(tmp_path)):
         assert 'checkpoint["state_dict"]' in message
         assert "'extra' was added" in message
@@ -252,8 +241,6 @@ class LitLateLoads(LitLate, LitLoads):
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
 @pytest.mark.parametrize("module", [LitLate, LitLateLoads])
-def test_module_built_in_configure_model_loads_checkpoint(
-    name: str, module: Any, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_module_built_in_configure_model_loads_checkpoint(name, module, conformance, tmp_path):
     for found, expected in conformance.pairs(late, name, str(tmp_path), module):
         assert_weights(found, expected)

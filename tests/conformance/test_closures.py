@@ -1,9 +1,5 @@
 """Optimizers that evaluate a closure several times per step, such as LBFGS."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -14,7 +10,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.conformance.toys import (
     ONE,
     P2,
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -40,7 +35,7 @@ class Ascends(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+    def step(self, closure):
         closure()
         parameters = [p for group in self.param_groups for p in group["params"]]
         norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
@@ -58,13 +53,13 @@ class LitClosure(LitNet):
         super().__init__()
         self.optimizer = optimizer
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         counted = y > 0.2 if self.optimizer == "weighted" else torch.ones_like(y)
         loss = ((self.net(x) - y).square() * counted).sum() / counted.sum().clamp(min=1)
         return {"loss": loss, "num_tokens": counted.sum()} if self.optimizer == "weighted" else loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         if self.optimizer == "ascends":
             return Ascends(self.parameters())
         search = "strong_wolfe" if self.optimizer == "searching" else None
@@ -86,9 +81,7 @@ def run(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> An
 
 @pytest.mark.parametrize("place", [M4, D2, D2M4], ids=["m4", "d2", "d2m4"])
 @pytest.mark.parametrize("optimizer", ["plain", "searching", "weighted", "ascends"])
-def test_closure_optimizer_matches_single_process(
-    optimizer: str, place: Place, conformance: Conformance
-) -> None:
+def test_closure_optimizer_matches_single_process(optimizer, place, conformance):
     ((expected, losses),) = conformance.expected(run, ONE, optimizer, {})
     found = conformance.ranks(run, place, optimizer, {})
     for weights_of_rank, _ in found:
@@ -121,9 +114,7 @@ def stop_and_go_on(rank: int, place: Place, folder: str) -> Any:
 
 
 @pytest.mark.parametrize("place", [ONE, M4, D2], ids=["one", "m4", "d2"])
-def test_lbfgs_history_resumes_from_checkpoint(
-    place: Place, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_lbfgs_history_resumes_from_checkpoint(place, conformance, tmp_path):
     ((expected, _),) = conformance.expected(run, ONE, "plain", {})
     for found in conformance.ranks(stop_and_go_on, place, str(tmp_path)):
         assert_weights(found, expected, tolerance=1e-7)
@@ -146,8 +137,8 @@ def refuse(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) ->
     ids=["p2", "sharded", "bfloat16"],
 )
 def test_closure_optimizer_is_refused_with_unsupported_options(
-    optimizer: str, place: Place, settings: Any, words: list[str], conformance: Conformance
-) -> None:
+    optimizer, place, settings, words, conformance
+):
     for message in conformance.ranks(refuse, place, optimizer, settings):
         assert ("LBFGS" if optimizer == "plain" else "Ascends") in message
         for word in words:

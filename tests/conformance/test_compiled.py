@@ -1,17 +1,13 @@
 """``trainer.fit(torch.compile(module))`` trains whole models and is refused if they are split."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor
 
 from tests.conformance.toys import (
     P2,
-    Conformance,
     LitNet,
     Place,
     assert_weights,
@@ -26,10 +22,10 @@ pytestmark = pytest.mark.thorough
 class LitSilent(LitNet):
     """Logs nothing, because compiling Lightning's logging takes a minute."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         assert torch.compiler.is_compiling() is self.given_compiled
 
 
@@ -49,7 +45,7 @@ def fit(rank: int, place: Place) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("name", ["one", "one m2", "d2"])
-def test_compiled_module_trains_like_eager_module(name: str, conformance: Conformance) -> None:
+def test_compiled_module_trains_like_eager_module(name, conformance):
     for (found, graphs), (expected, _) in conformance.pairs(fit, name):
         assert_weights(found, expected)
         assert graphs == 1
@@ -60,7 +56,7 @@ LAYOUTS = {"p2": P2, "t2": {"tensor_parallel_size": 2}, "c2": {"context_parallel
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.usefixtures("nothing_starts")
-def test_compiled_module_is_refused_if_layout_splits_it(name: str) -> None:
+def test_compiled_module_is_refused_if_layout_splits_it(name):
     trainer = make_trainer(Place(world_size=2, layout={**LAYOUTS[name], "start_method": "fork"}))
     with pytest.raises(Exception, match=r"given torch.compile\(module\).*compile='blocks'"):
         trainer.fit(torch.compile(LitNet(), backend="aot_eager"), loader())

@@ -1,25 +1,22 @@
 """Buffers and parameters built in ``configure_model`` or later are restored or refused."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.conformance.toys import FEATURES, P2, Conformance, LitNet, Place, loader, make_trainer
+from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer
 
 
 class LitStatistics(LitNet):
     """Parameters built in ``__init__``, running statistics in ``configure_model``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm: Any = None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.norm is None:
             self.norm = nn.BatchNorm1d(FEATURES, affine=False)
 
@@ -27,7 +24,7 @@ class LitStatistics(LitNet):
         return super().loss((self.norm(batch[0]), batch[1]))
 
 
-def test_buffers_built_in_configure_model_are_restored(tmp_path: Path) -> None:
+def test_buffers_built_in_configure_model_are_restored(tmp_path):
     module, path = LitStatistics(), str(tmp_path / "last.ckpt")
     trainer = make_trainer(Place(), max_epochs=1)
     trainer.fit(module, loader())
@@ -41,18 +38,18 @@ def test_buffers_built_in_configure_model_are_restored(tmp_path: Path) -> None:
 
 
 class LitBuffer(LitNet):
-    def configure_model(self) -> None:
+    def configure_model(self):
         self.register_buffer("scale", torch.rand(2))
 
 
-def test_buffer_without_initializer_is_refused() -> None:
+def test_buffer_without_initializer_is_refused():
     with pytest.raises(
         ValueError, match=r"LitBuffer.*meta device.*reset_parameters.*meta_init=False"
     ):
         make_trainer(Place()).fit(LitBuffer(), loader())
 
 
-def test_buffer_without_initializer_is_refused_before_launch() -> None:
+def test_buffer_without_initializer_is_refused_before_launch():
     with pytest.raises(
         ValueError, match=r"^LitBuffer.*meta device.*reset_parameters.*meta_init=False"
     ):
@@ -66,7 +63,7 @@ class LitLate(LitNet):
         super().__init__()
         self.trains = trains
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.teacher = nn.Linear(2, 2).requires_grad_(self.trains)
         return super().configure_optimizers()
 
@@ -84,14 +81,12 @@ def _fit_late(rank: int, place: Place, trains: bool) -> str:
     [(Place(), True), (Place(world_size=2, layout=P2), False)],
     ids=["one", "p2"],
 )
-def test_parameter_created_after_distribution_is_refused(
-    place: Place, trains: bool, conformance: Conformance
-) -> None:
+def test_parameter_created_after_distribution_is_refused(place, trains, conformance):
     for told in conformance.ranks(_fit_late, place, trains):
         assert told.startswith(
             "teacher.weight, teacher.bias: created or replaced after the model was distributed"
         )
 
 
-def test_frozen_parameter_may_be_created_late() -> None:
+def test_frozen_parameter_may_be_created_late():
     assert _fit_late(0, Place(), trains=False) == "trained"

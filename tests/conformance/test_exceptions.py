@@ -1,15 +1,12 @@
 """Behaviour 23: a user's exception is the error that is shown, callbacks that save on it do not
 hang, and collectives that only one stage would enter are refused."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 import signal
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,6 @@ from lightning_ptdp.strategy import stopping
 from tests.conformance.toys import (
     DDP,
     P2,
-    Conformance,
     LitNet,
     Place,
     assert_weights,
@@ -47,7 +43,7 @@ class Mistake(L.Callback):
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self._ranks = ranks
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         if trainer.global_step == 2 and trainer.global_rank in self._ranks:
             raise ZeroDivisionError("the user's own mistake")
 
@@ -73,9 +69,7 @@ def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> A
 
 
 @pytest.mark.parametrize(("place", "rank"), [(PLACES["p2"], 0), (PLACES["p2"], 1), (SHARDED, 1)])
-def test_save_on_exception_of_one_rank_is_skipped_with_warning(
-    place: Place, rank: int, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_save_on_exception_of_one_rank_is_skipped_with_warning(place, rank, conformance, tmp_path):
     outcomes = conformance.ranks(interrupted, place, (rank,), str(tmp_path))
     error, said = outcomes[rank]
     assert error == "ZeroDivisionError: the user's own mistake"
@@ -92,7 +86,7 @@ def test_save_on_exception_of_one_rank_is_skipped_with_warning(
     assert not list(tmp_path.iterdir())
 
 
-def test_replica_saves_on_exception_of_other_rank(conformance: Conformance, tmp_path: Path) -> None:
+def test_replica_saves_on_exception_of_other_rank(conformance, tmp_path):
     outcomes = conformance.ranks(interrupted, PLACES["d2"], (1,), str(tmp_path))
     assert outcomes[0][0].startswith("PeerError: The cause is on rank 1") and not outcomes[0][1]
     assert torch.load(tmp_path / "on_exception.ckpt")["global_step"] > 0
@@ -108,9 +102,7 @@ def interrupted_and_resumed(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["p2", "d2"])
-def test_checkpoint_of_exception_on_all_ranks_resumes(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_checkpoint_of_exception_on_all_ranks_resumes(name, conformance, tmp_path):
     for (outcome, files, found), (_, expected_files, expected) in conformance.pairs(
         interrupted_and_resumed, name, str(tmp_path)
     ):
@@ -125,7 +117,7 @@ def test_checkpoint_of_exception_on_all_ranks_resumes(
 class FailsOnOne(LitNet):
     """Raises inside the step, on the last stage."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 2:
             raise ZeroDivisionError("the user's own mistake")
@@ -146,14 +138,14 @@ def forked(rank: int, path: str) -> str:
 
 
 @pytest.fixture
-def fresh() -> Iterator[Pool]:
+def fresh():
     """Yield a pool that has not run a backward pass, after which torch cannot be forked."""
     workers = Pool()
     yield workers
     workers.close()
 
 
-def test_forking_process_shows_exception_and_saves_nothing(fresh: Pool, tmp_path: Path) -> None:
+def test_forking_process_shows_exception_and_saves_nothing(fresh, tmp_path):
     (error,) = fresh.run(forked, world_size=1, args=(str(tmp_path),), limit=60.0)
     *_, said, where = error.rstrip().splitlines()
     assert said == "ZeroDivisionError: the user's own mistake", error
@@ -176,9 +168,7 @@ def freed(rank: int, place: Place, mistaken: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("mistaken", [(), (0, 1)], ids=["ended", "failed"])
 @pytest.mark.parametrize("name", ["d2", "p2"])
-def test_strategy_is_freed_after_run(
-    name: str, mistaken: tuple[int, ...], conformance: Conformance
-) -> None:
+def test_strategy_is_freed_after_run(name, mistaken, conformance):
     assert conformance.ranks(freed, PLACES[name], mistaken) == [True, True]
 
 
@@ -202,12 +192,12 @@ class Communicates(LitNet):
             case "reduce":
                 self.trainer.strategy.reduce(value)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.communicate("training_step", loss.detach())
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         super().validation_step(batch, batch_idx)
         self.communicate("validation_step", batch[0].mean())
 
@@ -235,9 +225,7 @@ def communicates(rank: int, place: Place, hook: str, name: str) -> str:
         ("validation_step", "reduce"),
     ],
 )
-def test_collective_in_pipeline_step_is_refused(
-    hook: str, name: str, conformance: Conformance
-) -> None:
+def test_collective_in_pipeline_step_is_refused(hook, name, conformance):
     first, last = conformance.ranks(communicates, PLACES["p2"], hook, name)
     assert last.startswith(
         f"MisconfigurationException: {name} in {hook} would wait forever: with pipeline_parallel_size=2 "
@@ -247,7 +235,7 @@ def test_collective_in_pipeline_step_is_refused(
     assert f"The cause is on rank 1: MisconfigurationException: {name} in {hook}" in first
 
 
-def test_collectives_in_steps_of_replicas_complete(conformance: Conformance) -> None:
+def test_collectives_in_steps_of_replicas_complete(conformance):
     place = Place(world_size=2, layout={"num_microbatches": 2})
     for name in ("all_gather", "barrier"):
         assert conformance.ranks(communicates, place, "training_step", name) == ["", ""]
@@ -256,7 +244,7 @@ def test_collectives_in_steps_of_replicas_complete(conformance: Conformance) -> 
 class Gathers(LitNet):
     """Gathers the outputs of steps in a hook."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.gathered = self.all_gather(
             {"loss": outputs["loss"].detach(), "pair": torch.arange(2.0) + self.trainer.global_rank}
         )
@@ -270,7 +258,7 @@ def gathers(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["p2", "d2", "p2d2"])
-def test_all_gather_in_hook_has_every_replica_once(name: str, conformance: Conformance) -> None:
+def test_all_gather_in_hook_has_every_replica_once(name, conformance):
     place = PLACES[name]
     expected = conformance.expected(gathers, DDP)[0]
     for rank, found in enumerate(conformance.ranks(gathers, place)):

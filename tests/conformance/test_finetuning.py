@@ -1,7 +1,5 @@
 """Freezing and unfreezing during training gives the weights of a single process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch.utils.data import DataLoader, Subset
 
 from tests.conformance.toys import (
     PLACES,
-    Conformance,
     LitBackbone,
     LitNet,
     Losses,
@@ -38,7 +35,7 @@ def own(rank: int, place: Place) -> DataLoader:
 class Turns(L.Callback):
     """Trains the first layer in odd epochs and the last one in even epochs."""
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+    def on_train_epoch_start(self, trainer, module):
         odd = trainer.current_epoch % 2 == 1
         for name, parameter in module.net.named_parameters():
             if name[0] in "06":
@@ -62,9 +59,7 @@ def in_turns(rank: int, place: Place, clip: float | None, accumulate: int) -> An
 
 @pytest.mark.parametrize(("clip", "accumulate"), [(0.05, 1), (None, 2)])
 @pytest.mark.parametrize("name", ["m3", "d2", "d2 m2", "p2"])
-def test_layers_frozen_in_turn_train_like_single_process(
-    name: str, clip: float | None, accumulate: int, conformance: Conformance
-) -> None:
+def test_layers_frozen_in_turn_train_like_single_process(name, clip, accumulate, conformance):
     for (other, found), (losses, expected) in conformance.pairs(
         in_turns, PLACES[name][0], clip, accumulate
     ):
@@ -96,9 +91,7 @@ def unfreeze(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["m3", "d2", "d2 m2"])
-def test_unfrozen_backbone_trains_after_resume(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_unfrozen_backbone_trains_after_resume(name, conformance, tmp_path):
     for (sizes, found), (groups, expected) in conformance.pairs(
         unfreeze, PLACES[name][0], str(tmp_path)
     ):

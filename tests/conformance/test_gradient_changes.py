@@ -1,7 +1,5 @@
 """Hooks that read or change gradients act on the whole model, or are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.conformance.blocks import LAYOUTS, LitBlocks, batches
-from tests.conformance.toys import Conformance, Place, assert_weights, make_trainer, weights
+from tests.conformance.toys import Place, assert_weights, make_trainer, weights
 
 pytestmark = pytest.mark.thorough
 
@@ -20,23 +18,23 @@ pytestmark = pytest.mark.thorough
 class LitHook(LitBlocks):
     """Uses SGD, whose steps depend on the scale of the gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norms: list[float] = []
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
 
 
 class LitClips(LitHook):
-    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+    def configure_gradient_clipping(self, *_, **__):
         self.norms.append(float(clip_grad_norm_(self.parameters(), 0.1)))
 
 
 class LitClipsPieces(LitHook):
     """Clips parts of the model by other norms."""
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.norms.append(float(clip_grad_norm_(self.h.parameters(), 0.01, norm_type=float("inf"))))
         for block in self.h:
             self.norms.append(
@@ -47,17 +45,17 @@ class LitClipsPieces(LitHook):
 
 
 class LitClipsOptimizer(LitHook):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.norms.append(float(clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)))
 
 
 class LitClipsValues(LitHook):
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         clip_grad_value_(self.parameters(), 0.003)
 
 
 class LitScales(LitHook):
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         for name, parameter in self.named_parameters():
             if parameter.grad is None:
                 continue
@@ -85,16 +83,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_gradients_changed_by_hooks_match_single_process(
-    layout: str, kind: type[LitHook], conformance: Conformance
-) -> None:
+def test_gradients_changed_by_hooks_match_single_process(layout, kind, conformance):
     for (found_norms, found), (norms, expected) in conformance.pairs(train, LAYOUTS[layout], kind):
         assert found_norms == pytest.approx(norms, rel=1e-4)
         assert_weights(found, expected)
 
 
 class LitLogsNorms(LitHook):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
@@ -102,12 +98,12 @@ class LitAdds(LitHook):
     def gradients(self) -> Iterator[torch.Tensor]:
         return (p.grad for p in self.parameters() if p.grad is not None)
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         self.norms.append(float(sum(g.detach().pow(2).sum() for g in self.gradients()) ** 0.5))
 
 
 class LitLooksForNaN(LitHook):
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         if any(p.grad.isnan().any() for p in self.parameters() if p.grad is not None):
             self.zero_grad()
 
@@ -125,9 +121,7 @@ def refused(rank: int, place: Place, kind: type[LitHook]) -> str:
 @pytest.mark.parametrize(
     ("layout", "kind"), [("p2", LitLogsNorms), ("t2", LitAdds), ("d2 sharded", LitLooksForNaN)]
 )
-def test_numbers_computed_from_partial_gradients_are_refused(
-    layout: str, kind: type[LitHook], conformance: Conformance
-) -> None:
+def test_numbers_computed_from_partial_gradients_are_refused(layout, kind, conformance):
     for message in conformance.ranks(refused, LAYOUTS[layout], kind):
         assert message.startswith(
             "PartialModelError: a hook computes a number from the gradient of '"

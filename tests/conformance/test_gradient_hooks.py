@@ -1,7 +1,5 @@
 """The documented calls for norms and clipping in hooks cover the whole model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
@@ -10,7 +8,6 @@ from lightning.pytorch.utilities import grad_norm
 
 from tests.conformance.toys import (
     P2,
-    Conformance,
     LitNet,
     Place,
     assert_weights,
@@ -26,7 +23,7 @@ PLACES = {"p2": Place(world_size=2, layout=P2), "d2p2 sharded": Place(world_size
 class LitClips(LitNet):
     """Logs the gradient norm and clips in Lightning's hooks."""
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         strategy: Any = self.trainer.strategy
         norm = (
             strategy.compute_gradient_norm()
@@ -39,11 +36,8 @@ class LitClips(LitNet):
         return grad_norm(self, norm_type=2)["grad_2.0_norm_total"]
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
 
@@ -55,9 +49,7 @@ def clip(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_norm_and_clipping_in_hooks_match_single_process(
-    name: str, conformance: Conformance
-) -> None:
+def test_norm_and_clipping_in_hooks_match_single_process(name, conformance):
     for (norm, found), (expected_norm, expected) in conformance.pairs(clip, PLACES[name]):
         assert norm == pytest.approx(expected_norm, rel=1e-5)
         assert_weights(found, expected)

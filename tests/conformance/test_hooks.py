@@ -1,7 +1,5 @@
 """Behaviour 1: every hook of callbacks and modules fires in Lightning's order."""
 
-from __future__ import annotations
-
 import inspect
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
-from tests.conformance.toys import Conformance, LitNet, Place, loader, make_trainer
+from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
 pytestmark = pytest.mark.thorough
 
@@ -29,7 +27,7 @@ def _recording(base: type, names: list[str], who: str) -> Any:
             self.events.append(f"{who}.{name}")
             return original(self, *args, **kwargs)
 
-        call.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        call.__signature__ = inspect.signature(original)
         return call
 
     return type(f"Recording{base.__name__}", (base,), {name: method(name) for name in names})
@@ -97,9 +95,7 @@ def record(rank: int, place: Place, path: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_hooks_fire_in_lightnings_order(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_hooks_fire_in_lightnings_order(name, conformance, tmp_path):
     for found, expected in conformance.pairs(record, name, str(tmp_path)):
         for stage, events in expected.items():
             assert len(events) > 20, "the reference recorded nothing"
@@ -133,9 +129,7 @@ def record_resumed(rank: int, place: Place, path: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_hooks_of_resumed_run_fire_in_lightnings_order(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_hooks_of_resumed_run_fire_in_lightnings_order(name, conformance, tmp_path):
     for found, expected in conformance.pairs(record_resumed, name, str(tmp_path)):
         for stage, events in expected.items():
             assert "callback.on_load_checkpoint" in events, "the reference recorded nothing"

@@ -1,7 +1,5 @@
 """Behaviours 19, 21, 23 and 24: starting and ending processes (fork is in test_names.py)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -63,7 +61,7 @@ def assert_trained(ranks: list[dict[str, Any]], environment: str, world_size: in
         assert result["environment"] == environment
 
 
-def test_popen_by_name_without_importing_package(tmp_path: Path) -> None:
+def test_popen_by_name_without_importing_package(tmp_path):
     ranks = run(tmp_path, {"strategy": "ptdp"})
     assert_trained(ranks, "LightningEnvironment")
     assert ranks[0]["weights"] == ranks[1]["weights"]
@@ -73,7 +71,7 @@ def test_popen_by_name_without_importing_package(tmp_path: Path) -> None:
         )
 
 
-def test_torchrun_with_pytorch_lightning_namespace(tmp_path: Path) -> None:
+def test_torchrun_with_pytorch_lightning_namespace(tmp_path):
     prefix = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     ranks = run(tmp_path, {"namespace": "pytorch_lightning", "layout": P2}, prefix)
     assert_trained(ranks, "TorchElasticEnvironment")
@@ -82,9 +80,7 @@ def test_torchrun_with_pytorch_lightning_namespace(tmp_path: Path) -> None:
     )
 
 
-def test_slurm_launch_without_torch_backend_autoload(
-    tmp_path: Path,
-) -> None:
+def test_slurm_launch_without_torch_backend_autoload(tmp_path):
     settings = {"strategy": "ptdp", "import_package": True}
     common = {
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -131,8 +127,8 @@ def even_net() -> torch.nn.Module:
     [("spawn", False, "test"), ("forkserver", True, "validate")],
 )
 def test_parent_process_gets_whole_model_from_spawned_ranks(
-    start_method: str, configure_model: bool, then: str, tmp_path: Path
-) -> None:
+    start_method, configure_model, then, tmp_path
+):
     settings = {
         "layout": {**P2, "start_method": start_method},
         "configure_model": configure_model,
@@ -162,7 +158,7 @@ def wait_until_running(folder: Path, script: Session) -> None:
     )
 
 
-def test_single_machine_listens_on_loopback_only(tmp_path: Path) -> None:
+def test_single_machine_listens_on_loopback_only(tmp_path):
     with started(tmp_path, {"layout": {**P2, "start_method": "fork"}, "max_steps": -1}) as script:
         wait_until_running(tmp_path, script)
         found = listening([process.pid for process in script.alive])
@@ -170,14 +166,14 @@ def test_single_machine_listens_on_loopback_only(tmp_path: Path) -> None:
     assert all(address.startswith("127.") for address in found), found
 
 
-def test_exception_in_first_process_ends_all_and_is_shown(tmp_path: Path) -> None:
+def test_exception_in_first_process_ends_all_and_is_shown(tmp_path):
     with started(tmp_path, {"layout": P2, "fail_on_ranks": [0], "max_steps": -1}) as script:
         assert script.finish() != 0
     assert "ZeroDivisionError: the user's own mistake" in script.output
     assert "in training_step" in script.output
 
 
-def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes(tmp_path):
     with started(tmp_path, {"layout": {**P2, "start_method": "fork"}, "max_steps": -1}) as script:
         wait_until_running(tmp_path, script)
         # a terminal signals the whole process group
@@ -185,7 +181,7 @@ def test_ctrl_c_ends_all_processes(tmp_path: Path) -> None:
         assert script.finish(40) != 0
 
 
-def test_sigterm_to_first_process_ends_all(tmp_path: Path) -> None:
+def test_sigterm_to_first_process_ends_all(tmp_path):
     with started(tmp_path, {"layout": P2, "max_steps": -1}) as script:
         wait_until_running(tmp_path, script)
         script.process.send_signal(signal.SIGTERM)
@@ -195,9 +191,7 @@ def test_sigterm_to_first_process_ends_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "start_method"), [([0], "popen"), ([1], "fork"), ([0, 1], "fork")], ids=str
 )
-def test_sigterm_ends_all_stages_at_same_step(
-    tmp_path: Path, ranks: list[int], start_method: str
-) -> None:
+def test_sigterm_ends_all_stages_at_same_step(tmp_path, ranks, start_method):
     settings = {
         "layout": {**P2, "start_method": start_method},
         "max_steps": -1,
@@ -211,7 +205,7 @@ def test_sigterm_ends_all_stages_at_same_step(
     assert not results(tmp_path), "fit returned as if training had completed"
 
 
-def test_sigterm_before_training_leaves_no_process(tmp_path: Path) -> None:
+def test_sigterm_before_training_leaves_no_process(tmp_path):
     with started(tmp_path, {"layout": P2, "terminate_at_start": True}) as script:
         assert script.finish() == -signal.SIGTERM
     assert not list(tmp_path.glob("*-*"))

@@ -1,9 +1,6 @@
 """Behaviours 8, 9 and 30: logged values are the same on all ranks and as in Lightning."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -14,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef
 
 from lightning_ptdp.loggers import MLFlowLogger
-from tests.conformance.toys import Conformance, LitNet, Place, loader, make_trainer, metrics
+from tests.conformance.toys import LitNet, Place, loader, make_trainer, metrics
 
 pytestmark = pytest.mark.thorough
 
@@ -22,7 +19,7 @@ pytestmark = pytest.mark.thorough
 class LogsEverything(LitNet):
     """Calls ``self.log`` in every way, and logs a validation loss per loader."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.metric, self.val_metric = MeanSquaredError(), MeanSquaredError()
         self.collection = MetricCollection(
@@ -32,7 +29,7 @@ class LogsEverything(LitNet):
             {"pearson": PearsonCorrCoef(), "step_rmse": MeanSquaredError(squared=False)}
         )
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         prediction = self.net(x)
         loss = torch.nn.functional.mse_loss(prediction, y)
@@ -65,10 +62,10 @@ class LogsEverything(LitNet):
         self.log_dict({"a": loss, "b": 2 * loss}, on_epoch=True, on_step=False, sync_dist=True)
         return loss
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log("from_hook", 3.5)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         x, y = batch
         prediction = self.net(x)
         self.log(
@@ -86,16 +83,16 @@ class LogsEverything(LitNet):
 class SeenMetrics(L.Callback):
     """Records all metrics after every batch, epoch and validation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[dict[str, dict[str, float]]] = []
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         self.seen.append(metrics(trainer))
 
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer, *_):
         self.seen.append(metrics(trainer))
 
-    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+    def on_validation_end(self, trainer, *_):
         self.seen.append(metrics(trainer))
 
 
@@ -119,7 +116,7 @@ def assert_same_metrics(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", "m3", "d2", "p2"])
-def test_every_kind_of_log_call_matches_lightning(name: str, conformance: Conformance) -> None:
+def test_every_kind_of_log_call_matches_lightning(name, conformance):
     for found, expected in conformance.pairs(log_everything, name):
         assert {
             "both_step",
@@ -136,7 +133,7 @@ def test_every_kind_of_log_call_matches_lightning(name: str, conformance: Confor
 class Monitor(ThroughputMonitor):
     """A monitor that has the peak of the device."""
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer, pl_module, stage):
         super().setup(trainer, pl_module, stage)
         self.available_flops = 10**12
         for throughput in self._throughputs.values():
@@ -160,7 +157,7 @@ def monitor(rank: int, place: Place) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_throughput_monitor_counts_replicas(name: str, conformance: Conformance) -> None:
+def test_throughput_monitor_counts_replicas(name, conformance):
     found, expected = conformance.pairs(monitor, name)[0]
     assert found.keys() == expected.keys() > {"device/samples_per_sec", "device/mfu"}
     if name == "d2":
@@ -171,10 +168,10 @@ def test_throughput_monitor_counts_replicas(name: str, conformance: Conformance)
 
 
 class CountsValidation(L.Callback):
-    def __init__(self) -> None:
+    def __init__(self):
         self.at: list[tuple[int, bool]] = []
 
-    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+    def on_validation_start(self, trainer, *_):
         self.at.append((trainer.global_step, trainer.sanity_checking))
 
 
@@ -196,9 +193,7 @@ def validate_often(rank: int, place: Place, settings: dict[str, Any]) -> Any:
     ],
     ids=["twice an epoch", "every second epoch", "every third batch"],
 )
-def test_validation_interval_with_several_loaders(
-    name: str, settings: dict[str, Any], conformance: Conformance
-) -> None:
+def test_validation_interval_with_several_loaders(name, settings, conformance):
     for (found_at, found), (expected_at, expected) in conformance.pairs(
         validate_often, name, settings
     ):
@@ -219,7 +214,7 @@ def log_to(rank: int, place: Place, path: str) -> Any:
     return loggers[2].run_id
 
 
-def test_loggers_write_same_values_once(conformance: Conformance, tmp_path: Path) -> None:
+def test_loggers_write_same_values_once(conformance, tmp_path):
     from mlflow.tracking import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

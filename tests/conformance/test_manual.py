@@ -1,7 +1,5 @@
 """Manual optimization without microbatches matches Lightning, also with replicas and on resume."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
@@ -14,7 +12,6 @@ from lightning_ptdp.data_parallel import ManualOptimizationError
 from tests.conformance.toys import (
     FEATURES,
     ONE,
-    Conformance,
     LitNet,
     Place,
     assert_weights,
@@ -22,7 +19,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -31,7 +27,7 @@ class LitGAN(LitNet):
     """A generator and a critic with separate optimizers, a closure, a scheduler and manual gradient
     accumulation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.critic = nn.Sequential(nn.Linear(FEATURES + 1, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -39,7 +35,7 @@ class LitGAN(LitNet):
     def judge(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.critic(torch.cat([x, y], -1)).mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         generator, critic = self.optimizers()
         self.toggle_optimizer(generator)
@@ -66,7 +62,7 @@ class LitGAN(LitNet):
         if self.trainer.is_last_batch:
             self.lr_schedulers().step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         generator = torch.optim.Adam(self.net.parameters(), lr=1e-2, eps=1e-5)
         critic = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
         return [generator, critic], [torch.optim.lr_scheduler.ExponentialLR(generator, 0.5)]
@@ -84,7 +80,7 @@ def fit(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
-def test_two_optimizers_train_and_resume_like_lightning(precision: str, tmp_path: Any) -> None:
+def test_two_optimizers_train_and_resume_like_lightning(precision, tmp_path):
     expected = fit(ONE, tmp_path / "reference.ckpt", epochs=4, precision=precision)
     ours = Place(layout={})
     fit(ours, tmp_path / "half.ckpt", epochs=2, precision=precision)
@@ -102,11 +98,11 @@ def test_two_optimizers_train_and_resume_like_lightning(precision: str, tmp_path
 class LitRouted(LitGAN):
     """Accumulates over two batches without toggling; only some replicas use one of its layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rare, self.never = nn.Linear(1, 1), nn.Linear(1, 1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         generator, critic = self.optimizers()
         loss = self.loss(batch)
@@ -125,14 +121,14 @@ class LitRouted(LitGAN):
         assert self.never.weight.grad is None
         self.log("loss", loss, sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         rest = [p for part in (self.net, self.rare, self.never) for p in part.parameters()]
         generator = torch.optim.AdamW(rest, lr=1e-2, eps=1e-5, weight_decay=0.1)
         return [generator, torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)], []
 
 
 class LitUnseen(LitGAN):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch, batch_idx):
         self.loss(batch).backward()
 
 
@@ -142,7 +138,7 @@ def fit_replicas(rank: int, place: Place, module: Any, path: str, saves: bool) -
     trainer = make_trainer(place, max_epochs=3)
     sampler = torch.utils.data.DistributedSampler(
         range(32), num_replicas=place.world_size, rank=rank, shuffle=False
-    )  # type: ignore[arg-type]
+    )
     trainer.fit(module(), loader(batch_size=8 // place.world_size, sampler=sampler))
     if saves:
         trainer.save_checkpoint(path)
@@ -152,9 +148,7 @@ def fit_replicas(rank: int, place: Place, module: Any, path: str, saves: bool) -
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_replicas_train_like_single_process(
-    world_size: int, conformance: Conformance, tmp_path: Any
-) -> None:
+def test_replicas_train_like_single_process(world_size, conformance, tmp_path):
     args = (LitGAN, str(tmp_path / "a.ckpt"), True)
     ((expected, _),) = conformance.expected(fit_replicas, ONE, *args)
     found = conformance.ranks(fit_replicas, Place(world_size=world_size), *args)
@@ -164,7 +158,7 @@ def test_replicas_train_like_single_process(
     assert len(torch.load(tmp_path / "a.ckpt")["optimizer_states"]) == 2
 
 
-def test_unused_parameters_and_accumulation_match_ddp(conformance: Conformance) -> None:
+def test_unused_parameters_and_accumulation_match_ddp(conformance):
     places = Place(world_size=2), Place(world_size=2, reference="ddp_find_unused_parameters_true")
     for (one, logged), (other, wanted) in conformance.pairs(
         fit_replicas, places, LitRouted, "", False
@@ -181,7 +175,7 @@ def see_nothing(rank: int) -> str:
     return ""
 
 
-def test_direct_backward_call_is_refused_with_replicas(pool: Pool) -> None:
+def test_direct_backward_call_is_refused_with_replicas(pool):
     assert all(
         "Call self.manual_backward(loss) instead" in told
         for told in pool.run(see_nothing, world_size=2)
@@ -195,7 +189,7 @@ def test_direct_backward_call_is_refused_with_replicas(pool: Pool) -> None:
         ({"reduce_dtype": "bfloat16"}, "reduce_dtype='bfloat16'"),
     ],
 )
-def test_unsupported_option_is_refused_before_launch(layout: dict[str, Any], word: str) -> None:
+def test_unsupported_option_is_refused_before_launch(layout, word):
     trainer = make_trainer(Place(world_size=2, layout=layout | {"start_method": "fork"}))
     with pytest.raises(
         MisconfigurationException, match=rf"manual optimization\) (cannot run with|ignores) {word}"

@@ -1,20 +1,17 @@
 """Lightning's model summary shows the whole model, without placeholders."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelSummary
 
-from tests.conformance.toys import Conformance, LitNet, Place, loader, make_trainer
+from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
 
 class Told(ModelSummary):
     """Records the summary."""
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer, pl_module):
         found = self._summary(trainer, pl_module)
         self.told = (
             str(found._get_summary_data()),
@@ -33,7 +30,7 @@ def _fit(rank: int, place: Place, folder: str) -> Any:
     return told.told
 
 
-def test_model_summary_matches_single_process(conformance: Conformance, tmp_path: Path) -> None:
+def test_model_summary_matches_single_process(conformance, tmp_path):
     for found, single in conformance.pairs(_fit, "p2", str(tmp_path)):
         assert found == single
         assert "Linear" in found[0] and not re.search("Absent|Earlier|Later|Stub", found[0])

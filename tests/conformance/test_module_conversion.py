@@ -1,19 +1,16 @@
 """Precision plugins that replace modules and parameters, as float8 and quantization plugins do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.plugins import Precision
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp import ParallelPlan
 from tests.conformance.toys import (
     PLACES,
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -38,7 +35,7 @@ class Scaled(nn.Linear):
         )
         self.scale = nn.Parameter(torch.full_like(self.bias, 0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * (self.scale + 0.5)
 
 
@@ -110,16 +107,14 @@ def run(rank: int, place: Place, kind: type[nn.Linear]) -> Any:
         (Fresh, "t2"),
     ],
 )
-def test_replaced_parameters_train_like_single_process(
-    kind: type[nn.Linear], name: str, conformance: Conformance
-) -> None:
+def test_replaced_parameters_train_like_single_process(kind, name, conformance):
     for found, expected in conformance.pairs(run, T2 if name == "t2" else name, kind):
         assert any(key.endswith("scale") for key in found) is (kind is Scaled)
         assert_weights(found, expected)
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_unsplittable_converted_layer_is_refused_before_launch() -> None:
+def test_unsplittable_converted_layer_is_refused_before_launch():
     place = Place(world_size=2, layout={**T2.layout, "start_method": "fork"})
     with pytest.raises(
         ValueError, match=r"'net.2' is a Scaled.* its forward is not that of nn.Linear"
@@ -130,7 +125,7 @@ def test_unsplittable_converted_layer_is_refused_before_launch() -> None:
 class LitGrows(LitNet):
     """Creates a parameter after the model was distributed."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.late = nn.Linear(2, 2)
         return super().configure_optimizers()
 
@@ -142,19 +137,17 @@ def grow(rank: int, place: Place) -> str:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2", "one m2"])
-def test_parameter_created_in_configure_optimizers_is_refused(
-    name: str, conformance: Conformance
-) -> None:
+def test_parameter_created_in_configure_optimizers_is_refused(name, conformance):
     place, _ = PLACES[name]
     assert all("__init__ or configure_model" in text for text in conformance.ranks(grow, place))
 
 
 class LitLate(LitSplit):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.net is None:
             self.net = layers()
 
@@ -169,21 +162,21 @@ def run_late(
 
 
 @pytest.mark.parametrize("place", [PLACES["p2"][0], T2], ids=["p2", "t2"])
-def test_module_on_meta_device_is_converted(place: Place, conformance: Conformance) -> None:
+def test_module_on_meta_device_is_converted(place, conformance):
     (expected,) = conformance.expected(run_late, Place(), None)
     for found in conformance.ranks(run_late, place, Converts):
         assert_weights(found, expected)
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "one m2"])
-def test_copying_plugin_gets_initialized_module(name: str, conformance: Conformance) -> None:
+def test_copying_plugin_gets_initialized_module(name, conformance):
     place, _ = PLACES[name]
     expected = conformance.expected(run_late, place, None)[0]
     for found in conformance.ranks(run_late, place, Copies):
         assert_weights(found, expected)
 
 
-def test_initialized_module_is_converted_on_every_stage(conformance: Conformance) -> None:
+def test_initialized_module_is_converted_on_every_stage(conformance):
     for found, expected in conformance.pairs(run_late, "p2", Copies, LitSplit):
         assert_weights(found, expected)
 
@@ -194,9 +187,7 @@ def test_initialized_module_is_converted_on_every_stage(conformance: Conformance
     ids=["p2", "t2"],
 )
 @pytest.mark.usefixtures("nothing_starts")
-def test_copying_plugin_without_values_is_refused_before_launch(
-    place: Place, module: type[LitSplit], way: str
-) -> None:
+def test_copying_plugin_without_values_is_refused_before_launch(place, module, way):
     place = Place(world_size=2, layout={**place.layout, "start_method": "fork"})
     with pytest.raises(ValueError, match=rf"Copies\.convert_module.*{way}"):
         make_trainer(place, plugins=[Copies(Fresh)]).fit(module(), loader())

@@ -1,13 +1,10 @@
 """Behaviours 19 (fork) to 23: names of the strategy, copies of a Trainer and forked processes."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import os
 import pickle
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as L
@@ -21,7 +18,6 @@ from lightning_ptdp.strategy import PTDPStrategy, strategy_class
 from tests.conformance.toys import (
     FEATURES,
     P2,
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -46,7 +42,7 @@ QUIET = {
 
 
 @pytest.fixture
-def fresh() -> Iterator[Pool]:
+def fresh():
     """Yield a pool that has not run a backward pass, after which torch cannot be forked."""
     workers = Pool()
     yield workers
@@ -57,16 +53,16 @@ def other_namespace(rank: int, strategy: Any, devices: int) -> Any:
     import pytorch_lightning as pl
 
     class LitOther(pl.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = layers()
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch, batch_idx):
             loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
             self.log("train_loss", loss)
             return loss
 
-        def configure_optimizers(self) -> Any:
+        def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.05)
 
     if isinstance(strategy, dict):
@@ -86,7 +82,7 @@ def other_namespace(rank: int, strategy: Any, devices: int) -> Any:
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("ptdp", 1), ("ptdp", 2), (P2, 2)], ids=["one", "d2", "p2"]
 )
-def test_strategy_in_pytorch_lightning_namespace(strategy: Any, devices: int, pool: Pool) -> None:
+def test_strategy_in_pytorch_lightning_namespace(strategy, devices, pool):
     steps = 4 if strategy == P2 or devices == 1 else 2
     for found in pool.run(other_namespace, world_size=devices, args=(strategy, devices)):
         assert found == ("PTDPStrategy", steps, True)
@@ -102,7 +98,7 @@ def by_name(rank: int, name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "method"), [("ptdp", "popen"), ("ptdp_spawn", "spawn"), ("ptdp_fork", "fork")]
 )
-def test_strategy_names_with_one_device(name: str, method: str, fresh: Pool) -> None:
+def test_strategy_names_with_one_device(name, method, fresh):
     assert fresh.run(by_name, world_size=1, args=(name,)) == [(True, method)]
 
 
@@ -118,14 +114,14 @@ def copy_around_fit(rank: int, place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", [Place(), Place(world_size=2, layout=P2)], ids=["one", "p2"])
-def test_trainer_is_copied_and_pickled(place: Place, conformance: Conformance) -> None:
+def test_trainer_is_copied_and_pickled(place, conformance):
     conformance.ranks(copy_around_fit, place)
 
 
 class LitFails(LitNet):
     """Raises on rank 1."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         if batch_idx == 2 and own_rank() == 1:
             raise ZeroDivisionError("the user's own mistake")
         return super().training_step(batch, batch_idx)
@@ -142,7 +138,7 @@ def in_a_batch_script(rank: int) -> int:
     return trainer.global_step
 
 
-def test_one_device_in_slurm_job_without_srun(pool: Pool) -> None:
+def test_one_device_in_slurm_job_without_srun(pool):
     assert pool.run(in_a_batch_script, world_size=1) == [4]
 
 
@@ -182,9 +178,7 @@ def in_a_notebook(rank: int, strategy: Any, devices: int) -> str:
         ("ptdp_fork", 2, "1 epoch"),
     ],
 )
-def test_notebook_requires_fork_for_several_devices(
-    strategy: Any, devices: int, answer: str, fresh: Pool
-) -> None:
+def test_notebook_requires_fork_for_several_devices(strategy, devices, answer, fresh):
     (found,) = fresh.run(in_a_notebook, world_size=1, args=(strategy, devices))
     assert found.startswith(answer)
     if "cannot" in answer:
@@ -192,7 +186,7 @@ def test_notebook_requires_fork_for_several_devices(
 
 
 @pytest.mark.parametrize("namespace", ["lightning.fabric", "lightning_fabric"])
-def test_fabric_is_refused(namespace: str) -> None:
+def test_fabric_is_refused(namespace):
     fabric = importlib.import_module(namespace)
     with pytest.raises(
         ValueError, match=r"'ptdp' does not work with Fabric.*Use lightning.pytorch.Trainer"
@@ -221,7 +215,7 @@ def alone(rank: int) -> Any:
     return weights(trainer)
 
 
-def test_parent_process_gets_whole_model_from_forked_ranks(fresh: Pool, pool: Pool) -> None:
+def test_parent_process_gets_whole_model_from_forked_ranks(fresh, pool):
     place = Place(world_size=2, layout={**P2, "start_method": "fork"})
     ((trained, val_loss, again),) = fresh.run(forked, world_size=1, args=(place, LitNet))
     assert_weights(trained, pool.run(alone, world_size=1)[0])
@@ -229,7 +223,7 @@ def test_parent_process_gets_whole_model_from_forked_ranks(fresh: Pool, pool: Po
     assert again == pytest.approx(val_loss, rel=1e-5)
 
 
-def test_exception_on_one_forked_rank_ends_all_and_is_shown(fresh: Pool) -> None:
+def test_exception_on_one_forked_rank_ends_all_and_is_shown(fresh):
     place = Place(world_size=2, layout={**P2, "start_method": "fork"})
     with pytest.raises(WorkerFailure, match="the user's own mistake") as failure:
         fresh.run(forked, world_size=1, args=(place, LitFails), limit=60.0)
@@ -241,7 +235,7 @@ class LitNotes(LitNet):
 
     pid = 0
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         self.pid = os.getpid()
         return super().training_step(batch, batch_idx)
 
@@ -260,7 +254,7 @@ def one_process(rank: int, start_method: str) -> None:
 
 
 @pytest.mark.parametrize("start_method", ["popen", "fork", "spawn"])
-def test_single_process_run_uses_calling_process(pool: Pool, start_method: str) -> None:
+def test_single_process_run_uses_calling_process(pool, start_method):
     pool.run(one_process, world_size=1, args=(start_method,))
 
 
@@ -269,5 +263,5 @@ def _fit_and_look(rank: int) -> list[str]:
     return [name for name in os.environ if name.endswith("_SOCKET_IFNAME")]
 
 
-def test_fit_leaves_no_network_interface_in_environment(pool: Pool) -> None:
+def test_fit_leaves_no_network_interface_in_environment(pool):
     assert pool.run(_fit_and_look, world_size=2) == [[], []]

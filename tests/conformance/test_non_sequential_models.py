@@ -1,15 +1,12 @@
 """Models whose blocks do not form a chain are refused before launch: U-Net, N-BEATS, temporal
 fusion transformer."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -19,10 +16,10 @@ from tests.conformance.toys import P2, Place, make_trainer
 class LitSeries(L.LightningModule):
     """Base class of the models. Its training step must not run."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         raise AssertionError("it was not refused before launch")
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -39,14 +36,14 @@ class UNet(LitSeries):
 
     example_input_array = torch.zeros(1, 3, 16, 16)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.down = nn.ModuleList(convolutions(*sizes) for sizes in pairwise((3, 8, 16, 32)))
         self.middle = convolutions(32, 32)
         self.up = nn.ModuleList(convolutions(*sizes) for sizes in ((64, 32), (48, 16), (24, 8)))
         self.head = nn.Conv2d(8, 2, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         skips = []
         for block in self.down:
             x = block(x)
@@ -61,12 +58,12 @@ class UNet(LitSeries):
 class Stack(nn.Module):
     """A block of N-BEATS, which returns a backcast and a forecast."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
         self.backcast, self.forecast = nn.Linear(16, 12), nn.Linear(16, 4)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         hidden = self.body(x)
         return self.backcast(hidden), self.forecast(hidden)
 
@@ -76,11 +73,11 @@ class NBeats(LitSeries):
 
     example_input_array = torch.zeros(1, 12)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stacks = nn.ModuleList(Stack() for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         total = torch.zeros(len(x), 4)
         for stack in self.stacks:
             backcast, forecast = stack(x)
@@ -99,7 +96,7 @@ class Gated(nn.Module):
         )
         self.skip, self.norm = nn.Linear(inputs, hidden), nn.LayerNorm(hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.norm(self.skip(x) + F.glu(self.gate(self.second(F.elu(self.first(x))))))
 
 
@@ -112,7 +109,7 @@ class Heads(nn.Module):
         self.keys = nn.ModuleList(nn.Linear(hidden, hidden // 2) for _ in range(2))
         self.values, self.out = nn.Linear(hidden, hidden // 2), nn.Linear(hidden // 2, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         pairs = zip(self.queries, self.keys, strict=True)
         found = [F.scaled_dot_product_attention(q(x), k(x), self.values(x)) for q, k in pairs]
         return self.out(torch.stack(found).mean(0))
@@ -145,7 +142,7 @@ class AloneNBeats(NBeats):
 class AloneUNet(LitSeries):
     """U-Net without an example input, in a module without a forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = UNet()
         self.net.example_input_array = None
@@ -186,7 +183,7 @@ class AloneUNet(LitSeries):
     ],
 )
 @pytest.mark.usefixtures("nothing_starts")
-def test_model_without_block_chain_is_refused_before_launch(module: Any, words: list[str]) -> None:
+def test_model_without_block_chain_is_refused_before_launch(module, words):
     trainer = make_trainer(Place(world_size=2, layout={**P2, "start_method": "fork"}))
     with pytest.raises(ValueError) as error:
         trainer.fit(module(), DataLoader([0] * 4))

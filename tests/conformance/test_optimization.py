@@ -1,8 +1,6 @@
 """Behaviours 7, 10 to 12 and 32: parameter groups, schedulers, accumulation, clipping and precision
 match Lightning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
@@ -18,7 +16,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_ptdp.checkpoint.save_agreement import own_rank
 from tests.conformance.toys import (
     PLACES,
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -27,7 +24,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -41,7 +37,7 @@ class LitGroups(LitNet):
         super().__init__()
         self.schedule = schedule
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         matrices = [p for p in self.parameters() if p.dim() > 1]
         vectors = [p for p in self.parameters() if p.dim() <= 1]
         optimizer = torch.optim.SGD(
@@ -95,25 +91,23 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 
 
 class Plateau(LitGroups):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("plateau")
 
 
 class EachStep(LitGroups):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("step")
 
 
 class EachEpoch(LitGroups):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("epoch")
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("module", [Plateau, EachStep, EachEpoch])
-def test_parameter_groups_and_schedulers_match_lightning(
-    name: str, module: Any, conformance: Conformance
-) -> None:
+def test_parameter_groups_and_schedulers_match_lightning(name, module, conformance):
     for found, expected in conformance.pairs(run, name, module, {}, []):
         assert expected["rates"][0] < 0.1, "the scheduler did nothing"
         assert_same(found, expected)
@@ -130,21 +124,19 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_accumulation_and_clipping_match_lightning(
-    name: str, settings: str, conformance: Conformance
-) -> None:
+def test_accumulation_and_clipping_match_lightning(name, settings, conformance):
     options, callbacks = SETTINGS[settings]
     for found, expected in conformance.pairs(run, name, EachStep, options, callbacks):
         assert_same(found, expected)
 
 
 class OnlyMatrices(LitNet):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD([p for p in self.parameters() if p.dim() > 1], lr=0.1)
 
 
 @pytest.mark.parametrize("name", [*ALL, "d2 m2 sharded"])
-def test_clipping_uses_optimizer_parameters_only(name: str, conformance: Conformance) -> None:
+def test_clipping_uses_optimizer_parameters_only(name, conformance):
     for found, expected in conformance.pairs(
         run, name, OnlyMatrices, {"gradient_clip_val": 0.05}, []
     ):
@@ -156,9 +148,7 @@ def test_clipping_uses_optimizer_parameters_only(name: str, conformance: Conform
     ("precision", "tolerance"),
     [("32-true", 1e-5), ("64-true", 1e-10), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2)],
 )
-def test_precision_matches_lightning(
-    name: str, precision: str, tolerance: float, conformance: Conformance
-) -> None:
+def test_precision_matches_lightning(name, precision, tolerance, conformance):
     for found, expected in conformance.pairs(run, name, EachStep, {"precision": precision}, []):
         for weight, value in expected["weights"].items():
             assert found["weights"][weight].dtype == value.dtype
@@ -174,9 +164,7 @@ def monitor_rates(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["p2"])
-def test_learning_rate_monitor_matches_lightning(
-    name: str, conformance: Conformance, tmp_path: Any
-) -> None:
+def test_learning_rate_monitor_matches_lightning(name, conformance, tmp_path):
     for found, expected in conformance.pairs(monitor_rates, name, str(tmp_path)):
         assert found == expected
         assert len(found) == 2, "expected one curve per parameter group"
@@ -185,7 +173,7 @@ def test_learning_rate_monitor_matches_lightning(
 class LitInfinite(LitNet):
     """The loss of the last rank's replica is infinite at the seventh batch."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("agreed_loss", loss * self.factor(), sync_dist=True, on_step=False, on_epoch=True)
         return loss * self.factor()
@@ -209,7 +197,7 @@ def meet_infinity(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2"])
-def test_infinite_loss_on_one_rank_affects_all_ranks(name: str, pool: Pool) -> None:
+def test_infinite_loss_on_one_rank_affects_all_ranks(name, pool):
     ranks = pool.run(meet_infinity, world_size=2, args=(PLACES[name][0],))
     step, stopped_epoch, broken, total = ranks[0]
     assert ranks[1] == ranks[0]

@@ -1,7 +1,5 @@
 """Behaviours 15, 16, 26 to 29 and 31: outputs, predictions and checkpoints of a Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from lightning_ptdp.pipeline.crossing import StageError
 from lightning_ptdp.pipeline.p2p import PeerError
 from tests.conformance.toys import (
     P2,
-    Conformance,
     LitNet,
     Place,
     assert_weights,
@@ -26,7 +23,6 @@ from tests.conformance.toys import (
     samples,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -49,7 +45,7 @@ def all_stages_of_a_trainer(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_repeated_use_of_trainer_matches_lightning(name: str, conformance: Conformance) -> None:
+def test_repeated_use_of_trainer_matches_lightning(name, conformance):
     for (results, predictions, found, step), (
         other,
         expected_predictions,
@@ -92,7 +88,7 @@ class Writer(BasePredictionWriter):
 class LitPredictsMore(LitNet):
     """Returns nested predictions."""
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch, batch_idx):
         x, y = batch
         prediction = self.net(x)
         return {"prediction": prediction, "pair": (prediction * 2, y), "mean": prediction.mean()}
@@ -110,9 +106,7 @@ def predict(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2"])
-def test_predictions_are_complete_and_in_order(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_predictions_are_complete_and_in_order(name, conformance, tmp_path):
     for found, expected in conformance.pairs(predict, name, str(tmp_path)):
         assert found["indices"] == expected["indices"]
         for batches in ("returned", "files", "epoch"):
@@ -123,11 +117,11 @@ def test_predictions_are_complete_and_in_order(
 class LitReturnsMore(LitNet):
     """Returns nested outputs and records those that hooks get."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.seen: list[Any] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         prediction = self.net(batch[0])
         loss = nn.functional.mse_loss(prediction, batch[1])
         return {
@@ -137,7 +131,7 @@ class LitReturnsMore(LitNet):
             "names": [f"{x:.3f}" for x in batch[0][:, 0]],
         }
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         prediction = self.net(batch[0])
         return {
             "pair": (prediction, batch[1]),
@@ -146,10 +140,10 @@ class LitReturnsMore(LitNet):
             "count": float(prediction.square().mean()),
         }
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen.append({**outputs, "loss": outputs["loss"].clone()})
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
         self.seen.append(outputs)
 
 
@@ -163,7 +157,7 @@ def outputs_of_batches(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["m3", "d2", "p2"])
-def test_hooks_get_outputs_of_whole_batch(name: str, conformance: Conformance) -> None:
+def test_hooks_get_outputs_of_whole_batch(name, conformance):
     for found, expected in conformance.pairs(outputs_of_batches, name):
         for mine, theirs in zip(found, expected, strict=True):
             words = ("names", "part")
@@ -178,7 +172,7 @@ def test_hooks_get_outputs_of_whole_batch(name: str, conformance: Conformance) -
 class LitTwoCalls(LitNet):
     """Calls the model twice in one step."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         return nn.functional.mse_loss(self.net(x), y) + self.net(-x).square().mean()
 
@@ -192,7 +186,7 @@ def two_calls(rank: int, place: Place) -> str:
     return "no error"
 
 
-def test_two_forward_calls_in_one_step_are_refused(pool: Pool, conformance: Conformance) -> None:
+def test_two_forward_calls_in_one_step_are_refused(pool, conformance):
     # The other rank waits for a message until its timeout, because the workers of a pool do not
     # end.
     messages = conformance.ranks(two_calls, Place(world_size=2, layout={**P2, "timeout_s": 6}))
@@ -205,11 +199,11 @@ def test_two_forward_calls_in_one_step_are_refused(pool: Pool, conformance: Conf
 class LitLate(LitNet):
     """Builds its layers in ``configure_model`` and counts the calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.net, self.built, self.configured = None, 0, 0  # type: ignore[assignment]
+        self.net, self.built, self.configured = None, 0, 0
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         self.configured += 1
         if self.net is None:
             self.built += 1
@@ -225,7 +219,7 @@ def configure_twice(rank: int, place: Place) -> Any:
     return module.configured, module.built, before, weights(trainer)
 
 
-def test_second_configure_model_call_keeps_weights(conformance: Conformance) -> None:
+def test_second_configure_model_call_keeps_weights(conformance):
     for configured, built, before, after in conformance.ranks(configure_twice, PIPELINE):
         assert (configured, built) == (2, 1)
         assert_weights(after, before, tolerance=0)
@@ -243,7 +237,7 @@ def load_before_fit(rank: int, place: Place) -> Any:
     return weights(trainer)
 
 
-def test_weights_loaded_before_fit_are_trained(conformance: Conformance) -> None:
+def test_weights_loaded_before_fit_are_trained(conformance):
     for found, expected in conformance.pairs(load_before_fit, "p2"):
         assert_weights(found, expected)
 
@@ -269,9 +263,7 @@ def save_around_fit(rank: int, place: Place, path: str) -> Any:
     )
 
 
-def test_checkpoint_saved_after_fit_loads_on_one_device(
-    conformance: Conformance, tmp_path: Path
-) -> None:
+def test_checkpoint_saved_after_fit_loads_on_one_device(conformance, tmp_path):
     for initial, trained, val_loss, loaded_val_loss, loaded in conformance.ranks(
         save_around_fit, PIPELINE, str(tmp_path)
     ):
@@ -300,9 +292,7 @@ def save_before_fit(rank: int, place: Place, path: str) -> Any:
     return initial, weights(other)
 
 
-def test_checkpoint_saved_before_fit_has_initial_weights(
-    conformance: Conformance, tmp_path: Path
-) -> None:
+def test_checkpoint_saved_before_fit_has_initial_weights(conformance, tmp_path):
     for initial, loaded in conformance.ranks(save_before_fit, PIPELINE, str(tmp_path)):
         assert_weights(loaded, initial, tolerance=0)
 
@@ -310,7 +300,7 @@ def test_checkpoint_saved_before_fit_has_initial_weights(
 class LitTied(LitNet):
     """A language model with tied embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         del self.net
         self.words = nn.Embedding(11, 8)
@@ -333,7 +323,7 @@ def train_tied(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["d2", "p2"])
-def test_tied_embeddings_match_reference_run(name: str, conformance: Conformance) -> None:
+def test_tied_embeddings_match_reference_run(name, conformance):
     for (found, val_loss), (expected, expected_loss) in conformance.pairs(train_tied, name):
         assert torch.equal(found["words.weight"], found["head.weight"])
         assert_weights(found, expected)

@@ -1,7 +1,5 @@
 """Parameter groups of a split model have the members, options and schedules of the whole one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.conformance.blocks import LAYOUTS, LitBlocks, batches, run_refused
-from tests.conformance.toys import Conformance, Losses, Place, assert_weights, make_trainer, weights
+from tests.conformance.toys import Losses, Place, assert_weights, make_trainer, weights
 
 pytestmark = pytest.mark.thorough
 
@@ -23,7 +21,7 @@ ADAM = {"lr": 1e-2, "eps": 1e-5}
 class LitLayerwise(LitBlocks):
     """Learning rates that decrease with the distance from the head, each with its own schedule."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         groups = [{"params": list(self.wte.parameters()), "lr": 1e-3}]
         for depth, block in enumerate(self.h):
             groups.append(
@@ -44,12 +42,12 @@ class LitLayerwise(LitBlocks):
 class LitNamed(LitBlocks):
     """Groups by name, module type and attributes of parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for parameter in self.h[1].parameters():
             parameter.scale = 3.0
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         linear = {
             f"{name}.weight" for name, child in self.named_modules() if isinstance(child, nn.Linear)
         }
@@ -78,7 +76,7 @@ class LitNamed(LitBlocks):
 class LitSized(LitBlocks):
     """Groups by size and shape."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         tall = [p for p in self.parameters() if p.dim() == 2 and p.shape[0] > 2 * p.shape[1]]
         large = [
             p for p in self.parameters() if all(p is not q for q in tall) and p.data.numel() > WIDE
@@ -100,7 +98,7 @@ WIDE = 20
 class LitFrozen(LitBlocks):
     """Trains one block only."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         self.requires_grad_(False)
         self.h[3].requires_grad_(True)
         return torch.optim.SGD(
@@ -111,21 +109,21 @@ class LitFrozen(LitBlocks):
 class LitSome(LitBlocks):
     """The optimizer has the parameters of the first block only."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.h[0].named_parameters(), **ADAM)
 
 
 class LitMuon(LitBlocks):
     """Trains matrices only, which its optimizer needs whole."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Muon([p for p in self.h.parameters() if p.dim() == 2], lr=1e-2)
 
 
 class LitAdafactor(LitBlocks):
     """Trains with running means over rows and columns of whole matrices."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adafactor(self.parameters(), lr=1e-2)
 
 
@@ -156,9 +154,7 @@ def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_parameter_groups_train_like_single_process(
-    layout: str, kind: type[LitBlocks], conformance: Conformance
-) -> None:
+def test_parameter_groups_train_like_single_process(layout, kind, conformance):
     for (found_losses, found, found_options), (losses, expected, options) in conformance.pairs(
         train, LAYOUTS[layout], kind
     ):
@@ -186,9 +182,7 @@ def save_and_resume(rank: int, place: Place, kind: type[LitBlocks], path: str, l
         ("d2p2 sharded", "p2", LitLayerwise),
     ],
 )
-def test_parameter_groups_resume_in_other_layout(
-    first: str, second: str, kind: Any, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_parameter_groups_resume_in_other_layout(first, second, kind, conformance, tmp_path):
     conformance.pairs(save_and_resume, LAYOUTS[first], kind, str(tmp_path), False)
     for (found, found_rates), (expected, rates) in conformance.pairs(
         save_and_resume, LAYOUTS[second], kind, str(tmp_path), True
@@ -198,7 +192,7 @@ def test_parameter_groups_resume_in_other_layout(
 
 
 class LitRankwise(LitBlocks):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         first, *others = self.parameters()
         if self.global_rank == 1:
             return torch.optim.SGD([{"params": [first]}, {"params": others[1:]}], lr=0.1)
@@ -206,21 +200,21 @@ class LitRankwise(LitBlocks):
 
 
 class LitRates(LitBlocks):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1 + 0.1 * self.global_rank)
 
 
 class LitComputes(LitBlocks):
     """Selects parameters by their values."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD([p for p in self.parameters() if p.data.norm() > 1], lr=0.1)
 
 
 class ClippingSGD(torch.optim.SGD):
     """Clips by the norm of its parameters."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss = closure()
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
         super().step()
@@ -228,7 +222,7 @@ class ClippingSGD(torch.optim.SGD):
 
 
 class LitClipping(LitBlocks):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return ClippingSGD(self.parameters(), lr=0.0)
 
 
@@ -265,8 +259,6 @@ class LitClipping(LitBlocks):
         ),
     ],
 )
-def test_inconsistent_groups_and_mixing_optimizers_are_refused(
-    kind: type[LitBlocks], layout: str, words: str, conformance: Conformance
-) -> None:
+def test_inconsistent_groups_and_mixing_optimizers_are_refused(kind, layout, words, conformance):
     for message in conformance.ranks(run_refused, LAYOUTS[layout], kind):
         assert message.startswith(words)

@@ -1,36 +1,33 @@
 """Uses of parameters that a rank lacks are refused in steps, averages and gradient hooks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.blocks import LAYOUTS, P2, PLAN, LitBlocks, batches, run_refused
-from tests.conformance.toys import ONE, Conformance, Place, assert_weights, make_trainer, weights
+from tests.conformance.toys import ONE, Place, assert_weights, make_trainer, weights
 from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
 
 
 class LitPenalty(LitBlocks):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch) + 1e-3 * sum(p.square().sum() for p in self.parameters())
 
 
 class LitBlocksPenalty(LitBlocks):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         penalty = sum(p.square().sum() for name, p in self.h.named_parameters() if "up" in name)
         return self.loss(batch) + 1e-3 * penalty
 
 
 class LitLogsNorm(LitBlocks):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log(
             "norm", torch.stack([p.norm() for p in self.parameters()]).norm() + 0 * self.loss(batch)
         )
@@ -50,9 +47,7 @@ def run(rank: int, place: Place, kind: type[LitBlocks]) -> None:
         (LitLogsNorm, "t2", "validation_step loops over self.parameters()"),
     ],
 )
-def test_loop_over_parameters_in_step_is_refused(
-    kind: Any, layout: str, call: str, conformance: Conformance
-) -> None:
+def test_loop_over_parameters_in_step_is_refused(kind, layout, call, conformance):
     place = LAYOUTS[layout]
     # in a pipeline, stages before the last one leave the step before the loop
     with pytest.raises(WorkerFailure) as error:
@@ -64,11 +59,11 @@ class LitRemedy(LitBlocks):
     """The penalty of ``LitPenalty`` as the error recommends it. The step reads the device and dtype
     of a parameter."""
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         first = next(self.parameters())
         return self.loss(batch.to(first.device)).to(first.dtype)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             parameter.grad.add_(parameter.detach(), alpha=2e-3)
 
@@ -81,20 +76,18 @@ def train(rank: int, place: Place, kind: type[LitBlocks]) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["t2p2", "d2p2 sharded"])
-def test_recommended_penalty_matches_loop_in_single_process(
-    layout: str, conformance: Conformance
-) -> None:
+def test_recommended_penalty_matches_loop_in_single_process(layout, conformance):
     (expected,) = conformance.expected(train, ONE, LitPenalty)
     for found in conformance.ranks(train, LAYOUTS[layout], LitRemedy):
         assert_weights(found, expected)
 
 
 class LitAveraged(LitBlocks):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.average = AveragedModel(self.h).requires_grad_(False)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.average.update_parameters(self.h)
 
 
@@ -103,9 +96,7 @@ EVERYWHERE = ParallelPlan(
 )
 
 
-def test_weight_average_of_partial_model_is_refused(
-    conformance: Conformance,
-) -> None:
+def test_weight_average_of_partial_model_is_refused(conformance):
     place = Place(world_size=2, layout={**P2, "plan": EVERYWHERE})
     for message in conformance.ranks(run_refused, place, LitAveraged):
         assert message.startswith("KeptModuleError: 'average.module.")
@@ -120,34 +111,32 @@ class LitHooked(LitBlocks):
         if not late:
             self.configure_model()
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not self.hooked:
             self.hooked = True
             self.get_parameter(self.name).register_hook(lambda gradient: 10 * gradient)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 class LitHookedBlock(LitHooked):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("h.2.up.weight", late=False)
 
 
 class LitHookedNorm(LitHooked):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("h.2.norm.weight", late=True)
 
 
 @pytest.mark.parametrize(("layout", "kind"), [("p2", LitHookedBlock), ("t2", LitHookedNorm)])
-def test_gradient_hook_of_whole_parameter_is_called(
-    layout: str, kind: Any, conformance: Conformance
-) -> None:
+def test_gradient_hook_of_whole_parameter_is_called(layout, kind, conformance):
     for found, expected in conformance.pairs(train, LAYOUTS[layout], kind):
         assert_weights(found, expected)
 
 
-def test_gradient_hook_of_split_parameter_is_refused() -> None:
+def test_gradient_hook_of_split_parameter_is_refused():
     with pytest.raises(
         ValueError, match=r"'h\.2\.up\.weight' has a hook on its gradient .*tensor_parallel_size=1"
     ):

@@ -1,7 +1,5 @@
 """Profilers, graph logging, values logged by rank 0 only, and ``strategy.reduce``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from tests.conformance.toys import (
     FEATURES,
     ONE,
     P2,
-    Conformance,
     LitNet,
     Place,
     loader,
@@ -37,7 +34,7 @@ D2, D2M2, P2D2 = (
 class LogsOnRankZero(LitNet):
     """Logs values on rank 0 only, as in Lightning's guide, and counts samples as tokens."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         if self.trainer.is_global_zero:
             self.log("zero", loss, rank_zero_only=True, sync_dist=True)
@@ -45,7 +42,7 @@ class LogsOnRankZero(LitNet):
             self.log("rank", loss, rank_zero_only=True)
         return {"loss": loss, "num_tokens": torch.tensor(len(batch[0]))}
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         loss = self.loss(batch)
         if self.trainer.is_global_zero:
             self.log("val", loss, rank_zero_only=True)
@@ -61,7 +58,7 @@ def log_on_rank_zero(rank: int, place: Place) -> Any:
 @pytest.mark.parametrize(
     "place", [Place(world_size=2, layout=P2), D2, D2M2, P2D2], ids=["p2", "d2", "d2 m2", "d2 p2"]
 )
-def test_rank_zero_only_value_is_logged(place: Place, conformance: Conformance) -> None:
+def test_rank_zero_only_value_is_logged(place, conformance):
     replicas = place.world_size // place.layout.get("pipeline_parallel_size", 1)
     found = conformance.ranks(log_on_rank_zero, place)
     expected = conformance.expected(log_on_rank_zero, DDP if replicas > 1 else ONE)
@@ -73,10 +70,10 @@ def test_rank_zero_only_value_is_logged(place: Place, conformance: Conformance) 
 class Reduces(L.Callback):
     """Records the results of ``strategy.reduce`` and the values left in its input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.found: dict[str, tuple[float, ...]] = {}
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         strategy = trainer.strategy
         replica, world = strategy.layout.replica(trainer.global_rank), torch.distributed.group.WORLD
         for op in ("sum", ReduceOp.SUM, "mean", "max"):
@@ -96,7 +93,7 @@ def reduce(rank: int, place: Place) -> Any:
     return reduces.found
 
 
-def test_reduce_counts_each_replica_once(conformance: Conformance) -> None:
+def test_reduce_counts_each_replica_once(conformance):
     found = conformance.ranks(reduce, P2D2)
     for result in found:
         assert result["sum"] == result[str(ReduceOp.SUM)] == (3.0, 3.0)
@@ -107,7 +104,7 @@ def test_reduce_counts_each_replica_once(conformance: Conformance) -> None:
     assert [result["own"] for result in found] == [(3,), (3,), (7,), (7,)]
 
 
-def test_reduce_over_one_replica_returns_its_value(conformance: Conformance) -> None:
+def test_reduce_over_one_replica_returns_its_value(conformance):
     first, second = conformance.ranks(reduce, Place(world_size=2, layout=P2))
     assert first["sum"] == second["sum"] == (1.0, 1.0)
     assert (first["own"], second["own"]) == ((1,), (2,))
@@ -136,9 +133,7 @@ def profile(rank: int, place: Place, folder: str) -> Any:
 @pytest.mark.parametrize(
     "place", [Place(), D2, Place(world_size=2, layout=P2)], ids=["one", "d2", "p2"]
 )
-def test_profiler_lists_modules_of_its_rank(
-    place: Place, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_profiler_lists_modules_of_its_rank(place, conformance, tmp_path):
     tables = conformance.ranks(profile, place, str(tmp_path))
     assert all(len(table) == 1 for table in tables)
     seen = [{index for index in range(7) if f"net.{index} " in table} for (table,) in tables]
@@ -153,11 +148,11 @@ def test_profiler_lists_modules_of_its_rank(
 class LitExample(LitNet):
     """A module whose forward can be traced."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.example_input_array = torch.zeros(2, FEATURES)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.net(x)
 
 
@@ -171,16 +166,12 @@ def log_graph(rank: int, place: Place, folder: str) -> str:
 
 
 @pytest.mark.parametrize("place", [Place(), D2], ids=["one", "d2"])
-def test_graph_of_whole_model_is_logged(
-    place: Place, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_graph_of_whole_model_is_logged(place, conformance, tmp_path):
     assert not any(conformance.ranks(log_graph, place, str(tmp_path)))
     assert any(b"Linear[6]" in path.read_bytes() for path in tmp_path.rglob("events*"))
 
 
-def test_graph_of_pipelined_model_is_refused_before_launch(
-    conformance: Conformance, tmp_path: Path
-) -> None:
+def test_graph_of_pipelined_model_is_refused_before_launch(conformance, tmp_path):
     for told in conformance.ranks(log_graph, Place(world_size=2, layout=P2), str(tmp_path)):
         assert told.startswith("MisconfigurationException: log_graph=True") and told.endswith(
             "True"

@@ -1,8 +1,6 @@
 """Behaviours 12, 17, 18 and 25: unsupported features of a split model are refused with the reason
 and work with a whole model."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any
@@ -29,7 +27,6 @@ from lightning_ptdp import ParallelPlan
 from lightning_ptdp.base.requirements import RequirementError
 from tests.conformance.toys import (
     P2,
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -39,7 +36,6 @@ from tests.conformance.toys import (
     weights,
 )
 from tests.errors import raises_with
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -57,7 +53,7 @@ class OwnLayerSync(TorchSyncBatchNorm):
 
 
 class LitManual(LitNet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
@@ -65,7 +61,7 @@ class LitManual(LitNet):
 class LitTunable(LitNet):
     lr, batch_size = 0.1, 4
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
@@ -94,9 +90,7 @@ class LitTunable(LitNet):
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
-def test_callback_or_plugin_is_refused_for_split_model(
-    settings: dict[str, Any], words: list[str]
-) -> None:
+def test_callback_or_plugin_is_refused_for_split_model(settings, words):
     with raises_with(words, MisconfigurationException):
         make_trainer(TWO_BY_TWO, **settings).fit(LitTunable(), loader())
 
@@ -109,9 +103,7 @@ def test_callback_or_plugin_is_refused_for_split_model(
         (Place(), {"precision": "bf16-true"}),
     ],
 )
-def test_pruning_of_sharded_or_master_weights_is_refused(
-    place: Place, settings: dict[str, Any]
-) -> None:
+def test_pruning_of_sharded_or_master_weights_is_refused(place, settings):
     with pytest.raises(MisconfigurationException, match=r"ModelPruning.*shard='none'"):
         make_trainer(place, callbacks=[ModelPruning("l1_unstructured")], **settings).fit(
             LitTunable(), loader()
@@ -127,9 +119,7 @@ def test_pruning_of_sharded_or_master_weights_is_refused(
         ({}, {"precision": "bf16-true"}, "master_weights=False"),
     ],
 )
-def test_finetuning_of_partial_or_master_weights_is_refused(
-    layout: dict[str, Any], settings: dict[str, Any], words: str
-) -> None:
+def test_finetuning_of_partial_or_master_weights_is_refused(layout, settings, words):
     place = Place(world_size=2, layout={**layout, "start_method": "fork"})
     with pytest.raises(MisconfigurationException, match=f"BackboneFinetuning.*{words}"):
         make_trainer(place, callbacks=[BackboneFinetuning()], **settings).fit(
@@ -138,7 +128,7 @@ def test_finetuning_of_partial_or_master_weights_is_refused(
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_float16_without_master_weights_is_refused() -> None:
+def test_float16_without_master_weights_is_refused():
     with pytest.raises(MisconfigurationException, match="'16-true' with master_weights=False"):
         make_trainer(
             Place(world_size=2, layout={"master_weights": False}), precision="16-true"
@@ -147,7 +137,7 @@ def test_float16_without_master_weights_is_refused() -> None:
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
-def test_scaled_loss_with_offloaded_optimizer_is_refused(precision: str) -> None:
+def test_scaled_loss_with_offloaded_optimizer_is_refused(precision):
     place = Place(world_size=2, layout={"offload_optimizer": True})
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     options = {"precision": precision} if precision == "16-true" else {"plugins": [plugin]}
@@ -156,7 +146,7 @@ def test_scaled_loss_with_offloaded_optimizer_is_refused(precision: str) -> None
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_tuner_and_manual_optimization_are_refused_in_pipeline() -> None:
+def test_tuner_and_manual_optimization_are_refused_in_pipeline():
     with pytest.raises(MisconfigurationException, match="LearningRateFinder"):
         Tuner(make_trainer(PIPELINE)).lr_find(LitTunable(), loader())
     with pytest.raises(MisconfigurationException, match="manual optimization"):
@@ -166,7 +156,7 @@ def test_tuner_and_manual_optimization_are_refused_in_pipeline() -> None:
 class LitBackward(LitNet):
     calls = 0
 
-    def backward(self, loss: Any) -> None:
+    def backward(self, loss):
         self.calls += 1
         loss.backward()
 
@@ -192,33 +182,31 @@ class LitBackward(LitNet):
         ),
     ],
 )
-def test_user_backward_is_refused_with_unsupported_options(
-    module: Any, layout: Any, settings: Any, words: list[str]
-) -> None:
+def test_user_backward_is_refused_with_unsupported_options(module, layout, settings, words):
     with raises_with(words, MisconfigurationException):
         make_trainer(Place(layout=layout), **settings).fit(module(), loader())
 
 
-def test_overridden_backward_runs_without_microbatches() -> None:
+def test_overridden_backward_runs_without_microbatches():
     module = LitBackward()
     make_trainer(Place(), max_epochs=1).fit(module, loader())
     assert module.calls == len(loader())
 
 
 class LitIterates(LitNet):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+    def training_step(self, dataloader_iter):
         batch, _, _ = next(dataloader_iter)
         return self.loss(batch)
 
 
 class LitIteratesValidation(LitNet):
-    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+    def validation_step(self, dataloader_iter):
         batch, _, _ = next(dataloader_iter)
         self.log("val_loss", self.loss(batch), batch_size=8)
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_dataloader_iter_step_is_refused_if_batches_are_split() -> None:
+def test_dataloader_iter_step_is_refused_if_batches_are_split():
     with pytest.raises(
         MisconfigurationException, match=r"training_step\(dataloader_iter\).*\(batch, batch_idx\)"
     ):
@@ -232,7 +220,7 @@ def test_dataloader_iter_step_is_refused_if_batches_are_split() -> None:
 
 
 class LitEvaluatedOnly(LitManual):
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss, *args, **kwargs):
         raise AssertionError("nothing trains")
 
 
@@ -244,26 +232,24 @@ def evaluate(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one m2", "d2", "p2"])
-def test_manual_optimization_module_is_evaluated_in_any_layout(
-    name: str, conformance: Conformance
-) -> None:
+def test_manual_optimization_module_is_evaluated_in_any_layout(name, conformance):
     for found, expected in conformance.pairs(evaluate, name):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
 class LitMadeBefore(LitNet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.optimizer
 
 
 class LitOutside(LitNet):
     """Optimizes a parameter that is not part of the module."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam([*self.parameters(), torch.nn.Parameter(torch.ones(3))], lr=1e-2)
 
 
@@ -285,9 +271,7 @@ def step_on_others(rank: int, place: Place, kind: Any) -> str:
     ],
     ids=["p2", "t2", "d2", "m2"],
 )
-def test_optimizer_of_foreign_parameters_is_refused(
-    kind: Any, place: Place, conformance: Conformance
-) -> None:
+def test_optimizer_of_foreign_parameters_is_refused(kind, place, conformance):
     found = conformance.ranks(step_on_others, place, kind)
     assert any("Create the optimizer in configure_optimizers" in text for text in found)
 
@@ -297,19 +281,17 @@ def test_optimizer_of_foreign_parameters_is_refused(
     [Place(), Place(layout={"num_microbatches": 2}), Place(world_size=2)],
     ids=["one", "m2", "d2"],
 )
-def test_optimizer_created_in_init_trains_whole_model(
-    place: Place, conformance: Conformance
-) -> None:
+def test_optimizer_created_in_init_trains_whole_model(place, conformance):
     assert conformance.ranks(step_on_others, place, LitMadeBefore) == [""] * place.world_size
 
 
 class LitNormalized(LitNet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net.insert(1, torch.nn.BatchNorm1d(16))
 
 
-def test_batch_norm_over_microbatch_warns() -> None:
+def test_batch_norm_over_microbatch_warns():
     with pytest.warns(UserWarning, match="net.1 normalize over the batch"):
         make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
             LitNormalized(), loader()
@@ -323,7 +305,7 @@ class LitLate(LitNet):
         super().__init__()
         self.net, self.depth, self.scale = None, depth, torch.nn.Parameter(torch.ones(1))
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.net is None:
             assert not self.trainer_attached(), "the trainer's module was built before launch"
             self.net = torch.nn.Sequential(
@@ -335,7 +317,7 @@ class LitLate(LitNet):
 
 
 class LitLoads(LitLate):
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.net is None:
             assert torch.get_default_device().type == "cpu", "cannot be built on the meta device"
             super().configure_model()
@@ -343,7 +325,7 @@ class LitLoads(LitLate):
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("module", [LitLate, LitLoads])
-def test_configure_model_is_checked_without_meta_device(module: Any) -> None:
+def test_configure_model_is_checked_without_meta_device(module):
     layout = {**PIPELINE.layout, "meta_init": False, "virtual_pipeline_size": 2}
     small = module(2)
     state = torch.random.get_rng_state()
@@ -368,9 +350,7 @@ def swa() -> Any:
 
 @pytest.mark.parametrize("name", ["one", "d2"])
 @pytest.mark.parametrize("callback", [EMAWeightAveraging, swa])
-def test_weight_averaging_of_whole_model_matches_lightning(
-    name: str, callback: Any, conformance: Conformance
-) -> None:
+def test_weight_averaging_of_whole_model_matches_lightning(name, callback, conformance):
     for found, expected in conformance.pairs(average, name, callback):
         assert_weights(found, expected)
 
@@ -380,7 +360,7 @@ def prune() -> Any:
 
 
 @pytest.mark.parametrize("name", ["one m2", "d2"])
-def test_pruning_of_whole_model_matches_lightning(name: str, conformance: Conformance) -> None:
+def test_pruning_of_whole_model_matches_lightning(name, conformance):
     for found, expected in conformance.pairs(average, name, prune):
         assert any(bool((value == 0).any()) for value in expected.values())
         assert_weights(found, expected)
@@ -393,9 +373,7 @@ def find_rate(rank: int, place: Place) -> Any:
     return found.suggestion(), found.results["loss"]
 
 
-def test_learning_rate_finder_matches_lightning(
-    conformance: Conformance, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_learning_rate_finder_matches_lightning(conformance, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for (rate, losses), (other_rate, other_losses) in conformance.pairs(find_rate, "one"):
         assert rate == pytest.approx(other_rate)
@@ -410,7 +388,7 @@ def profile(rank: int, place: Place, path: str) -> Any:
     return sorted(profiler.recorded_durations), weights(trainer)
 
 
-def test_simple_profiler_records_training_step(conformance: Conformance, tmp_path: Any) -> None:
+def test_simple_profiler_records_training_step(conformance, tmp_path):
     for (actions, found), (_, expected) in conformance.pairs(profile, "p2", str(tmp_path)):
         assert any("training_step" in action for action in actions)
         assert_weights(found, expected)
@@ -435,11 +413,11 @@ class KeepsData(L.LightningDataModule):
         super().__init__()
         self.save_hyperparameters()
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self):
         return loader()
 
 
-def test_object_hyperparameters_are_omitted_with_warning(tmp_path: Any) -> None:
+def test_object_hyperparameters_are_omitted_with_warning(tmp_path):
     saves: dict[str, Any] = {
         "enable_checkpointing": True,
         "default_root_dir": tmp_path,
@@ -487,7 +465,7 @@ def test_object_hyperparameters_are_omitted_with_warning(tmp_path: Any) -> None:
         ),
     ],
 )
-def test_unusable_address_for_checkpoints_is_refused(place: Place, url: str, words: str) -> None:
+def test_unusable_address_for_checkpoints_is_refused(place, url, words):
     with pytest.raises(MisconfigurationException, match=words):
         make_trainer(
             place, enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath=url)]
@@ -507,9 +485,7 @@ def test_unusable_address_for_checkpoints_is_refused(place: Place, url: str, wor
         ("tape://7/last.ckpt", "fsspec does not support URLs with the protocol tape://"),
     ],
 )
-def test_checkpoint_url_without_library_is_refused(
-    url: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_url_without_library_is_refused(url, words, monkeypatch):
     for library, protocol in (("s3fs", "s3"), ("gcsfs", "gs")):
         monkeypatch.setitem(sys.modules, library, None)
         monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
@@ -525,15 +501,15 @@ class Counted(torch.nn.Linear):
 
     extra: Any = 7
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.extra
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state):
         self.extra = state
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_non_tensor_extra_state_is_refused(tmp_path: Any) -> None:
+def test_non_tensor_extra_state_is_refused(tmp_path):
     module = LitNet()
     module.net[2] = Counted(16, 16)
     with pytest.raises(
@@ -550,7 +526,7 @@ class LitStores(LitNet):
         super().__init__()
         self.make = make
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return self.make(self.parameters())
 
 
@@ -567,7 +543,7 @@ def fit_and_save(rank: int, place: Place, path: str, make: Any, saves: bool) -> 
     return f"{len(steps.values)} steps"
 
 
-def test_unsavable_optimizer_is_refused_before_first_step(pool: Pool, tmp_path: Any) -> None:
+def test_unsavable_optimizer_is_refused_before_first_step(pool, tmp_path):
     (message,) = pool.run(
         fit_and_save,
         world_size=1,
@@ -593,9 +569,9 @@ def test_unsavable_optimizer_is_refused_before_first_step(pool: Pool, tmp_path: 
 
 def fit_without_validation(rank: int) -> None:
     module = LitNet()
-    module.validation_step = None  # type: ignore[method-assign, assignment]
+    module.validation_step = None
     make_trainer(Place(world_size=2, layout=P2), max_epochs=1).fit(module, loader())
 
 
-def test_validation_step_set_to_none_is_accepted(pool: Pool) -> None:
+def test_validation_step_set_to_none_is_accepted(pool):
     pool.run(fit_without_validation, world_size=2)

@@ -1,7 +1,5 @@
 """Resume of callback state that is needed before fit, of extra state, and from URLs."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.checkpoint import CheckpointError
 from tests.conformance.toys import (
     PLACES,
-    Conformance,
     LitBackbone,
     LitNet,
     Losses,
@@ -33,10 +30,10 @@ pytestmark = pytest.mark.thorough
 class Groups(L.Callback):
     """Records the learning rates and sizes of the parameter groups per step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[list[tuple[float, int]]] = []
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         groups = trainer.optimizers[0].param_groups
         self.seen.append(
             [(group["lr"], sum(p.numel() for p in group["params"])) for group in groups]
@@ -59,9 +56,7 @@ def unfreeze(rank: int, place: Place, path: str, stop: int) -> Any:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_backbone_is_unfrozen_at_its_epoch_after_resume(
-    stop: int, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_backbone_is_unfrozen_at_its_epoch_after_resume(stop, conformance, tmp_path):
     for (groups, losses, found), (other_groups, other_losses, expected) in conformance.pairs(
         unfreeze, "one", str(tmp_path), stop
     ):
@@ -85,7 +80,7 @@ class BatchTimer(Timer):
     def time_elapsed(self, stage: Any = "train") -> float:
         return self._offset + 60.0 * self.batches
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, *args, **kwargs):
         self.batches += 1
         super().on_train_batch_end(*args, **kwargs)
 
@@ -104,9 +99,7 @@ def out_of_time(rank: int, place: Place, path: str, minutes: int) -> Any:
 
 @pytest.mark.parametrize("minutes", [3, 5])
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_timer_stops_resumed_run_at_same_batch(
-    name: str, minutes: int, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_timer_stops_resumed_run_at_same_batch(name, minutes, conformance, tmp_path):
     for found, expected in conformance.pairs(out_of_time, name, str(tmp_path), minutes):
         assert found == expected
         assert found[0] >= 2
@@ -141,9 +134,7 @@ def urls_and_nothing(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "p2"])
-def test_file_urls_and_missing_checkpoints(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_file_urls_and_missing_checkpoints(name, conformance, tmp_path):
     for (step, val_loss), (expected_step, expected_loss) in conformance.pairs(
         urls_and_nothing, name, str(tmp_path)
     ):
@@ -158,19 +149,19 @@ class Counting(nn.Linear):
 
     count = 0
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input):
         self.count += self.training
         return super().forward(input)
 
-    def get_extra_state(self) -> torch.Tensor:
+    def get_extra_state(self):
         return torch.tensor(self.count)
 
-    def set_extra_state(self, state: torch.Tensor) -> None:
+    def set_extra_state(self, state):
         self.count = int(state)
 
 
 class LitCounting(LitNet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net[2] = Counting(16, 16)
 
@@ -191,9 +182,7 @@ def count(rank: int, place: Place, path: str, first: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "d2", "p2"])
-def test_extra_state_resumes_from_checkpoint(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_extra_state_resumes_from_checkpoint(name, conformance, tmp_path):
     # a stage counts microbatches
     counted = [found for found, _ in conformance.pairs(count, name, str(tmp_path)) if any(found)]
     assert counted
@@ -202,9 +191,7 @@ def test_extra_state_resumes_from_checkpoint(
 
 
 @pytest.mark.parametrize("name", ["one", "p2"])
-def test_extra_state_is_initialized_from_weights(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_extra_state_is_initialized_from_weights(name, conformance, tmp_path):
     place, _ = PLACES[name]
     for before, after in conformance.ranks(count, place, str(tmp_path), True):
         assert after == 2 * before

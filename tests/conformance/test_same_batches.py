@@ -1,7 +1,5 @@
 """The ranks of a replica read the same samples with the same augmentation at every step."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any
@@ -14,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp.engine import BatchMismatchError
 from lightning_ptdp.engine.rank_agreement import batch_sums
-from tests.conformance.toys import P2, Conformance, LitNet, Place, make_trainer, samples
+from tests.conformance.toys import P2, LitNet, Place, make_trainer, samples
 
 pytestmark = pytest.mark.thorough
 
@@ -22,22 +20,22 @@ pytestmark = pytest.mark.thorough
 class Augmented(Dataset):
     """Samples with noise from Python's, numpy's and torch's generators."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.pairs = samples(16)
 
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         x, y = self.pairs[index]
         return x * random.random() + float(np.random.normal()) + torch.randn(()), y
 
 
 class Seen(L.Callback):
-    def __init__(self) -> None:
+    def __init__(self):
         self.batches: list[Any] = []
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, module, batch, *_):
         self.batches.append(batch[0].tolist())
 
 
@@ -54,7 +52,7 @@ def augment(rank: int, place: Place) -> Any:
     return seen.batches
 
 
-def test_augmentation_is_equal_within_replica_only(conformance: Conformance) -> None:
+def test_augmentation_is_equal_within_replica_only(conformance):
     found = conformance.ranks(augment, Place(world_size=4, layout=P2))
     assert found[0] == found[2]
     assert found[1] == found[3]
@@ -69,7 +67,7 @@ def worker_ranks(rank: int, place: Place) -> int:
     return trainer.train_dataloader.worker_init_fn.keywords["rank"]
 
 
-def test_dataloader_workers_are_seeded_by_replica(conformance: Conformance) -> None:
+def test_dataloader_workers_are_seeded_by_replica(conformance):
     assert conformance.ranks(worker_ranks, Place(world_size=4, layout=P2)) == [
         0,
         1,
@@ -87,7 +85,7 @@ class Drifting(Dataset):
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         differs = index >= 8 and torch.distributed.get_rank() == self.rank
         return self.pairs[(index + 1) % 16 if differs else index]
 
@@ -104,15 +102,13 @@ def drift(rank: int, place: Place, drifting: int, validates: bool) -> tuple[str,
 
 @pytest.mark.parametrize("validates", [False, True], ids=["training", "validation"])
 @pytest.mark.parametrize("layout", [P2, {**P2, "virtual_pipeline_size": 2}], ids=["p2", "p2v2"])
-def test_batch_mismatch_is_detected_at_its_step(
-    layout: dict[str, Any], validates: bool, conformance: Conformance
-) -> None:
+def test_batch_mismatch_is_detected_at_its_step(layout, validates, conformance):
     found = conformance.ranks(drift, Place(world_size=2, layout=layout), 1, validates)
     assert all("replica 0 read different batches" in text for text, _ in found)
     assert [count for _, count in found] == [0 if validates else 3] * 2
 
 
-def test_batch_mismatch_is_reported_on_all_replicas(conformance: Conformance) -> None:
+def test_batch_mismatch_is_reported_on_all_replicas(conformance):
     found = conformance.ranks(drift, Place(world_size=4, layout=P2), 3, False)
     assert all("replica 1 read different batches" in text for text, _ in found)
 
@@ -131,7 +127,7 @@ def test_batch_mismatch_is_reported_on_all_replicas(conformance: Conformance) ->
     ],
     ids=lambda value: str(value.dtype),
 )
-def test_batch_checksum_compares_bits(value: torch.Tensor) -> None:
+def test_batch_checksum_compares_bits(value):
     def checksum(batch: Any) -> list[int]:
         return batch_sums(batch, replica=1, replicas=2, device=torch.device("cpu")).tolist()
 

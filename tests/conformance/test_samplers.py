@@ -1,7 +1,5 @@
 """Behaviours 13 and 14: distribution of samples over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance.toys import (
     P2,
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -29,17 +26,17 @@ pytestmark = pytest.mark.thorough
 class SeenSamples(L.Callback):
     """Records the targets of every training batch, which identify the samples, per epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.epochs: list[list[list[float]]] = []
 
-    def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
+    def setup(self, trainer, *_, **__):
         # every process has another random state: the order must not depend on it
         torch.rand(trainer.global_rank + 1)
 
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, *_):
         self.epochs.append([])
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, module, batch, *_):
         self.epochs[-1].append(batch[1].flatten().tolist())
 
 
@@ -62,7 +59,7 @@ def read_twice(rank: int, place: Place) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["one", "one m2", "d2"])
-def test_second_fit_shuffles_like_lightning(name: str, conformance: Conformance) -> None:
+def test_second_fit_shuffles_like_lightning(name, conformance):
     for found, expected in conformance.pairs(read_twice, name):
         assert found == expected
 
@@ -75,7 +72,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_replicas_split_samples_and_their_ranks_agree(name: str, conformance: Conformance) -> None:
+def test_replicas_split_samples_and_their_ranks_agree(name, conformance):
     place = LAYOUTS[name]
     layout = place.strategy.config.layout(place.world_size)
     ranks = conformance.ranks(read, place, True)
@@ -91,7 +88,7 @@ def test_replicas_split_samples_and_their_ranks_agree(name: str, conformance: Co
     assert ranks[0][0] != ranks[0][1], "the second epoch has the order of the first"
 
 
-def test_pipeline_reads_samples_in_data_parallel_order(conformance: Conformance) -> None:
+def test_pipeline_reads_samples_in_data_parallel_order(conformance):
     pipeline = conformance.ranks(read, LAYOUTS["p2"], True)[0]
     replicas = conformance.ranks(read, LAYOUTS["d2"], True)
     for epoch, found in enumerate(pipeline):
@@ -134,7 +131,7 @@ def train(rank: int, place: Place, data: str) -> Any:
 
 
 @pytest.mark.parametrize("data", LOADERS)
-def test_uneven_batches_and_streams_match_lightning(data: str, conformance: Conformance) -> None:
+def test_uneven_batches_and_streams_match_lightning(data, conformance):
     for (losses, found, step, val_loss), (
         other_losses,
         expected,

@@ -1,7 +1,5 @@
 """Background saves complete, however the process ends (ci/endings.py runs more cases)."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -16,7 +14,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("launcher", ["one", "ranks", "fork"])
-def test_started_background_save_completes(launcher: str, tmp_path: Path) -> None:
+def test_started_background_save_completes(launcher, tmp_path):
     with forked_session(
         [str(PROGRAM), "--runs", "4", "--launchers", launcher], folder=tmp_path
     ) as endings:
@@ -25,7 +23,7 @@ def test_started_background_save_completes(launcher: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("way", ["Ctrl-C", "Ctrl-C to one"])
-def test_ctrl_c_saves_checkpoint_under_lightnings_launcher(way: str, tmp_path: Path) -> None:
+def test_ctrl_c_saves_checkpoint_under_lightnings_launcher(way, tmp_path):
     case = {
         "launcher": "popen",
         "way": way,

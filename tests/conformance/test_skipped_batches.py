@@ -1,15 +1,11 @@
 """Training steps that return None skip the batch, as in Lightning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
-from torch import Tensor
 
 from tests.conformance.toys import (
-    Conformance,
     LitNet,
     Place,
     assert_weights,
@@ -23,7 +19,7 @@ from tests.conformance.toys import (
 class LitSkips(LitNet):
     """Skips every third batch, and the second one."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+    def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return None if batch_idx % 3 == 2 or batch_idx == 1 else loss
 
@@ -36,18 +32,18 @@ def skip(rank: int, place: Place, accumulate: int) -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_step_that_returns_none_skips_batch(accumulate: int, conformance: Conformance) -> None:
+def test_step_that_returns_none_skips_batch(accumulate, conformance):
     for (found, logged), (expected, there) in conformance.pairs(skip, "m3", accumulate):
         assert_weights(found, expected)
         assert logged["callback_metrics"] == pytest.approx(there["callback_metrics"], rel=1e-5)
 
 
 class LitSkipsHalf(LitNet):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+    def training_step(self, batch, batch_idx):
         self.calls = getattr(self, "calls", 0) + 1
         return super().training_step(batch, batch_idx) if self.calls % 2 else None
 
 
-def test_none_for_some_microbatches_is_refused() -> None:
+def test_none_for_some_microbatches_is_refused():
     with pytest.raises(ValueError, match=r"None.*loss times zero"):
         make_trainer(Place(layout={"num_microbatches": 2})).fit(LitSkipsHalf(), loader())

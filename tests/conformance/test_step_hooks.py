@@ -1,8 +1,5 @@
 """Overridden ``optimizer_step`` and ``optimizer_zero_grad`` work as Lightning documents."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,7 +10,6 @@ from torch import Tensor
 from lightning_ptdp import ParallelPlan
 from tests.conformance.toys import (
     PLACES,
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -31,15 +27,15 @@ EVERYWHERE = list(PLACES)
 class LitPlain(LitNet):
     """Records the gradient norm in ``on_after_backward``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.seen: list[float] = []
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         self.seen.append(float(torch.nn.utils.get_total_norm(gradients)))
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         groups = [
             {"params": [p for p in self.parameters() if (p.dim() > 1) is matrices]}
             for matrices in (True, False)
@@ -50,9 +46,7 @@ class LitPlain(LitNet):
 class LitEverySecond(LitPlain):
     """From Lightning's documentation of ``optimizer_step``."""
 
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]
-    ) -> None:
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         if batch_idx % 2 == 0:
             optimizer.step(closure=optimizer_closure)
         else:
@@ -60,25 +54,25 @@ class LitEverySecond(LitPlain):
 
 
 class LitKeeps(LitPlain):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         """Keep the gradients, so that each step uses the sum of all so far."""
 
 
 class LitTells(LitPlain):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         self.seen.append(float(batch_idx))
         super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
 
 class LitZeroes(LitPlain):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         optimizer.zero_grad(set_to_none=False)
 
 
 class LitPartly(LitEverySecond):
     """Clears all gradients every third batch, and those of the first group always."""
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         if batch_idx % 3 == 0:
             optimizer.zero_grad()
         for parameter in optimizer.param_groups[0]["params"]:
@@ -88,7 +82,7 @@ class LitPartly(LitEverySecond):
 class LitDrops(LitPlain):
     """Drops the gradients of one batch of an accumulation window, as users do with NaN."""
 
-    def on_after_backward(self) -> None:
+    def on_after_backward(self):
         super().on_after_backward()
         if self.trainer.fit_loop.epoch_loop.batch_idx == 0:
             self.zero_grad()
@@ -106,9 +100,7 @@ def run(
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("module", [LitEverySecond, LitKeeps, LitTells, LitZeroes, LitPartly])
-def test_gradients_are_cleared_like_in_lightning(
-    module: type[LitPlain], name: str, conformance: Conformance
-) -> None:
+def test_gradients_are_cleared_like_in_lightning(module, name, conformance):
     for found, expected in conformance.pairs(run, name, module, {"gradient_clip_val": 0.3}):
         assert_weights(found["weights"], expected["weights"])
         if name in ("one", "d2", "one m2", "d2 m2"):
@@ -117,9 +109,7 @@ def test_gradients_are_cleared_like_in_lightning(
 
 @pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("module", [LitKeeps, LitPartly])
-def test_accumulation_over_uncleared_gradients(
-    module: type[LitPlain], name: str, conformance: Conformance
-) -> None:
+def test_accumulation_over_uncleared_gradients(module, name, conformance):
     for found, expected in conformance.pairs(
         run, name, module, {"accumulate_grad_batches": 2, "max_epochs": 3}
     ):
@@ -127,7 +117,7 @@ def test_accumulation_over_uncleared_gradients(
 
 
 @pytest.mark.parametrize("name", ["one m2", "d2", "p2"])
-def test_gradients_dropped_in_accumulation_window(name: str, conformance: Conformance) -> None:
+def test_gradients_dropped_in_accumulation_window(name, conformance):
     for found, expected in conformance.pairs(run, name, LitDrops, {"accumulate_grad_batches": 2}):
         assert_weights(found["weights"], expected["weights"])
 
@@ -137,9 +127,7 @@ def test_gradients_dropped_in_accumulation_window(name: str, conformance: Confor
     ("module", "precision"),
     [(LitEverySecond, "16-true"), (LitKeeps, "bf16-true"), (LitZeroes, "16-true")],
 )
-def test_overridden_hooks_with_master_weights(
-    module: type[LitPlain], precision: str, name: str, conformance: Conformance
-) -> None:
+def test_overridden_hooks_with_master_weights(module, precision, name, conformance):
     place, reference = PLACES[name]
     # Lightning's own strategy has no master weights and no loss scale
     whole = Place(world_size=reference.world_size)
@@ -154,7 +142,7 @@ class LitBackward(LitNet):
     def configure_parallel(self) -> ParallelPlan:
         return ParallelPlan(tensor={"net.2": "column", "net.4": "row"})
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss):
         self.calls += 1
         loss.backward()
 
@@ -167,7 +155,7 @@ def run_backward(rank: int, place: Place) -> dict[str, Tensor]:
     return weights(trainer)
 
 
-def test_overridden_backward_runs_under_tensor_parallelism(conformance: Conformance) -> None:
+def test_overridden_backward_runs_under_tensor_parallelism(conformance):
     place = Place(world_size=2, layout={"tensor_parallel_size": 2})
     for found, expected in conformance.pairs(run_backward, place):
         assert_weights(found, expected)

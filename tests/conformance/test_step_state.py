@@ -1,7 +1,5 @@
 """State and metrics that steps collect are, on every rank, those of one device."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from typing import Any, ClassVar
 
@@ -18,7 +16,7 @@ from torchmetrics import (
     PearsonCorrCoef,
 )
 
-from tests.conformance.toys import DDP, ONE, Conformance, LitNet, Place, loader, make_trainer
+from tests.conformance.toys import DDP, ONE, LitNet, Place, loader, make_trainer
 
 pytestmark = pytest.mark.thorough
 
@@ -33,7 +31,7 @@ LAYOUTS = {
 class Average:
     """A running mean, as in many training scripts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sum, self.count = 0.0, 0
 
     def add(self, values: Tensor) -> None:
@@ -47,7 +45,7 @@ class Collects(LitNet):
     total: Tensor
     of_the_class: ClassVar[list[Tensor]] = []
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.train_error, self.errors = (
             MeanSquaredError(),
@@ -67,7 +65,7 @@ class Collects(LitNet):
         self.average, self.greatest = Average(), None
         self.register_buffer("total", torch.zeros(()))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         prediction = self.net(x)
         self.train_error.update(prediction, y)
@@ -76,7 +74,7 @@ class Collects(LitNet):
         self.of_the_class.append(prediction.detach())
         return nn.functional.mse_loss(prediction, y)
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log("train_error", self.train_error.compute())
         self.train_error.reset()
         self.log("train_mean", torch.cat(self.losses).mean(), sync_dist=True)
@@ -85,7 +83,7 @@ class Collects(LitNet):
         self.losses.clear()
         self.of_the_class.clear()
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         x, y = batch
         self.seen_before += len(x)
         prediction = self.net(x)
@@ -103,7 +101,7 @@ class Collects(LitNet):
             errors.max() if self.greatest is None else torch.maximum(self.greatest, errors.max())
         )
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         values = {
             "seen": self.seen,
             "seen_before": self.seen_before,
@@ -129,10 +127,10 @@ class Collects(LitNet):
 
 
 class Values(L.Callback):
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[dict[str, float]] = []
 
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer, *_):
         self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
@@ -147,7 +145,7 @@ def collect(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_values_collected_in_steps_are_on_every_rank(name: str, conformance: Conformance) -> None:
+def test_values_collected_in_steps_are_on_every_rank(name, conformance):
     expected, _ = conformance.expected(collect, DDP if name.startswith("d2") else ONE)[0]
     world_size, layout = LAYOUTS[name]
     place = Place(world_size=world_size, layout=layout)

@@ -1,7 +1,5 @@
 """Behaviours 2 to 6: stopping, checkpoints and resuming, on all ranks at the same step."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +12,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_ptdp.checkpoint import CheckpointError
 from tests.conformance.toys import (
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -32,23 +29,23 @@ ALL = ["one", "d2", "p2"]
 class Counter(L.Callback):
     """A callback with a state."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.batches = 0
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.batches += 1
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"batches": self.batches}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.batches = state_dict["batches"]
 
 
 class LitScheduled(LitNet):
     """Uses a scheduler with a state."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -80,9 +77,7 @@ def interrupted(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_resume_within_epoch_restores_callback_and_scheduler(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_resume_within_epoch_restores_callback_and_scheduler(name, conformance, tmp_path):
     for found, expected in conformance.pairs(interrupted, name, str(tmp_path)):
         assert found["where"] == expected["where"]
         assert found["where"][0] == found["where"][2] == 11
@@ -106,9 +101,7 @@ def train_until_stopped(rank: int, place: Place) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_early_stopping_callbacks_stop_all_ranks_together(
-    name: str, conformance: Conformance
-) -> None:
+def test_early_stopping_callbacks_stop_all_ranks_together(name, conformance):
     for (step, states), (expected_step, expected) in conformance.pairs(train_until_stopped, name):
         assert step == expected_step
         assert any(stopped for stopped, _, _ in expected), "the reference was never stopped"
@@ -136,7 +129,7 @@ def stop_and_resume(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_early_stopping_state_resumes(name: str, conformance: Conformance, tmp_path: Path) -> None:
+def test_early_stopping_state_resumes(name, conformance, tmp_path):
     for found, expected in conformance.pairs(stop_and_resume, name, str(tmp_path)):
         assert found == expected
         assert [wait for wait, _, _ in found] == [2, 5]
@@ -145,7 +138,7 @@ def test_early_stopping_state_resumes(name: str, conformance: Conformance, tmp_p
 class LitRenames(LitScheduled):
     """Changes the values in its own ``load_state_dict``."""
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict, strict=True, assign=False):
         if os.environ.get("RENAMES"):
             state_dict = {name: value + 1 for name, value in state_dict.items()}
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -168,16 +161,12 @@ def loads_by_itself(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "d2"])
-def test_overridden_load_state_dict_is_called(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_overridden_load_state_dict_is_called(name, conformance, tmp_path):
     for found, expected in conformance.pairs(loads_by_itself, name, str(tmp_path)):
         assert_weights(found, expected)
 
 
-def test_overridden_load_state_dict_is_refused_in_pipeline(
-    conformance: Conformance, tmp_path: Path
-) -> None:
+def test_overridden_load_state_dict_is_refused_in_pipeline(conformance, tmp_path):
     place = Place(world_size=2, layout={"pipeline_parallel_size": 2})
     for found in conformance.ranks(loads_by_itself, place, str(tmp_path)):
         assert "LitRenames.load_state_dict is overridden" in found
@@ -223,9 +212,7 @@ def write_checkpoints(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_model_checkpoint_writes_same_files_as_lightning(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_model_checkpoint_writes_same_files_as_lightning(name, conformance, tmp_path):
     for (files, best, scores), (
         expected_files,
         expected_best,

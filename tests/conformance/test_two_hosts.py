@@ -1,13 +1,9 @@
 """A run on two hosts, emulated by two network namespaces joined by a veth pair."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ def ip(command: str, *, check: bool = True) -> None:
 
 
 @pytest.fixture
-def hosts() -> Iterator[list[str]]:
+def hosts():
     """Yield the names of two namespaces that are connected by one link, like two machines."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
@@ -56,7 +52,7 @@ def deep_net() -> torch.nn.Module:
     return torch.nn.Sequential(*blocks)
 
 
-def test_tensor_parallel_within_and_pipeline_across_hosts(hosts: list[str], tmp_path: Path) -> None:
+def test_tensor_parallel_within_and_pipeline_across_hosts(hosts, tmp_path):
     settings = {"layout": LAYOUT, "num_nodes": 2, "deep": True}
     folders = [tmp_path / f"host{host}" for host in range(2)]
     with contextlib.ExitStack() as stack:

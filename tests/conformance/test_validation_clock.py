@@ -1,16 +1,13 @@
 """Validation at time intervals starts after the same batch on all ranks."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 
 from lightning_ptdp.shims.lightning import set_last_validation
-from tests.conformance.toys import P2, Conformance, LitNet, Place, loader, make_trainer
+from tests.conformance.toys import P2, LitNet, Place, loader, make_trainer
 
 
 class Ahead(L.Callback):
@@ -19,11 +16,11 @@ class Ahead(L.Callback):
     def __init__(self, rank: int) -> None:
         self.rank, self.validated_behind = rank, list[int]()
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if batch_idx == (4, 2)[self.rank]:
             set_last_validation(trainer, time.monotonic() - 2000)
 
-    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+    def on_validation_start(self, trainer, *_):
         self.validated_behind.append(trainer.fit_loop.epoch_loop.batch_idx)
 
 
@@ -42,8 +39,6 @@ def validate(rank: int, place: Place) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", [{}, P2], ids=["d2", "p2"])
-def test_timed_validation_runs_after_same_batch_on_all_ranks(
-    layout: dict[str, Any], conformance: Conformance
-) -> None:
+def test_timed_validation_runs_after_same_batch_on_all_ranks(layout, conformance):
     place = Place(world_size=2, layout={**layout, "timeout_s": 20.0})
     assert conformance.ranks(validate, place) == [[4], [4]]

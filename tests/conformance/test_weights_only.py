@@ -1,7 +1,5 @@
 """Weights-only checkpoints, and checkpoints that a callback loads in a resumed run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from lightning_ptdp.callbacks import InitFrom
 from lightning_ptdp.checkpoint import CheckpointError
 from tests.conformance.toys import (
     P2,
-    Conformance,
     LitNet,
     Losses,
     Place,
@@ -46,9 +43,7 @@ def begin_from_weights(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_weights_only_checkpoint_initializes_training(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_weights_only_checkpoint_initializes_training(name, conformance, tmp_path):
     place = PLACES[name]
     found = conformance.ranks(begin_from_weights, place, str(tmp_path))
     for trained, begun, _ in found:
@@ -64,10 +59,10 @@ class Teacher(L.Callback):
         self.path = path
         self.read: list[float] = []
 
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
+    def on_fit_start(self, trainer, module):
         self.read.append(self._mean(trainer))
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.read.append(self._mean(trainer))
 
     def _mean(self, trainer: Any) -> float:
@@ -89,9 +84,7 @@ def resume_beside(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one", "p2"])
-def test_checkpoint_loaded_by_callback_does_not_affect_resume(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_checkpoint_loaded_by_callback_does_not_affect_resume(name, conformance, tmp_path):
     for (read, losses, found), (other_read, other_losses, expected) in conformance.pairs(
         resume_beside, name, str(tmp_path)
     ):
@@ -103,7 +96,7 @@ def test_checkpoint_loaded_by_callback_does_not_affect_resume(
 class Undecided(InitFrom):
     """Records the weights before the first batch."""
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if not hasattr(self, "begun"):
             self.begun = trainer.strategy.gather_state_dict()
 
@@ -122,9 +115,7 @@ def resume_with_init(rank: int, place: Place, path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_resumed_checkpoint_overrides_init_from(
-    name: str, conformance: Conformance, tmp_path: Path
-) -> None:
+def test_resumed_checkpoint_overrides_init_from(name, conformance, tmp_path):
     place = PLACES[name]
     for begun, reached in conformance.ranks(resume_with_init, place, str(tmp_path)):
         assert_weights(begun, reached, tolerance=0)

@@ -3,8 +3,6 @@
 Lightning's own strategies give the expected results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +118,7 @@ def layers(width: int = 16) -> nn.Sequential:
 class LitNet(L.LightningModule):
     """An ordinary module around an ``nn.Sequential``, without any code for ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = layers()
 
@@ -128,31 +126,31 @@ class LitNet(L.LightningModule):
         x, y = batch
         return nn.functional.mse_loss(self.net(x), y)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch, batch_idx):
         self.log("test_loss", self.loss(batch), sync_dist=True)
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch, batch_idx):
         return self.net(batch[0])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-5)
 
 
 class Losses(L.Callback):
     """Records the loss of every training batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.values: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, module, outputs, *_):
         self.values.append(float(outputs["loss"]))
 
 
@@ -195,14 +193,14 @@ def assert_weights(
 class LitBackbone(LitNet):
     """A backbone, which BackboneFinetuning freezes at first, and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, FEATURES))
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return super().training_step((self.backbone(batch[0]), batch[1]), batch_idx)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.Adam(
             filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2, eps=1e-5
         )

@@ -1,7 +1,5 @@
 """Small models for the tests of context parallelism."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -16,11 +14,11 @@ VOCABULARY, HIDDEN = 29, 16
 class Attention(nn.Module):
     """Self-attention of four heads that forwards mask arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, x: Tensor, **attention: Any) -> Tensor:
+    def forward(self, x, **attention):
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         return x + self.out(
             F.scaled_dot_product_attention(q, k, v, **attention).transpose(1, 2).flatten(2)
@@ -38,9 +36,7 @@ class Toy(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY)
         self.attention, self.recompute = attention, recompute
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids, position_ids=None, mask=None):
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1))
         x = self.tokens(input_ids) + self.places(position_ids)
@@ -57,15 +53,13 @@ class Toy(nn.Module):
 class Encoder(nn.Module):
     """torch's ``nn.TransformerEncoder`` with embeddings."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(64, HIDDEN)
         layer = nn.TransformerEncoderLayer(HIDDEN, 4, 2 * HIDDEN, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, **masks: Any
-    ) -> Tensor:
+    def forward(self, input_ids, position_ids=None, **masks):
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1))
         return self.encoder(self.tokens(input_ids) + self.places(position_ids), **masks)

@@ -1,7 +1,5 @@
 """Slicing of the tensors of a batch along the sequence."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +32,7 @@ def shard(batch: Any, **sequence_dims: int | None) -> Any:
     return shard_batch(batch, length=LENGTH, rank=0, size=2, sequence_dims=sequence_dims)
 
 
-def test_tensors_are_cut_along_sequence_dimension() -> None:
+def test_tensors_are_cut_along_sequence_dimension():
     torch.manual_seed(0)
     batch = {
         "input_ids": torch.randn(3, LENGTH),
@@ -53,7 +51,7 @@ def test_tensors_are_cut_along_sequence_dimension() -> None:
     assert all(local[key] is batch[key] for key in ("keys", "image", "class", "scalar", "name"))
 
 
-def test_sequence_dims_override_default_dimension() -> None:
+def test_sequence_dims_override_default_dimension():
     x = torch.arange(LENGTH * LENGTH).view(LENGTH, LENGTH)
     local = shard({"rows": x, "whole": x, "nested": [{"rows": x}]}, rows=0, whole=None)
     assert torch.equal(local["rows"], x[MINE])
@@ -63,7 +61,7 @@ def test_sequence_dims_override_default_dimension() -> None:
         shard({"rows": x}, rows=2)
 
 
-def test_containers_keep_their_type() -> None:
+def test_containers_keep_their_type():
     x = torch.arange(2 * LENGTH).view(2, LENGTH)
     pair = shard(Pair(x, torch.ones(2)))
     assert isinstance(pair, Pair)
@@ -74,7 +72,7 @@ def test_containers_keep_their_type() -> None:
     assert torch.equal(shard((x, [x]))[1][0], x[:, MINE])
 
 
-def test_single_rank_keeps_batch() -> None:
+def test_single_rank_keeps_batch():
     batch = {"input_ids": torch.zeros(1, 7)}
     assert shard_batch(batch, length=7, rank=0, size=1) is batch
 
@@ -88,23 +86,21 @@ def test_single_rank_keeps_batch() -> None:
         ({"class_weights": (2, 5), "x": (2, 12)}, {"class_weights": None}, 12),
     ],
 )
-def test_sequence_length_of_batch(
-    shapes: dict[str, tuple[int, ...]], dims: dict[str, int | None], expected: int
-) -> None:
+def test_sequence_length_of_batch(shapes, dims, expected):
     assert (
         sequence_length({name: torch.zeros(shape) for name, shape in shapes.items()}, dims)
         == expected
     )
 
 
-def test_batch_without_unique_sequence_length_is_refused() -> None:
+def test_batch_without_unique_sequence_length_is_refused():
     with pytest.raises(ValueError, match=r"only \{'class': \(2,\)\}.*sequence_dims"):
         sequence_length({"class": torch.zeros(2)})
     with pytest.raises(ValueError, match="different lengths"):
         sequence_length({"a": torch.zeros(2, 4), "b": torch.zeros(2, 8)}, {"a": 1, "b": 1})
 
 
-def test_padding_is_detected_in_attention_mask() -> None:
+def test_padding_is_detected_in_attention_mask():
     ones = torch.ones(2, 4, dtype=torch.int64)
     padded = ones.clone()
     padded[1, 3:] = 0
@@ -116,7 +112,7 @@ def test_padding_is_detected_in_attention_mask() -> None:
     assert padding_masks({}, ("attention_mask",)) == []
 
 
-def test_ignored_labels_are_not_counted() -> None:
+def test_ignored_labels_are_not_counted():
     count = count_targets({"labels": torch.tensor([[1, -100, 3]])})
     assert count is not None
     assert count.item() == 2

@@ -1,7 +1,5 @@
 """Our GPT on slices of the sequence against a single process: logits, loss, gradients."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 
@@ -18,7 +16,6 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.context_parallel.toy import assert_close, context_group, own, sliced, weighted
 from tests.models.configs import GPT2, LLAMA
-from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import assert_gradients
 
@@ -76,9 +73,7 @@ def _train_step(rank: int, config: GPTConfig, kind: AttentionKind, dtype: torch.
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_loss_and_gradients_match_single_process(
-    pool: Pool, name: str, kind: AttentionKind, size: int, dtype: torch.dtype
-) -> None:
+def test_logits_loss_and_gradients_match_single_process(pool, name, kind, size, dtype):
     pool.run(_train_step, world_size=size, args=(CONFIGS[name], kind, dtype))
 
 
@@ -104,7 +99,7 @@ def _mean_loss(rank: int) -> None:
         assert_close(mine, grad)
 
 
-def test_mean_loss_is_weighted_by_label_counts(pool: Pool) -> None:
+def test_mean_loss_is_weighted_by_label_counts(pool):
     pool.run(_mean_loss, world_size=2)
 
 
@@ -139,9 +134,7 @@ def _with_tensor_parallel(rank: int, config: GPTConfig, sequence_parallel: bool)
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_context_and_tensor_parallelism_match_single_process(
-    pool: Pool, name: str, sequence_parallel: bool
-) -> None:
+def test_context_and_tensor_parallelism_match_single_process(pool, name, sequence_parallel):
     pool.run(_with_tensor_parallel, world_size=4, args=(CONFIGS[name], sequence_parallel))
 
 
@@ -154,7 +147,7 @@ def _too_long(rank: int) -> None:
         model(running.batch["input_ids"])
 
 
-def test_length_limit_applies_to_whole_sequence(pool: Pool) -> None:
+def test_length_limit_applies_to_whole_sequence(pool):
     pool.run(_too_long, world_size=2)
 
 
@@ -162,18 +155,18 @@ def _lightning_module(rank: int) -> tuple[float, int]:
     torch.manual_seed(0)
     module = LitGPT(LLAMA)
     module.configure_model()
-    module.log = lambda *args, **kwargs: None  # type: ignore[assignment]
+    module.log = lambda *args, **kwargs: None
     with sliced(ContextParallel(group=context_group(rank)), module, make_batch(LLAMA)) as running:
         output = module.training_step(running.batch, 0)
     return output["loss"].item() * output["num_tokens"].item(), output["num_tokens"].item()
 
 
-def test_unmodified_lightning_module_matches_single_process(pool: Pool) -> None:
+def test_unmodified_lightning_module_matches_single_process(pool):
     results = pool.run(_lightning_module, world_size=2)
     torch.manual_seed(0)
     module = LitGPT(LLAMA)
     module.configure_model()
-    module.log = lambda *args, **kwargs: None  # type: ignore[assignment]
+    module.log = lambda *args, **kwargs: None
     expected = module.training_step(make_batch(LLAMA), 0)
     losses, tokens = zip(*results, strict=True)
     assert tokens[0] != tokens[1]
@@ -181,7 +174,7 @@ def test_unmodified_lightning_module_matches_single_process(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_position_ids_are_broadcast_over_samples(name: str) -> None:
+def test_position_ids_are_broadcast_over_samples(name):
     torch.manual_seed(0)
     model, ids = GPT(CONFIGS[name]), make_batch(CONFIGS[name])["input_ids"]
     expected = model(ids)

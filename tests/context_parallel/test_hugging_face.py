@@ -1,7 +1,5 @@
 """Unmodified Hugging Face models on slices of the sequence: positions, masks and shifted labels."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.context_parallel import ContextParallel
 from tests.context_parallel.toy import assert_close, context_group, own, sliced, weighted
-from tests.pool import Pool
 
 pytest.importorskip("transformers")
 
@@ -145,12 +142,12 @@ def _train_with_mask_of_pairs(rank: int) -> None:
         assert_close(local, loss)
 
 
-def test_mask_of_queries_and_keys_is_not_replaced_by_known_one(pool: Pool) -> None:
+def test_mask_of_queries_and_keys_is_not_replaced_by_known_one(pool):
     pool.run(_train_with_mask_of_pairs, world_size=2)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta"])
-def test_hugging_face_model_matches_single_process(pool: Pool, name: str) -> None:
+def test_hugging_face_model_matches_single_process(pool, name):
     pool.run(_train_step, world_size=2, args=(name,))
 
 
@@ -159,7 +156,7 @@ def _refusals(rank: int) -> list[str]:
     for name, change in (("mistral", {}), ("llama", {"attn_implementation": "eager"})):
         model = make_model(name)
         if change:
-            model.set_attn_implementation("eager")  # type: ignore[operator]
+            model.set_attn_implementation("eager")
         with (
             pytest.raises(ContextParallelError) as error,
             sliced(ContextParallel(group=group), model, make_batch(None)) as f,
@@ -169,7 +166,7 @@ def _refusals(rank: int) -> list[str]:
     return messages
 
 
-def test_sliding_window_and_eager_attention_are_refused(pool: Pool) -> None:
+def test_sliding_window_and_eager_attention_are_refused(pool):
     window, eager = pool.run(_refusals, world_size=2)[0]
     assert "sliding_window=8" in window
     assert "attn_implementation='sdpa'" in eager

@@ -1,8 +1,6 @@
 """Models that call ``scaled_dot_product_attention``: results on slices of the sequence, and
 refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +18,6 @@ from lightning_ptdp.context_parallel.context import ContextForward
 from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from tests.context_parallel.models import VOCABULARY, Encoder, Toy, local_causal_mask
 from tests.context_parallel.toy import assert_close, context_group, own, sliced
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -194,7 +191,7 @@ def models_on_slices(rank: int, kind: AttentionKind) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_models_on_slices_match_whole_sequence(pool: Pool, kind: AttentionKind, size: int) -> None:
+def test_models_on_slices_match_whole_sequence(pool, kind, size):
     pool.run(models_on_slices, world_size=size, args=(kind,))
 
 
@@ -204,9 +201,7 @@ def test_models_on_slices_match_whole_sequence(pool: Pool, kind: AttentionKind, 
 class Eager(Toy):
     """A model that attends without ``scaled_dot_product_attention``."""
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids, position_ids=None, mask=None):
         x = self.tokens(input_ids)
         return self.head((x @ x.transpose(1, 2)).softmax(-1) @ x)
 
@@ -214,12 +209,12 @@ class Eager(Toy):
 class CountsItself(nn.Module):
     """A model that bypasses the submodule that takes positions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.toy = Toy()
-        self.toy.forward = self.toy.forward  # type: ignore[method-assign]
+        self.toy.forward = self.toy.forward
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         return self.toy.blocks[0](
             self.toy.tokens(input_ids) + self.toy.places(torch.arange(input_ids.size(1)))
         )
@@ -228,11 +223,11 @@ class CountsItself(nn.Module):
 class Counting(nn.Module):
     """A model without a module that takes positions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokens, self.block = nn.Embedding(VOCABULARY, 16), Toy().blocks[0]
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids):
         return self.block(self.tokens(input_ids))
 
 
@@ -243,18 +238,14 @@ class Mixed(Toy):
         super().__init__()
         self.make = mask
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids, position_ids=None, mask=None):
         return super().forward(input_ids, position_ids, self.make(input_ids.size(1)))
 
 
 class WithPrefix(Toy):
     """A model that prepends a token."""
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids, position_ids=None, mask=None):
         x = self.tokens(input_ids)
         return self.blocks[0](torch.cat((x[:, :1], x), 1))
 
@@ -262,9 +253,7 @@ class WithPrefix(Toy):
 class Frozen(Toy):
     """A model that attends under ``no_grad``."""
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids, position_ids=None, mask=None):
         with torch.no_grad():
             return super().forward(input_ids, position_ids, mask)
 
@@ -272,14 +261,14 @@ class Frozen(Toy):
 class Weights(nn.Module):
     """A model that requests the weights of ``nn.MultiheadAttention``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokens, self.attention = (
             nn.Embedding(VOCABULARY, 16),
             nn.MultiheadAttention(16, 4, batch_first=True),
         )
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids, position_ids=None):
         x = self.tokens(input_ids)
         return self.attention(x, x, x)[0]
 
@@ -299,7 +288,7 @@ class Picks(Toy):
         super().__init__(is_causal=True)
         self.place = place
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids, position_ids=None):
         return super().forward(input_ids, position_ids)[:, self.place]
 
 
@@ -352,7 +341,7 @@ def _refuse(rank: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_unsupported_model_is_refused(pool: Pool, name: str) -> None:
+def test_unsupported_model_is_refused(pool, name):
     for message in pool.run(_refuse, world_size=2, args=(name,)):
         with pytest.raises(ContextParallelError, match=f"(?s){REFUSED[name][1]}"):
             raise ContextParallelError(message)
@@ -370,7 +359,7 @@ def _foreign_checkpoint(rank: int, kind: AttentionKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_foreign_activation_checkpoint_raises(pool: Pool, kind: AttentionKind) -> None:
+def test_foreign_activation_checkpoint_raises(pool, kind):
     pool.run(_foreign_checkpoint, world_size=2, args=(kind,))
 
 
@@ -382,7 +371,7 @@ def _leaving(rank: int) -> None:
     context, model, batch = ContextParallel(group=group), Toy(), make_batch()
     with pytest.raises(ContextParallelError, match="no attention"), sliced(context, model, batch):
         model.tokens(batch["input_ids"])
-    model.forward = lambda ids, position_ids: position_ids  # type: ignore[method-assign]
+    model.forward = lambda ids, position_ids: position_ids
     with sliced(context, model, batch, expects_attention=False) as running:
         places = model(running.batch["input_ids"])
     assert places.tolist() == [[0, 1, 2, 3, 12, 13, 14, 15] if rank == 0 else [*range(4, 12)]]
@@ -393,7 +382,7 @@ def _leaving(rank: int) -> None:
     assert_close(F.scaled_dot_product_attention(q, q, q), (q @ q.mT / 8**0.5).softmax(-1) @ q)
 
 
-def test_context_restores_model_and_attention_on_exit(pool: Pool) -> None:
+def test_context_restores_model_and_attention_on_exit(pool):
     pool.run(_leaving, world_size=2)
 
 
@@ -417,7 +406,7 @@ def _autocast(rank: int) -> None:
         assert F.scaled_dot_product_attention(q, q, q).dtype == torch.bfloat16
 
 
-def test_autocast_output_matches_single_process(pool: Pool) -> None:
+def test_autocast_output_matches_single_process(pool):
     pool.run(_autocast, world_size=2)
 
 
@@ -438,5 +427,5 @@ def _pick(rank: int, place: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, -1])
-def test_first_and_last_token_are_those_of_whole_sequence(place: int, pool: Pool) -> None:
+def test_first_and_last_token_are_those_of_whole_sequence(place, pool):
     pool.run(_pick, world_size=2, args=(place,))

@@ -1,7 +1,5 @@
 """Tests that models which cannot run on a slice of the sequence are refused before launch."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +41,7 @@ TAKEN = (
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *TAKEN])
-def test_hugging_face_models_are_accepted_or_refused(name: str) -> None:
+def test_hugging_face_models_are_accepted_or_refused(name):
     pytest.importorskip("transformers")
     from tests.huggingface.architectures import build
 
@@ -56,12 +54,12 @@ def test_hugging_face_models_are_accepted_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM(4, 4), nn.Conv1d(4, 4, 3)])
-def test_layers_mixing_tokens_are_refused(layer: nn.Module) -> None:
+def test_layers_mixing_tokens_are_refused(layer):
     assert "'mixer'" in str(why_not(nn.ModuleDict({"mixer": layer})))
     assert why_not(nn.ModuleDict({"mixer": nn.Conv1d(4, 4, 1)})) is None
 
 
-def test_token_selection_by_index_is_refused() -> None:
+def test_token_selection_by_index_is_refused():
     group: Any = SimpleNamespace(size=2, rank=0)
     attention: Any = None
     functions = SliceFunctions(attention=attention, group=group, length=16)

@@ -3,11 +3,9 @@
 These are positions and masks. The tests emulate one rank of two, without communication.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.world.mesh import Group
@@ -20,12 +18,7 @@ BATCH = {"input_ids": torch.arange(16).view(2, 8)}
 class Reader(nn.Module):
     """A model that returns its positions and its mask."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-    ) -> object:
+    def forward(self, input_ids, position_ids=None, attention_mask=None):
         return None if position_ids is None else position_ids.tolist(), attention_mask
 
 
@@ -39,7 +32,7 @@ def context(**options: bool) -> ContextParallel:
     return ContextParallel(group=Group(handle=None, ranks=(0, 1), rank=1), **options)
 
 
-def test_missing_positions_are_supplied() -> None:
+def test_missing_positions_are_supplied():
     model = nn.Sequential(Reader())
     with sliced(context(), model, BATCH, expects_attention=False) as running:
         ids = running.batch["input_ids"]
@@ -50,20 +43,20 @@ def test_missing_positions_are_supplied() -> None:
     assert model[0](ids) == (None, None)
 
 
-def test_position_ids_of_batch_are_cut() -> None:
+def test_position_ids_of_batch_are_cut():
     batch = {**BATCH, "position_ids": torch.arange(8).flip(0).expand(2, -1)}
     with sliced(context(), nn.Linear(1, 1), batch, expects_attention=False) as running:
         assert running.batch["position_ids"].tolist() == [[5, 4, 3, 2]] * 2
 
 
-def test_model_without_positions_is_accepted() -> None:
+def test_model_without_positions_is_accepted():
     with sliced(
         context(needs_positions=False), nn.Linear(1, 1), BATCH, expects_attention=False
     ) as running:
         assert running.batch["input_ids"].shape == (2, 4)
 
 
-def test_hugging_face_model_gets_attention_mask() -> None:
+def test_hugging_face_model_gets_attention_mask():
     model = LikeHuggingFace()
     with sliced(context(), model, BATCH, expects_attention=False) as running:
         places, mask = model(running.batch["input_ids"])
@@ -74,7 +67,7 @@ def test_hugging_face_model_gets_attention_mask() -> None:
     assert places == PLACES
 
 
-def test_documents_in_position_ids_become_mask() -> None:
+def test_documents_in_position_ids_become_mask():
     """The documents have 3 and 5 tokens. This rank has tokens 2 to 5, and only token 2 is in the
     first document."""
     model, places = LikeHuggingFace(), torch.arange(8).expand(2, -1)
@@ -100,7 +93,7 @@ def test_documents_in_position_ids_become_mask() -> None:
         assert model(**running.batch)[1].sum(-1)[0, 0].tolist() == [3, 4, 5, 6]
 
 
-def test_indivisible_sequence_is_refused_before_step() -> None:
+def test_indivisible_sequence_is_refused_before_step():
     with (
         pytest.raises(ValueError, match="multiple of 4"),
         sliced(context(), Reader(), {"input_ids": torch.zeros(1, 6)}),
@@ -113,9 +106,7 @@ def test_indivisible_sequence_is_refused_before_step() -> None:
     [({(True, 2)}, True), ({(True, 2), (False, 2)}, False), ({(True, 2), (True, 4)}, False)],
     ids=["alike", "causal or not", "numbers of heads"],
 )
-def test_mask_is_known_only_if_all_calls_were_alike(
-    calls: set[tuple[bool, int]], known: bool
-) -> None:
+def test_mask_is_known_only_if_all_calls_were_alike(calls, known):
     parallel, model = context(), LikeHuggingFace()
     for _ in range(2):
         with sliced(parallel, model, BATCH, expects_attention=False) as running:

@@ -1,15 +1,10 @@
 """Refusal of steps that shift labels along the sequence under context parallelism, because pairs at
 the ends of chunks would be lost."""
 
-from __future__ import annotations
-
-from typing import Any, cast
-
 import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
@@ -17,7 +12,6 @@ from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.world.mesh import Group
 from tests.parity import make_trainer
-from tests.pool import Pool
 
 CONFIG = GPTConfig.gpt2(
     vocabulary_size=16, sequence_length=8, num_layers=2, hidden_size=16, num_heads=2
@@ -40,12 +34,12 @@ class LitShift(L.LightningModule):
         super().__init__()
         self.shift, self.model = shift, GPT(CONFIG)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         ids = batch["input_ids"]
         logits, labels = SHIFTS[self.shift](self.model(ids), ids)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -64,7 +58,7 @@ def fit(rank: int, shift: str, size: int) -> str:
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
-def test_step_with_shifted_labels_is_refused(shift: str, pool: Pool) -> None:
+def test_step_with_shifted_labels_is_refused(shift, pool):
     for text in pool.run(fit, world_size=2, args=(shift, 2)):
         assert (
             "has 4 of 8 tokens, in two chunks. Pairs of neighbours at the ends of the chunks would be "
@@ -87,9 +81,9 @@ def test_step_with_shifted_labels_is_refused(shift: str, pool: Pool) -> None:
     ],
     ids=str,
 )
-def test_other_indices_are_accepted(index: Any) -> None:
-    group, attention = Group(handle=None, ranks=(0, 1), rank=0), cast(Any, None)
-    functions = SliceFunctions(attention=attention, group=group, length=16)
+def test_other_indices_are_accepted(index):
+    group = Group(handle=None, ranks=(0, 1), rank=0)
+    functions = SliceFunctions(attention=None, group=group, length=16)
     functions.check_index(torch.zeros(3, 8, 4), index)
     functions.check_index(torch.zeros(3, 9, 4), (slice(None), slice(1, None)))
     functions.check_index(torch.zeros(3, 8), (slice(None), slice(1, None)))

@@ -1,12 +1,10 @@
 """Training under context parallelism against a single process, with ``Trainer.fit`` and every other
 axis."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.letters import SP, A, C, M, P, R, S, T, V
-from tests.parity import Parity, Place
+from tests.parity import Place
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -30,23 +28,23 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gpt_with_gradient_accumulation_matches_single_process(name: str, parity: Parity) -> None:
+def test_gpt_with_gradient_accumulation_matches_single_process(name, parity):
     parity.check(Run(accumulate=2), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["c2", "d2c2", "p2v2c2"])
-def test_llama_with_validation_matches_single_process(name: str, parity: Parity) -> None:
+def test_llama_with_validation_matches_single_process(name, parity):
     parity.check(Run(llama=True, validate_every=2), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["c2", "c2m4", "p2c2"])
-def test_mean_loss_without_token_count_matches_single_process(name: str, parity: Parity) -> None:
+def test_mean_loss_without_token_count_matches_single_process(name, parity):
     """Sequences have no padding, so all slices have the same number of labels."""
     run = Run(count_tokens=False, ignore_padding=False, eager=True)
     parity.check(run, LAYOUTS[name])
 
 
-def test_mean_loss_over_uneven_slices_matches_single_process(parity: Parity) -> None:
+def test_mean_loss_over_uneven_slices_matches_single_process(parity):
     parity.check(Run(count_tokens=False), LAYOUTS["c2"])
 
 
@@ -60,9 +58,7 @@ def test_mean_loss_over_uneven_slices_matches_single_process(parity: Parity) -> 
         ("offload", "ring"),
     ],
 )
-def test_recomputation_with_dropout_is_bitwise_equal(
-    recompute: str, attention: str, parity: Parity
-) -> None:
+def test_recomputation_with_dropout_is_bitwise_equal(recompute, attention, parity):
     run, layout = Run(steps=3, dropout=0.2), {P: 2, C: 2, M: 2, A: attention}
     kept = parity.result(run.on((4, layout)))
     parity.check(run, (4, {**layout, R: recompute}), expected=kept, tolerance=0)

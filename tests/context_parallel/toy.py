@@ -3,8 +3,6 @@
 They provide a context group, comparisons, attention over the whole sequence as a reference, and
 counts of messages."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

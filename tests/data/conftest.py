@@ -1,14 +1,12 @@
 """Fixtures: a tiny corpus and the data prepared from it."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.data import PrepareConfig, PreparedData, prepare
+from lightning_ptdp.data import PrepareConfig, prepare
 
 WORDS = [
     "the",
@@ -43,19 +41,19 @@ def write_corpus(folder: Path, *, documents: int = 40, seed: int = 0) -> Path:
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     """Return the folder of the tiny corpus."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
 
 
 @pytest.fixture(scope="session")
-def prepared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+def prepared(corpus, tmp_path_factory):
     """Return the tiny corpus prepared in several chunks (read-only)."""
     return prepare(config_of(corpus, tmp_path_factory.mktemp("prepared") / "store"))
 
 
 @pytest.fixture
-def store(prepared: PreparedData, tmp_path: Path) -> Path:
+def store(prepared, tmp_path):
     """Return a copy of the prepared folder that a test may damage."""
     return Path(shutil.copytree(prepared.folder, tmp_path / "store"))
 
@@ -63,4 +61,4 @@ def store(prepared: PreparedData, tmp_path: Path) -> Path:
 def config_of(corpus: Path, output: Path, **changes: object) -> PrepareConfig:
     """Return settings that fit the tiny corpus."""
     settings = {"vocabulary_size": 320, "chunk_tokens": 5000, "validation_fraction": 0.1, **changes}
-    return PrepareConfig(output=output, source=str(corpus), **settings)  # type: ignore[arg-type]
+    return PrepareConfig(output=output, source=str(corpus), **settings)

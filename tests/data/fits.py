@@ -1,7 +1,5 @@
 """Training runs that record the batches they read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,13 @@ class BatchRecorder(pl.LightningModule):
     def record(self, batch: dict[str, torch.Tensor]) -> Any:
         return {name: value.tolist() for name, value in batch.items()}
 
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         if len(self.seen) == self.fail_at:
             raise RuntimeError("this step fails")
         self.seen.append(self.record(batch))
         return self.weight * batch["input_ids"].float().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
@@ -43,7 +41,7 @@ class Recorder(BatchRecorder):
     def record(self, batch: dict[str, torch.Tensor]) -> list[int]:
         return batch["input_ids"][:, :8].flatten().tolist()
 
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.validated += int((batch["labels"] != IGNORE_INDEX).any(1).sum())
 
     test_step = validation_step

@@ -1,7 +1,5 @@
 """Helpers that read and damage prepared folders."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

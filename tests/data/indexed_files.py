@@ -1,7 +1,5 @@
 """Byte-level writer of Megatron's indexed format, independent of the reader under test."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from pathlib import Path

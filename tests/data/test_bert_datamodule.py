@@ -1,7 +1,5 @@
 """BERT data module in a real Trainer: resume, replicas, workers and evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ Make = Callable[..., BertDataModule]
 
 
 @pytest.fixture(scope="module")
-def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(corpus, tmp_path_factory):
     """Return a factory of data modules for one prepared folder."""
     folder = tmp_path_factory.mktemp("datamodule") / "store"
     made = partial(data, corpus, folder, BertDataModule, micro_batch_size=8, num_microbatches=4)
@@ -33,7 +31,7 @@ def make(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def uninterrupted(make, tmp_path_factory):
     """Return the batches of two uninterrupted epochs."""
     module = BatchRecorder()
     trainer(tmp_path_factory.mktemp("whole")).fit(module, datamodule=make())
@@ -43,8 +41,8 @@ def uninterrupted(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 @pytest.mark.filterwarnings("error:.*resum")
 @pytest.mark.parametrize(("second_epoch", "num_workers"), [(False, 0), (True, 0), (True, 2)])
 def test_mid_epoch_resume_reads_same_batches(
-    make: Make, tmp_path: Path, uninterrupted: Seen, second_epoch: bool, num_workers: int
-) -> None:
+    make, tmp_path, uninterrupted, second_epoch, num_workers
+):
     stop = 3 + second_epoch * (len(uninterrupted) // 2)
     first, checkpoint = saved_at(stop, make(num_workers=num_workers), tmp_path, BatchRecorder)
     assert first == uninterrupted[:stop]
@@ -52,7 +50,7 @@ def test_mid_epoch_resume_reads_same_batches(
     assert rest == uninterrupted[stop:]
 
 
-def test_masks_differ_between_epochs(uninterrupted: Seen) -> None:
+def test_masks_differ_between_epochs(uninterrupted):
     def unmasked(row: list[int], labels: list[int]) -> tuple[int, ...]:
         return tuple(
             sorted(
@@ -74,7 +72,7 @@ def test_masks_differ_between_epochs(uninterrupted: Seen) -> None:
     assert sum(epochs[0][key] != epochs[1][key] for key in same) > 0.95 * len(same)
 
 
-def test_replicas_split_batch_of_single_replica(make: Make) -> None:
+def test_replicas_split_batch_of_single_replica(make):
     made = make()
     made.setup()
     whole = next(iter(TokenLoader(made._stream("train"), batch_size=8)))
@@ -86,7 +84,7 @@ def test_replicas_split_batch_of_single_replica(make: Make) -> None:
         assert torch.equal(torch.cat([half[name] for half in halves]), value), name
 
 
-def test_validation_reads_each_window_once_for_any_replicas(make: Make) -> None:
+def test_validation_reads_each_window_once_for_any_replicas(make):
     stream = make()._stream("validation")
     counted = [
         sorted(
@@ -102,7 +100,7 @@ def test_validation_reads_each_window_once_for_any_replicas(make: Make) -> None:
     assert len(counted[0]) == len(stream)
 
 
-def test_bad_options_and_mismatched_data_are_refused(make: Make, corpus: Path) -> None:
+def test_bad_options_and_mismatched_data_are_refused(make, corpus):
     made = make()
     made.check(num_replicas=2)
     with pytest.raises(ValueError, match=r"pairs='both' must be one of .*'swap'"):
@@ -115,7 +113,7 @@ def test_bad_options_and_mismatched_data_are_refused(make: Make, corpus: Path) -
         data(corpus, Path(made.data_dir)).check()
 
 
-def test_resume_with_other_seed_is_refused(make: Make, tmp_path: Path) -> None:
+def test_resume_with_other_seed_is_refused(make, tmp_path):
     run = trainer(tmp_path, max_epochs=-1, max_steps=1)
     run.fit(BatchRecorder(), datamodule=make())
     run.save_checkpoint(tmp_path / "x.ckpt")

@@ -1,8 +1,6 @@
 """BERT samples: fields, published mask shares, whole-word masks, next-sentence labels and
 reproducibility."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -28,13 +26,13 @@ LENGTH = 64
 
 
 @pytest.fixture(scope="module")
-def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(corpus, tmp_path_factory):
     output = tmp_path_factory.mktemp("bert") / "store"
     return prepare(config_of(corpus, output, control_symbols=SPECIAL_PIECES)).folder
 
 
 @pytest.fixture(scope="module")
-def vocabulary(folder: Path) -> WordVocabulary:
+def vocabulary(folder):
     return WordVocabulary.of(Tokenizer.load(folder))
 
 
@@ -61,7 +59,7 @@ def segments(batch: dict[str, torch.Tensor], row: int) -> tuple[list[int], list[
     return tokens[1 : begin - 1].tolist(), tokens[begin:end].tolist()
 
 
-def test_fields_and_special_tokens_of_sample(folder: Path, vocabulary: WordVocabulary) -> None:
+def test_fields_and_special_tokens_of_sample(folder, vocabulary):
     made = stream(folder)
     batch = rows(made)
     assert {name: tuple(value.shape[1:]) for name, value in batch.items()} == {
@@ -90,9 +88,7 @@ def test_fields_and_special_tokens_of_sample(folder: Path, vocabulary: WordVocab
         assert 0 < len(labelled) <= max(1, round(0.15 * (len(first) + len(second))))
 
 
-def test_windows_cover_documents_without_crossing_them(
-    folder: Path, vocabulary: WordVocabulary
-) -> None:
+def test_windows_cover_documents_without_crossing_them(folder, vocabulary):
     made = stream(folder, split="validation")
     chunks = [np.array(chunk) for chunk in made._tokens]
     documents = "|".join(" ".join(map(str, chunk)) for chunk in chunks)
@@ -108,7 +104,7 @@ def test_windows_cover_documents_without_crossing_them(
     assert seen > 0.97 * (len(text.split()) - text.split().count(str(vocabulary.end)))
 
 
-def test_windows_of_small_example() -> None:
+def test_windows_of_small_example():
     end, newline = 3, 4
     chunk = [10] * 9 + [newline] + [11] * 9 + [newline, end] + [12] * 7 + [end] + [13] * 50
     windows = find_windows(
@@ -122,7 +118,7 @@ def test_windows_of_small_example() -> None:
     assert windows.documents.tolist() == [0, 0, 2, 2, 2, 2, 3]
 
 
-def test_mask_shares_match_published_values(folder: Path, vocabulary: WordVocabulary) -> None:
+def test_mask_shares_match_published_values(folder, vocabulary):
     made = stream(folder, max_samples=150)
     counts: Counter[str] = Counter()
     for epoch in range(12):
@@ -143,7 +139,7 @@ def test_mask_shares_match_published_values(folder: Path, vocabulary: WordVocabu
         assert counts[name] / counts["chosen"] == pytest.approx(share, abs=0.015), name
 
 
-def test_masks_cover_whole_words(folder: Path, vocabulary: WordVocabulary) -> None:
+def test_masks_cover_whole_words(folder, vocabulary):
     batch = rows(stream(folder, mask_probability=0.3))
     long_words = 0
     for row in range(len(batch["labels"])):
@@ -157,7 +153,7 @@ def test_masks_cover_whole_words(folder: Path, vocabulary: WordVocabulary) -> No
     assert long_words > 50
 
 
-def test_word_starts_of_source_code() -> None:
+def test_word_starts_of_source_code():
     tokenizer = Tokenizer.train(
         ["def one_two(x):\n    return x + one_two\n" * 20],
         vocabulary_size=300,
@@ -179,7 +175,7 @@ def test_word_starts_of_source_code() -> None:
     ]
 
 
-def test_words_longer_than_budget_are_skipped() -> None:
+def test_words_longer_than_budget_are_skipped():
     starts, sizes = np.array([1, 4, 5]), np.array([3, 1, 2])
     for seed in range(20):
         one, three, all_six = (
@@ -190,7 +186,7 @@ def test_words_longer_than_budget_are_skipped() -> None:
     assert choose_words(starts[:1], sizes[:1], budget=2, draws=Draws(0)).tolist() == []
 
 
-def test_half_of_pairs_are_swapped(folder: Path) -> None:
+def test_half_of_pairs_are_swapped(folder):
     made = stream(folder, max_samples=100)
     window = [made._window(sample).tolist() for sample in range(len(made))]
     swapped, both = 0, set()
@@ -206,7 +202,7 @@ def test_half_of_pairs_are_swapped(folder: Path) -> None:
     assert len(both) > 1.9 * len(made)
 
 
-def test_half_of_second_segments_are_from_another_document(folder: Path) -> None:
+def test_half_of_second_segments_are_from_another_document(folder):
     made = stream(folder, pairs="next", max_samples=100)
     places: dict[tuple[int, ...], set[int]] = {}
     for sample in range(len(made._windows.starts)):
@@ -234,7 +230,7 @@ def test_half_of_second_segments_are_from_another_document(folder: Path) -> None
     assert checked > 50
 
 
-def test_draws_depend_only_on_seed_epoch_and_sample(folder: Path) -> None:
+def test_draws_depend_only_on_seed_epoch_and_sample(folder):
     made = stream(folder, max_samples=100)
     again = pickle.loads(pickle.dumps(made))
     first = made.__getitems__(range(len(made)))
@@ -252,7 +248,7 @@ def test_draws_depend_only_on_seed_epoch_and_sample(folder: Path) -> None:
     )
 
 
-def test_padding_rows_have_no_labels(folder: Path) -> None:
+def test_padding_rows_have_no_labels(folder):
     batch = stream(folder).as_batch(stream(folder).__getitems__([PADDING, 0]))
     assert (batch["labels"][0] == -100).all()
     assert batch["next_sentence_label"][0] == -100
@@ -269,12 +265,12 @@ def test_padding_rows_have_no_labels(folder: Path) -> None:
         ({"max_samples": 0}, "max_samples=0"),
     ],
 )
-def test_bad_options_are_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
+def test_bad_options_are_refused(folder, changes, words):
     with pytest.raises(ValueError, match=words):
         stream(folder, **changes)
 
 
-def test_unsuitable_data_are_refused(corpus: Path, prepared: Any, tmp_path: Path) -> None:
+def test_unsuitable_data_are_refused(corpus, prepared, tmp_path):
     with pytest.raises(TokenizerError, match=r"no control symbol '\[CLS\]'"):
         stream(prepared.folder)
     (tmp_path / "one.txt").write_text("one document of several words\n" * 500, "utf-8")

@@ -1,7 +1,5 @@
 """Preparation in parallel, after a kill and in bounded memory yields the same bytes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import multiprocessing
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, corpus_build, prepare
+from lightning_ptdp.data import PrepareConfig, StoreError, corpus_build, prepare
 from lightning_ptdp.data.work_folder import work_folder
 from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents
@@ -24,7 +22,7 @@ WORK = ".store.preparing"
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixed(tmp_path_factory):
     """Write small files, a large file, large JSON lines and one text that is not UTF-8."""
     folder = write_corpus(tmp_path_factory.mktemp("mixed") / "text", documents=12)
     texts = [path.read_text() for path in sorted(folder.iterdir())]
@@ -42,7 +40,7 @@ def mixed_config(mixed: Path, output: Path, **changes: object) -> PrepareConfig:
 
 
 @pytest.fixture(scope="module")
-def single(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+def single(mixed, tmp_path_factory):
     """Return data prepared by one process in one part."""
     made = prepare(
         mixed_config(mixed, tmp_path_factory.mktemp("single") / "store", part_bytes=1 << 30)
@@ -53,8 +51,8 @@ def single(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedDat
 
 @pytest.mark.parametrize(("num_workers", "part_bytes"), [(1, 6000), (3, 1), (2, 20_000)])
 def test_workers_and_parts_do_not_change_prepared_bytes(
-    mixed: Path, single: PreparedData, tmp_path: Path, num_workers: int, part_bytes: int
-) -> None:
+    mixed, single, tmp_path, num_workers, part_bytes
+):
     lines: list[str] = []
     config = mixed_config(mixed, tmp_path / "store", num_workers=num_workers, part_bytes=part_bytes)
     made = prepare(config, progress=lines.append)
@@ -93,9 +91,7 @@ def kill_at(stop_at: str, mixed: Path, output: Path, num_workers: int) -> None:
         ("tokenized", 1),
     ],
 )
-def test_preparation_resumes_after_kill(
-    mixed: Path, single: PreparedData, tmp_path: Path, stop_at: str, num_workers: int
-) -> None:
+def test_preparation_resumes_after_kill(mixed, single, tmp_path, stop_at, num_workers):
     kill_at(stop_at, mixed, tmp_path / "store", num_workers)
     assert os.listdir(tmp_path) == [WORK]
     finished = {
@@ -117,9 +113,7 @@ def test_preparation_resumes_after_kill(
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_damaged_or_foreign_work_folder_is_not_reused(
-    mixed: Path, single: PreparedData, tmp_path: Path
-) -> None:
+def test_damaged_or_foreign_work_folder_is_not_reused(mixed, single, tmp_path):
     kill_at("tokenized", mixed, tmp_path / "store", 1)
     part = next((tmp_path / WORK / "parts").glob("*.train.bin"))
     part.write_bytes(part.read_bytes()[:-2])
@@ -133,9 +127,7 @@ def test_damaged_or_foreign_work_folder_is_not_reused(
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_full_disk_is_reported_and_preparation_resumes(
-    mixed: Path, single: PreparedData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_reported_and_preparation_resumes(mixed, single, tmp_path, monkeypatch):
     def full(*_: object, **options: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -157,9 +149,7 @@ def hold(output: str, ready: Callable[[], object], release: Callable[[], object]
         release()
 
 
-def test_concurrent_processes_do_not_share_work_folder(
-    mixed: Path, single: PreparedData, tmp_path: Path
-) -> None:
+def test_concurrent_processes_do_not_share_work_folder(mixed, single, tmp_path):
     context = multiprocessing.get_context("fork")
     ready, release = context.Event(), context.Event()
     process = context.Process(target=hold, args=(str(tmp_path / "store"), ready.set, release.wait))
@@ -174,7 +164,7 @@ def test_concurrent_processes_do_not_share_work_folder(
     assert os.listdir(tmp_path) == ["store"]
 
 
-def peak_of(source: str, output: str, queue: multiprocessing.Queue[int]) -> None:
+def peak_of(source: str, output: str, queue) -> None:
     # Memory must hold one chunk, one document and one part, all smaller than the smaller text.
     bounds = {"chunk_tokens": 100_000, "document_bytes": 1 << 19, "part_bytes": 1 << 21}
     config = PrepareConfig(
@@ -185,7 +175,7 @@ def peak_of(source: str, output: str, queue: multiprocessing.Queue[int]) -> None
     queue.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
-def test_memory_does_not_grow_with_text(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_text(tmp_path):
     """Peaks (in KiB) for files of 5 and 20 MB differ by much less than the file sizes."""
     context = multiprocessing.get_context("fork")
     peaks = []
@@ -196,7 +186,7 @@ def test_memory_does_not_grow_with_text(tmp_path: Path) -> None:
                     f"{number} is the number of this block of text\n"
                     + "some words that come again and again\n" * 270
                 )
-        queue: multiprocessing.Queue[int] = context.Queue()
+        queue = context.Queue()
         process = context.Process(
             target=peak_of,
             args=(str(tmp_path / f"{megabytes}.txt"), str(tmp_path / str(megabytes)), queue),

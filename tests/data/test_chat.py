@@ -1,7 +1,5 @@
 """Chat data: sources, templates, learned tokens, packing and refused input."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -21,7 +19,6 @@ from lightning_ptdp.cli import main
 from lightning_ptdp.data import (
     ChatDataModule,
     ChatStream,
-    PreparedData,
     TokenStream,
     chat_format,
     prepare,
@@ -43,7 +40,7 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """Return a model folder whose template marks answers, next to templates that do not."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     make_tiny(folder)
@@ -69,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def text(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+def text(corpus, tmp_path_factory):
     return prepare(config_of(corpus, tmp_path_factory.mktemp("text") / "store"))
 
 
@@ -88,7 +85,7 @@ ROWS = [turns(number) for number in range(40)]
 
 
 @pytest.fixture(scope="module")
-def chat(model: Path) -> Path:
+def chat(model):
     file = model.parent / "chat.jsonl"
     write_rows(file, ROWS)
     return file
@@ -110,7 +107,7 @@ def conversations(model: Path, path: Path | None, folder: Path, **changes: Any) 
 
 
 @pytest.fixture
-def data(model: Path, chat: Path, tmp_path: Path) -> Data:
+def data(model, chat, tmp_path):
     """Return a factory of data modules, by default for conversations in the folder ``store``."""
 
     def make(path: Path | str | None = chat, folder: str = "store", **changes: Any) -> Any:
@@ -120,14 +117,14 @@ def data(model: Path, chat: Path, tmp_path: Path) -> Data:
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path, chat: Path) -> Path:
+def whole(model, chat):
     """Return the folder of prepared conversations."""
     made = prepared(conversations(model, chat, model.parent / "prepared"))
     return Path(made.data_dir)
 
 
 @pytest.fixture
-def store(whole: Path, tmp_path: Path) -> Path:
+def store(whole, tmp_path):
     """Return a copy of the prepared conversations that a test may damage."""
     return Path(shutil.copytree(whole, tmp_path / "store"))
 
@@ -146,9 +143,7 @@ def encoded(model: Path, template: str | None, **options: Any) -> tuple[Any, Any
 
 
 @pytest.mark.parametrize("template", [None, "plain.jinja"])
-def test_chat_ids_match_template_and_only_answers_are_learned(
-    model: Path, template: str | None
-) -> None:
+def test_chat_ids_match_template_and_only_answers_are_learned(model, template):
     """Template marks and the comparison of prefixes find the same answers."""
     given = None if template is None else str(model.parent / template)
     ids, learned = encoded(model, given)
@@ -159,9 +154,7 @@ def test_chat_ids_match_template_and_only_answers_are_learned(
     assert tokenizer.decode(ids[last]) == "Yes.<|im_end|>"
 
 
-def test_template_with_unstable_prefix_learns_only_last_answer(
-    model: Path,
-) -> None:
+def test_template_with_unstable_prefix_learns_only_last_answer(model):
     template = str(model.parent / "thinking.jinja")
     with pytest.raises(FaultyRow, match=r"is unknown.*generation.*last_answer"):
         encoded(model, template)
@@ -170,7 +163,7 @@ def test_template_with_unstable_prefix_learns_only_last_answer(
     assert decode(ids[learned]) == "<think>Yes.<|im_end|>"
 
 
-def test_all_file_and_column_formats_give_same_samples(data: Data, tmp_path: Path) -> None:
+def test_all_file_and_column_formats_give_same_samples(data, tmp_path):
     import datasets
 
     frame = datasets.Dataset.from_list(ROWS)
@@ -210,9 +203,7 @@ def test_all_file_and_column_formats_give_same_samples(data: Data, tmp_path: Pat
         ({"instruction": "A", "input": "", "output": "B"}, {}, "user A assistant B"),
     ],
 )
-def test_instructions_become_conversations(
-    data: Data, tmp_path: Path, row: Any, options: Any, said: str
-) -> None:
+def test_instructions_become_conversations(data, tmp_path, row, options, said):
     write_rows(tmp_path / "data.jsonl", [row, {key: f"{value} " for key, value in row.items()}])
     made = prepared(data("data.jsonl", **options))
     tokenizer = made.prepare_config.tokenizer().of_transformers
@@ -225,7 +216,7 @@ def _parts(said: str) -> list[str]:
     return [re.sub(r"^(\w+) ", r"\1\n", part) for part in re.split(r" (?=assistant|user)", said)]
 
 
-def test_packing_keeps_samples_and_restarts_positions(model: Path, data: Data, store: Path) -> None:
+def test_packing_keeps_samples_and_restarts_positions(model, data, store):
     alone = data()._stream("train")
     packed = prepared(data(packing=True))._stream("train")
     assert len(packed) < len(alone) == packed.samples
@@ -255,7 +246,7 @@ def test_packing_keeps_samples_and_restarts_positions(model: Path, data: Data, s
         assert re.fullmatch(r"It is \d+, (more )*<\|im_end\|>Yes\.<\|im_end\|>", said)
 
 
-def test_packing_is_dense_and_keeps_every_sample() -> None:
+def test_packing_is_dense_and_keeps_every_sample():
     sizes = np.random.default_rng(0).integers(1, 24, 500)
     order, begins = pack(sizes, 64)
     assert sorted(order.tolist()) == list(range(500))
@@ -263,9 +254,7 @@ def test_packing_is_dense_and_keeps_every_sample() -> None:
     assert len(begins) - 1 <= 1.03 * sizes.sum() / 64 + 1
 
 
-def test_long_samples_are_refused_dropped_or_cut(
-    data: Data, store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_samples_are_refused_dropped_or_cut(data, store, caplog):
     lengths = data()._stream("train").lengths
     length = int(np.median(lengths)) - 1
     longer = int((lengths > length + 1).sum())
@@ -285,7 +274,7 @@ def test_long_samples_are_refused_dropped_or_cut(
         data(sequence_length=6, too_long="cut")._stream("train")
 
 
-def test_equal_conversations_are_never_in_both_splits(data: Data, tmp_path: Path) -> None:
+def test_equal_conversations_are_never_in_both_splits(data, tmp_path):
     write_rows(tmp_path / "twice.jsonl", ROWS[:10] * 4)
     made = prepared(data("twice.jsonl"))
     held = {
@@ -343,14 +332,8 @@ def test_equal_conversations_are_never_in_both_splits(data: Data, tmp_path: Path
     ],
 )
 def test_bad_chat_data_are_refused_before_writing(
-    model: Path,
-    data: Data,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    text: str,
-    options: dict[str, Any],
-    message: str,
-) -> None:
+    model, data, tmp_path, caplog, text, options, message
+):
     (tmp_path / "bad.jsonl").write_text(text)
     if "chat_template" in options:
         options = {**options, "chat_template": str(model.parent / options["chat_template"])}
@@ -360,7 +343,7 @@ def test_bad_chat_data_are_refused_before_writing(
     assert not caplog.records
 
 
-def test_single_conversation_cannot_be_split(data: Data, tmp_path: Path) -> None:
+def test_single_conversation_cannot_be_split(data, tmp_path):
     for rows, said in (
         (ROWS[:1], "have 1 conversation,"),
         (ROWS[:1] * 20, "have 1 different conversation,"),
@@ -371,16 +354,12 @@ def test_single_conversation_cannot_be_split(data: Data, tmp_path: Path) -> None
     assert not (tmp_path / "store").exists()
 
 
-def test_missing_template_is_reported_without_data_dir(
-    model: Path, chat: Path, tmp_path: Path
-) -> None:
+def test_missing_template_is_reported_without_data_dir(model, chat, tmp_path):
     with pytest.raises(ValueError, match=r"chat_template=none.jinja cannot be read: No such file"):
         ChatDataModule(tokenizer_dir=str(model), path=str(chat), chat_template="none.jinja")
 
 
-def test_faulty_row_is_reported_or_dropped(
-    data: Data, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_faulty_row_is_reported_or_dropped(data, tmp_path, caplog):
     rows = [
         *ROWS[:5],
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
@@ -396,9 +375,7 @@ def test_faulty_row_is_reported_or_dropped(
     assert sum(made._stream(split).samples for split in ("train", "validation")) == 9
 
 
-def test_missing_template_tokenizer_or_source_is_reported(
-    model: Path, chat: Path, data: Data, tmp_path: Path
-) -> None:
+def test_missing_template_tokenizer_or_source_is_reported(model, chat, data, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "bare")
@@ -419,7 +396,7 @@ def test_missing_template_tokenizer_or_source_is_reported(
     prepared(data(**bare, chat_template=str(model.parent / "plain.jinja")))
 
 
-def test_outdated_or_damaged_folder_is_refused(data: Data, store: Path) -> None:
+def test_outdated_or_damaged_folder_is_refused(data, store):
     with pytest.raises(
         ValueError, match=r"other settings .*learn was 'answers' and is now 'last_answer'"
     ):
@@ -430,13 +407,7 @@ def test_outdated_or_damaged_folder_is_refused(data: Data, store: Path) -> None:
         data(learn="last_answer").check()
 
 
-def test_cli_prepares_with_tokenizer_of_model(
-    model: Path,
-    chat: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_cli_prepares_with_tokenizer_of_model(model, chat, tmp_path, monkeypatch, capsys):
     """The tokenizer is used for conversations and for text."""
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "text.jsonl", [{"text": "some words"}, {"text": "some other words"}])
@@ -459,7 +430,7 @@ def test_cli_prepares_with_tokenizer_of_model(
     )
 
 
-def test_token_outside_vocabulary_is_refused_on_opening(data: Data, store: Path) -> None:
+def test_token_outside_vocabulary_is_refused_on_opening(data, store):
     made = prepared(data())
     file = store / "train" / "chunk-0-0.bin"
     tokens = np.fromfile(file, "int32")
@@ -478,13 +449,13 @@ def test_token_outside_vocabulary_is_refused_on_opening(data: Data, store: Path)
             opened()
 
 
-def test_prepared_conversations_are_copied_from_remote_store(data: Data, store: Path) -> None:
+def test_prepared_conversations_are_copied_from_remote_store(data, store):
     copied = prepared(data(None, "copy", remote=f"local:{store}"))
     copied.check()
     assert copied._stream("train").fingerprint == data()._stream("train").fingerprint
 
 
-def test_conversation_count_must_match_manifest(data: Data, store: Path) -> None:
+def test_conversation_count_must_match_manifest(data, store):
     manifest = Manifest.read(store)
     more = replace(manifest.splits["train"], documents=manifest.splits["train"].documents + 1)
     replace(manifest, splits={**manifest.splits, "train": more}).write(store)
@@ -492,9 +463,7 @@ def test_conversation_count_must_match_manifest(data: Data, store: Path) -> None
         data().check()
 
 
-def test_chat_and_text_data_are_not_interchangeable(
-    data: Data, store: Path, text: PreparedData
-) -> None:
+def test_chat_and_text_data_are_not_interchangeable(data, store, text):
     with pytest.raises(StoreError, match=r"of the form 'chat'.*Read it with ChatDataModule"):
         TokenStream(store, sequence_length=8)
     with pytest.raises(StoreError, match=r"of the form 'text'.*Read it with TextDataModule"):
@@ -503,7 +472,7 @@ def test_chat_and_text_data_are_not_interchangeable(
         data(folder=text.folder).check()
 
 
-def test_chat_manifest_with_file_outside_folder_is_refused(store: Path, tmp_path: Path) -> None:
+def test_chat_manifest_with_file_outside_folder_is_refused(store, tmp_path):
     (tmp_path / "secret").write_text("not for you")
     manifest = Manifest.read(store)
     secret = FileRecord(size=11, sha256=hashlib.sha256(b"not for you").hexdigest())
@@ -521,9 +490,7 @@ def test_chat_manifest_with_file_outside_folder_is_refused(store: Path, tmp_path
         "{{ f(0) }}{% endfor %}",
     ],
 )
-def test_template_exceeding_time_limit_is_stopped(
-    model: Path, data: Data, tmp_path: Path, loop: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_template_exceeding_time_limit_is_stopped(model, data, tmp_path, loop, monkeypatch):
     monkeypatch.setattr(chat_format, "LIMIT_S", 0.2)
     (tmp_path / "loop.jinja").write_text(loop + (model.parent / "plain.jinja").read_text())
     for faulty in ("error", "drop"):
@@ -534,7 +501,7 @@ def test_template_exceeding_time_limit_is_stopped(
             data(chat_template=str(tmp_path / "loop.jinja"), faulty=faulty).check()
 
 
-def test_template_with_power_operator_is_refused(model: Path, data: Data, tmp_path: Path) -> None:
+def test_template_with_power_operator_is_refused(model, data, tmp_path):
     plain = (model.parent / "plain.jinja").read_text()
     (tmp_path / "power.jinja").write_text("{{ 9 ** 9 ** 9 ** 9 }}" + plain)
     with pytest.raises(
@@ -569,9 +536,7 @@ DEEP = "line 2: its brackets are nested more than 64 levels deep"
         ),
     ],
 )
-def test_invalid_json_is_refused_with_line_number(
-    data: Data, tmp_path: Path, content: bytes, names: tuple[str, ...], words: str
-) -> None:
+def test_invalid_json_is_refused_with_line_number(data, tmp_path, content, names, words):
     for name in names:
         (tmp_path / name).write_bytes(content)
         for read in (data(name).check, data(name).prepare_data):
@@ -579,7 +544,7 @@ def test_invalid_json_is_refused_with_line_number(
                 read()
 
 
-def test_brackets_in_strings_do_not_count_as_nesting(data: Data, tmp_path: Path) -> None:
+def test_brackets_in_strings_do_not_count_as_nesting(data, tmp_path):
     rows = [
         {"prompt": f"{number} " + "[{" * 500 + '"\\', "response": "}" * 70} for number in range(4)
     ]
@@ -589,7 +554,7 @@ def test_brackets_in_strings_do_not_count_as_nesting(data: Data, tmp_path: Path)
         data(name, sequence_length=4096).check()
 
 
-def test_optional_columns_of_later_rows_are_read(data: Data, tmp_path: Path) -> None:
+def test_optional_columns_of_later_rows_are_read(data, tmp_path):
     rows = [{"instruction": f"Say {number}", "output": "B"} for number in range(300)]
     rows.append({"instruction": "Say", "input": "D", "output": "B", "system": "C"})
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -601,7 +566,7 @@ def test_optional_columns_of_later_rows_are_read(data: Data, tmp_path: Path) -> 
     assert sum("system" in text for text in texts) == 1
 
 
-def test_pipe_and_sparse_file_are_refused(data: Data, tmp_path: Path) -> None:
+def test_pipe_and_sparse_file_are_refused(data, tmp_path):
     os.mkfifo(tmp_path / "a.jsonl")
     with pytest.raises(CorpusError, match=r"a\.jsonl is neither a file nor a folder"):
         data("a.jsonl").check()

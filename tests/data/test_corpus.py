@@ -1,7 +1,5 @@
 """Corpus of text documents: sources, order and reported errors."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -16,7 +14,7 @@ def names(corpus: Corpus) -> list[str]:
     return [document.name for document in corpus.documents()]
 
 
-def test_default_corpus_is_standard_library_without_tests() -> None:
+def test_default_corpus_is_standard_library_without_tests():
     corpus = Corpus()
     found = [file.name for file in corpus.files()]
     assert "stdlib/json/decoder.py" in found
@@ -31,7 +29,7 @@ def test_default_corpus_is_standard_library_without_tests() -> None:
     assert document.text
 
 
-def test_folder_is_read_recursively_by_suffix_in_fixed_order(tmp_path: Path) -> None:
+def test_folder_is_read_recursively_by_suffix_in_fixed_order(tmp_path):
     root = tmp_path / "root"
     for name in (
         "b.txt",
@@ -48,14 +46,14 @@ def test_folder_is_read_recursively_by_suffix_in_fixed_order(tmp_path: Path) -> 
     assert names(Corpus(source=str(root), suffixes=(".bin",))) == ["root/skip.bin"]
 
 
-def test_listed_files_are_read_in_order_with_any_suffix(tmp_path: Path) -> None:
+def test_listed_files_are_read_in_order_with_any_suffix(tmp_path):
     for name in ("b.anything", "a.txt"):
         (tmp_path / name).write_text(name)
     documents = list(Corpus(source=[tmp_path / "b.anything", tmp_path / "a.txt"]).documents())
     assert documents == [Document("b.anything", "b.anything"), Document("a.txt", "a.txt")]
 
 
-def test_json_line_is_one_document(tmp_path: Path) -> None:
+def test_json_line_is_one_document(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(
         b'\xef\xbb\xbf{"text": "one\\ntwo"}\r\n\n   \n{"text": ""}\n{"id": 3, "text": "\\u00e9"}'
@@ -79,14 +77,14 @@ def test_json_line_is_one_document(tmp_path: Path) -> None:
         ('["text"]', ["rows.jsonl:2", "list"]),
     ],
 )
-def test_bad_json_line_is_reported(tmp_path: Path, line: str, words: list[str]) -> None:
+def test_bad_json_line_is_reported(tmp_path, line, words):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "good"}\n' + line)
     with raises_with(words, CorpusError):
         list(Corpus(source=file).documents())
 
 
-def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path: Path) -> None:
+def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
     (tmp_path / "good.txt").write_text("café", "utf-8")
     (tmp_path / "half.jsonl").write_text(r'{"text": "half \ud800 pair"}')
@@ -108,7 +106,7 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "broken", [b"", b"\xe9", b"\xf0\x9f"], ids=["utf-8", "a byte", "half a character"]
 )
-def test_decoding_in_slices_matches_decoding_at_once(tmp_path: Path, broken: bytes) -> None:
+def test_decoding_in_slices_matches_decoding_at_once(tmp_path, broken):
     file = tmp_path / "text.txt"
     for shift in range(5):  # characters of two to four bytes cross the end of a slice
         data = b"x" * ((1 << 16) - 8 + shift) + "é…😀".encode() + broken + b"x" * (1 << 17)
@@ -121,7 +119,7 @@ def test_decoding_in_slices_matches_decoding_at_once(tmp_path: Path, broken: byt
                 list(Corpus(source=file, undecodable="error").documents())
 
 
-def test_bad_sources_and_options_are_refused(tmp_path: Path) -> None:
+def test_bad_sources_and_options_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "data.bin").write_text("x")
     (tmp_path / "empty.txt").touch()
@@ -141,7 +139,7 @@ def test_bad_sources_and_options_are_refused(tmp_path: Path) -> None:
             Corpus(**given).files()
 
 
-def test_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_file_is_reported(tmp_path, monkeypatch):
     secret = tmp_path / "secret.txt"
     secret.write_text("x")
     allowed = os.access

@@ -1,13 +1,10 @@
 """Text data module in a real Trainer: resume, replicas and refused options."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -25,20 +22,20 @@ Make = Callable[..., TextDataModule]
 
 
 @pytest.fixture(scope="module")
-def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("datamodule") / "store"
     data(corpus, folder).prepare_data()
     return folder
 
 
 @pytest.fixture(scope="module")
-def make(corpus: Path, folder: Path) -> Make:
+def make(corpus, folder):
     """Return a factory of data modules for the prepared folder."""
     return partial(data, corpus, folder)
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(make: Make, folder: Path) -> list[list[int]]:
+def uninterrupted(make, folder):
     """Return the batches of two uninterrupted epochs."""
     module, datamodule = Recorder(), make()
     trainer(folder.parent).fit(module, datamodule=datamodule)
@@ -54,9 +51,7 @@ def uninterrupted(make: Make, folder: Path) -> list[list[int]]:
     ("where", "num_workers"),
     [("middle", 0), ("end of epoch", 0), ("second epoch", 0), ("second epoch", 2)],
 )
-def test_resume_reads_same_batches(
-    make: Make, tmp_path: Path, uninterrupted: list[list[int]], where: str, num_workers: int
-) -> None:
+def test_resume_reads_same_batches(make, tmp_path, uninterrupted, where, num_workers):
     epoch = len(uninterrupted) // 2
     stop = {"middle": 5, "end of epoch": epoch, "second epoch": epoch + 3}[where]
     first, checkpoint = saved_at(stop, make(num_workers=num_workers), tmp_path)
@@ -65,9 +60,7 @@ def test_resume_reads_same_batches(
     assert rest == uninterrupted[stop:]
 
 
-def test_failed_step_is_repeated_after_resume(
-    make: Make, tmp_path: Path, uninterrupted: list[list[int]]
-) -> None:
+def test_failed_step_is_repeated_after_resume(make, tmp_path, uninterrupted):
     first = Recorder(fail_at=4)
     saving = ModelCheckpoint(tmp_path, save_on_exception=True)
     with pytest.raises(RuntimeError, match="this step fails"):
@@ -76,9 +69,7 @@ def test_failed_step_is_repeated_after_resume(
     assert first.seen + continued(str(checkpoint), make(), tmp_path) == uninterrupted
 
 
-def test_sample_order_continues_with_other_batch_size(
-    make: Make, tmp_path: Path, uninterrupted: list[list[int]]
-) -> None:
+def test_sample_order_continues_with_other_batch_size(make, tmp_path, uninterrupted):
     first, checkpoint = saved_at(3, make(), tmp_path)
     smaller = make(micro_batch_size=2, num_microbatches=1)
     rest = continued(checkpoint, smaller, tmp_path, max_epochs=-1, max_steps=11)
@@ -87,9 +78,7 @@ def test_sample_order_continues_with_other_batch_size(
     ]
 
 
-def test_extended_fit_continues_and_overfitting_repeats(
-    make: Make, tmp_path: Path, uninterrupted: list[list[int]]
-) -> None:
+def test_extended_fit_continues_and_overfitting_repeats(make, tmp_path, uninterrupted):
     module, datamodule = Recorder(), make()
     lengthened = trainer(tmp_path, max_epochs=1)
     lengthened.fit(module, datamodule=datamodule)
@@ -102,7 +91,7 @@ def test_extended_fit_continues_and_overfitting_repeats(
     check_overfitting(datamodule, tmp_path)
 
 
-def test_validation_reads_every_sample_once(make: Make, tmp_path: Path) -> None:
+def test_validation_reads_every_sample_once(make, tmp_path):
     module, datamodule = Recorder(), make()
     trainer(tmp_path).validate(module, datamodule=datamodule, verbose=False)
     assert module.validated == len(datamodule.val_dataloader().stream)
@@ -132,9 +121,7 @@ def fit_under_ddp(rank: int, corpus: str, folder: str, root: str) -> tuple[list[
     return module.seen, module.validated
 
 
-def test_ddp_replicas_split_batches(
-    pool: Pool, corpus: Path, tmp_path: Path, uninterrupted: list[list[int]]
-) -> None:
+def test_ddp_replicas_split_batches(pool, corpus, tmp_path, uninterrupted):
     # The folder is not prepared yet. Rank 0 prepares it after the process group is initialized.
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "NODE_RANK": "0", "LOCAL_RANK": "0"}
     results = pool.run(
@@ -150,9 +137,7 @@ def test_ddp_replicas_split_batches(
     assert results[0][1] + results[1][1] == len(stream)
 
 
-def test_checkpoint_records_data_and_refuses_other_seed(
-    make: Make, folder: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_records_data_and_refuses_other_seed(make, folder, tmp_path):
     run = trainer(tmp_path, max_epochs=-1, max_steps=2)
     run.fit(Recorder(), datamodule=make())
     run.save_checkpoint(tmp_path / "x.ckpt")
@@ -175,14 +160,12 @@ def test_checkpoint_records_data_and_refuses_other_seed(
         ("sequence_length", 1 << 23),
     ],
 )
-def test_bad_numbers_are_refused(corpus: Path, tmp_path: Path, field: str, value: object) -> None:
+def test_bad_numbers_are_refused(corpus, tmp_path, field, value):
     with pytest.raises(ValueError, match=field):
         data(corpus, tmp_path / "new", **{field: value})
 
 
-def test_bad_configuration_is_refused_before_writing(
-    corpus: Path, make: Make, folder: Path, tmp_path: Path
-) -> None:
+def test_bad_configuration_is_refused_before_writing(corpus, make, folder, tmp_path):
     longest = Manifest.read(folder).splits["validation"].tokens
     new = data(corpus, tmp_path / "new")
     new.check()
@@ -224,7 +207,7 @@ def loaded_modules(rank: int) -> set[str]:
     return {name.split(".")[0] for name in sys.modules}
 
 
-def test_package_import_does_not_load_heavy_dependencies() -> None:
+def test_package_import_does_not_load_heavy_dependencies():
     fresh = Pool()
     try:
         (loaded,) = fresh.run(loaded_modules, world_size=1)
@@ -248,7 +231,7 @@ def test_package_import_does_not_load_heavy_dependencies() -> None:
         ({"global_batch_size": 48, "num_microbatches": 2}, (6, 2, 48)),
     ],
 )
-def test_missing_batch_size_is_derived(given: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+def test_missing_batch_size_is_derived(given, sizes):
     (plan,) = TextDataModule(data_dir="nowhere", **given).batch_plans(num_replicas=4)
     assert (plan.micro_batch_size, plan.num_microbatches, plan.global_batch) == sizes
 
@@ -274,9 +257,7 @@ RAMPED = {"global_batch_size": 32, "micro_batch_size": 4}
         ({**RAMPED, "ramp_up": {**RAMP, "samples": 0}}, r"ramp_up=.*samples.: 0"),
     ],
 )
-def test_inconsistent_batch_sizes_are_refused_before_launch(
-    given: dict[str, Any], words: str
-) -> None:
+def test_inconsistent_batch_sizes_are_refused_before_launch(given, words):
     with pytest.raises(ValueError, match=words):
         TextDataModule(data_dir="nowhere", **given).batch_plans(num_replicas=2)
 
@@ -284,14 +265,14 @@ def test_inconsistent_batch_sizes_are_refused_before_launch(
 class Epochs(pl.Callback):
     """Callback that records the steps at the ends of epochs and at validations."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ends: list[int] = []
         self.validations: list[int] = []
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer, pl_module):
         self.ends.append(trainer.global_step)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer, pl_module):
         self.validations.append(trainer.global_step)
 
 
@@ -299,7 +280,7 @@ def ramped(make: Make) -> TextDataModule:
     return make(global_batch_size=32, micro_batch_size=8, num_microbatches=None, ramp_up=RAMP)
 
 
-def test_ramp_up_epochs_validate_and_resume(make: Make, tmp_path: Path) -> None:
+def test_ramp_up_epochs_validate_and_resume(make, tmp_path):
     whole, epochs, datamodule = Recorder(), Epochs(), ramped(make)
     trainer(tmp_path, epochs, max_epochs=3, enable_checkpointing=False).fit(
         whole, datamodule=datamodule
@@ -315,6 +296,6 @@ def test_ramp_up_epochs_validate_and_resume(make: Make, tmp_path: Path) -> None:
         assert continued(checkpoint, ramped(make), tmp_path, max_epochs=3) == whole.seen[stop:]
 
 
-def test_ramp_up_with_accumulate_grad_batches_is_refused(make: Make, tmp_path: Path) -> None:
+def test_ramp_up_with_accumulate_grad_batches_is_refused(make, tmp_path):
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
         trainer(tmp_path, accumulate_grad_batches=2).fit(Recorder(), datamodule=ramped(make))

@@ -1,7 +1,5 @@
 """Pretraining text with a Hugging Face tokenizer."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -26,14 +24,14 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer") / "model"
     make_tiny(folder, vocabulary_size=600)
     return folder
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def texts(tmp_path_factory):
     """Write three real files and text in other scripts."""
     folder = tmp_path_factory.mktemp("texts")
     library = Path(sysconfig.get_path("stdlib"))
@@ -43,9 +41,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ids_match_transformers_and_documents_end_with_eos(
-    model: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_ids_match_transformers_and_documents_end_with_eos(model, texts, tmp_path):
     made = prepare(
         PrepareConfig(
             output=tmp_path / "store",
@@ -87,7 +83,7 @@ def _until(tokens: list[int], end: int) -> list[list[int]]:
     return documents[:-1]
 
 
-def test_prepared_folder_contains_tokenizer(model: Path, texts: Path, tmp_path: Path) -> None:
+def test_prepared_folder_contains_tokenizer(model, texts, tmp_path):
     data = TextDataModule(
         data_dir=str(tmp_path / "store"),
         source=str(texts),
@@ -117,7 +113,7 @@ def test_prepared_folder_contains_tokenizer(model: Path, texts: Path, tmp_path: 
         data.setup()
 
 
-def test_unusable_tokenizer_is_refused(model: Path, texts: Path, tmp_path: Path) -> None:
+def test_unusable_tokenizer_is_refused(model, texts, tmp_path):
     bare = transformers.AutoTokenizer.from_pretrained(model)
     bare.eos_token = None
     bare.save_pretrained(tmp_path / "bare")
@@ -142,12 +138,12 @@ def test_unusable_tokenizer_is_refused(model: Path, texts: Path, tmp_path: Path)
     ):
         given = {"source": str(texts), "tokenizer_dir": model, **changes}
         with pytest.raises(ValueError, match=words):
-            prepare(PrepareConfig(output=tmp_path / "store", **given))  # type: ignore[arg-type]
+            prepare(PrepareConfig(output=tmp_path / "store", **given))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare"]
 
 
 @pytest.fixture
-def folder(model: Path, tmp_path: Path) -> Path:
+def folder(model, tmp_path):
     """Return a copy of the model folder that a test may change."""
     return Path(shutil.copytree(model, tmp_path / "model"))
 
@@ -155,7 +151,7 @@ def folder(model: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", ["vocab.txt", "merges.txt", "tokenizer.json", "config.json", "special_tokens_map.json"]
 )
-def test_link_to_file_outside_folder_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+def test_link_to_file_outside_folder_is_refused(folder, tmp_path, name):
     (tmp_path / "secret").write_text("not for you")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "secret")
@@ -166,7 +162,7 @@ def test_link_to_file_outside_folder_is_refused(folder: Path, tmp_path: Path, na
         HuggingFaceTokenizer(folder)
 
 
-def test_tokenizer_in_hub_cache_is_read(model: Path, tmp_path: Path) -> None:
+def test_tokenizer_in_hub_cache_is_read(model, tmp_path):
     cache = tmp_path / "models--a--b"
     snapshot, blobs = cache / "snapshots" / "0123", cache / "blobs"
     snapshot.mkdir(parents=True)
@@ -183,16 +179,14 @@ def test_tokenizer_in_hub_cache_is_read(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json", "sentencepiece.spm"])
-def test_pipe_in_tokenizer_folder_is_refused_without_blocking(folder: Path, name: str) -> None:
+def test_pipe_in_tokenizer_folder_is_refused_without_blocking(folder, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     with pytest.raises(TokenizerError, match=rf"{name} cannot be read: it is not a regular file"):
         HuggingFaceTokenizer(folder)
 
 
-def test_huge_file_in_tokenizer_folder_is_refused(
-    folder: Path,
-) -> None:
+def test_huge_file_in_tokenizer_folder_is_refused(folder):
     with open(folder / "merges.txt", "wb") as stream:
         stream.truncate(1 << 42)
     with pytest.raises(
@@ -202,9 +196,7 @@ def test_huge_file_in_tokenizer_folder_is_refused(
         HuggingFaceTokenizer(folder)
 
 
-def test_custom_code_of_tokenizer_is_refused_without_prompt(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_custom_code_of_tokenizer_is_refused_without_prompt(folder, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}

@@ -1,7 +1,5 @@
 """Conversations with images: learned tokens, image tensors, order and refused rows."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +86,7 @@ def row(number: int, *images: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
     for number in range(3):
         Image.new("RGB", (8 + 4 * number, 8), (80 * number, 20, 90)).save(folder / f"{number}.png")
@@ -103,7 +101,7 @@ Data = Callable[..., ImageChatDataModule]
 
 
 @pytest.fixture
-def data(images: Path) -> Data:
+def data(images):
     """Return a factory of data modules for rows."""
 
     def make(rows: list[Any], **changes: Any) -> ImageChatDataModule:
@@ -126,7 +124,7 @@ ROWS = [row(0), row(1, "0.png"), row(2, "1.png", "2.png"), row(3), row(4, "2.png
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batches_are_those_of_processor(family: str, data: Data, images: Path) -> None:
+def test_batches_are_those_of_processor(family, data, images):
     """Ids, pixels and learned answers of a batch equal the processor's; its model computes them."""
     processor = make_processor(family)
     processor.save_pretrained(images / family)
@@ -178,7 +176,7 @@ def absolute(part: dict[str, str], folder: Path) -> dict[str, str]:
     return {**part, "path": str(folder / part["path"])} if "path" in part else part
 
 
-def test_order_and_images_do_not_depend_on_replicas_workers_or_resume(data: Data) -> None:
+def test_order_and_images_do_not_depend_on_replicas_workers_or_resume(data):
     rows = [row(number, *(["1.png"] if number % 3 else [])) for number in range(20)]
     module = data(rows)
     module.prepare_data()
@@ -199,7 +197,7 @@ def test_order_and_images_do_not_depend_on_replicas_workers_or_resume(data: Data
     assert all(again[name].equal(second[name]) for name in second)
 
 
-def test_batch_without_images_has_no_image_tensors(data: Data) -> None:
+def test_batch_without_images_has_no_image_tensors(data):
     module = data([row(number) for number in range(6)])
     module.prepare_data()
     assert next(iter(module.train_dataloader())).keys() == {
@@ -224,9 +222,7 @@ QUESTION, ANSWER = message("user", "0.png", "What?"), message("assistant", "This
         ([{"role": "user", "content": [{"type": "image"}]}, ANSWER], "an image has no path"),
     ],
 )
-def test_faulty_row_is_refused_before_launch(
-    messages: list[Any], reason: str, data: Data, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faulty_row_is_refused_before_launch(messages, reason, data, monkeypatch):
     monkeypatch.setattr(chat_build, "ROWS_AT_ONCE", 2)  # tokenized before launch
     rows = [{"messages": [message("user", "What?"), ANSWER]}] * 2 + [{"messages": messages}]
     module = data(rows, max_images=2)
@@ -235,13 +231,13 @@ def test_faulty_row_is_refused_before_launch(
     data(rows, max_images=2, faulty="drop").check()
 
 
-def test_image_place_in_text_is_refused(data: Data) -> None:
+def test_image_place_in_text_is_refused(data):
     rows = [{"messages": [message("user", "0.png", "<image>?"), ANSWER]}]
     with pytest.raises(CorpusError, match=r"row 1: it has 1 images, but .* has 2 places"):
         data(rows).check()
 
 
-def test_too_long_samples_are_refused_or_dropped_with_their_number(data: Data) -> None:
+def test_too_long_samples_are_refused_or_dropped_with_their_number(data):
     rows = [row(number, "0.png") for number in range(9)]
     rows += [{"messages": [message("user", "Why? " * 200), ANSWER]}]
     module = data(rows)
@@ -251,7 +247,7 @@ def test_too_long_samples_are_refused_or_dropped_with_their_number(data: Data) -
         data(rows, too_long="cut")
 
 
-def test_changed_or_missing_image_is_refused_while_reading(data: Data, images: Path) -> None:
+def test_changed_or_missing_image_is_refused_while_reading(data, images):
     Image.new("RGB", (8, 8)).save(images / "changing.png")
     module = data([row(number, "changing.png") for number in range(6)])
     module.prepare_data()
@@ -261,7 +257,7 @@ def test_changed_or_missing_image_is_refused_while_reading(data: Data, images: P
         next(iter(loader))
 
 
-def test_processor_of_other_model_is_refused(data: Data, images: Path) -> None:
+def test_processor_of_other_model_is_refused(data, images):
     with pytest.raises(TokenizerError, match="has no processor for images, only a "):
         data(ROWS, tokenizer_dir=str(images / "text")).check()
     other = images / "other"
@@ -277,8 +273,8 @@ def test_processor_of_other_model_is_refused(data: Data, images: Path) -> None:
     ],
 )
 def test_fit_refuses_processor_of_other_model_before_launch(
-    processor: str, error: str, data: Data, images: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    processor, error, data, images, monkeypatch
+):
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")
 
@@ -296,7 +292,7 @@ def test_fit_refuses_processor_of_other_model_before_launch(
     assert not Path(module.data_dir).exists(), "the data were prepared"
 
 
-def test_model_gets_tensors_that_its_forward_names(images: Path) -> None:
+def test_model_gets_tensors_that_its_forward_names(images):
     """LLaVA has no token types."""
     module = LitImageTextToText(str(images / "model"))
     with torch.device("meta"):

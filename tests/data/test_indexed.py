@@ -1,7 +1,5 @@
 """Megatron's indexed files: tokens, splits at documents and reported damage."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 import tempfile
@@ -22,7 +20,7 @@ VOCABULARY = 50_000
 
 
 @pytest.fixture
-def prefix(tmp_path: Path) -> Path:
+def prefix(tmp_path):
     return write_indexed(tmp_path / "corpus_text_document", numbered(60))
 
 
@@ -33,7 +31,7 @@ def stream_of(prefix: Path, **changes: object) -> BlockStream:
         "validation_fraction": 0.2,
         **changes,
     }
-    return indexed_stream(prefix, **given)  # type: ignore[arg-type]
+    return indexed_stream(prefix, **given)
 
 
 def tokens_of(stream: BlockStream) -> list[int]:
@@ -45,7 +43,7 @@ def check_tokens(prefix: Path, vocabulary_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64", "int16"])
-def test_written_documents_are_read_back(tmp_path: Path, dtype: str) -> None:
+def test_written_documents_are_read_back(tmp_path, dtype):
     documents = [[[]], *numbered(20), [[]], []]
     file = IndexedFile(write_indexed(tmp_path / "x", documents, dtype))
     assert file.documents == len(documents)
@@ -60,7 +58,7 @@ def test_written_documents_are_read_back(tmp_path: Path, dtype: str) -> None:
     st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=2, max_size=20),
     st.floats(0.01, 0.5),
 )
-def test_split_ends_at_nearest_document(documents: list[list[int]], fraction: float) -> None:
+def test_split_ends_at_nearest_document(documents, fraction):
     with tempfile.TemporaryDirectory() as folder:
         written = [[[0] * length for length in document] for document in documents]
         file = IndexedFile(write_indexed(Path(folder, "x"), [[[]], *written, []]))
@@ -77,7 +75,7 @@ def test_split_ends_at_nearest_document(documents: list[list[int]], fraction: fl
         assert abs(train.tokens - wanted) == min(abs(start - wanted) for start in starts)
 
 
-def test_splits_are_disjoint_and_hold_whole_documents(prefix: Path) -> None:
+def test_splits_are_disjoint_and_hold_whole_documents(prefix):
     total = sum(len(sequence) for document in numbered(60) for sequence in document)
     train, validation, everything = (
         tokens_of(stream_of(prefix, split=split)) for split in ("train", "validation", "all")
@@ -91,7 +89,7 @@ def test_splits_are_disjoint_and_hold_whole_documents(prefix: Path) -> None:
     assert len(validation) / total == pytest.approx(0.2, abs=0.03)
 
 
-def test_labels_are_inputs_shifted_by_one(prefix: Path) -> None:
+def test_labels_are_inputs_shifted_by_one(prefix):
     stream = stream_of(prefix, split="all")
     assert stream[2]["input_ids"].tolist() == list(range(32, 47))
     assert stream[2]["labels"].tolist() == list(range(33, 48))
@@ -102,7 +100,7 @@ def test_labels_are_inputs_shifted_by_one(prefix: Path) -> None:
         stream[len(stream)]
 
 
-def test_fingerprint_depends_on_data_and_split(prefix: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_data_and_split(prefix, tmp_path):
     base = stream_of(prefix)
     assert stream_of(prefix).fingerprint == base.fingerprint
     for changes in ({"split": "validation"}, {"validation_fraction": 0.3}, {"split": "all"}):
@@ -111,7 +109,7 @@ def test_fingerprint_depends_on_data_and_split(prefix: Path, tmp_path: Path) -> 
     assert stream_of(prefix).fingerprint != base.fingerprint
 
 
-def test_tokens_outside_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_tokens_outside_vocabulary_are_refused(tmp_path):
     documents = [[[1, 2, 3]], [[4, 70_000, 5]], [[6] * 20]]
     prefix = write_indexed(tmp_path / "x", documents, "int32")
     with pytest.raises(StoreError, match=r"x\.bin has token 70000, but vocabulary_size=50000"):
@@ -132,7 +130,7 @@ def test_tokens_outside_vocabulary_are_refused(tmp_path: Path) -> None:
         )[0]
 
 
-def test_too_few_tokens_or_documents_are_refused(tmp_path: Path, prefix: Path) -> None:
+def test_too_few_tokens_or_documents_are_refused(tmp_path, prefix):
     with pytest.raises(
         StoreError,
         match=r"no validation sample of sequence_length=900 .* greater validation_fraction",
@@ -192,10 +190,8 @@ def patched(path: Path, place: int, data: bytes) -> None:
         (".idx", lambda path: patched(path, 18, struct.pack("<Q", 0)), "boundaries need"),
     ],
 )
-def test_damaged_and_foreign_files_are_refused(
-    prefix: Path, suffix: str, damage: object, words: str
-) -> None:
-    damage(prefix.with_suffix(suffix))  # type: ignore[operator]
+def test_damaged_and_foreign_files_are_refused(prefix, suffix, damage, words):
+    damage(prefix.with_suffix(suffix))
     with pytest.raises(StoreError, match=words):
         stream_of(prefix)
 
@@ -210,6 +206,6 @@ def test_damaged_and_foreign_files_are_refused(
         ("split", "test"),
     ],
 )
-def test_bad_options_are_refused(prefix: Path, field: str, value: object) -> None:
+def test_bad_options_are_refused(prefix, field, value):
     with pytest.raises(ValueError, match=field):
         stream_of(prefix, **{field: value})

@@ -1,7 +1,5 @@
 """Megatron's indexed files in a real Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from tests.data.indexed_files import numbered, write_indexed
 
 
 @pytest.fixture
-def prefix(tmp_path: Path) -> Path:
+def prefix(tmp_path):
     return write_indexed(tmp_path / "corpus", numbered(200))
 
 
@@ -29,7 +27,7 @@ def data(prefix: Path, **changes: Any) -> IndexedDataModule:
     return IndexedDataModule(data_prefix=str(prefix), **{**settings, **changes})
 
 
-def test_fit_resumes_in_mid_epoch_and_refuses_other_data(prefix: Path, tmp_path: Path) -> None:
+def test_fit_resumes_in_mid_epoch_and_refuses_other_data(prefix, tmp_path):
     whole, datamodule = Recorder(), data(prefix)
     trainer(tmp_path).fit(whole, datamodule=datamodule)
     assert whole.validated == 2 * len(datamodule.val_dataloader().stream)
@@ -42,7 +40,7 @@ def test_fit_resumes_in_mid_epoch_and_refuses_other_data(prefix: Path, tmp_path:
         continued(checkpoint, data(other), tmp_path)
 
 
-def test_validation_prefix_selects_separate_files(prefix: Path, tmp_path: Path) -> None:
+def test_validation_prefix_selects_separate_files(prefix, tmp_path):
     apart = write_indexed(tmp_path / "apart", numbered(20, seed=2))
     datamodule = data(prefix, validation_prefix=str(apart))
     for loader, documents in (
@@ -53,7 +51,7 @@ def test_validation_prefix_selects_separate_files(prefix: Path, tmp_path: Path) 
         assert len(loader.stream) == tokens // 32
 
 
-def test_bad_data_are_refused_before_training(prefix: Path, tmp_path: Path) -> None:
+def test_bad_data_are_refused_before_training(prefix, tmp_path):
     data(prefix).check(num_replicas=2)
     with pytest.raises(StoreError, match=r"nowhere\.idx is missing"):
         data(tmp_path / "nowhere").check()
@@ -64,9 +62,7 @@ def test_bad_data_are_refused_before_training(prefix: Path, tmp_path: Path) -> N
     data(prefix, vocabulary_size=9, verify_tokens=False).prepare_data()
 
 
-def test_cli_prepares_indexed_data(
-    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_prepares_indexed_data(prefix, tmp_path, capsys):
     arguments = (
         "prepare --trainer.logger false --model LitGPT --data IndexedDataModule"
         f" --data.data_prefix {prefix} --data.sequence_length 31"

@@ -1,7 +1,5 @@
 """Interleaving of several corpora."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,9 +12,7 @@ WEIGHTS = st.lists(st.integers(1, 400).map(lambda number: number / 100), min_siz
 
 @settings(deadline=None)
 @given(WEIGHTS)
-def test_every_prefix_matches_weights_within_one_sample(
-    weights: list[float],
-) -> None:
+def test_every_prefix_matches_weights_within_one_sample(weights):
     turns = Turns.of(weights)
     length = len(turns.order) + 3
     corpora, _ = turns.at(np.arange(length))
@@ -27,7 +23,7 @@ def test_every_prefix_matches_weights_within_one_sample(
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 10**12))
-def test_random_access_to_turns_matches_sequential_access(weights: list[float], start: int) -> None:
+def test_random_access_to_turns_matches_sequential_access(weights, start):
     turns = Turns.of(weights)
     corpora, ranks = turns.at(np.arange(start, start + 200))
     last = {}
@@ -39,20 +35,20 @@ def test_random_access_to_turns_matches_sequential_access(weights: list[float], 
     assert (alone[0, 0], alone_ranks[0, 0]) == (corpora[7], ranks[7])
 
 
-def test_turns_match_golden_values() -> None:
+def test_turns_match_golden_values():
     """Old checkpoints must resume at the same sample in later versions."""
     assert Turns.of([0.5, 0.3, 0.2]).order.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 1, 0]
     assert Turns.of([3, 1]).order.tolist() == Turns.of([0.75, 0.25]).order.tolist() == [0, 0, 1, 0]
     assert Turns.of([7]).order.tolist() == [0]
 
 
-def test_one_large_and_many_small_weights_interleave_evenly() -> None:
+def test_one_large_and_many_small_weights_interleave_evenly():
     turns = Turns.of([0.5] + [0.01] * 50)
     had = np.cumsum(turns.order == 0)
     assert np.abs(had - 0.5 * np.arange(1, 101)).max() < 1
 
 
-def test_weights_without_short_period_are_rounded() -> None:
+def test_weights_without_short_period_are_rounded():
     turns = Turns.of([0.123456789, 1.0])
     assert len(turns.order) == 1 << 16
     assert turns.counts[0] / (1 << 16) == pytest.approx(
@@ -63,7 +59,7 @@ def test_weights_without_short_period_are_rounded() -> None:
 @pytest.mark.parametrize(
     "sizes", [(5, 100, 100), (100, 2, 100), (100, 100, 1), (3, 3, 3), (0, 4, 4)]
 )
-def test_prefix_ends_when_one_corpus_is_exhausted(sizes: tuple[int, ...]) -> None:
+def test_prefix_ends_when_one_corpus_is_exhausted(sizes):
     turns = Turns.of([0.5, 0.3, 0.2])
     length = turns.prefix(sizes)
     corpora, _ = turns.at(np.arange(length + 1))
@@ -72,6 +68,6 @@ def test_prefix_ends_when_one_corpus_is_exhausted(sizes: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf"), "a", True, 1e-9])
-def test_bad_weights_are_refused(weight: object) -> None:
+def test_bad_weights_are_refused(weight):
     with pytest.raises(ValueError, match="weight="):
-        Turns.of([1.0, weight])  # type: ignore[list-item]
+        Turns.of([1.0, weight])

@@ -1,7 +1,5 @@
 """Token loader: one global sample order for any number of replicas, batch size and workers."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ import torch
 from lightning_ptdp.data import (
     DataError,
     EvaluationLoader,
-    PreparedData,
     StoreError,
     TokenLoader,
     TokenStream,
@@ -28,7 +25,7 @@ LENGTH = 128
 
 
 @pytest.fixture
-def stream(prepared: PreparedData) -> TokenStream:
+def stream(prepared):
     return TokenStream(prepared.folder, sequence_length=LENGTH)
 
 
@@ -48,12 +45,10 @@ def replicas(stream: TokenStream, d: int, **kwargs: object) -> list[TokenLoader]
     return [
         TokenLoader(stream, num_replicas=d, replica_rank=rank, seed=5, **kwargs)
         for rank in range(d)
-    ]  # type: ignore[arg-type]
+    ]
 
 
-def test_blocks_are_consecutive_with_labels_shifted_by_one(
-    stream: TokenStream, prepared: PreparedData
-) -> None:
+def test_blocks_are_consecutive_with_labels_shifted_by_one(stream, prepared):
     first, second = stream[0], stream[1]
     assert first["input_ids"].dtype == first["labels"].dtype == torch.int64
     assert first["input_ids"].shape == first["labels"].shape == (LENGTH,)
@@ -66,7 +61,7 @@ def test_blocks_are_consecutive_with_labels_shifted_by_one(
         stream[len(stream)]
 
 
-def test_epochs_are_different_permutations_of_all_samples(stream: TokenStream) -> None:
+def test_epochs_are_different_permutations_of_all_samples(stream):
     size = len(stream)
     loader = TokenLoader(stream, batch_size=1, seed=5)
     assert len(loader) == size
@@ -81,9 +76,7 @@ def test_epochs_are_different_permutations_of_all_samples(stream: TokenStream) -
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_sample_order_is_independent_of_layout_and_workers(
-    stream: TokenStream, num_workers: int
-) -> None:
+def test_sample_order_is_independent_of_layout_and_workers(stream, num_workers):
     reference = steps(replicas(stream, 1, batch_size=1), 48)
     for d, batch_size in ((1, 8), (2, 4), (2, 3), (3, 2), (4, 1)):
         loaders = replicas(stream, d, batch_size=batch_size, num_workers=num_workers)
@@ -93,9 +86,7 @@ def test_sample_order_is_independent_of_layout_and_workers(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_resume_in_mid_epoch_with_other_replicas_and_batch_size(
-    stream: TokenStream, num_workers: int
-) -> None:
+def test_resume_in_mid_epoch_with_other_replicas_and_batch_size(stream, num_workers):
     """d = 4 -> 2 -> 3 -> 1 across the end of an epoch. No sample is lost or repeated."""
     total = len(stream) + 40
     reference = TokenLoader(stream, batch_size=1, seed=5)
@@ -121,7 +112,7 @@ def test_resume_in_mid_epoch_with_other_replicas_and_batch_size(
     assert found[:total] == expected
 
 
-def test_prefetching_does_not_advance_position(stream: TokenStream) -> None:
+def test_prefetching_does_not_advance_position(stream):
     loader = TokenLoader(stream, batch_size=2, num_workers=2)
     iterator: Iterator[object] = iter(loader)
     assert loader.consumed_samples == 0
@@ -131,7 +122,7 @@ def test_prefetching_does_not_advance_position(stream: TokenStream) -> None:
     assert loader.state_dict()["consumed_samples"] == 2
 
 
-def test_global_random_state_is_unchanged(stream: TokenStream) -> None:
+def test_global_random_state_is_unchanged(stream):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     next(iter(TokenLoader(stream, batch_size=2)))
@@ -139,7 +130,7 @@ def test_global_random_state_is_unchanged(stream: TokenStream) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_saved_position_excludes_batch_in_flight(stream: TokenStream) -> None:
+def test_saved_position_excludes_batch_in_flight(stream):
     waiting = [0]
     loader = TokenLoader(stream, batch_size=2, num_replicas=3, in_flight=lambda: waiting[0])
     next(iter(loader))
@@ -148,7 +139,7 @@ def test_saved_position_excludes_batch_in_flight(stream: TokenStream) -> None:
     assert loader.state_dict()["consumed_samples"] == 0
 
 
-def test_position_in_other_data_is_refused(stream: TokenStream, prepared: PreparedData) -> None:
+def test_position_in_other_data_is_refused(stream, prepared):
     state = TokenLoader(stream, batch_size=2, seed=1).state_dict()
     for words, other, seed in (
         ("seed is 1 in the checkpoint, but 2 in this training", stream, 2),
@@ -166,7 +157,7 @@ def test_position_in_other_data_is_refused(stream: TokenStream, prepared: Prepar
         TokenLoader(stream, batch_size=2, seed=1).load_state_dict({**state, "consumed_samples": -3})
 
 
-def test_inconsistent_sizes_are_refused(stream: TokenStream, prepared: PreparedData) -> None:
+def test_inconsistent_sizes_are_refused(stream, prepared):
     with pytest.raises(
         DataError,
         match=r"batch_size 5000 x 2 replicas = 10000 samples.*have "
@@ -196,12 +187,8 @@ def test_inconsistent_sizes_are_refused(stream: TokenStream, prepared: PreparedD
     ],
 )
 def test_validation_counts_each_sample_once(
-    prepared: PreparedData,
-    num_replicas: int,
-    batch_size: int,
-    micro_batch_size: int | None,
-    num_workers: int,
-) -> None:
+    prepared, num_replicas, batch_size, micro_batch_size, num_workers
+):
     stream = TokenStream(prepared.folder, split="validation", sequence_length=16)
     loaders = [
         EvaluationLoader(
@@ -238,7 +225,7 @@ def test_validation_counts_each_sample_once(
     assert empty_microbatches == max(slots - len(stream), 0)
 
 
-def test_validation_keeps_order_and_can_be_limited(prepared: PreparedData) -> None:
+def test_validation_keeps_order_and_can_be_limited(prepared):
     stream = TokenStream(prepared.folder, split="validation", sequence_length=16, max_samples=5)
     assert len(stream) == 5
     (batch,) = EvaluationLoader(stream, batch_size=8)
@@ -248,12 +235,12 @@ def test_validation_keeps_order_and_can_be_limited(prepared: PreparedData) -> No
     assert (batch["labels"][5:] == IGNORE_INDEX).all()
 
 
-def test_streams_can_be_pickled_after_reading(stream: TokenStream) -> None:
+def test_streams_can_be_pickled_after_reading(stream):
     first = stream[3]["labels"]
     assert torch.equal(pickle.loads(pickle.dumps(stream))[3]["labels"], first)
 
 
-def test_replica_visits_its_slice_of_each_step(stream: TokenStream) -> None:
+def test_replica_visits_its_slice_of_each_step(stream):
     loaders = replicas(stream, 3, batch_size=2, shuffle=False)
     assert [loader.visits(0, 2).tolist() for loader in loaders] == [
         [[0, 1], [6, 7]],
@@ -264,9 +251,7 @@ def test_replica_visits_its_slice_of_each_step(stream: TokenStream) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_ramp_up_resumes_with_other_number_of_replicas(
-    stream: TokenStream, num_workers: int
-) -> None:
+def test_ramp_up_resumes_with_other_number_of_replicas(stream, num_workers):
     ramp = RampUp(start=4, stop=16, increment=4, samples=60)
     order = (
         TokenLoader(stream, batch_size=1, seed=5).visits(0, ramp.consumed(12)).flatten().tolist()
@@ -288,9 +273,7 @@ def test_ramp_up_resumes_with_other_number_of_replicas(
     assert consumed == ramp.consumed(12)
 
 
-def test_ramp_up_epoch_has_as_many_steps_as_data_allow(
-    stream: TokenStream,
-) -> None:
+def test_ramp_up_epoch_has_as_many_steps_as_data_allow(stream):
     ramp = RampUp(start=2, stop=16, increment=2, samples=2 * len(stream))
     loader = TokenLoader(stream, batch_size=8, num_replicas=2, ramp_up=ramp)
     lengths = []
@@ -304,7 +287,7 @@ def test_ramp_up_epoch_has_as_many_steps_as_data_allow(
     assert loader.steps_of_epochs(4) == sum(lengths)
 
 
-def test_saved_position_excludes_batch_in_flight_during_ramp_up(stream: TokenStream) -> None:
+def test_saved_position_excludes_batch_in_flight_during_ramp_up(stream):
     ramp = RampUp(start=2, stop=4, increment=2, samples=4)
     loader = TokenLoader(stream, batch_size=4, ramp_up=ramp, in_flight=lambda: 1)
     assert loader.state_dict()["consumed_samples"] == 0
@@ -316,7 +299,7 @@ def test_saved_position_excludes_batch_in_flight_during_ramp_up(stream: TokenStr
     ]
 
 
-def test_ramp_up_inconsistent_with_loader_is_refused(stream: TokenStream) -> None:
+def test_ramp_up_inconsistent_with_loader_is_refused(stream):
     with pytest.raises(
         ValueError, match="ramp_up ends at 8 samples per step, but batch_size 4 x 1 replicas = 4"
     ):

@@ -1,7 +1,5 @@
 """Mixture of corpora: shares, epochs per corpus, resume in any layout, common tokenizer."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections import Counter
@@ -32,7 +30,7 @@ LENGTH = 31
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(tmp_path_factory):
     """Prepare a large and a small corpus with one tokenizer."""
     root = tmp_path_factory.mktemp("mixture")
     big = prepare(config_of(write_corpus(root / "a", documents=24, seed=1), root / "big"))
@@ -43,7 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def streams(folders: list[Path], split: str = "train") -> list[TokenStream]:
-    return [TokenStream(folder, split=split, sequence_length=LENGTH) for folder in folders]  # type: ignore[arg-type]
+    return [TokenStream(folder, split=split, sequence_length=LENGTH) for folder in folders]
 
 
 def sources(batch: torch.Tensor, of: list[TokenStream]) -> list[tuple[int, int]]:
@@ -56,7 +54,7 @@ def sources(batch: torch.Tensor, of: list[TokenStream]) -> list[tuple[int, int]]
     return [where[tuple(row)] for row in batch.tolist()]
 
 
-def test_corpus_has_its_share_and_own_epochs(folders: list[Path]) -> None:
+def test_corpus_has_its_share_and_own_epochs(folders):
     parts = streams(folders)
     big, small = map(len, parts)
     mixture = MixtureStream(parts, [0.25, 0.75])
@@ -76,7 +74,7 @@ def test_corpus_has_its_share_and_own_epochs(folders: list[Path]) -> None:
     )
 
 
-def test_sample_order_is_equal_in_every_layout_and_after_resume(folders: list[Path]) -> None:
+def test_sample_order_is_equal_in_every_layout_and_after_resume(folders):
     mixture = MixtureStream(streams(folders), [2, 1])
     assert np.array_equal(pickle.loads(pickle.dumps(mixture)).turns.order, mixture.turns.order)
 
@@ -102,7 +100,7 @@ def test_sample_order_is_equal_in_every_layout_and_after_resume(folders: list[Pa
     assert first + second + third == whole
 
 
-def test_validation_mixes_corpora_without_repetition(folders: list[Path]) -> None:
+def test_validation_mixes_corpora_without_repetition(folders):
     parts = streams(folders, "validation")
     mixture = MixtureStream(parts, [1, 1], repeat=False)
     assert len(mixture) in (2 * min(map(len, parts)), 2 * min(map(len, parts)) + 1)
@@ -136,12 +134,10 @@ def data(
         {"data_dir": str(folder), "weight": weight}
         for folder, weight in zip(folders, weights, strict=True)
     ]
-    return MixtureDataModule(corpora=corpora, **settings)  # type: ignore[arg-type]
+    return MixtureDataModule(corpora=corpora, **settings)
 
 
-def test_fit_resumes_in_mid_epoch_and_refuses_other_weights(
-    folders: list[Path], tmp_path: Path
-) -> None:
+def test_fit_resumes_in_mid_epoch_and_refuses_other_weights(folders, tmp_path):
     whole = Recorder()
     trainer(tmp_path, max_epochs=-1, max_steps=9).fit(whole, datamodule=data(folders))
     _, checkpoint = saved_at(4, data(folders), tmp_path)
@@ -151,11 +147,11 @@ def test_fit_resumes_in_mid_epoch_and_refuses_other_weights(
         continued(checkpoint, data(folders, (0.6, 0.4)), tmp_path)
 
 
-def test_overfitting_repeats_same_samples(folders: list[Path], tmp_path: Path) -> None:
+def test_overfitting_repeats_same_samples(folders, tmp_path):
     check_overfitting(data(folders), tmp_path)
 
 
-def test_corpora_with_different_tokenizers_are_refused(folders: list[Path], tmp_path: Path) -> None:
+def test_corpora_with_different_tokenizers_are_refused(folders, tmp_path):
     other = prepare(
         config_of(
             write_corpus(tmp_path / "text", documents=4, seed=5),
@@ -175,9 +171,7 @@ def test_corpora_with_different_tokenizers_are_refused(folders: list[Path], tmp_
     data(folders).check(num_replicas=2)
 
 
-def test_unsuitable_tokenizer_is_refused_before_writing(
-    folders: list[Path], tmp_path: Path
-) -> None:
+def test_unsuitable_tokenizer_is_refused_before_writing(folders, tmp_path):
     text = write_corpus(tmp_path / "text", documents=4)
     for changes, words in (
         ({"vocabulary_size": 300}, "vocabulary of 320, but vocabulary_size=300"),
@@ -203,12 +197,12 @@ def test_unsuitable_tokenizer_is_refused_before_writing(
         ([{"data_dir": "x", "weight": 0}], "weight=0"),
     ],
 )
-def test_bad_corpora_are_refused(corpora: list[Any], words: str) -> None:
+def test_bad_corpora_are_refused(corpora, words):
     with pytest.raises(ValueError, match=words):
         MixtureDataModule(corpora=corpora)
 
 
-def test_cli_prepares_mixture_from_yaml(folders: list[Path], tmp_path: Path) -> None:
+def test_cli_prepares_mixture_from_yaml(folders, tmp_path):
     corpora = [{"data_dir": str(folder), "weight": 0.5} for folder in folders]
     arguments = {"corpora": corpora, "vocabulary_size": 320, "sequence_length": LENGTH}
     config = {

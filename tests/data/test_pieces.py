@@ -1,7 +1,5 @@
 """Division of files into pieces and documents."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -27,7 +25,7 @@ def file_of(tmp_path: Path, text: str) -> CorpusFile:
 @example(text="\U0001f600" * 9, size=5)
 @example(text="a\n" * 8, size=8)
 @example(text="a" * 15 + "\naa", size=17)
-def test_text_pieces_are_whole_characters_and_lines(tmp_path_factory, text: str, size: int) -> None:  # type: ignore[no-untyped-def]
+def test_text_pieces_are_whole_characters_and_lines(tmp_path_factory, text, size):
     file = file_of(tmp_path_factory.getbasetemp(), text)
     pieces = list(cut_text(file, size))
     parts = [piece.read().decode() for piece in pieces]
@@ -44,16 +42,16 @@ def test_text_pieces_are_whole_characters_and_lines(tmp_path_factory, text: str,
 
 @settings(deadline=None)
 @given(text=TEXTS, size=st.integers(1, 40))
-def test_line_pieces_record_first_line_number(tmp_path_factory, text: str, size: int) -> None:  # type: ignore[no-untyped-def]
+def test_line_pieces_record_first_line_number(tmp_path_factory, text, size):
     file = file_of(tmp_path_factory.getbasetemp(), text)
     lines = text.encode().split(b"\n")
     pieces = list(cut_lines(file, size))
     assert b"".join(piece.read() for piece in pieces) == text.encode()
     for piece in pieces:
-        assert piece.read().split(b"\n")[0] == lines[piece.line - 1]  # type: ignore[operator]
+        assert piece.read().split(b"\n")[0] == lines[piece.line - 1]
 
 
-def test_groups_are_consecutive_and_near_requested_size(tmp_path: Path) -> None:
+def test_groups_are_consecutive_and_near_requested_size(tmp_path):
     file = CorpusFile("x", tmp_path, 100)
     pieces = [FilePiece(file, start, start + 10) for start in range(0, 100, 10)]
     groups = list(grouped(pieces, 25))
@@ -61,7 +59,7 @@ def test_groups_are_consecutive_and_near_requested_size(tmp_path: Path) -> None:
     assert [len(group) for group in groups] == [3, 3, 3, 1]
 
 
-def test_documents_of_large_files_keep_text_and_line_numbers(tmp_path: Path) -> None:
+def test_documents_of_large_files_keep_text_and_line_numbers(tmp_path):
     text = "".join(f"line {number} of one long file\n" for number in range(300))
     (tmp_path / "a.txt").write_text(text)
     rows = [f"row {number} " * 5 for number in range(200)]

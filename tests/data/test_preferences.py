@@ -1,9 +1,6 @@
 """Pairs of answers: forms of rows, learned tokens, batches and refused rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,14 +30,14 @@ Data = Callable[..., PreferenceDataModule]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences") / "model"
     make_tiny(folder, vocabulary_size=300, hidden_size=16, intermediate_size=16)
     return folder
 
 
 @pytest.fixture
-def data(model: Path, tmp_path: Path) -> Data:
+def data(model, tmp_path):
     """Return a factory of data modules for rows, in a new folder each."""
 
     def make(rows: list[dict[str, Any]], **changes: Any) -> PreferenceDataModule:
@@ -75,7 +72,7 @@ def texts(module: PreferenceDataModule) -> list[tuple[str, str, str]]:
     return found
 
 
-def test_forms_of_rows_give_same_pairs(data: Data) -> None:
+def test_forms_of_rows_give_same_pairs(data):
     rows = [pair(number) for number in range(20)]
     answers = [{key: row[key][1:] for key in row} for row in rows]
     prompts = [row["chosen"][:1] for row in rows]
@@ -100,7 +97,7 @@ def test_forms_of_rows_give_same_pairs(data: Data) -> None:
     assert all(other == found[0] for other in found)
 
 
-def test_batches_are_numbered_and_as_long_as_needed(data: Data) -> None:
+def test_batches_are_numbered_and_as_long_as_needed(data):
     module = data([pair(number) for number in range(23)])
     module.prepare_data()
     for split, size in (("train", 18), ("validation", 5)):
@@ -115,7 +112,7 @@ def test_batches_are_numbered_and_as_long_as_needed(data: Data) -> None:
             assert (batch["chosen_labels"][filled] == -100).all()
 
 
-def test_default_pairs_need_no_file(model: Path, tmp_path: Path) -> None:
+def test_default_pairs_need_no_file(model, tmp_path):
     config = PreferenceDataModule(tokenizer_dir=str(model)).prepare_config
     row = next(config.rows(None, "train"))
     assert row["chosen"].split() == row["rejected"].split()[::-1]
@@ -137,9 +134,7 @@ def test_default_pairs_need_no_file(model: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_faulty_pair_is_refused_before_launch(
-    changes: dict[str, Any], reason: str, data: Data
-) -> None:
+def test_faulty_pair_is_refused_before_launch(changes, reason, data):
     # beyond the rows that are tokenized before launch
     rows = [pair(number) for number in range(300)] + [pair(3, **changes)]
     module = data(rows)
@@ -148,7 +143,7 @@ def test_faulty_pair_is_refused_before_launch(
     data(rows, faulty="drop").check()
 
 
-def test_long_pairs_are_dropped_or_refused(data: Data) -> None:
+def test_long_pairs_are_dropped_or_refused(data):
     rows = [pair(number) for number in range(20)]
     rows[3]["rejected"][1]["content"] = "No. " * 60
     module = data(rows, too_long="drop")
@@ -161,7 +156,7 @@ def test_long_pairs_are_dropped_or_refused(data: Data) -> None:
         data(rows, too_long="cut").prepare_data()
 
 
-def test_store_of_pairs_is_refused_as_chats(data: Data, model: Path) -> None:
+def test_store_of_pairs_is_refused_as_chats(data, model):
     module = data([pair(number) for number in range(20)])
     module.prepare_data()
     chat = ChatDataModule(data_dir=str(module.data_dir), tokenizer_dir=str(model))

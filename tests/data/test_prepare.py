@@ -1,12 +1,9 @@
 """Preparation of a data folder: reproducible, atomic and reused only for equal settings.
 Damage is reported."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,6 @@ from lightning_ptdp.data import (
     CorpusError,
     DataError,
     Manifest,
-    PreparedData,
     StoreError,
     Tokenizer,
     TokenizerError,
@@ -33,7 +29,7 @@ from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents, flip, listed, with_manifest
 
 
-def test_stored_tokens_decode_to_documents(prepared: PreparedData, corpus: Path) -> None:
+def test_stored_tokens_decode_to_documents(prepared, corpus):
     tokenizer = Tokenizer.load(prepared.folder)
     texts: dict[str, list[str]] = {}
     for split in ("train", "validation"):
@@ -54,7 +50,7 @@ def test_stored_tokens_decode_to_documents(prepared: PreparedData, corpus: Path)
     assert texts["validation"]
 
 
-def test_manifest_describes_prepared_data(prepared: PreparedData, corpus: Path) -> None:
+def test_manifest_describes_prepared_data(prepared, corpus):
     manifest = Manifest.read(prepared.folder)
     assert manifest == prepared.manifest
     assert manifest.vocabulary_size == 320
@@ -66,9 +62,7 @@ def test_manifest_describes_prepared_data(prepared: PreparedData, corpus: Path) 
     assert "train tokens" in prepared.summary()
 
 
-def test_preparation_is_bitwise_reproducible(
-    prepared: PreparedData, corpus: Path, tmp_path: Path
-) -> None:
+def test_preparation_is_bitwise_reproducible(prepared, corpus, tmp_path):
     before = dict(os.environ)
     lines: list[str] = []
     again = prepare(config_of(corpus, tmp_path / "deep" / "again"), progress=lines.append)
@@ -79,14 +73,14 @@ def test_preparation_is_bitwise_reproducible(
     assert any("40 documents" in line for line in lines)
 
 
-def test_prepared_folder_is_reused(prepared: PreparedData, corpus: Path) -> None:
+def test_prepared_folder_is_reused(prepared, corpus):
     times = {path: path.stat().st_mtime_ns for path in prepared.folder.rglob("*")}
     assert prepare(config_of(corpus, prepared.folder)).reused
     assert prepare(config_of(corpus, prepared.folder, overwrite=True)).reused
     assert {path: path.stat().st_mtime_ns for path in prepared.folder.rglob("*")} == times
 
 
-def test_other_settings_need_overwrite(corpus: Path, tmp_path: Path) -> None:
+def test_other_settings_need_overwrite(corpus, tmp_path):
     first = prepare(config_of(corpus, tmp_path / "store"))
     with pytest.raises(StoreError, match=r"vocabulary_size was 320 and is now 300.*--overwrite"):
         prepare(config_of(corpus, first.folder, vocabulary_size=300))
@@ -97,7 +91,7 @@ def test_other_settings_need_overwrite(corpus: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["store"]
 
 
-def test_changed_source_is_refused_but_missing_source_is_not(tmp_path: Path) -> None:
+def test_changed_source_is_refused_but_missing_source_is_not(tmp_path):
     corpus = write_corpus(tmp_path / "text", documents=5)
     config = config_of(corpus, tmp_path / "store", vocabulary_size=300)
     prepare(config)
@@ -108,7 +102,7 @@ def test_changed_source_is_refused_but_missing_source_is_not(tmp_path: Path) -> 
     assert prepare(config).reused
 
 
-def test_bad_input_writes_no_files(corpus: Path, tmp_path: Path) -> None:
+def test_bad_input_writes_no_files(corpus, tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
@@ -130,9 +124,7 @@ def test_bad_input_writes_no_files(corpus: Path, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "other"]
 
 
-def test_unwritable_parent_is_refused(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_parent_is_refused(corpus, tmp_path, monkeypatch):
     allowed = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: not (mode & os.W_OK) and allowed(path, mode)
@@ -142,7 +134,7 @@ def test_unwritable_parent_is_refused(
     assert not os.listdir(tmp_path)
 
 
-def test_interrupt_leaves_no_output(corpus: Path, tmp_path: Path) -> None:
+def test_interrupt_leaves_no_output(corpus, tmp_path):
     def stop(line: str) -> None:
         if line.startswith("tokenized"):
             raise KeyboardInterrupt
@@ -152,9 +144,7 @@ def test_interrupt_leaves_no_output(corpus: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [".store.preparing"]
 
 
-def test_output_of_faster_process_is_used(
-    corpus: Path, prepared: PreparedData, tmp_path: Path
-) -> None:
+def test_output_of_faster_process_is_used(corpus, prepared, tmp_path):
     target = tmp_path / "store"
 
     def overtake(line: str) -> None:
@@ -180,12 +170,12 @@ def test_output_of_faster_process_is_used(
         ("suffixes", ".txt"),
     ],
 )
-def test_bad_settings_are_refused(corpus: Path, tmp_path: Path, field: str, value: object) -> None:
+def test_bad_settings_are_refused(corpus, tmp_path, field, value):
     with pytest.raises(ValueError, match=field):
         config_of(corpus, tmp_path / "new", **{field: value})
 
 
-def test_tokenizer_is_trained_on_bounded_sample(tmp_path: Path) -> None:
+def test_tokenizer_is_trained_on_bounded_sample(tmp_path):
     corpus = write_corpus(tmp_path / "text", documents=30)
     few = {"tokenizer_characters": 2000}
     whole, sample, again = (
@@ -223,10 +213,8 @@ def put_another_tokenizer(path: Path) -> None:
     ("damage", "words"),
     [(Path.unlink, "is missing"), (truncate, "bytes"), (flip, "sha256"), (Path.touch, None)],
 )
-def test_damaged_files_are_reported(
-    prepared: PreparedData, store: Path, name: str, damage: object, words: str | None
-) -> None:
-    damage(store / name)  # type: ignore[operator]
+def test_damaged_files_are_reported(prepared, store, name, damage, words):
+    damage(store / name)
     if words is None:
         assert verify_store(store) == prepared.manifest
         return
@@ -234,7 +222,7 @@ def test_damaged_files_are_reported(
         verify_store(store)
 
 
-def test_quick_verification_checks_only_sizes(store: Path) -> None:
+def test_quick_verification_checks_only_sizes(store):
     chunk = store / "train" / "chunk-0-0.bin"
     flip(chunk)
     verify_store(store, hashes=False)
@@ -254,9 +242,7 @@ def test_quick_verification_checks_only_sizes(store: Path) -> None:
     ],
     ids=["damaged", "older format"],
 )
-def test_unusable_folder_is_replaced_with_overwrite(
-    corpus: Path, prepared: PreparedData, store: Path, damage: Callable[[Path], None], words: str
-) -> None:
+def test_unusable_folder_is_replaced_with_overwrite(corpus, prepared, store, damage, words):
     damage(store)
     with pytest.raises(StoreError, match=words):
         prepare(config_of(corpus, store))
@@ -276,13 +262,13 @@ def test_unusable_folder_is_replaced_with_overwrite(
         ("[" * 100_000, "64 levels deep"),
     ],
 )
-def test_damaged_manifest_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_damaged_manifest_is_refused(tmp_path, text, words):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(StoreError, match=rf"manifest\.json.*{words}"):
         Manifest.read(tmp_path)
 
 
-def test_changed_digit_in_manifest_is_detected(store: Path) -> None:
+def test_changed_digit_in_manifest_is_detected(store):
     file = store / "manifest.json"
     text = file.read_text()
     digits = [place for place, letter in enumerate(text) if letter.isdigit()]
@@ -293,9 +279,7 @@ def test_changed_digit_in_manifest_is_detected(store: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "train/../../secret", "{absolute}"])
-def test_manifest_with_file_outside_folder_is_refused(
-    store: Path, tmp_path: Path, name: str
-) -> None:
+def test_manifest_with_file_outside_folder_is_refused(store, tmp_path, name):
     secret = tmp_path / "secret"
     secret.write_text("secret")
     record = vars(record_files(tmp_path)[secret.name])
@@ -306,7 +290,7 @@ def test_manifest_with_file_outside_folder_is_refused(
         verify_store(store)
 
 
-def test_link_in_prepared_folder_is_refused(store: Path, tmp_path: Path) -> None:
+def test_link_in_prepared_folder_is_refused(store, tmp_path):
     chunk = store / "train" / "chunk-0-0.bin"
     chunk.rename(tmp_path / "elsewhere")
     chunk.symlink_to(tmp_path / "elsewhere")
@@ -315,7 +299,7 @@ def test_link_in_prepared_folder_is_refused(store: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["train/chunk-0-0.bin", "train/index.json", "tokenizer.json"])
-def test_file_missing_from_manifest_is_refused(store: Path, name: str) -> None:
+def test_file_missing_from_manifest_is_refused(store, name):
     files = listed(store)
     del files[name]
     with_manifest(store, files=files)
@@ -323,7 +307,7 @@ def test_file_missing_from_manifest_is_refused(store: Path, name: str) -> None:
         verify_store(store)
 
 
-def test_replaced_tokenizer_or_missing_data_are_refused(store: Path, tmp_path: Path) -> None:
+def test_replaced_tokenizer_or_missing_data_are_refused(store, tmp_path):
     put_another_tokenizer(store / "tokenizer.model")
     with pytest.raises(StoreError, match="the tokenizer was replaced"):
         verify_store(store)

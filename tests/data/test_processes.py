@@ -1,7 +1,5 @@
 """Ordered map over worker processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -20,7 +18,7 @@ def square(number: int) -> int:
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_results_are_ordered_and_errors_are_raised(num_workers: int) -> None:
+def test_results_are_ordered_and_errors_are_raised(num_workers):
     assert list(ordered_map(square, range(12), num_workers=num_workers)) == [
         number * number for number in range(12)
     ]
@@ -30,7 +28,7 @@ def test_results_are_ordered_and_errors_are_raised(num_workers: int) -> None:
         next(results)
 
 
-def test_killed_worker_raises_instead_of_hanging() -> None:
+def test_killed_worker_raises_instead_of_hanging():
     with pytest.raises(
         DataError,
         match=r"was killed, possibly because memory ran out\. Use fewer than num_workers=2",
@@ -38,7 +36,7 @@ def test_killed_worker_raises_instead_of_hanging() -> None:
         list(ordered_map(square, [1, 17, 2], num_workers=2))
 
 
-def test_prefetch_of_items_is_bounded() -> None:
+def test_prefetch_of_items_is_bounded():
     taken: list[int] = []
 
     def items() -> object:
@@ -46,13 +44,13 @@ def test_prefetch_of_items_is_bounded() -> None:
             taken.append(number)
             yield number
 
-    results = ordered_map(square, items(), num_workers=2)  # type: ignore[arg-type]
+    results = ordered_map(square, items(), num_workers=2)
     assert next(results) == 0
     assert len(taken) <= 6
     results.close()
 
 
-def test_call_in_separate_process_returns_or_raises() -> None:
+def test_call_in_separate_process_returns_or_raises():
     assert apart(square, 3) == 9
     with pytest.raises(ValueError, match="unlucky"):
         apart(square, 13)

@@ -1,21 +1,18 @@
 """Prepared folders copied from a mounted store."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
-from lightning_ptdp.data import PrepareConfig, PreparedData, StoreError, TextDataModule
+from lightning_ptdp.data import PrepareConfig, StoreError, TextDataModule
 from lightning_ptdp.data.prepared_datamodule import fetch
 from tests.data.folders import contents, flip, listed, with_manifest
 
 
-def test_copy_equals_folder_and_is_made_once(prepared: PreparedData, tmp_path: Path) -> None:
+def test_copy_equals_folder_and_is_made_once(prepared, tmp_path):
     manifest = fetch(f"local:{prepared.folder}", tmp_path / "deep" / "copy")
     assert manifest == prepared.manifest
     assert contents(tmp_path / "deep" / "copy") == contents(prepared.folder)
@@ -23,7 +20,7 @@ def test_copy_equals_folder_and_is_made_once(prepared: PreparedData, tmp_path: P
     assert fetch("local:/nowhere", tmp_path / "deep" / "copy") == prepared.manifest
 
 
-def test_missing_or_damaged_file_is_reported_and_rest_is_kept(store: Path, tmp_path: Path) -> None:
+def test_missing_or_damaged_file_is_reported_and_rest_is_kept(store, tmp_path):
     chunk = store / "train" / "chunk-0-1.bin"
     data = chunk.read_bytes()
     chunk.unlink()
@@ -44,7 +41,7 @@ def test_missing_or_damaged_file_is_reported_and_rest_is_kept(store: Path, tmp_p
         fetch(f"local:{tmp_path}/nowhere", tmp_path / "new")
 
 
-def test_damaged_copy_is_not_kept(prepared: PreparedData, store: Path, tmp_path: Path) -> None:
+def test_damaged_copy_is_not_kept(prepared, store, tmp_path):
     chunk = store / "train" / "chunk-0-0.bin"
     whole = chunk.read_bytes()
     flip(chunk)
@@ -57,9 +54,7 @@ def test_damaged_copy_is_not_kept(prepared: PreparedData, store: Path, tmp_path:
 @pytest.mark.parametrize(
     "name", ["../../escaped", "train/../../../escaped", "{absolute}", "..", "a/./b", "local:x"]
 )
-def test_copy_writes_no_file_outside_its_folder(
-    prepared: PreparedData, tmp_path: Path, name: str
-) -> None:
+def test_copy_writes_no_file_outside_its_folder(prepared, tmp_path, name):
     store = tmp_path / "deep" / "store"
     shutil.copytree(prepared.folder, store)
     payload = tmp_path / "deep" / "payload"
@@ -80,7 +75,7 @@ def test_copy_writes_no_file_outside_its_folder(
     assert contents(tmp_path) == before
 
 
-def test_link_or_pipe_in_store_is_refused(store: Path, tmp_path: Path) -> None:
+def test_link_or_pipe_in_store_is_refused(store, tmp_path):
     chunk = store / "train" / "chunk-0-0.bin"
     chunk.rename(tmp_path / "elsewhere")
     chunk.symlink_to(tmp_path / "elsewhere")
@@ -94,9 +89,7 @@ def test_link_or_pipe_in_store_is_refused(store: Path, tmp_path: Path) -> None:
         fetch(f"local:{store}", tmp_path / "copy")
 
 
-def test_file_with_wrong_hash_is_not_kept(
-    prepared: PreparedData, store: Path, tmp_path: Path
-) -> None:
+def test_file_with_wrong_hash_is_not_kept(prepared, store, tmp_path):
     flip(store / "train" / "chunk-0-1.bin")
     with pytest.raises(StoreError, match=r"store/train/chunk-0-1\.bin is damaged"):
         fetch(f"local:{store}", tmp_path / "copy")
@@ -110,7 +103,7 @@ def test_file_with_wrong_hash_is_not_kept(
     assert contents(tmp_path / "copy") == contents(prepared.folder)
 
 
-def test_data_module_copies_instead_of_preparing(prepared: PreparedData, tmp_path: Path) -> None:
+def test_data_module_copies_instead_of_preparing(prepared, tmp_path):
     data = TextDataModule(
         remote=f"local:{prepared.folder}",
         data_dir=str(tmp_path / "copy"),
@@ -126,6 +119,6 @@ def test_data_module_copies_instead_of_preparing(prepared: PreparedData, tmp_pat
     assert len(data.train_dataloader()) > 0
 
 
-def test_url_as_output_is_refused(tmp_path: Path) -> None:
+def test_url_as_output_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"output='s3://bucket/tokens' is a URL.*remote"):
         PrepareConfig(output="s3://bucket/tokens")

@@ -1,7 +1,5 @@
 """Split into training and validation."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,9 +26,7 @@ def documents(texts: list[str]) -> list[Document]:
 
 @settings(deadline=None)
 @given(TEXTS, st.floats(0.01, 0.5), st.integers(0, 3))
-def test_splits_partition_text_and_are_not_empty(
-    texts: list[str], fraction: float, seed: int
-) -> None:
+def test_splits_partition_text_and_are_not_empty(texts, fraction, seed):
     found = survey(documents(texts), validation_fraction=fraction, seed=seed)
     parts = [found.split.parts(document) for document in documents(texts)]
     assert [train + validation for train, validation in parts] == texts
@@ -41,7 +37,7 @@ def test_splits_partition_text_and_are_not_empty(
 
 @settings(deadline=None)
 @given(TEXTS, st.integers(0, 3))
-def test_equal_documents_are_never_in_both_splits(texts: list[str], seed: int) -> None:
+def test_equal_documents_are_never_in_both_splits(texts, seed):
     twice = documents(texts + texts)
     split = survey(twice, validation_fraction=0.3, seed=seed).split
     training = {document.text for document in twice if not split.parts(document)[1]}
@@ -49,7 +45,7 @@ def test_equal_documents_are_never_in_both_splits(texts: list[str], seed: int) -
     assert not training & validation
 
 
-def test_validation_fraction_is_met_with_whole_documents() -> None:
+def test_validation_fraction_is_met_with_whole_documents():
     texts = [f"document {number} " * 50 for number in range(400)]
     split = survey(documents(texts), validation_fraction=0.05, seed=0).split
     parts = [split.parts(document) for document in documents(texts)]
@@ -58,7 +54,7 @@ def test_validation_fraction_is_met_with_whole_documents() -> None:
     assert 0.025 <= share <= 0.05
 
 
-def test_split_depends_on_seed_but_not_on_reading_order() -> None:
+def test_split_depends_on_seed_but_not_on_reading_order():
     texts = [f"document {number}" for number in range(200)]
 
     def chosen(texts: list[str], seed: int) -> set[str]:
@@ -69,7 +65,7 @@ def test_split_depends_on_seed_but_not_on_reading_order() -> None:
     assert chosen(texts, 0) != chosen(texts, 1)
 
 
-def test_single_document_is_split_at_line_end() -> None:
+def test_single_document_is_split_at_line_end():
     text = "a line of the only document\n" * 100
     split = survey(documents([text]), validation_fraction=0.1, seed=0).split
     train, validation = split.parts(Document("0", text))
@@ -78,7 +74,7 @@ def test_single_document_is_split_at_line_end() -> None:
     assert len(validation) == pytest.approx(0.1 * len(text), abs=30)
 
 
-def test_too_little_text_is_refused() -> None:
+def test_too_little_text_is_refused():
     with pytest.raises(CorpusError, match="1 characters"):
         survey(documents(["x"]), validation_fraction=0.1, seed=0)
     with pytest.raises(CorpusError, match="no text"):

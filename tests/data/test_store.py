@@ -1,7 +1,5 @@
 """Chunks of tokens on disk, written by litdata independently of ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -27,7 +25,6 @@ from lightning_ptdp.data.token_store import (
     write_chunks,
 )
 from tests.data.conftest import config_of, write_corpus
-from tests.pool import Pool
 
 
 def write(folder: Path, runs: list[int], *, chunk_tokens: int, dtype: TokenType) -> int:
@@ -57,7 +54,7 @@ def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]
     return written, (dist.get_world_size() if dist.is_initialized() else 1), sorted(os.listdir(own))
 
 
-def test_blocks_are_read_in_order(tmp_path: Path) -> None:
+def test_blocks_are_read_in_order(tmp_path):
     written, _, files = check_written_and_read(0, str(tmp_path))
     assert written == 1331
     assert files == sorted([f"chunk-0-{number}.bin" for number in range(14)] + ["index.json"])
@@ -65,9 +62,7 @@ def test_blocks_are_read_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("env", [{}, {"GLOBAL_RANK": "1", "NNODES": "2"}])
-def test_litdata_sees_single_process_on_every_rank(
-    pool: Pool, tmp_path: Path, env: dict[str, str]
-) -> None:
+def test_litdata_sees_single_process_on_every_rank(pool, tmp_path, env):
     # If litdata saw all ranks, rank 1 would name its files chunk-1-*.bin and wait forever for the
     # index of rank 0.
     results = pool.run(check_written_and_read, world_size=2, args=(str(tmp_path),), env=env)
@@ -76,7 +71,7 @@ def test_litdata_sees_single_process_on_every_rank(
     assert "chunk-0-0.bin" in results[1][2]
 
 
-def test_files_are_independent_of_run_lengths(tmp_path: Path) -> None:
+def test_files_are_independent_of_run_lengths(tmp_path):
     dtype: TokenType = "uint16"
     write(tmp_path / "a", [331], chunk_tokens=100, dtype=dtype)
     write(tmp_path / "b", [1] * 331, chunk_tokens=100, dtype=dtype)
@@ -85,13 +80,13 @@ def test_files_are_independent_of_run_lengths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("total", [99, 100, 101, 200])
-def test_token_counts_near_chunk_size_are_read_back(tmp_path: Path, total: int) -> None:
+def test_token_counts_near_chunk_size_are_read_back(tmp_path, total):
     assert write(tmp_path / "x", [total], chunk_tokens=100, dtype="int32") == total
     reader = mapped(tmp_path / "x", "int32", total)
     assert [int(reader.read(number)[0]) for number in range(len(reader))] == list(range(total))
 
 
-def test_large_vocabulary_uses_four_bytes(tmp_path: Path) -> None:
+def test_large_vocabulary_uses_four_bytes(tmp_path):
     assert token_dtype(65535) == "uint16"
     assert token_dtype(65536) == "int32"
     write_chunks(
@@ -104,14 +99,14 @@ def test_large_vocabulary_uses_four_bytes(tmp_path: Path) -> None:
         mapped(tmp_path / "x", "int32", 199_999).read(0, 3)
 
 
-def test_read_may_span_chunks(tmp_path: Path) -> None:
+def test_read_may_span_chunks(tmp_path):
     write(tmp_path / "x", [331], chunk_tokens=100, dtype="uint16")
     reader = mapped(tmp_path / "x", "uint16", 331)
     for start, count in ((0, 331), (99, 2), (100, 100), (95, 220), (330, 1)):
         assert reader.read(start, count).tolist() == list(range(start, start + count))
 
 
-def test_marks_are_separate_from_token_ids(tmp_path: Path) -> None:
+def test_marks_are_separate_from_token_ids(tmp_path):
     samples = [([5, 6, 7], [0, 0, 1]), ([8, 9], [1, 1]), ([3, 4, 2], [0, 1, 0])]
     marked = [mark_sample(np.array(ids), np.array(learned, bool)) for ids, learned in samples]
     write_chunks(tmp_path / "x", marked, chunk_tokens=4, dtype="int32")
@@ -128,7 +123,7 @@ def test_marks_are_separate_from_token_ids(tmp_path: Path) -> None:
         mapped(tmp_path / "x", "int32", 10).check()
 
 
-def test_empty_store_has_no_index(tmp_path: Path) -> None:
+def test_empty_store_has_no_index(tmp_path):
     assert write(tmp_path / "x", [0], chunk_tokens=100, dtype="uint16") == 0
     assert not (tmp_path / "x").exists()
     with pytest.raises(StoreError, match=r"index\.json cannot be read"):
@@ -175,9 +170,7 @@ def link_chunk(folder: Path) -> None:
         ),
     ],
 )
-def test_damaged_or_inconsistent_index_is_refused(
-    tmp_path: Path, damage: Callable[[Path], object], words: str
-) -> None:
+def test_damaged_or_inconsistent_index_is_refused(tmp_path, damage, words):
     folder = tmp_path / "x"
     write(folder, [250], chunk_tokens=100, dtype="uint16")
     damage(folder)
@@ -185,7 +178,7 @@ def test_damaged_or_inconsistent_index_is_refused(
         read_chunks(folder, "uint16")
 
 
-def test_number_of_open_files_is_bounded(tmp_path: Path) -> None:
+def test_number_of_open_files_is_bounded(tmp_path):
     write(tmp_path / "x", [300], chunk_tokens=2, dtype="uint16")
     before = len(os.listdir("/proc/self/fd"))
     reader = mapped(tmp_path / "x", "uint16", 300)
@@ -194,9 +187,7 @@ def test_number_of_open_files_is_bounded(tmp_path: Path) -> None:
     assert np.concatenate(list(reader)).tolist() == list(range(300))
 
 
-def test_verification_finds_token_outside_vocabulary(
-    tmp_path: Path,
-) -> None:
+def test_verification_finds_token_outside_vocabulary(tmp_path):
     corpus = write_corpus(tmp_path / "text", documents=12)
     settings = {"vocabulary_size": 300, "validation_fraction": 0.2}
     made = prepare(config_of(corpus, tmp_path / "store", **settings))

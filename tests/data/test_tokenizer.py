@@ -1,11 +1,8 @@
 """Tokenizer: lossless encoding, and errors for bad vocabularies and files."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +15,7 @@ LINES = [" ".join(WORDS[i % 17 :] + WORDS[: i % 5]) + f"\n\t    indented {i}\n" 
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return Tokenizer.train(LINES, vocabulary_size=360, control_symbols=["[MASK]"])
 
 
@@ -36,20 +33,20 @@ AWKWARD = [
 
 
 @pytest.mark.parametrize("text", AWKWARD)
-def test_unusual_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
+def test_unusual_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(codec="utf-8")))
-def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     # Text never produces padding, unknown, begin, end or control symbols.
     assert not {0, 1, 2, 3, tokenizer.control_id("[MASK]")} & set(ids)
 
 
-def test_long_text_in_pieces_has_same_encoding(tokenizer: Tokenizer) -> None:
+def test_long_text_in_pieces_has_same_encoding(tokenizer):
     short = ["".join(LINES[:7]), "", "x" * 100, "no newline"]
     long = "".join(LINES * 20) + "z" * 50_000
     assert tokenizer.encode_many([*short, long], num_threads=2) == [
@@ -59,14 +56,14 @@ def test_long_text_in_pieces_has_same_encoding(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(long)) == long
 
 
-def test_training_is_reproducible(tokenizer: Tokenizer) -> None:
+def test_training_is_reproducible(tokenizer):
     again = Tokenizer.train(iter(LINES), vocabulary_size=360, control_symbols=["[MASK]"])
     assert again.fingerprint == tokenizer.fingerprint
     assert again.model == tokenizer.model
     assert Tokenizer.train(LINES, vocabulary_size=350).fingerprint != tokenizer.fingerprint
 
 
-def test_special_ids(tokenizer: Tokenizer) -> None:
+def test_special_ids(tokenizer):
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 2, 3)
     assert tokenizer.vocabulary_size == 360
     assert (
@@ -81,7 +78,7 @@ def test_special_ids(tokenizer: Tokenizer) -> None:
         tokenizer.decode([5, 360])
 
 
-def test_vocabulary_size_error_suggests_valid_size() -> None:
+def test_vocabulary_size_error_suggests_valid_size():
     with pytest.raises(TokenizerError, match=r"vocabulary_size=9000 .* Use at most (\d+)") as error:
         Tokenizer.train(LINES, vocabulary_size=9000)
     largest = int(str(error.value).split("at most ")[1].split(",")[0])
@@ -94,23 +91,23 @@ def test_vocabulary_size_error_suggests_valid_size() -> None:
         Tokenizer.train(["", "\n\n"], vocabulary_size=300)
 
 
-def test_key_error_of_text_iterator_is_raised() -> None:
+def test_key_error_of_text_iterator_is_raised():
     def texts() -> object:
         yield LINES[0]
         raise KeyError("a file vanished")
 
     with pytest.raises(KeyError, match="vanished"):
-        Tokenizer.train(texts(), vocabulary_size=300)  # type: ignore[arg-type]
+        Tokenizer.train(texts(), vocabulary_size=300)
 
 
-def test_save_load_and_pickle(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_save_load_and_pickle(tokenizer, tmp_path):
     tokenizer.save(tmp_path / "new")
     for other in (Tokenizer.load(tmp_path / "new"), pickle.loads(pickle.dumps(tokenizer))):
         assert other.fingerprint == tokenizer.fingerprint
         assert other.encode(LINES[0]) == tokenizer.encode(LINES[0])
 
 
-def test_damaged_models_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_damaged_models_are_refused(tokenizer, tmp_path):
     model = tokenizer.model
     for bad in (b"", b"not a model", model[:100], model[:-50]):
         with pytest.raises(TokenizerError):
@@ -136,7 +133,7 @@ def test_damaged_models_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> Non
             Tokenizer.load(tmp_path)
 
 
-def test_foreign_model_without_byte_pieces_is_refused() -> None:
+def test_foreign_model_without_byte_pieces_is_refused():
     import io
 
     import sentencepiece
@@ -154,7 +151,7 @@ def test_foreign_model_without_byte_pieces_is_refused() -> None:
 
 
 @pytest.mark.parametrize("error", [CorpusError("gone"), KeyboardInterrupt()])
-def test_corpus_error_and_interrupt_in_training_are_raised(error: BaseException) -> None:
+def test_corpus_error_and_interrupt_in_training_are_raised(error):
     def texts() -> Iterator[str]:
         yield "some words " * 100
         raise error

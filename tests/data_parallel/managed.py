@@ -1,7 +1,5 @@
 """Managed parameters of a rank that holds the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

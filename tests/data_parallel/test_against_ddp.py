@@ -1,7 +1,5 @@
 """Data parallelism compared with torch's DistributedDataParallel on equal batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,7 +9,6 @@ from torch import nn
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
-from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
@@ -33,7 +30,7 @@ class LitWithUnused(LitTiny):
 
     It has no weight decay, so that a zero gradient changes it as little as a missing one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Run(count_tokens=False, ignore_padding=False, eager=True))
         self.unused = nn.Parameter(torch.ones(5))
 
@@ -44,7 +41,7 @@ def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str
     module, losses = LitWithUnused(), []
 
     class Losses(L.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        def on_train_batch_end(self, trainer, module, outputs, *_):
             losses.append(float(outputs["loss"]))
 
     trainer = make_trainer(
@@ -72,7 +69,7 @@ def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_losses_and_weights_equal_ddp(name: str, pool: Pool) -> None:
+def test_losses_and_weights_equal_ddp(name, pool):
     world_size, layout = MODES[name]
     expected = pool.run(train, world_size=world_size, args=(world_size, None))
     assert len({tuple(rank["losses"]) for rank in expected}) == world_size, (

@@ -1,7 +1,5 @@
 """Gradient buckets and their reductions over replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -20,7 +18,6 @@ from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.data_parallel.managed import managed
-from tests.pool import Pool
 
 
 def _model(seed: int = 0) -> nn.Sequential:
@@ -63,21 +60,19 @@ def _sum_over_replicas(rank: int, bucket_bytes: int, batches: int) -> float:
     buckets.show()
     assert sum(p.grad.abs().sum().item() for p in model.parameters()) > 0, (
         "hide() lost the gradients"
-    )  # type: ignore[union-attr]
+    )
     return max(differences)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 2**20])
 @pytest.mark.parametrize("batches", [1, 3])
-def test_reduced_gradients_equal_single_process(
-    bucket_bytes: int, batches: int, pool: Pool
-) -> None:
+def test_reduced_gradients_equal_single_process(bucket_bytes, batches, pool):
     for difference in pool.run(_sum_over_replicas, world_size=2, args=(bucket_bytes, batches)):
         assert difference < 1e-6
 
 
 @pytest.mark.parametrize("loose", [False, True])
-def test_gradient_weight_applies_per_batch(loose: bool) -> None:
+def test_gradient_weight_applies_per_batch(loose):
     weight = nn.Parameter(torch.ones(3))
     one = managed([weight])
     buckets = UnbucketedGradients(one) if loose else GradientBuckets(one, {(): Reduction()})
@@ -108,11 +103,11 @@ def _sum_after_all_batches(rank: int) -> list[list[float]]:
     return [parameter.grad.tolist() for parameter in parameters]
 
 
-def test_every_parameter_is_reduced_once(pool: Pool) -> None:
+def test_every_parameter_is_reduced_once(pool):
     assert pool.run(_sum_after_all_batches, world_size=2) == [[[6.0, 6.0], [6.0, 6.0]]] * 2
 
 
-def test_unbucketed_gradients_accumulate_and_reset() -> None:
+def test_unbucketed_gradients_accumulate_and_reset():
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     gradients = UnbucketedGradients(managed([used, unused]))
     for batch in range(2):  # accumulated
@@ -131,7 +126,7 @@ def test_unbucketed_gradients_accumulate_and_reset() -> None:
 
 
 @pytest.mark.parametrize("loose", [False, True])
-def test_gradient_state_out_of_order_is_refused(loose: bool) -> None:
+def test_gradient_state_out_of_order_is_refused(loose):
     weight = nn.Parameter(torch.ones(3))
     one = managed([weight])
     gradients = UnbucketedGradients(one) if loose else GradientBuckets(one, {(): Reduction()})
@@ -157,7 +152,7 @@ def _norm(rank: int) -> float:
     )
 
 
-def test_global_norm_is_equal_on_all_ranks(pool: Pool) -> None:
+def test_global_norm_is_equal_on_all_ranks(pool):
     assert pool.run(_norm, world_size=3) == pytest.approx([(4 * 1 + 4 * 4) ** 0.5] * 3)
 
 
@@ -188,18 +183,18 @@ def _goes_ahead(rank: int, nodes: int, scatter: bool) -> float:
 
 
 @pytest.mark.parametrize(("nodes", "scatter"), [(1, False), (1, True), (2, False), (2, True)])
-def test_backward_does_not_wait_for_reductions(nodes: int, scatter: bool, pool: Pool) -> None:
+def test_backward_does_not_wait_for_reductions(nodes, scatter, pool):
     size = 2 * nodes
     totals = pool.run(_goes_ahead, world_size=size, args=(nodes, scatter))
     model = _model()
-    sum(model[:5](torch.full((3, 4), rank + 1.0)).sum() for rank in range(size)).backward()  # type: ignore[union-attr]
+    sum(model[:5](torch.full((3, 4), rank + 1.0)).sum() for rank in range(size)).backward()
     expected = float(sum(p.grad.sum() for p in model.parameters() if p.grad is not None))
     found = sum(totals) / nodes if scatter else totals[0]
     assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("size", "mebibytes"), [(1, 25), (2, 25), (6, 25), (8, 32), (64, 256)])
-def test_bucket_size_grows_with_group_size(size: int, mebibytes: int) -> None:
+def test_bucket_size_grows_with_group_size(size, mebibytes):
     inner = Group(None, tuple(range(size)), 0)
     assert Reduction(inner=inner).bucket_bytes == mebibytes * 2**20
     assert (
@@ -209,7 +204,7 @@ def test_bucket_size_grows_with_group_size(size: int, mebibytes: int) -> None:
 
 
 @pytest.mark.parametrize("widen", [False, True])
-def test_bucket_size_limit_uses_gradient_dtype(widen: bool) -> None:
+def test_bucket_size_limit_uses_gradient_dtype(widen):
     parameters = [nn.Parameter(torch.zeros(64, dtype=torch.bfloat16)) for _ in range(16)]
     buckets = GradientBuckets(
         managed(parameters), {(): Reduction()}, bucket_bytes=1024, widen=widen
@@ -217,7 +212,7 @@ def test_bucket_size_limit_uses_gradient_dtype(widen: bool) -> None:
     assert [bucket.buffer.nbytes for bucket in buckets.buckets()] == [1024] * (4 if widen else 2)
 
 
-def test_adjacent_gradients_of_bucket_are_clipped_as_one() -> None:
+def test_adjacent_gradients_of_bucket_are_clipped_as_one():
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((5, 7), (3,), (64,), (2, 2))]
     buckets = GradientBuckets(managed(parameters), {(): Reduction()})
     buckets.begin(keep=False)
@@ -239,13 +234,13 @@ def test_adjacent_gradients_of_bucket_are_clipped_as_one() -> None:
     ) == pytest.approx(float(expected))
 
 
-def test_norm_of_large_gradient_is_accurate() -> None:
+def test_norm_of_large_gradient_is_accurate():
     gradient = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
     found = global_norm([gradient], group=Group(), device=torch.device("cpu"))
     assert float(found) == pytest.approx(float(gradient.double().norm()), rel=1e-6)
 
 
-def test_wait_error_is_raised_by_join() -> None:
+def test_wait_error_is_raised_by_join():
     class Broken:
         def wait(self) -> None:
             raise RuntimeError("the other end is gone")
@@ -262,7 +257,7 @@ def test_wait_error_is_raised_by_join() -> None:
     beside.close()
 
 
-def test_done_callbacks_run_in_launch_order() -> None:
+def test_done_callbacks_run_in_launch_order():
     seen: list[str] = []
 
     class Noted:
@@ -284,7 +279,7 @@ def test_done_callbacks_run_in_launch_order() -> None:
     assert all(seen.index(f"{chain}2") + 1 == seen.index(f"end of {chain}") for chain in "ab")
 
 
-def test_only_sharded_gradients_accumulate_after_a_sum() -> None:
+def test_only_sharded_gradients_accumulate_after_a_sum():
     assert GradientState.ADDING.to(GradientState.ACCUMULATING) is GradientState.ACCUMULATING
     with pytest.raises(AssertionError, match="from REDUCING to ACCUMULATING"):
         GradientState.REDUCING.to(GradientState.ACCUMULATING)

@@ -1,7 +1,5 @@
 """Trial of optimizers on parts of parameters: elementwise ones pass, others are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +33,7 @@ class _Custom(Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.sub_(group["lr"] * self.update(parameter, parameter.grad))
@@ -63,7 +61,7 @@ class Lamb(_Custom):
 class Clipping(torch.optim.SGD):
     """Clips by the norm of all its parameters."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
         return super().step(closure)
 
@@ -75,7 +73,7 @@ class Wrapped(Optimizer):
         self.inner = torch.optim.SGD(parameters, lr=0.1)
         super().__init__(self.inner.param_groups[0]["params"], {})
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return self.inner.step(closure)
 
 
@@ -117,32 +115,32 @@ def check(make: Callable[[Any], Optimizer], *cuts: Cut, whole: bool = False) -> 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.filterwarnings("error")
-def test_elementwise_optimizers_pass_in_every_layout(name: str) -> None:
+def test_elementwise_optimizers_pass_in_every_layout(name):
     check(ELEMENTWISE[name], *ALL)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, Lars, Lamb])
 @pytest.mark.filterwarnings("error")
-def test_matrix_optimizers_pass_if_matrices_stay_whole(kind: Any) -> None:
+def test_matrix_optimizers_pass_if_matrices_stay_whole(kind):
     check(kind, STAGES)
     for cut in (FLAT, ROWS, COLUMNS):
         check(kind, STAGES, cut, whole=True)
 
 
 @pytest.mark.parametrize(("kind", "cut", "words"), MIXING)
-def test_non_elementwise_optimizers_are_refused(kind: Any, cut: Cut, words: str) -> None:
+def test_non_elementwise_optimizers_are_refused(kind, cut, words):
     with pytest.raises(MixingOptimizerError) as error:
         check(kind, cut)
     for text in (kind.__name__, cut.option, words):
         assert text in str(error.value)
 
 
-def test_untestable_optimizer_warns() -> None:
+def test_untestable_optimizer_warns():
     with pytest.warns(UserWarning, match=r"Wrapped cannot be tested.*tensor_parallel_size=2"):
         check(Wrapped, ROWS)
 
 
-def test_non_elementwise_optimizer_is_detected_at_zero_lr() -> None:
+def test_non_elementwise_optimizer_is_detected_at_zero_lr():
     def make(parameters: Any) -> Optimizer:
         optimizer = torch.optim.Adafactor(parameters, lr=1e-7)
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
@@ -158,12 +156,12 @@ class _Counting(torch.optim.SGD):
         super().__init__(parameters, lr=0.1)
         self.steps: list[int] = []
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         self.steps.append(len(self.steps))
         return super().step(closure)
 
 
-def test_trial_does_not_change_lists_of_optimizer() -> None:
+def test_trial_does_not_change_lists_of_optimizer():
     optimizer = _Counting([nn.Parameter(torch.ones(4, 4))])
     trial = GroupTrial(cuts=frozenset({FLAT}))
     assert check_elementwise(optimizer, [trial], device=torch.device("cpu")) == []

@@ -1,13 +1,11 @@
 """Schedules with gradient reductions, in float32 and in bfloat16 with masters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.parity import Parity, Place, assert_near, distance
+from tests.parity import Place, assert_near, distance
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -66,14 +64,12 @@ BFLOAT16 = [
 
 
 @pytest.mark.parametrize(("schedule", "mode"), FLOAT32)
-def test_float32_equals_single_process(schedule: str, mode: str, parity: Parity) -> None:
+def test_float32_equals_single_process(schedule, mode, parity):
     parity.check(RUN, place_of(schedule, mode))
 
 
 @pytest.mark.parametrize(("schedule", "mode"), BFLOAT16)
-def test_bfloat16_with_masters_is_close_to_single_process(
-    schedule: str, mode: str, parity: Parity
-) -> None:
+def test_bfloat16_with_masters_is_close_to_single_process(schedule, mode, parity):
     """Microbatches have the size of the reference run; only the order of float32 sums differs."""
     run = replace(
         RUN,

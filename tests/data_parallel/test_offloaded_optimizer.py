@@ -1,7 +1,5 @@
 """An optimizer whose states and parameters are in the host's memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,8 @@ from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.fake_cuda import fake_cuda
 from tests.letters import M, P, S, T, V, Z
-from tests.parity import Parity, Place, Result, checks_of_rank_0
+from tests.parity import Place, Result, checks_of_rank_0
 from tests.planner.jobs import choice, small_job
-from tests.pool import Pool
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -37,7 +34,7 @@ PLACES: dict[str, Place] = {
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", PLACES)
-def test_offload_changes_no_bit(name: str, precision: str, parity: Parity) -> None:
+def test_offload_changes_no_bit(name, precision, parity):
     world_size, layout = PLACES[name]
     run = Run(precision=precision, accumulate=2).on((world_size, {**layout, "bucket_mb": 1e-2}))
     expected = parity.ranks(run)
@@ -50,9 +47,7 @@ def test_offload_changes_no_bit(name: str, precision: str, parity: Parity) -> No
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_checkpoint_loads_with_and_without_offload(
-    precision: str, parity: Parity, tmp_path: Path
-) -> None:
+def test_checkpoint_loads_with_and_without_offload(precision, parity, tmp_path):
     """The states are saved alike. A float32 parameter and its copy are saved once."""
     run = Run(precision=precision, steps=2).on((2, {Z: "optimizer", "bucket_mb": 1e-2}))
     resumed, sizes = [], []
@@ -81,7 +76,7 @@ class _Devices(L.Callback):
         self.optimizer = set[str]()
         self.module = set[str]()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, module, *_):
         (optimizer,) = trainer.optimizers
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         states = [
@@ -122,7 +117,7 @@ def _fit_on_fake_gpu(rank: int, size: int, options: dict[str, Any], precision: s
             devices=size,
             max_epochs=1,
             gradient_clip_val=0.5,
-            precision=precision,  # type: ignore[arg-type]
+            precision=precision,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -144,14 +139,14 @@ def _fit_on_fake_gpu(rank: int, size: int, options: dict[str, Any], precision: s
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("options", [{}, {Z: "optimizer", M: 2}], ids=["d2", "d2 ZeRO-1"])
-def test_states_of_gpu_are_on_host(options: dict[str, Any], precision: str, pool: Pool) -> None:
+def test_states_of_gpu_are_on_host(options, precision, pool):
     for found in pool.run(_fit_on_fake_gpu, world_size=2, args=(2, options, precision)):
         assert found["optimizer"] == {"cpu"}
         assert found["module"] == {"cuda"}
         assert found["locked"]
 
 
-def test_planner_counts_no_states_on_device() -> None:
+def test_planner_counts_no_states_on_device():
     job = small_job(GPTConfig.gpt2(), precision="bf16-true")
     offloaded = replace(job, offloads_optimizer=True)
     assert rank_memory(offloaded, choice(), 0).optimizer == 0

@@ -1,9 +1,5 @@
 """Overlap of the parameter gather with callbacks that may read parameters between steps."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from lightning.pytorch.callbacks import (
     Callback,
@@ -18,7 +14,7 @@ from tests.conformance.toys import LitNet, Place, make_trainer
 
 
 class Looks(Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         """May read parameters."""
 
 
@@ -31,9 +27,7 @@ class Looks(Callback):
         (EMAWeightAveraging(), False),
     ],
 )
-def test_gather_overlaps_unless_callback_reads_parameters(
-    callback: Callback, overlaps: bool
-) -> None:
+def test_gather_overlaps_unless_callback_reads_parameters(callback, overlaps):
     trainer = make_trainer(Place(), callbacks=[callback])
     trainer.strategy.connect(LitNet())
     assert overlaps_gather(trainer, None, lightning_names("lightning.pytorch")) is overlaps

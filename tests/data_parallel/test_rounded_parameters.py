@@ -1,7 +1,5 @@
 """Sharded weights of products in float8: gathered in float8, with the values of whole weights."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor
 from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from tests.letters import D, M, P, R, S, T, V, Z
-from tests.parity import Parity, Place, assert_near, distance
+from tests.parity import Place, assert_near, distance
 from tests.tiny_gpt import LitTiny, Run
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:fp8 on a CPU")]
@@ -37,7 +35,7 @@ RUN = Run(hidden=32, clip=None, steps=3)
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", PLACES)
-def test_training_equals_that_of_whole_weights(name: str, precision: str, parity: Parity) -> None:
+def test_training_equals_that_of_whole_weights(name, precision, parity):
     world_size, layout = PLACES[name]
     run = replace(RUN, precision=precision, global_batch=world_size * 4)
     whole, gathered = (
@@ -57,7 +55,7 @@ def test_training_equals_that_of_whole_weights(name: str, precision: str, parity
 class Penalized(LitTiny):
     """Its loss has a penalty of a weight that products in float8 use."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         result = super().training_step(batch, batch_idx)
         penalty = self.model.blocks[1].mlp.up.weight.square().sum()
         if isinstance(result, Tensor):
@@ -68,7 +66,7 @@ class Penalized(LitTiny):
 class Doubling(LitTiny):
     """Its step doubles a weight that products in float8 use, before its forward or after it."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         weight = self.model.blocks[2].mlp.up.weight
         if batch_idx == 0:
             with torch.no_grad():
@@ -91,7 +89,7 @@ class OtherRun(Run):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_other_code_has_unrounded_weights(module: str, parity: Parity) -> None:
+def test_other_code_has_unrounded_weights(module, parity):
     run = OtherRun(hidden=32, clip=None, steps=3, module=module)
     whole, gathered = (
         parity.ranks(run.on((2, {**FP8, Z: shard}))) for shard in ("optimizer", "parameters")
@@ -120,7 +118,7 @@ class Counted(Run):
 
 
 class Counting(L.Callback):
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer, module):
         self.sent = Counter[torch.dtype]()
         self.deferred = 0
         gather, defer = reduction.start_all_gather, WeightGradients.defer_product
@@ -140,12 +138,12 @@ class Counting(L.Callback):
         for patch in self.patches:
             patch.start()
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
+    def on_train_end(self, trainer, module):
         for patch in self.patches:
             patch.stop()
 
 
-def test_weights_travel_as_one_byte_per_element(parity: Parity) -> None:
+def test_weights_travel_as_one_byte_per_element(parity):
     run = Counted(hidden=32, clip=None, steps=1).on((2, {**FP8, Z: "parameters"}))
     for found in parity.ranks(run):
         # Before the forward, and before the backward but for the last block, which is still whole.
@@ -154,7 +152,7 @@ def test_weights_travel_as_one_byte_per_element(parity: Parity) -> None:
         assert found["sent"][torch.float32] < weights / 4
 
 
-def test_split_backward_defers_their_gradients(parity: Parity) -> None:
+def test_split_backward_defers_their_gradients(parity):
     layout = {**FP8, Z: "parameters", P: 2, M: 4, S: "zb_h1"}
     for found in parity.ranks(Counted(hidden=32, clip=None, steps=1).on((4, layout))):
         assert found["deferred"] > 0

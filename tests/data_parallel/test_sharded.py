@@ -1,7 +1,5 @@
 """Sharded optimizers: equal steps, kept groups and schedulers, bytes per parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +19,6 @@ from lightning_ptdp.parameters.placement import range_rectangles
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.data_parallel.managed import managed
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -100,7 +97,7 @@ def _difference(rank: int, name: str, size: int) -> float:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_sharded_optimizer_step_equals_unsharded(name: str, pool: Pool) -> None:
+def test_sharded_optimizer_step_equals_unsharded(name, pool):
     for difference in pool.run(_difference, world_size=3, args=(name, 3)):
         assert difference < 2e-6
 
@@ -155,9 +152,7 @@ def _bytes(rank: int, size: int, shard: Sharding) -> tuple[int, int, int]:
         (4, "gradients", 2 + 16 / 4),
     ],
 )
-def test_bytes_per_parameter_follow_formula(
-    size: int, shard: Sharding, expected: float, pool: Pool
-) -> None:
+def test_bytes_per_parameter_follow_formula(size, shard, expected, pool):
     for held, parameters, waiting in pool.run(_bytes, world_size=size, args=(size, shard)):
         assert held / parameters == pytest.approx(expected, rel=0.02)
         assert waiting <= 1, "gradients of several buckets waited for their sum"
@@ -173,17 +168,17 @@ def _two_levels(rank: int, scatter: bool, compress: bool) -> tuple[float, float]
     buffers = [torch.randn(64, generator=torch.Generator().manual_seed(r)) for r in range(4)]
     mine, total = buffers[rank].clone(), sum(buffers)
     reduction.prepare(mine).wait()
-    found, wanted = reduction.mine(mine), reduction.mine(total)  # type: ignore[arg-type]
+    found, wanted = reduction.mine(mine), reduction.mine(total)
     assert found.numel() == (32 if scatter else 64)
     if scatter:
         reduction.start_gather(mine).wait()
-        found, wanted = mine, total  # type: ignore[assignment]
+        found, wanted = mine, total
     return float((found - wanted).abs().max()), float(wanted.abs().max())
 
 
 @pytest.mark.parametrize("scatter", [False, True])
 @pytest.mark.parametrize("compress", [False, True])
-def test_two_level_reduction_equals_flat_sum(scatter: bool, compress: bool, pool: Pool) -> None:
+def test_two_level_reduction_equals_flat_sum(scatter, compress, pool):
     for difference, largest in pool.run(_two_levels, world_size=4, args=(scatter, compress)):
         assert difference < (largest * 2**-7 if compress else 2e-6)
         assert not compress or difference > 1e-5
@@ -194,7 +189,7 @@ def test_two_level_reduction_equals_flat_sum(scatter: bool, compress: bool, pool
     shape=st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple),
     cut=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted),
 )
-def test_rectangles_cover_range_once(shape: tuple[int, ...], cut: list[float]) -> None:
+def test_rectangles_cover_range_once(shape, cut):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     start, stop = (round(part * whole.numel()) for part in cut)
     flat = whole.flatten()[start:stop]

@@ -1,7 +1,5 @@
 """Sharded gradients: each rank keeps only its part of their sums."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +7,6 @@ import pytest
 import torch
 
 from tests.letters import SP, C, D, M, P, S, T, V, Z
-from tests.parity import Parity
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -30,14 +27,14 @@ PLACES = {
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", PLACES)
-def test_training_equals_single_process(name: str, accumulate: int, parity: Parity) -> None:
+def test_training_equals_single_process(name, accumulate, parity):
     world_size, layout = PLACES[name]
     run = Run(accumulate=accumulate, global_batch=16)
     parity.check(run, (world_size, {**layout, **GRADIENTS}))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-def test_one_microbatch_equals_sharded_optimizer_bitwise(precision: str, parity: Parity) -> None:
+def test_one_microbatch_equals_sharded_optimizer_bitwise(precision, parity):
     run = Run(precision=precision)
     optimizer, gradients = (
         parity.ranks(run.on((4, {**GRADIENTS, Z: shard}))) for shard in ("optimizer", "gradients")
@@ -48,7 +45,7 @@ def test_one_microbatch_equals_sharded_optimizer_bitwise(precision: str, parity:
             assert torch.equal(value, other["final"][name]), name
 
 
-def test_llama_with_changing_lengths_and_incomplete_last_batch(parity: Parity) -> None:
+def test_llama_with_changing_lengths_and_incomplete_last_batch(parity):
     """Replicas share an incomplete batch otherwise than one process trains on it."""
     run = Run(llama=True, samples=29, steps=6, changing_lengths=True)
     place = (4, {P: 2, M: 2, **GRADIENTS})
@@ -56,12 +53,12 @@ def test_llama_with_changing_lengths_and_incomplete_last_batch(parity: Parity) -
     parity.check(run, place, expected=expected)
 
 
-def test_plain_loss_of_eagerly_built_model(parity: Parity) -> None:
+def test_plain_loss_of_eagerly_built_model(parity):
     run = Run(eager=True, count_tokens=False, ignore_padding=False, accumulate=2)
     parity.check(run, (2, {M: 2, **GRADIENTS}))
 
 
-def test_float16_skips_steps_like_sharded_optimizer(parity: Parity) -> None:
+def test_float16_skips_steps_like_sharded_optimizer(parity):
     run = replace(Run(steps=4), precision="16-mixed")
     found, expected = (
         parity.ranks(run.on((2, {**GRADIENTS, Z: shard})))[0]

@@ -13,8 +13,6 @@ The blocks of a page share a folder. Python blocks also share their names, which
 and ``PTDPStrategy`` from the start. A block with a title (``title="train.py"``) is first written to
 that file. Recipes are shrunk (``tiny_options``). ``RUN`` in a path is the id of the newest run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,10 +1,7 @@
 """Every Python, shell and YAML block of the README and of docs/ runs."""
 
-from __future__ import annotations
-
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +39,7 @@ BLOCK_LIMIT_S = 40
 
 
 @pytest.fixture(scope="module")
-def unused() -> Iterator[Pool]:
+def unused():
     """Yield a fresh worker: blocks fork, and threads of earlier tests do not survive a fork."""
     workers = Pool()
     yield workers
@@ -50,7 +47,7 @@ def unused() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory):
     """Return a folder for all pages, with a text to train a tokenizer and a tiny model."""
     shared = tmp_path_factory.mktemp("shared")
     folder = shared / "text"
@@ -64,7 +61,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name, path in PAGES.items() if find_blocks(path, name)])
-def test_blocks_of_page_run(name: str, unused: Pool, shared: Path, tmp_path: Path) -> None:
+def test_blocks_of_page_run(name, unused, shared, tmp_path):
     blocks = find_blocks(PAGES[name], name)
     unused.run(
         run_blocks,
@@ -74,7 +71,7 @@ def test_blocks_of_page_run(name: str, unused: Pool, shared: Path, tmp_path: Pat
     )
 
 
-def test_skipped_blocks_are_few_and_have_reasons() -> None:
+def test_skipped_blocks_are_few_and_have_reasons():
     not_run = [
         block
         for name, path in PAGES.items()
@@ -87,7 +84,7 @@ def test_skipped_blocks_are_few_and_have_reasons() -> None:
     )
 
 
-def test_continuous_integration_installs_as_the_readme_says() -> None:
+def test_continuous_integration_installs_as_the_readme_says():
     blocks = [block.code for block in find_blocks(PAGES["README.md"], "README.md")]
     commands = [code.splitlines()[1].split(" && ") for code in blocks if "pip install" in code]
     script = (ROOT / "ci" / "install.sh").read_text(encoding="utf-8").replace(" --quiet", "")
@@ -98,13 +95,13 @@ def test_continuous_integration_installs_as_the_readme_says() -> None:
     assert f"\n{' && '.join(commands[0])}\n" in PAGES["docs/quickstart.md"].read_text("utf-8")
 
 
-def test_index_links_every_page() -> None:
+def test_index_links_every_page():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert pages <= set(re.findall(r"\]\(([\w-]+\.md)", index))
 
 
-def test_named_benchmarks_exist() -> None:
+def test_named_benchmarks_exist():
     text = PAGES["docs/benchmarks.md"].read_text(encoding="utf-8")
     named = set(re.findall(r"(?:ci/benchmarks/|`)(\w+\.py)`?", text)) | set(
         re.findall(r"(?<=for what in )[\w ]+(?=;)", text)

@@ -1,7 +1,5 @@
 """Messages of the troubleshooting page exist in the code."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -44,7 +42,7 @@ def whole(node: ast.AST) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def known() -> list[str]:
+def known():
     files = (ROOT / "lightning_ptdp").rglob("*.py")
     return [
         text
@@ -53,7 +51,7 @@ def known() -> list[str]:
     ]
 
 
-def test_page_lists_unique_messages() -> None:
+def test_page_lists_unique_messages():
     assert len(messages()) > 60
     assert len(set(messages())) == len(messages())
 
@@ -70,7 +68,7 @@ def holds(text: str, pieces: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("message", messages())
-def test_documented_message_exists_in_code(message: str, known: list[str]) -> None:
+def test_documented_message_exists_in_code(message, known):
     pieces = message.split("…")
     assert any(holds(text, pieces) for text in known), (
         f"no string of the package contains {message!r}"

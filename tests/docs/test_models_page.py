@@ -1,7 +1,5 @@
 """The table of docs/models.md matches the tested architectures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.huggingface.architectures import ARCHITECTURES
@@ -9,7 +7,7 @@ from tests.huggingface.architectures import ARCHITECTURES
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-def test_page_lists_all_architectures() -> None:
+def test_page_lists_all_architectures():
     table = (
         PAGE.read_text()
         .partition("<!-- unseen_models: begin -->")[2]

@@ -1,17 +1,14 @@
 """Tests of single doctor checks with given inputs."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_ptdp.doctor import Check, Status
+from lightning_ptdp.doctor import Status
 from lightning_ptdp.doctor.bandwidth import Measurement, check_links
 from lightning_ptdp.doctor.folder_checks import (
     check_clock,
@@ -64,31 +61,29 @@ def has_nothing(name: str) -> str:
         ("transformers<6,>=5; extra == 'hf'", has("4.0"), Status.WARNING, "4.0 is installed, but"),
     ],
 )
-def test_package_versions_are_checked(
-    requirement: str, installed: Callable[[str], str], status: Status, words: str
-) -> None:
+def test_package_versions_are_checked(requirement, installed, status, words):
     (check,) = check_packages([requirement], installed)
     assert (check.status, check.subject) == (status, requirement.partition("<")[0])
     assert words in check.found
     assert bool(check.remedy) == (status != Status.OK)
 
 
-def test_development_extras_are_not_checked() -> None:
+def test_development_extras_are_not_checked():
     assert not list(check_packages(["ruff>=0.12; extra == 'test'"], has_nothing))
     assert {check.subject for check in check_packages()} >= {"torch", "lightning", "mlflow"}
 
 
-def test_python_version_is_checked() -> None:
+def test_python_version_is_checked():
     assert check_python().status == Status.OK
     assert check_python("3.10.4").status == Status.FAILED
 
 
-def test_disabled_backend_autoload_gives_warning() -> None:
+def test_disabled_backend_autoload_gives_warning():
     assert check_entry_points({}).status == Status.OK
     assert check_entry_points({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).status == Status.WARNING
 
 
-def test_recipes_check_fails_without_recipes() -> None:
+def test_recipes_check_fails_without_recipes():
     def none() -> list[str]:
         raise FileNotFoundError("no recipes in x")
 
@@ -116,12 +111,12 @@ def test_recipes_check_fails_without_recipes() -> None:
         (check_open_files(256, -1), Status.WARNING),
     ],
 )
-def test_machine_resources_are_checked(check: Check, status: Status) -> None:
+def test_machine_resources_are_checked(check, status):
     assert check.status == status, check
     assert bool(check.remedy) == (status != Status.OK)
 
 
-def test_arithmetic_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arithmetic_is_compared_with_float64(monkeypatch):
     checks = list(check_arithmetic(torch.device("cpu")))
     assert [check.status for check in checks] == [Status.OK, Status.OK]
     product = torch.Tensor.__matmul__
@@ -134,13 +129,13 @@ def test_arithmetic_is_compared_with_float64(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_devices_or_their_absence_are_reported() -> None:
+def test_devices_or_their_absence_are_reported():
     first, *others = check_devices(1)
     assert first.subject == "GPUs"
     assert others
 
 
-def test_folder_checks_accept_new_folders_and_refuse_files(tmp_path: Path) -> None:
+def test_folder_checks_accept_new_folders_and_refuse_files(tmp_path):
     there, new, file = tmp_path, tmp_path / "a" / "b", tmp_path / "file"
     file.write_text("")
     for folder in (there, new):
@@ -152,7 +147,7 @@ def test_folder_checks_accept_new_folders_and_refuse_files(tmp_path: Path) -> No
         assert check(file).status == Status.FAILED
 
 
-def test_clock_offset_gives_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_offset_gives_warning(tmp_path, monkeypatch):
     utime = os.utime
     monkeypatch.setattr(os, "utime", lambda path: utime(path, (0, 1e9)))
     check = check_clock(tmp_path)
@@ -160,7 +155,7 @@ def test_clock_offset_gives_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "s off" in check.found
 
 
-def test_tracking_store_is_checked(tmp_path: Path) -> None:
+def test_tracking_store_is_checked(tmp_path):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]  # bound, and not listening
@@ -170,7 +165,7 @@ def test_tracking_store_is_checked(tmp_path: Path) -> None:
     )
 
 
-def test_data_folder_check_fails_without_data(tmp_path: Path) -> None:
+def test_data_folder_check_fails_without_data(tmp_path):
     check = check_data_folder(tmp_path)
     assert (check.status, "ptdp prepare" in check.remedy) == (Status.FAILED, True)
 
@@ -179,7 +174,7 @@ def link(name: str, rate: float, size: int = 2**20) -> Measurement:
     return Measurement(operation=name, size=size, seconds=1.0, bytes_per_s=rate)
 
 
-def test_slow_link_is_named() -> None:
+def test_slow_link_is_named():
     slow_and_small = link("send 0 to 1", 1.0, size=8)
     even = [
         slow_and_small,

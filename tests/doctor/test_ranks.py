@@ -1,7 +1,5 @@
 """Tests with real processes, some of which hang, fail or die."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -18,7 +16,6 @@ from lightning_ptdp.doctor import Status
 from lightning_ptdp.doctor.bandwidth import measure
 from lightning_ptdp.doctor.collective_checks import COLLECTIVES, GroupMember
 from lightning_ptdp.doctor.ranks import check_ranks
-from tests.pool import Pool
 
 
 def meet_without(rank: int, tell: Tell, absent: int, how: str) -> int:
@@ -48,9 +45,7 @@ def meet_without(rank: int, tell: Tell, absent: int, how: str) -> int:
         ("raises", "rank 1 failed in the start: ValueError: no"),
     ],
 )
-def test_failing_or_hanging_rank_is_named(
-    how: str, explained: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_or_hanging_rank_is_named(how, explained, monkeypatch):
     monkeypatch.setattr("lightning_ptdp.base.forked_processes._ENDING_S", 0.5)
     before = set(psutil.Process().children())
     outcome = run_ranks(lambda rank, tell: meet_without(rank, tell, 1, how), count=3, timeout_s=1.5)
@@ -58,7 +53,7 @@ def test_failing_or_hanging_rank_is_named(
     assert set(psutil.Process().children()) <= before, "a process is left behind"
 
 
-def test_successful_ranks_return_results() -> None:
+def test_successful_ranks_return_results():
     outcome = run_ranks(
         lambda rank, tell: meet_without(rank, tell, -1, "alone"), count=2, timeout_s=60
     )
@@ -73,7 +68,7 @@ def use_all(rank: int, size: int) -> tuple[list[bool], list[str]]:
     return [use(place) for use in COLLECTIVES.values()], said
 
 
-def test_collectives_are_correct_on_three_ranks(pool: Pool) -> None:
+def test_collectives_are_correct_on_three_ranks(pool):
     for right, said in pool.run(use_all, world_size=3, args=(3,)):
         assert all(right)
         assert [what.partition(" of ")[0] for what in said] == [
@@ -102,11 +97,11 @@ def spoiled(rank: int) -> list[str]:
         dist.all_reduce = real
 
 
-def test_wrong_sum_is_detected_on_its_rank(pool: Pool) -> None:
+def test_wrong_sum_is_detected_on_its_rank(pool):
     assert pool.run(spoiled, world_size=2) == [[], ["all-reduce", "groups"]]
 
 
-def test_single_process_passes_and_unusable_backend_fails() -> None:
+def test_single_process_passes_and_unusable_backend_fails():
     alone = check_ranks(count=1, backend="gloo", timeout_s=60)
     assert {check.status for check in alone.checks} == {Status.OK}
     assert not alone.measurements

@@ -1,7 +1,5 @@
 """Splitting of batches and merging of outputs."""
 
-from __future__ import annotations
-
 from collections import defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
 
@@ -39,7 +37,7 @@ class Built:
 
 
 @given(st.integers(1, 50), st.integers(1, 20))
-def test_microbatch_sizes_are_even_and_complete(samples: int, count: int) -> None:
+def test_microbatch_sizes_are_even_and_complete(samples, count):
     sizes = microbatch_sizes(samples, count)
     assert sum(sizes) == samples
     assert len(sizes) == min(samples, count)
@@ -63,14 +61,14 @@ def test_microbatch_sizes_are_even_and_complete(samples: int, count: int) -> Non
         },
     ],
 )
-def test_microbatches_keep_type_and_sizes(batch: object) -> None:
+def test_microbatches_keep_type_and_sizes(batch):
     sizes = microbatch_sizes(batch_size(batch), 3)
     parts = split_batch(batch, sizes)
     assert [batch_size(part) for part in parts] == list(sizes)
     assert type(parts[0]) is type(batch)
 
 
-def test_lists_are_split_but_scalars_and_broadcasts_are_not() -> None:
+def test_lists_are_split_but_scalars_and_broadcasts_are_not():
     batch = {
         "x": torch.arange(4),
         "scale": torch.tensor(2.0),
@@ -87,12 +85,12 @@ def test_lists_are_split_but_scalars_and_broadcasts_are_not() -> None:
 @pytest.mark.parametrize(
     "batch", [{"a": torch.zeros(4), "b": torch.zeros(3)}, {"a": torch.tensor(1.0)}, "text"]
 )
-def test_batch_without_common_first_dimension_is_refused(batch: object) -> None:
+def test_batch_without_common_first_dimension_is_refused(batch):
     with pytest.raises(ValueError, match="dimension"):
         batch_size(batch)
 
 
-def test_outputs_are_concatenated_and_scalars_weighted() -> None:
+def test_outputs_are_concatenated_and_scalars_weighted():
     outputs = [
         {"logits": torch.zeros(2, 3), "loss": torch.tensor(1.0), "ids": ["a", "b"]},
         {"logits": torch.ones(1, 3), "loss": torch.tensor(4.0), "ids": ["c"]},
@@ -103,19 +101,19 @@ def test_outputs_are_concatenated_and_scalars_weighted() -> None:
     assert merged["ids"] == ["a", "b", "c"]
 
 
-def test_nan_of_microbatch_with_zero_weight_is_ignored() -> None:
+def test_nan_of_microbatch_with_zero_weight_is_ignored():
     merged = merge_outputs([torch.tensor(float("nan")), torch.tensor(3.0)], (1, 1), (0.0, 5.0))
     assert merged.item() == 3.0
 
 
-def test_signature_distinguishes_shapes_and_dtypes() -> None:
+def test_signature_distinguishes_shapes_and_dtypes():
     one = signature({"x": torch.zeros(2, 3)})
     assert one == signature({"x": torch.ones(2, 3)})
     assert one != signature({"x": torch.zeros(2, 4)})
     assert one != signature({"x": torch.zeros(2, 3, dtype=torch.float64)})
 
 
-def test_dataclass_with_init_only_argument_is_split() -> None:
+def test_dataclass_with_init_only_argument_is_split():
     parts = split_batch(Built(torch.arange(4), 2.0), (3, 1))
     assert [part.tokens.tolist() for part in parts] == [[0, 1, 2], [3]]
     assert [part.lengths.tolist() for part in parts] == [[0, 2, 4], [6]]

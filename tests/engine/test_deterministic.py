@@ -1,13 +1,7 @@
 """``Trainer(deterministic=True)`` on a GPU: every operation of ours has a deterministic kernel."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.engine.rank_agreement import batch_sums
 from lightning_ptdp.generation.generation_options import Sampling
@@ -16,7 +10,7 @@ from tests.fake_cuda import fake_cuda
 
 
 @pytest.fixture
-def deterministic() -> Iterator[None]:
+def deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -33,14 +27,14 @@ def deterministic() -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("deterministic")
-def test_fake_gpu_refuses_nondeterministic_operations(operation: Callable[[Tensor], Any]) -> None:
+def test_fake_gpu_refuses_nondeterministic_operations(operation):
     operation(torch.ones(4))
     with fake_cuda(0), pytest.raises(RuntimeError, match="deterministic implementation"):
         operation(torch.ones(4, device="cuda"))
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_batch_sums_and_sampling_run_in_deterministic_mode() -> None:
+def test_batch_sums_and_sampling_run_in_deterministic_mode():
     with fake_cuda(0):
         x = torch.ones(4, device="cuda")
         assert x.int().cumsum(0).tolist() == [1, 2, 3, 4]

@@ -1,8 +1,6 @@
 """Host reads of GPU values. Each waits for all queued kernels, so a step waits once, at its end, in
 every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +20,6 @@ from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.fake_cuda import Wait, Waits, fake_cuda
 from tests.parity import checks_of_rank_0
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -93,12 +90,12 @@ ALLOWED = {
 class LitTokens(pl.LightningModule):
     """A typical user's module that logs, returns a dictionary and has a metric."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
         self.error = torchmetrics.MeanSquaredError()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch, batch_idx):
         x = batch["input_ids"].float()[:, :4]
         y = self.layers(x)
         loss = y.square().mean()
@@ -108,21 +105,21 @@ class LitTokens(pl.LightningModule):
         self.log("largest", y.max(), reduce_fx="max")
         return {"loss": loss, "num_tokens": (x > 0).sum(), "mean": y.mean()}
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log(
             "val_loss",
             self.layers(batch["input_ids"].float()[:, :4]).square().mean(),
             sync_dist=True,
         )
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class LitLlama(pl.LightningModule):
     """A module with a Hugging Face model, without padding."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         import transformers
 
         sizes = {
@@ -136,22 +133,22 @@ class LitLlama(pl.LightningModule):
             transformers.LlamaConfig(**sizes, num_key_value_heads=2)
         )
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss: Tensor = self.model(**batch).loss
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class LitPaddedLlama(LitLlama):
     """A module with a padding mask in two of eight samples."""
 
-    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         mask = torch.ones_like(batch["input_ids"])
         mask[:2, -3:] = 0
         return {**batch, "attention_mask": mask}
@@ -160,14 +157,14 @@ class LitPaddedLlama(LitLlama):
 class LitFullLlama(LitLlama):
     """A module with a padding mask that hides nothing."""
 
-    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
 
 
 class LitPackedLlama(LitLlama):
     """A module with two packed conversations in every sample."""
 
-    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
         positions = torch.arange(batch["input_ids"].size(1)).remainder(5)
         return {**batch, "position_ids": positions.expand_as(batch["input_ids"]).clone()}
 
@@ -183,16 +180,16 @@ class Marks(pl.Callback):
         self.begun[kind].append(len(self._batches))
         self._batches.append([])
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_):
         self._begin("train")
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self._batches.append([])
 
-    def on_validation_batch_start(self, *_: Any) -> None:
+    def on_validation_batch_start(self, *_):
         self._begin("val")
 
-    def on_validation_batch_end(self, *_: Any) -> None:
+    def on_validation_batch_end(self, *_):
         self._batches.append([])
 
 
@@ -263,7 +260,7 @@ def _fit(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_step_waits_for_device_at_most_once(name: str, pool: Pool) -> None:
+def test_step_waits_for_device_at_most_once(name, pool):
     """Some layouts use deterministic algorithms, which refuse some of torch's operations."""
     size, options, settings = LAYOUTS[name]
     _check(pool.run(fit, world_size=size, args=(size, options, settings)))
@@ -283,7 +280,7 @@ def _summed(rank: int, options: dict[str, Any]) -> list[tuple[bool, torch.dtype]
     return sums
 
 
-def test_tokens_are_summed_before_gradients(pool: Pool) -> None:
+def test_tokens_are_summed_before_gradients(pool):
     """A communicator runs in issue order, so the report would wait for the gradients' sums."""
     for sums in pool.run(_summed, world_size=2, args=({"num_microbatches": 2},)):
         tokens = sums.index((False, torch.float64))
@@ -293,7 +290,7 @@ def test_tokens_are_summed_before_gradients(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ["one m4", "d4", "p2 d2 ZB-V"])
-def test_user_module_waits_for_device_at_most_once(name: str, pool: Pool) -> None:
+def test_user_module_waits_for_device_at_most_once(name, pool):
     size, options, _ = LAYOUTS[name]
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitTokens)))
 
@@ -303,9 +300,7 @@ def test_user_module_waits_for_device_at_most_once(name: str, pool: Pool) -> Non
     [(1, {}), (2, {"tensor_parallel_size": 2}), (2, P2), (2, {})],
     ids=["one", "t2", "p2", "d2"],
 )
-def test_hugging_face_module_waits_for_device_at_most_once(
-    size: int, options: dict[str, Any], pool: Pool
-) -> None:
+def test_hugging_face_module_waits_for_device_at_most_once(size, options, pool):
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
 
 
@@ -337,9 +332,7 @@ def mixture(**options: Any) -> pl.LightningModule:
     ids=["e2", "e2 recomputed", "e1"],
 )
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_experts_wait_once_per_layer(
-    size: int, options: dict[str, Any], reads: int, capacity: float | None, pool: Pool
-) -> None:
+def test_experts_wait_once_per_layer(size, options, reads, capacity, pool):
     """Four layers read the numbers of rows that are sent; the grouped kernel needs none."""
     module = partial(mixture, capacity_factor=capacity)
     for batches in pool.run(fit, world_size=size, args=(size, options, HALF, module)):
@@ -354,11 +347,11 @@ def test_experts_wait_once_per_layer(
 class LitOwnMasks(LitPaddedLlama):
     """A module that changes its padding mask, which no longer is that of the batch."""
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return super().training_step({**batch, "attention_mask": batch["attention_mask"] * 1}, 0)
 
 
-def test_context_ranks_read_own_mask_once_for_all_layers(pool: Pool) -> None:
+def test_context_ranks_read_own_mask_once_for_all_layers(pool):
     """The masks of four layers are read once. The padding of the batch is not read at all."""
     options = {"context_parallel_size": 2}
     for batches in pool.run(fit, world_size=2, args=(2, options, {}, LitOwnMasks)):
@@ -368,9 +361,7 @@ def test_context_ranks_read_own_mask_once_for_all_layers(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("module", [LitLlama, LitPaddedLlama, LitFullLlama])
-def test_context_ranks_read_no_mask_of_hugging_face_model(
-    module: Callable[[], pl.LightningModule], pool: Pool
-) -> None:
+def test_context_ranks_read_no_mask_of_hugging_face_model(module, pool):
     """The first forward shows whether attention is causal. Later nobody reads a mask: neither this
     package nor the model, which would decide by its values whether it needs one."""
     options = {"context_parallel_size": 2, "num_microbatches": 2}
@@ -393,16 +384,14 @@ def _masked_calls(rank: int, module: Callable[[], pl.LightningModule]) -> list[b
 class LitChanged(LitFullLlama):
     """A module whose hook hides tokens after the batch was moved to the device."""
 
-    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch, dataloader_idx):
         return {**batch, "attention_mask": batch["attention_mask"].tril(5)}
 
 
 @pytest.mark.parametrize(
     ("module", "masked"), [(LitFullLlama, False), (LitPaddedLlama, True), (LitChanged, True)]
 )
-def test_mask_that_hides_nothing_reaches_no_kernel(
-    module: Callable[[], pl.LightningModule], masked: bool, pool: Pool
-) -> None:
+def test_mask_that_hides_nothing_reaches_no_kernel(module, masked, pool):
     """A kernel without a mask is faster. The mask's values are known from the host's batch, unless
     a hook may have changed them."""
     for calls in pool.run(_masked_calls, world_size=2, args=(module,)):
@@ -410,7 +399,7 @@ def test_mask_that_hides_nothing_reaches_no_kernel(
 
 
 @pytest.mark.parametrize("attention", ["ring", "all_to_all"])
-def test_context_ranks_read_no_mask_of_packed_chat(attention: str, pool: Pool) -> None:
+def test_context_ranks_read_no_mask_of_packed_chat(attention, pool):
     options = {
         "context_parallel_size": 2,
         "context_parallel_attention": attention,
@@ -422,9 +411,7 @@ def test_context_ranks_read_no_mask_of_packed_chat(attention: str, pool: Pool) -
 @pytest.mark.parametrize(
     ("options", "settings"), [({"check_finite": "raise"}, {}), ({}, {"precision": "16-mixed"})]
 )
-def test_finite_check_and_loss_scaler_wait_for_gradients(
-    options: dict[str, Any], settings: dict[str, Any], pool: Pool
-) -> None:
+def test_finite_check_and_loss_scaler_wait_for_gradients(options, settings, pool):
     ranks = pool.run(fit, world_size=2, args=(2, {**P2, **options}, settings))
     for waits in (waits for batches in ranks for waits in batches["train"][1:]):
         report, decision = waits

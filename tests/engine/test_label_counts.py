@@ -1,8 +1,6 @@
 """Numbers of labels: one warning if they differ, and float16 gradients scaled as in a single
 process."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +9,11 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.engine.microbatches import is_uneven, label_spread
 from tests.letters import M, P
-from tests.parity import Parity, Place, Result, Training, fit
+from tests.parity import Place, Result, Training, fit
 
 pytestmark = pytest.mark.thorough
 
@@ -30,14 +28,14 @@ class LitLabels(L.LightningModule):
             nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, VOCABULARY)
         )
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         logits = self.layers(self.embedding(batch["tokens"]))
         loss = F.cross_entropy(logits.flatten(0, 1), batch["answers"].flatten(), ignore_index=-100)
         return (
             {"loss": loss, "num_tokens": (batch["answers"] != -100).sum()} if self.counts else loss
         )
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -87,7 +85,7 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_unequal_label_counts_warn_once(name: str, parity: Parity) -> None:
+def test_unequal_label_counts_warn_once(name, parity):
     ranks = parity.ranks(Labels().on(LAYOUTS[name]), fit_and_listen)
     told = [text for rank in ranks for text in rank["told"]]
     assert len(told) == 1
@@ -98,14 +96,12 @@ def test_unequal_label_counts_warn_once(name: str, parity: Parity) -> None:
 
 @pytest.mark.parametrize("settings", [{"counts": True}, {"uneven": False}], ids=["counted", "even"])
 @pytest.mark.parametrize("name", ["one m2", "p2", "d2"])
-def test_counted_or_even_labels_match_single_process(
-    name: str, settings: dict[str, Any], parity: Parity
-) -> None:
+def test_counted_or_even_labels_match_single_process(name, settings, parity):
     ranks = parity.check(Labels(**settings), LAYOUTS[name], fit=fit_and_listen)
     assert not any(rank["told"] for rank in ranks)
 
 
-def test_label_counts_are_compared_per_sample() -> None:
+def test_label_counts_are_compared_per_sample():
     labels = torch.ones(3, 4, dtype=torch.int64)
     cpu = torch.device("cpu")
     assert not is_uneven(*label_spread({"labels": labels}, (2, 1), device=cpu))
@@ -115,7 +111,7 @@ def test_label_counts_are_compared_per_sample() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_float16_steps_match_single_process(name: str, parity: Parity) -> None:
+def test_float16_steps_match_single_process(name, parity):
     """Check float16 training with 4096 tokens a batch.
 
     The product of the loss, the number of tokens and the loss scale exceeds the range of float16.

@@ -18,8 +18,7 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import make_model
 from tests.letters import C, M, P
-from tests.parity import Parity, Place, Training
-from tests.pool import Pool
+from tests.parity import Place, Training
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
@@ -39,10 +38,10 @@ LAYOUTS: dict[str, Place] = {
 class Seen(L.Callback):
     """Callback that records the outputs of every validation batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.outputs: list[tuple[float, float]] = []
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer, module, outputs, *_):
         outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}
         self.outputs.append((float(outputs["loss"]), float(outputs.get("num_tokens", 0))))
 
@@ -87,7 +86,7 @@ class Logging(Training):
 class Answers(PaddedTokens):
     """Sequences with three labels each, all at the end."""
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         labels = self.tokens[index, 1:].clone()
         labels[:-3] = -100
         return {"input_ids": self.tokens[index, :-1], "labels": labels}
@@ -107,7 +106,7 @@ class LitEvaluated(LitTiny):
             reduction="none",
         )
 
-    def step(self, batch: dict[str, Tensor], name: str, **options: Any) -> Any:
+    def step(self, batch, name, **options):
         losses, counted = self.token_losses(batch), batch["labels"].flatten() != -100
         loss = losses.sum() / counted.sum()
         self.log(f"{name}_loss", loss, on_step=True, on_epoch=True, sync_dist=True, **options)
@@ -115,24 +114,24 @@ class LitEvaluated(LitTiny):
         self.log(f"{name}_most", losses.max(), on_epoch=True, reduce_fx="max", sync_dist=True)
         return {"loss": loss, "num_tokens": counted.sum()} if self.counts else loss
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return self.step(batch, "train")
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         return self.step(batch, "val", batch_size=len(batch["labels"]))
 
 
 class LitShifts(LitEvaluated):
     """A Hugging Face model that shifts labels itself. Tokens are counted as documented."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             self.model = make_model("llama", num_hidden_layers=2, attn_implementation="sdpa")
 
     def configure_parallel(self) -> ParallelPlan:
         return ParallelPlan()
 
-    def step(self, batch: dict[str, Tensor], name: str, **options: Any) -> Any:
+    def step(self, batch, name, **options):
         loss = self.model(**batch).loss
         self.log(f"{name}_loss", loss, on_step=True, on_epoch=True, sync_dist=True, **options)
         return (
@@ -160,9 +159,7 @@ CASES = {
         if C in LAYOUTS[name][1] or CASES[case].counts
     ],
 )
-def test_logged_and_returned_values_match_single_process(
-    name: str, case: str, parity: Parity
-) -> None:
+def test_logged_and_returned_values_match_single_process(name, case, parity):
     expected = parity.result(CASES[case])
     assert expected["logged"][-1].keys() <= set(Logging.synced), "a logged value is not compared"
     for found in parity.check(CASES[case], LAYOUTS[name]):
@@ -186,7 +183,7 @@ class Uneven(IterableDataset):
 class LitAtTheEnd(LitTiny):
     """A module whose values Lightning reduces over replicas only at the end of the epoch."""
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def validation_step(self, batch, batch_idx):
         loss = F.cross_entropy(
             self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
         )
@@ -208,8 +205,6 @@ def validate_unevenly(rank: int) -> float:
     )[0]["val_loss"]
 
 
-def test_replicas_with_uneven_validation_batches_do_not_hang(
-    pool: Pool,
-) -> None:
+def test_replicas_with_uneven_validation_batches_do_not_hang(pool):
     first, second = pool.run(validate_unevenly, world_size=2)
     assert first == second

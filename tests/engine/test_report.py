@@ -1,7 +1,5 @@
 """Tests of the report that the last stage shares with every stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from lightning_ptdp.engine.step_report import (
     read_numbers,
 )
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 
 CPU = torch.device("cpu")
 SUM = {"reduce_fx": "sum"}
@@ -31,7 +28,7 @@ def no_metrics(_: Any) -> str:
     raise AssertionError("no metric was logged")
 
 
-def test_logged_values_are_reduced_by_weight_or_reduce_fx() -> None:
+def test_logged_values_are_reduced_by_weight_or_reduce_fx():
     recorded = [
         [
             LogCall("loss", torch.tensor(1.0), {}),
@@ -53,7 +50,7 @@ def test_logged_values_are_reduced_by_weight_or_reduce_fx() -> None:
     ]
 
 
-def test_unsupported_reduce_fx_is_refused() -> None:
+def test_unsupported_reduce_fx_is_refused():
     with pytest.raises(ValueError, match=r"self.log\('a', reduce_fx=median\).*torchmetrics.Metric"):
         average_calls(
             [[LogCall("a", 1.0, {"reduce_fx": torch.median})]],
@@ -63,7 +60,7 @@ def test_unsupported_reduce_fx_is_refused() -> None:
         )
 
 
-def test_different_names_across_microbatches_are_refused() -> None:
+def test_different_names_across_microbatches_are_refused():
     with pytest.raises(ValueError, match="different names"):
         average_calls(
             [[LogCall("a", 1.0, {})], [LogCall("b", 1.0, {})]],
@@ -73,7 +70,7 @@ def test_different_names_across_microbatches_are_refused() -> None:
         )
 
 
-def test_read_numbers_returns_rows_of_floats() -> None:
+def test_read_numbers_returns_rows_of_floats():
     values = (
         [torch.tensor(3), 2],
         (),
@@ -119,7 +116,7 @@ def _share(rank: int) -> list[tuple[Any, ...]]:
     return seen
 
 
-def test_every_stage_gets_same_report(pool: Pool) -> None:
+def test_every_stage_gets_same_report(pool):
     first, second, last = pool.run(_share, world_size=3)
     assert first == second == last
     assert last[1][3] == [LogCall("a", 4.0, {"prog_bar": True})]
@@ -129,7 +126,7 @@ def test_every_stage_gets_same_report(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "foo", {"a": 1}, [1, 2], torch.ones(2), torch.ones(0)])
-def test_unsupported_logged_value_is_refused(value: Any) -> None:
+def test_unsupported_logged_value_is_refused(value):
     recorder = LogRecorder(object())
     with pytest.raises(ValueError, match=r"self\.log\(loss, .*was called, but"):
         recorder("loss", value)
@@ -138,7 +135,7 @@ def test_unsupported_logged_value_is_refused(value: Any) -> None:
     assert len(recorder.calls) == 6
 
 
-def test_sample_mean_is_weighted_by_batch_size_not_by_tokens() -> None:
+def test_sample_mean_is_weighted_by_batch_size_not_by_tokens():
     sizes = {"batch_size": 2}, {"batch_size": 1}
     recorded = [
         [LogCall("loss", loss, size), LogCall("accuracy", right, size)]
@@ -166,5 +163,5 @@ def _share_column(rank: int) -> list[float]:
     )
 
 
-def test_column_of_one_sample_is_sent(pool: Pool) -> None:
+def test_column_of_one_sample_is_sent(pool):
     assert pool.run(_share_column, world_size=2) == [[1.0]] * 2

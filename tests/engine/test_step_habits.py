@@ -1,7 +1,5 @@
 """Warnings about steps whose result depends on microbatches or replicas."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -14,13 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
 
 class LitPlain(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
         self.teacher, self.seen, self.outputs = (
@@ -30,7 +27,7 @@ class LitPlain(L.LightningModule):
         )
         self.register_buffer("queue", torch.zeros(4))
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         self.seen += len(x)
         prediction = self.net(x)
@@ -40,7 +37,7 @@ class LitPlain(L.LightningModule):
     def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(prediction, y)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.01)
 
 
@@ -183,7 +180,7 @@ CASES: dict[type[LitPlain], str | None] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_microbatch_dependent_step_warns_once(kind: type[LitPlain], pool: Pool) -> None:
+def test_microbatch_dependent_step_warns_once(kind, pool):
     expected = CASES[kind]
     (told,) = pool.run(fit, world_size=1, args=(kind, M2, 1))
     assert [text.startswith(expected or "") for text in told] == [True] * (expected is not None), (
@@ -192,7 +189,7 @@ def test_microbatch_dependent_step_warns_once(kind: type[LitPlain], pool: Pool) 
 
 
 @pytest.mark.parametrize("kind", [LitPlain, LitCarried, LitSum, LitQueue, LitNormalized])
-def test_microbatch_dependent_pipeline_step_warns_once(kind: type[LitPlain], pool: Pool) -> None:
+def test_microbatch_dependent_pipeline_step_warns_once(kind, pool):
     layout = {**M2, "pipeline_parallel_size": 2}
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
     expected = CASES[kind]
@@ -205,29 +202,27 @@ def test_microbatch_dependent_pipeline_step_warns_once(kind: type[LitPlain], poo
     "kind", [LitPlain, LitCarried, LitSum, LitContrastive, LitTwoViews, LitNormalized]
 )
 @pytest.mark.parametrize("layout", [{}, {"shard": "optimizer"}], ids=["d2", "sharded"])
-def test_replica_dependent_step_warns_once(
-    kind: type[LitPlain], layout: dict[str, Any], pool: Pool
-) -> None:
+def test_replica_dependent_step_warns_once(kind, layout, pool):
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
     expected = None if kind is LitCarried else CASES[kind]
     starts = (expected or "").replace("microbatch", "replica")
     assert [text.startswith(starts) for text in told] == [True] * (expected is not None), told
 
 
-def test_step_without_microbatches_does_not_warn(pool: Pool) -> None:
+def test_step_without_microbatches_does_not_warn(pool):
     for kind in CASES:
         assert pool.run(fit, world_size=1, args=(kind, {}, 1)) == [[]]
 
 
 class LitNormed(LitPlain):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
             *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
         )
 
 
-def test_state_change_in_recomputed_block_warns(pool: Pool) -> None:
+def test_state_change_in_recomputed_block_warns(pool):
     ((text,),) = pool.run(fit, world_size=1, args=(LitNormed, {**M2, "recompute": "full"}, 1))
     assert text.startswith("training_step writes self.net.0.1.num_batches_tracked")
     assert "recomputation runs blocks again" in text

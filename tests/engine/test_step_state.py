@@ -1,7 +1,5 @@
 """Changes of module state in a step: detection, transfer to other ranks and restoration."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import Counter, defaultdict, deque
@@ -18,12 +16,12 @@ from lightning_ptdp.engine.step_state import StepState, apply_changes, find_owne
 
 
 class Meter:
-    def __init__(self) -> None:
+    def __init__(self):
         self.total, self.values = 0.0, [1]
 
 
 class Holder(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.number, self.text, self.nothing, self.pair = 1, "a", None, (1, 2)
         self.numbers, self.long, self.nested = (
@@ -86,7 +84,7 @@ def state(module: Any) -> dict[str, Any]:
     return found
 
 
-def test_only_changed_state_is_sent_to_other_ranks() -> None:
+def test_only_changed_state_is_sent_to_other_ranks():
     module, other = Holder(), Holder()
     for _ in range(2):
         before = StepState(find_owners(module))
@@ -106,7 +104,7 @@ def test_only_changed_state_is_sent_to_other_ranks() -> None:
         assert other.fresh is other.late["deep"]
 
 
-def test_attributes_changed_by_step_are_restored() -> None:
+def test_attributes_changed_by_step_are_restored():
     module = Holder()
     change(module)
     expected = copy.deepcopy(state(module))
@@ -119,7 +117,7 @@ def test_attributes_changed_by_step_are_restored() -> None:
     assert module.numbers is held is module.same
 
 
-def test_inapplicable_change_is_refused() -> None:
+def test_inapplicable_change_is_refused():
     module, other = Holder(), Holder()
     before = StepState(find_owners(module))
     module.nested["b"]["c"].append(1)
@@ -131,7 +129,7 @@ def test_inapplicable_change_is_refused() -> None:
 class Dice:
     """A callable metric that keeps its inputs and belongs to no library."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.buffers: list[list[torch.Tensor]] | None = None
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
@@ -142,13 +140,13 @@ class Dice:
 
 
 class LitRecent(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.recent, self.dice, self.cat = deque(range(1000), maxlen=1000), Dice(), CatMetric()
 
 
 @pytest.mark.parametrize("added", [1, 3, 1000, 1500])
-def test_overflowing_deque_is_sent_and_restored(added: int) -> None:
+def test_overflowing_deque_is_sent_and_restored(added):
     module, other = LitRecent(), LitRecent()
     before = StepState(find_owners(module))
     module.recent.extend(range(1000, 1000 + added))
@@ -162,7 +160,7 @@ def test_overflowing_deque_is_sent_and_restored(added: int) -> None:
     assert before.changes() == []
 
 
-def test_state_of_callable_object_is_sent() -> None:
+def test_state_of_callable_object_is_sent():
     module, other = LitRecent(), LitRecent()
     for step in range(2):
         before = StepState(find_owners(module))

@@ -1,7 +1,5 @@
 """BERT with post- and pre-LayerNorm in Hugging Face folders: equal weights and logits."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +22,6 @@ from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import shard
 from tests.folders import read_huggingface
 from tests.models.hf_models import randomized
-from tests.pool import Pool
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,7 +116,7 @@ def _save(module: LitBert, path: Path, *, size: int = 1, rank: int = 0) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes"), [("Bert", {}), ("Bert", {"hidden_act": "gelu_new"}), ("MegatronBert", {})]
 )
-def test_hugging_face_model_round_trip(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_hugging_face_model_round_trip(kind, changes, tmp_path):
     theirs, folder = _hugging_face(kind, **changes), tmp_path / "hf"
     theirs.save_pretrained(folder, max_shard_size="20KB")
     from_huggingface(folder, tmp_path / "ours")
@@ -141,7 +138,7 @@ def test_hugging_face_model_round_trip(kind: str, changes: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_lit_bert_round_trip(name: str, tmp_path: Path) -> None:
+def test_lit_bert_round_trip(name, tmp_path):
     module = _module(OURS[name])
     _save(module, tmp_path / "ours")
     to_huggingface(tmp_path / "ours", tmp_path / "theirs")
@@ -163,7 +160,7 @@ def _save_in_two(rank: int, path: Path) -> None:
     _save(_module(OURS["post"]), path, size=2, rank=rank)
 
 
-def test_vocabulary_padding_is_removed_on_export(pool: Pool, tmp_path: Path) -> None:
+def test_vocabulary_padding_is_removed_on_export(pool, tmp_path):
     pool.run(_save_in_two, world_size=2, args=(tmp_path / "ours",))
     assert (
         main(["convert", str(tmp_path / "ours"), str(tmp_path / "hf"), "--shard_size", "15KB"]) == 0
@@ -186,7 +183,7 @@ def _hugging_face_of(folder: Path) -> torch.nn.Module:
     return transformers.BertForPreTraining.from_pretrained(folder).eval()
 
 
-def test_older_parameter_names_are_read(tmp_path: Path) -> None:
+def test_older_parameter_names_are_read(tmp_path):
     """Google's files have gamma and beta, the tied decoder and position ids."""
     from safetensors.torch import load_file, save_file
 
@@ -232,7 +229,7 @@ def test_older_parameter_names_are_read(tmp_path: Path) -> None:
         ({"model_type": "megatron-bert"}, r"lacks \['bert\.encoder\.layer\.0\.attention\.ln"),
     ],
 )
-def test_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_unsupported_config_is_refused(tmp_path, changes, words):
     _hugging_face("Bert").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -241,7 +238,7 @@ def test_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], 
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_files_without_heads_are_refused(tmp_path: Path) -> None:
+def test_files_without_heads_are_refused(tmp_path):
     _hugging_face("Bert").bert.save_pretrained(tmp_path / "bare")
     with pytest.raises(CheckpointError, match=r"lacks \['cls\.predictions\.transform\.dense"):
         from_huggingface(tmp_path / "bare", tmp_path / "ours")

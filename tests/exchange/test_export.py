@@ -1,7 +1,5 @@
 """Parallel export to a Hugging Face folder, and failures of one rank."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource
@@ -33,7 +31,7 @@ from lightning_ptdp.models import BertConfig, GPTConfig, LitBert, LitGPT
 from tests.checkpoint.layouts import save, shard
 from tests.folders import read_huggingface
 from tests.models.configs import GPT2, LLAMA
-from tests.pool import Pool, WorkerFailure
+from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
 
@@ -95,7 +93,7 @@ def _write(rank: int, folder: Path) -> None:
     export_writer._BLOCK = block
 
 
-def test_parallel_export_equals_export_of_checkpoint(pool: Pool, tmp_path: Path) -> None:
+def test_parallel_export_equals_export_of_checkpoint(pool, tmp_path):
     pool.run(_write, world_size=4, args=(tmp_path / "all",))
     assert sorted(os.listdir(tmp_path / "all")) == sorted(CONFIGS)
     for name, config in CONFIGS.items():
@@ -113,7 +111,7 @@ def test_parallel_export_equals_export_of_checkpoint(pool: Pool, tmp_path: Path)
         )
 
 
-def test_ranks_write_balanced_shares() -> None:
+def test_ranks_write_balanced_shares():
     ranks = [[Held.of(one) for one in _part(LLAMA, rank)] for rank in range(4)]
     shares = share_out(ranks)
     assert shares == share_out(ranks)
@@ -130,7 +128,7 @@ def test_ranks_write_balanced_shares() -> None:
     assert max(loads) < 1.2 * sum(loads) / 4
 
 
-def test_pieces_are_limited_in_size() -> None:
+def test_pieces_are_limited_in_size():
     for one in _part(GPT2, 1):
         blocks = [*one.pieces(1_000)]
         row = one.values[:1].nbytes
@@ -152,12 +150,12 @@ def _fail(rank: int, target: Path, how: str) -> str:
     if how == "full disk" and wrong:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, before[1]))
     if how == "killed" and wrong:
-        FolderPlan.fill = killed  # type: ignore[method-assign]
+        FolderPlan.fill = killed
     if how == "lacking":
         parts = [one for one in parts if "head" not in one.name]
     if how == "not shared" and wrong:
         shutil.copytree(target, target.parent / "elsewhere", dirs_exist_ok=True)
-        FolderPlan.fill = lambda self, part, mine: fill(self, part / "elsewhere", mine)  # type: ignore[method-assign]
+        FolderPlan.fill = lambda self, part, mine: fill(self, part / "elsewhere", mine)
     try:
         export.write(parts)
         return "written"
@@ -165,7 +163,7 @@ def _fail(rank: int, target: Path, how: str) -> str:
         return str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        FolderPlan.fill = fill  # type: ignore[method-assign]
+        FolderPlan.fill = fill
 
 
 @pytest.mark.parametrize(
@@ -184,9 +182,7 @@ def _fail(rank: int, target: Path, how: str) -> str:
         ),
     ],
 )
-def test_failing_rank_fails_all_ranks_and_keeps_folder(
-    how: str, words: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_failing_rank_fails_all_ranks_and_keeps_folder(how, words, pool, tmp_path):
     messages = pool.run(_fail, world_size=2, args=(tmp_path / "new" / "out", how))
     assert messages[0] == messages[1]
     assert re.search(words, messages[0]), messages[0]
@@ -194,14 +190,14 @@ def test_failing_rank_fails_all_ranks_and_keeps_folder(
     assert read_huggingface(tmp_path / "new" / "out")
 
 
-def test_uncreatable_folder_is_refused_before_export(tmp_path: Path) -> None:
+def test_uncreatable_folder_is_refused_before_export(tmp_path):
     (tmp_path / "file").write_text("")
     whole = [LocalRectangle.whole(name, value) for name, value in _whole(LLAMA).items()]
     with pytest.raises(CheckpointError, match=r"exporting .*file/out failed: .*Error"):
         _export(tmp_path / "file" / "out", LLAMA).check(whole)
 
 
-def test_file_is_not_replaced_by_folder(tmp_path: Path) -> None:
+def test_file_is_not_replaced_by_folder(tmp_path):
     _save(tmp_path / "c", LLAMA)
     (tmp_path / "thesis.tex").write_text("years of work")
     to_huggingface(tmp_path / "c", tmp_path / "out")
@@ -211,7 +207,7 @@ def test_file_is_not_replaced_by_folder(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_killed_writer_leaves_only_previous_folder(pool: Pool, tmp_path: Path) -> None:
+def test_killed_writer_leaves_only_previous_folder(pool, tmp_path):
     with pytest.raises(WorkerFailure, match="the worker process died"):
         pool.run(_fail, world_size=2, args=(tmp_path / "out", "killed"))
     assert os.listdir(tmp_path) == ["out"]

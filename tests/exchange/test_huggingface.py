@@ -1,7 +1,5 @@
 """Conversion from and to Hugging Face folders: equal weights and logits for any shard size."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
@@ -75,9 +73,7 @@ MODELS = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def theirs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[torch.nn.Module, Path]:
+def theirs(request, tmp_path_factory):
     model, folder = MODELS[request.param](), tmp_path_factory.mktemp("hf")
     model.save_pretrained(folder, max_shard_size="30KB")
     return model, folder
@@ -97,9 +93,7 @@ def _ours(checkpoint: Path) -> LitGPT:
     return module.eval()
 
 
-def test_hugging_face_model_round_trip(
-    theirs: tuple[torch.nn.Module, Path], tmp_path: Path
-) -> None:
+def test_hugging_face_model_round_trip(theirs, tmp_path):
     model, folder = theirs
     assert (folder / "model.safetensors.index.json").exists()
     from_huggingface(folder, tmp_path / "ours")
@@ -140,9 +134,7 @@ def test_hugging_face_model_round_trip(
     assert torch.equal(again(ids).logits, first(ids).logits)
 
 
-def test_export_is_sharded_with_consistent_index(
-    theirs: tuple[torch.nn.Module, Path], tmp_path: Path
-) -> None:
+def test_export_is_sharded_with_consistent_index(theirs, tmp_path):
     from_huggingface(theirs[1], tmp_path / "ours")
     to_huggingface(tmp_path / "ours", tmp_path / "many", shard_bytes=20_000)
     to_huggingface(tmp_path / "ours", tmp_path / "one")
@@ -167,7 +159,7 @@ def test_export_is_sharded_with_consistent_index(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama, tied, biases, one kv head", "mixtral"])
-def test_lit_gpt_round_trip(name: str, tmp_path: Path) -> None:
+def test_lit_gpt_round_trip(name, tmp_path):
     config = VARIANTS[name]
     module = LitGPT(config)
     module.configure_model()
@@ -211,14 +203,14 @@ def test_lit_gpt_round_trip(name: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_unsupported_expert_options_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_expert_options_are_refused(changes, tmp_path):
     config = replace(VARIANTS["mixtral"], **changes)
     ((name, value),) = changes.items()
     with pytest.raises(CheckpointError, match=rf"Mixtral.* no equivalent of {name}={value!r}"):
         model_of_hyper_parameters({"config": asdict(config)}).write()
 
 
-def test_missing_expert_is_refused(tmp_path: Path) -> None:
+def test_missing_expert_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
     _mixtral().save_pretrained(tmp_path)
@@ -232,7 +224,7 @@ def test_missing_expert_is_refused(tmp_path: Path) -> None:
         open_native(tmp_path)
 
 
-def test_bare_model_with_mask_buffers_and_tied_head_is_read(tmp_path: Path) -> None:
+def test_bare_model_with_mask_buffers_and_tied_head_is_read(tmp_path):
     model = hf_gpt2()
     model.transformer.save_pretrained(tmp_path / "bare")
     from safetensors.torch import load_file, save_file
@@ -249,7 +241,7 @@ def test_bare_model_with_mask_buffers_and_tied_head_is_read(tmp_path: Path) -> N
     assert all(torch.equal(bare[name], whole[name]) for name in whole)
 
 
-def test_wrapped_hugging_face_module_keeps_names(tmp_path: Path) -> None:
+def test_wrapped_hugging_face_module_keeps_names(tmp_path):
     config = transformers.BertConfig(
         vocab_size=50,
         hidden_size=16,
@@ -295,9 +287,7 @@ LAST = "net.transformer.ln_f.bias"
     ],
     ids=["adapter", "missing", "shape", "architecture"],
 )
-def test_export_not_matching_architecture_is_refused(
-    changes: dict[str, Any], config: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_export_not_matching_architecture_is_refused(changes, config, words, tmp_path):
     model = hf_gpt2()
     model.save_pretrained(tmp_path / "base")
     _edit(tmp_path / "base", **config)
@@ -309,7 +299,7 @@ def test_export_not_matching_architecture_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_lit_gpt_with_adapter_is_not_exported(tmp_path: Path) -> None:
+def test_lit_gpt_with_adapter_is_not_exported(tmp_path):
     hf_gpt2().save_pretrained(tmp_path / "hf")
     from_huggingface(tmp_path / "hf", tmp_path / "ours")
     values = read_full(tmp_path / "ours") | {"model.h.0.lora_A.weight": torch.ones(2, 2)}
@@ -319,7 +309,7 @@ def test_lit_gpt_with_adapter_is_not_exported(tmp_path: Path) -> None:
         to_huggingface(tmp_path / "lora", tmp_path / "out")
 
 
-def test_export_converts_dtype(tmp_path: Path) -> None:
+def test_export_converts_dtype(tmp_path):
     hf_llama().save_pretrained(tmp_path / "hf")
     from_huggingface(tmp_path / "hf", tmp_path / "ours")
     to_huggingface(tmp_path / "ours", tmp_path / "half", dtype=torch.bfloat16)
@@ -359,7 +349,7 @@ def test_export_converts_dtype(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_unsupported_config_is_refused(tmp_path, changes, words):
     hf_llama().save_pretrained(tmp_path / "hf")
     _edit(tmp_path / "hf", **changes)
     with pytest.raises(CheckpointError, match=words):
@@ -367,7 +357,7 @@ def test_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], 
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_damaged_folder_is_refused(theirs: tuple[torch.nn.Module, Path], tmp_path: Path) -> None:
+def test_damaged_folder_is_refused(theirs, tmp_path):
     folder = Path(shutil.copytree(theirs[1], tmp_path / "hf"))
     file = sorted(folder.glob("*.safetensors"))[0]
     content = file.read_bytes()
@@ -389,7 +379,7 @@ def test_damaged_folder_is_refused(theirs: tuple[torch.nn.Module, Path], tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_model_without_hugging_face_equivalent_is_refused(tmp_path: Path) -> None:
+def test_model_without_hugging_face_equivalent_is_refused(tmp_path):
     config = replace(GPT2, position="rope")
     for hyper_parameters, words in (
         (

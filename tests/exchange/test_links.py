@@ -1,7 +1,5 @@
 """Symbolic links in model folders, within the Hub cache and to the outside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from lightning_ptdp.exchange.model_folder import list_huggingface
 from tests.folders import read_huggingface
 
 
-def test_hub_cache_links_are_read_and_others_refused(tmp_path: Path) -> None:
+def test_hub_cache_links_are_read_and_others_refused(tmp_path):
     snapshot, blobs = (
         tmp_path / "models--a--b" / "snapshots" / "0123",
         tmp_path / "models--a--b" / "blobs",

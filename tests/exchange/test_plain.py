@@ -1,9 +1,6 @@
 """Conversion from and to state dicts and Lightning's single file, in Python and by the CLI."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -36,7 +33,7 @@ class Lit(pl.LightningModule):
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     weight = torch.arange(20.0).view(5, 4)
     tensors = replicated({"embedding.weight": weight, "scale": torch.tensor(3.0)})
     moment = (weight.square(), Placement.replicated((5, 4)))
@@ -54,9 +51,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x.ckpt"])
-def test_round_trip_through_state_dict_or_lightning_file(
-    checkpoint: Path, tmp_path: Path, name: str
-) -> None:
+def test_round_trip_through_state_dict_or_lightning_file(checkpoint, tmp_path, name):
     convert(checkpoint, tmp_path / name)
     assert kind_of(tmp_path / name) == ("lightning" if name == "x.ckpt" else "state_dict")
     module = Lit(4)
@@ -76,7 +71,7 @@ def test_round_trip_through_state_dict_or_lightning_file(
     assert "optimizer_states" not in read_state(tmp_path / "back")
 
 
-def test_prefix_is_removed_and_added(checkpoint: Path, tmp_path: Path) -> None:
+def test_prefix_is_removed_and_added(checkpoint, tmp_path):
     convert(checkpoint, tmp_path / "x.pt", prefix="embedding.", dtype=torch.bfloat16)
     state = torch.load(tmp_path / "x.pt", weights_only=True)
     assert list(state) == ["weight"]
@@ -90,7 +85,7 @@ def test_prefix_is_removed_and_added(checkpoint: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "y.pt").exists()
 
 
-def test_unconvertible_source_or_target_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_unconvertible_source_or_target_is_refused(checkpoint, tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"a": {"b": 1}}, tmp_path / "nested.pt")
     torch.save({"f": Lit}, tmp_path / "class.pt")
@@ -113,9 +108,7 @@ def test_unconvertible_source_or_target_is_refused(checkpoint: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_command_line_converts_and_reports_errors(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line_converts_and_reports_errors(checkpoint, tmp_path, capsys):
     converted = str(tmp_path / "x.safetensors")
     assert main(["convert", str(checkpoint), converted, "--dtype", "float16"]) == 0
     assert "x.safetensors (state_dict)" in capsys.readouterr().out
@@ -142,7 +135,7 @@ def test_command_line_converts_and_reports_errors(
         assert words in said and "Traceback" not in said
 
 
-def test_inspect_and_verify_commands(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_and_verify_commands(checkpoint, capsys):
     assert main(["ckpt", "inspect", str(checkpoint), "--tensors"]) == 0
     said = capsys.readouterr().out
     for words in (
@@ -166,7 +159,7 @@ def test_inspect_and_verify_commands(checkpoint: Path, capsys: pytest.CaptureFix
     assert "rank0-0.safetensors is damaged: the CRC-32 of bytes" in captured.err
 
 
-def test_reshard_command(checkpoint: Path, tmp_path: Path) -> None:
+def test_reshard_command(checkpoint, tmp_path):
     out = tmp_path / "out"
     assert (
         main(["ckpt", "reshard", str(checkpoint), str(out), "--files", "2", "--dtype", "bfloat16"])

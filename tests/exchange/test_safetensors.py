@@ -1,13 +1,10 @@
 """Safetensors files of this package and of the library."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +25,7 @@ TENSORS = {
 }
 
 
-def test_library_reads_written_file(tmp_path: Path) -> None:
+def test_library_reads_written_file(tmp_path):
     asked: list[str] = []
 
     def read(name: str) -> torch.Tensor:
@@ -51,7 +48,7 @@ def test_library_reads_written_file(tmp_path: Path) -> None:
             assert torch.equal(found[name], value)
 
 
-def test_file_of_library_is_read(tmp_path: Path) -> None:
+def test_file_of_library_is_read(tmp_path):
     save_file(TENSORS, tmp_path / "x.safetensors", metadata={"format": "pt"})
     for name, value in open_safetensors(tmp_path / "x.safetensors").items():
         assert torch.equal(value, TENSORS[name])
@@ -77,13 +74,13 @@ def test_file_of_library_is_read(tmp_path: Path) -> None:
         (b"[1, 2", "is not a complete safetensors file"),
     ],
 )
-def test_invalid_header_is_refused(tmp_path: Path, header: bytes, words: str) -> None:
+def test_invalid_header_is_refused(tmp_path, header, words):
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
     with pytest.raises(CheckpointError, match=words):
         open_safetensors(tmp_path / "x.safetensors")
 
 
-def test_dtype_unknown_to_safetensors_is_refused(tmp_path: Path) -> None:
+def test_dtype_unknown_to_safetensors_is_refused(tmp_path):
     entry = TensorEntry(shape=(1,), dtype=torch.complex128)
     with pytest.raises(
         CheckpointError, match=r"'z' is torch\.complex128, which safetensors cannot store"
@@ -92,7 +89,7 @@ def test_dtype_unknown_to_safetensors_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [list_safetensors, open_safetensors])
-def test_pipe_is_refused_without_waiting(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path, read):
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(
         CheckpointError, match=r"x\.safetensors cannot be read: it is not a regular file"
@@ -100,7 +97,7 @@ def test_pipe_is_refused_without_waiting(tmp_path: Path, read: Callable[[Path], 
         read(tmp_path / "x.safetensors")
 
 
-def test_sparse_file_of_four_tebibytes_is_refused(tmp_path: Path) -> None:
+def test_sparse_file_of_four_tebibytes_is_refused(tmp_path):
     header = json.dumps(
         {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
     ).encode()

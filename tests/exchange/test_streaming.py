@@ -1,7 +1,5 @@
 """Memory of conversions, which hold a few tensors at a time, measured in a separate process."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
@@ -113,7 +111,7 @@ def measure(folder: str) -> None:
     print(json.dumps(peaks))
 
 
-def test_memory_of_conversions(tmp_path: Path) -> None:
+def test_memory_of_conversions(tmp_path):
     command = f"from tests.exchange.test_streaming import measure; measure({str(tmp_path)!r})"
     done = run([sys.executable, "-c", command])
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,5 @@
 """Tests of the tokenizer files in an export, as transformers reads them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -38,7 +36,7 @@ def read_by_transformers(ours: Tokenizer, folder: Path, kind: str) -> PreTrained
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_transformers_gives_equal_token_ids(tmp_path: Path) -> None:
+def test_transformers_gives_equal_token_ids(tmp_path):
     ours = Tokenizer.train(TEXTS * 20, vocabulary_size=600)
     theirs = read_by_transformers(ours, tmp_path, "gpt2")
     for text in TEXTS:
@@ -48,7 +46,7 @@ def test_transformers_gives_equal_token_ids(tmp_path: Path) -> None:
     assert theirs.eos_token_id == ours.eos_id
 
 
-def test_bert_tokenizer_builds_texts_and_pairs_as_in_training(tmp_path: Path) -> None:
+def test_bert_tokenizer_builds_texts_and_pairs_as_in_training(tmp_path):
     ours = Tokenizer.train(TEXTS * 20, vocabulary_size=600, control_symbols=SPECIAL_PIECES)
     theirs = read_by_transformers(ours, tmp_path, "bert")
     cls, sep, mask = map(ours.control_id, SPECIAL_PIECES)
@@ -69,7 +67,7 @@ def test_bert_tokenizer_builds_texts_and_pairs_as_in_training(tmp_path: Path) ->
     assert (theirs.mask_token_id, theirs.pad_token_id) == (mask, ours.pad_id)
 
 
-def test_missing_data_gives_no_tokenizer(tmp_path: Path) -> None:
+def test_missing_data_gives_no_tokenizer(tmp_path):
     assert (
         tokenizer_of({})
         == tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "gone")}})
@@ -77,7 +75,7 @@ def test_missing_data_gives_no_tokenizer(tmp_path: Path) -> None:
     )
 
 
-def test_tokenizer_of_data_replaces_tokenizer_of_model(tmp_path: Path) -> None:
+def test_tokenizer_of_data_replaces_tokenizer_of_model(tmp_path):
     for name in (
         "config.json",
         "generation_config.json",
@@ -117,7 +115,7 @@ def test_tokenizer_of_data_replaces_tokenizer_of_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["vocab.txt", "merges.txt", "tokenizer_config.json", "generation_config.json"]
 )
-def test_link_to_file_outside_folder_is_refused(tmp_path: Path, name: str) -> None:
+def test_link_to_file_outside_folder_is_refused(tmp_path, name):
     (tmp_path / "secret").write_text("not for you")
     folder = tmp_path / "model"
     folder.mkdir()
@@ -130,7 +128,7 @@ def test_link_to_file_outside_folder_is_refused(tmp_path: Path, name: str) -> No
         tokenizer_files(folder)
 
 
-def test_link_into_hub_cache_is_exported(tmp_path: Path) -> None:
+def test_link_into_hub_cache_is_exported(tmp_path):
     snapshot, blobs = (
         tmp_path / "models--a--b" / "snapshots" / "0123",
         tmp_path / "models--a--b" / "blobs",
@@ -147,7 +145,7 @@ def test_link_into_hub_cache_is_exported(tmp_path: Path) -> None:
     )
 
 
-def test_pipe_and_huge_file_in_model_folder_are_refused(tmp_path: Path) -> None:
+def test_pipe_and_huge_file_in_model_folder_are_refused(tmp_path):
     os.mkfifo(tmp_path / "generation_config.json")
     with pytest.raises(
         CheckpointError, match=r"generation_config\.json cannot be read: it is not a regular file"

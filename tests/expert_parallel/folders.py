@@ -1,7 +1,5 @@
 """Training of a Hugging Face mixture from a folder, a checkpoint or a configuration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock

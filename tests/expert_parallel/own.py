@@ -1,7 +1,5 @@
 """Training of our GPT with experts, on sequences with unequal numbers of labels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -10,7 +8,6 @@ import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_ptdp import ParallelPlan
@@ -70,7 +67,7 @@ class Labelled(Dataset):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         labels = self.tokens[index, 1:].clone()
         labels[self.lengths[index] :] = -100
         return {"input_ids": self.tokens[index, :-1], "labels": labels}
@@ -99,35 +96,35 @@ class LitUsual(L.LightningModule):
         super().__init__()
         self.config = config
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         self.model = GPT(self.config)
 
     def configure_parallel(self) -> ParallelPlan:
         return gpt_plan(self.config)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         logits, aux_b3 = self.model(batch["input_ids"], auxiliary=True)
         balance, square, _ = aux_b3.mean(0)
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         self.log("train_loss", loss)
         return loss + 0.2 * balance + 0.02 * square
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.model.balance(
             partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum")
         )
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
 class Held(L.Callback):
     """Counts the elements of expert parameters, gradients and optimizer states on this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.counts: dict[str, int] = {}
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer, module, optimizer):
         parameters = [
             parameter for name, parameter in module.named_parameters() if "experts" in name
         ]

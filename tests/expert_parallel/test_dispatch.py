@@ -1,7 +1,5 @@
 """One layer of experts on two ranks: output, gradients and bytes sent."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from lightning_ptdp.tensor_parallel import Experts, shard_module
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from tests.pool import Pool
 
 pytest.importorskip("transformers")
 
@@ -115,7 +112,7 @@ def parallel(rank: int, case: Case) -> tuple[dict[str, Tensor], list[int]]:
     ],
     ids=lambda case: f"{case.name} {case.dtype} {case.routing}",
 )
-def test_two_ranks_equal_single_process(case: Case, pool: Pool) -> None:
+def test_two_ranks_equal_single_process(case, pool):
     whole: Any = make(case.name, case.dtype)
     whole.config._experts_implementation = "eager"
     expected = results(whole, *tokens(case, 2))
@@ -133,7 +130,7 @@ def test_two_ranks_equal_single_process(case: Case, pool: Pool) -> None:
         )
 
 
-def test_dispatch_needs_no_scatter_add(pool: Pool) -> None:
+def test_dispatch_needs_no_scatter_add(pool):
     for names in pool.run(
         operations, world_size=2, args=(Case(name="mixtral", dtype=torch.float32),)
     ):

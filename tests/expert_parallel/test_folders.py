@@ -1,8 +1,5 @@
 """Checkpoints and folders of Hugging Face mixtures with distributed experts."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ from tests.expert_parallel.folders import Run, fit_counted
 from tests.folders import read_huggingface
 from tests.huggingface.architectures import build
 from tests.letters import E, M, P, T
-from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -23,7 +19,7 @@ pytest.importorskip("transformers")
 FOLDER = {"checkpoint_format": "folder"}
 
 
-def test_checkpoint_is_bitwise_equal_across_layouts(parity: Parity, tmp_path: Path) -> None:
+def test_checkpoint_is_bitwise_equal_across_layouts(parity, tmp_path):
     """Weights and optimizer go from e4 to one process to t2 p2 e2, and weights to a folder."""
     layouts: list[tuple[int, dict[str, Any]]] = [
         (4, {E: 4}),
@@ -51,7 +47,7 @@ def test_checkpoint_is_bitwise_equal_across_layouts(parity: Parity, tmp_path: Pa
     assert torch.equal(torch.stack(experts), gate[:, : gate.size(1) // 2])
 
 
-def test_sharded_export_equals_single_process_export(parity: Parity, tmp_path: Path) -> None:
+def test_sharded_export_equals_single_process_export(parity, tmp_path):
     for name, world_size, layout in (("one", 1, {}), ("two", 2, {E: 2})):
         parity.ranks(Run(export=str(tmp_path / name)).on((world_size, layout)))
     one, two = read_huggingface(tmp_path / "one"), read_huggingface(tmp_path / "two")
@@ -64,7 +60,7 @@ def test_sharded_export_equals_single_process_export(parity: Parity, tmp_path: P
 @pytest.mark.parametrize(
     "name", ["mixtral", "gpt_oss"], ids=["a file's tensor an expert", "all experts in one"]
 )
-def test_rank_reads_only_its_own_experts(name: str, parity: Parity, tmp_path: Path) -> None:
+def test_rank_reads_only_its_own_experts(name, parity, tmp_path):
     torch.manual_seed(11)
     model = build(name)
     model.save_pretrained(tmp_path)

@@ -1,7 +1,5 @@
 """Unmodified Hugging Face mixtures with distributed experts, compared with a single process."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any
@@ -13,8 +11,6 @@ from lightning_ptdp.strategy.checks import warn_of_balance_losses
 from tests.huggingface.architectures import build
 from tests.huggingface.unseen import Run, check, refusal
 from tests.letters import ET, SP, C, E, M, P, T, V
-from tests.parity import Parity
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -48,9 +44,7 @@ def run_of(name: str, **options: Any) -> Run:
         ("mixtral", 4, {T: 2, ET: 2, P: 2, M: 2}),
     ],
 )
-def test_losses_and_weights_equal_single_process(
-    name: str, world_size: int, layout: dict[str, Any], parity: Parity
-) -> None:
+def test_losses_and_weights_equal_single_process(name, world_size, layout, parity):
     check(run_of(name), (world_size, layout), parity)
 
 
@@ -60,9 +54,7 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 @pytest.mark.parametrize(
     ("world_size", "layout"), [(2, {P: 2, M: 1}), (2, {T: 2})], ids=["p2", "t2"]
 )
-def test_balance_loss_of_full_batch_equals_single_process(
-    world_size: int, layout: dict[str, Any], parity: Parity
-) -> None:
+def test_balance_loss_of_full_batch_equals_single_process(world_size, layout, parity):
     check(run_of("mixtral", **BALANCED), (world_size, layout), parity)
 
 
@@ -77,9 +69,7 @@ def test_balance_loss_of_full_batch_equals_single_process(
     ],
     ids=["one process", "p2", "m2", "e2", "c2"],
 )
-def test_balance_loss_of_partial_batch_warns(
-    layout: dict[str, Any], replicas: int, told: bool
-) -> None:
+def test_balance_loss_of_partial_batch_warns(layout, replicas, told):
     strategy = PTDPStrategy(**layout)
     found = strategy.config.layout(replicas * layout.get(P, 1))
     with warnings.catch_warnings(record=True) as caught:
@@ -90,7 +80,7 @@ def test_balance_loss_of_partial_batch_warns(
     assert [bool(re.match(said, str(one.message))) for one in caught] == [True] * told
 
 
-def test_balance_loss_with_sequence_parallel_is_refused(pool: Pool) -> None:
+def test_balance_loss_with_sequence_parallel_is_refused(pool):
     run = run_of("mixtral", **BALANCED).on((2, {T: 2, SP: True}))
     (said,) = pool.run(refusal, world_size=1, args=(run,))
     assert said is not None
@@ -107,12 +97,12 @@ def test_balance_loss_with_sequence_parallel_is_refused(pool: Pool) -> None:
     ],
     ids=["attention", "router"],
 )
-def test_lora_outside_experts_equals_single_process(lora: dict[str, Any], parity: Parity) -> None:
+def test_lora_outside_experts_equals_single_process(lora, parity):
     pytest.importorskip("peft")
     check(Run(architecture="mixtral", steps=2, lora={"r": 2, **lora}), (2, {E: 2}), parity)
 
 
-def test_lora_on_sharded_experts_is_refused_before_launch(pool: Pool) -> None:
+def test_lora_on_sharded_experts_is_refused_before_launch(pool):
     pytest.importorskip("peft")
     lora = {"r": 2, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
     run = Run(architecture="mixtral", layout={E: 2}, world_size=2, lora=lora)

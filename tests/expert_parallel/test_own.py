@@ -1,10 +1,6 @@
 """Our GPT with experts in every layout, with router losses, router bias and capacity."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from lightning_ptdp.models.layers import swiglu
 from tests.expert_parallel import toy
 from tests.expert_parallel.own import Run, config_of
 from tests.letters import ET, SP, C, E, M, P, T, V, Z
-from tests.parity import Parity, Place, assert_weights_near, fit
+from tests.parity import Place, assert_weights_near, fit
 
 pytestmark = pytest.mark.thorough
 
@@ -44,7 +40,7 @@ MODEL = {"shared_experts": 1, "dense_layers": 1}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_weights_equal_single_process(name: str, parity: Parity) -> None:
+def test_weights_equal_single_process(name, parity):
     parity.check(Run(model=MODEL), LAYOUTS[name])
 
 
@@ -52,7 +48,7 @@ def test_weights_equal_single_process(name: str, parity: Parity) -> None:
     ("name", "score"),
     [("e4", "sigmoid"), ("p2 e2 zb_h1 recompute", "sigmoid"), ("t2 sp c2 e2", "softmax")],
 )
-def test_router_bias_update_equals_single_process(name: str, score: str, parity: Parity) -> None:
+def test_router_bias_update_equals_single_process(name, score, parity):
     model = {**MODEL, "balance": "bias", "bias_rate": 0.03, "router_score": score}
     run, place = Run(model=model), {**LAYOUTS, "e4": (4, {E: 4})}[name]
     if name == "e4":
@@ -64,12 +60,12 @@ def test_router_bias_update_equals_single_process(name: str, score: str, parity:
 
 
 @pytest.mark.parametrize(("name", "balance"), [("c2 e2", "loss"), ("p2 v2 e2", "bias")])
-def test_user_module_equals_single_process(name: str, balance: str, parity: Parity) -> None:
+def test_user_module_equals_single_process(name, balance, parity):
     parity.check(Run(model={"balance": balance}, usual=True), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["e2", "t2 e2"])
-def test_capacity_drops_equal_single_process(name: str, parity: Parity) -> None:
+def test_capacity_drops_equal_single_process(name, parity):
     run = Run(model={"capacity_factor": 1.0})
     parity.check(run, LAYOUTS[name])
     logged = parity.result(run)["logged"]
@@ -81,7 +77,7 @@ def test_capacity_drops_equal_single_process(name: str, parity: Parity) -> None:
     [LAYOUTS["e2"], LAYOUTS["t2 et2"], (4, {T: 2, ET: 2, E: 2})],
     ids=["e2", "t2 et2", "t2 et2 e2"],
 )
-def test_rank_holds_its_shard_of_experts_and_their_states(place: Place, parity: Parity) -> None:
+def test_rank_holds_its_shard_of_experts_and_their_states(place, parity):
     run = Run(steps=2)
     whole = parity.result(run)["held"]
     assert whole["states"] == 2 * whole["parameters"] == 2 * whole["gradients"]
@@ -89,9 +85,7 @@ def test_rank_holds_its_shard_of_experts_and_their_states(place: Place, parity: 
         assert {what: place[0] * number for what, number in found["held"].items()} == whole
 
 
-def test_checkpoint_of_split_experts_resumes_in_other_layout(
-    parity: Parity, tmp_path: Path
-) -> None:
+def test_checkpoint_of_split_experts_resumes_in_other_layout(parity, tmp_path):
     folder, place = str(tmp_path / "split.ckpt"), (4, {T: 2, ET: 2, E: 2})
     saved, *_ = parity.ranks(Run(steps=2, save=folder).on(place))
     found, *_ = parity.check(Run(resume=folder), place)
@@ -111,12 +105,12 @@ def test_checkpoint_of_split_experts_resumes_in_other_layout(
         ),
     ],
 )
-def test_invalid_expert_tensor_parallel_size_is_refused(layout: dict[str, Any], said: str) -> None:
+def test_invalid_expert_tensor_parallel_size_is_refused(layout, said):
     with pytest.raises(ValueError, match=said):
         PTDPStrategy(**layout)
 
 
-def test_unsplittable_experts_are_refused_before_launch() -> None:
+def test_unsplittable_experts_are_refused_before_launch():
     layout = {T: 2, ET: 2, "start_method": "fork"}
     with pytest.raises(
         ValueError,
@@ -132,7 +126,7 @@ def test_unsplittable_experts_are_refused_before_launch() -> None:
         fit(0, toy.Run().on((2, layout | {"plan": plan})))
 
 
-def test_checkpoint_resumes_in_other_layout(parity: Parity, tmp_path: Path) -> None:
+def test_checkpoint_resumes_in_other_layout(parity, tmp_path):
     folder, model = str(tmp_path / "four.ckpt"), {"balance": "bias", "bias_rate": 0.03}
     saved, *_ = parity.ranks(Run(steps=2, save=folder, model=model).on((4, {E: 4})))
     found, *_ = parity.check(Run(resume=folder, model=model), LAYOUTS["p2 v2 e2"])
@@ -141,7 +135,7 @@ def test_checkpoint_resumes_in_other_layout(parity: Parity, tmp_path: Path) -> N
     assert all(value.any() for key, value in initial.items() if key.endswith("bias_nano"))
 
 
-def test_generation_is_equal_with_and_without_cache() -> None:
+def test_generation_is_equal_with_and_without_cache():
     module = LitGPT(
         config_of(Run(model={"capacity_factor": 1.0, "shared_experts": 1, "dense_layers": 1}))
     )
@@ -153,7 +147,7 @@ def test_generation_is_equal_with_and_without_cache() -> None:
     assert written == ids[3:]
 
 
-def test_router_with_nan_weights_is_named() -> None:
+def test_router_with_nan_weights_is_named():
     model = GPT(config_of(Run()))
     torch.nn.init.constant_(model.blocks[2].mixture.router.gate.weight, torch.nan)
     with pytest.raises(
@@ -162,7 +156,7 @@ def test_router_with_nan_weights_is_named() -> None:
         model(torch.zeros(1, 8, dtype=torch.int64))
 
 
-def test_capacity_with_context_parallel_is_refused_before_launch() -> None:
+def test_capacity_with_context_parallel_is_refused_before_launch():
     run = Run(world_size=2, layout={C: 2, "start_method": "fork"}, model={"capacity_factor": 1.5})
     with pytest.raises(
         ValueError,
@@ -171,7 +165,7 @@ def test_capacity_with_context_parallel_is_refused_before_launch() -> None:
         fit(0, run)
 
 
-def test_capacity_keeps_first_tokens_of_each_sequence() -> None:
+def test_capacity_keeps_first_tokens_of_each_sequence():
     index = torch.tensor([[[0, 1], [0, 2], [0, 1], [3, 0]], [[1, 0], [1, 0], [2, 3], [3, 2]]])
     kept = Capacity(num_experts=4, factor=0.9)(index)  # 0.9 x 2 x 4 / 4: two of each
     assert kept.tolist() == [
@@ -180,7 +174,7 @@ def test_capacity_keeps_first_tokens_of_each_sequence() -> None:
     ]
 
 
-def test_dropped_choices_add_nothing_to_output_and_gradients() -> None:
+def test_dropped_choices_add_nothing_to_output_and_gradients():
     torch.manual_seed(3)
     experts = ExpertWeights(config_of(Run()), layer=0).double()
     for parameter in experts.parameters():
@@ -206,7 +200,7 @@ def test_dropped_choices_add_nothing_to_output_and_gradients() -> None:
     assert_close(experts(wrong, index, weights, kept_nk=kept), expected)
 
 
-def test_router_counts_recomputed_tokens_once_and_skips_eval() -> None:
+def test_router_counts_recomputed_tokens_once_and_skips_eval():
     router = Router(config_of(Run(model={"balance": "bias", "capacity_factor": 0.5})))
     x = torch.randn(2, 8, 16, requires_grad=True)
     checkpoint(lambda x: router(x).weights, x, use_reentrant=False).sum().backward()

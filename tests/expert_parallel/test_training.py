@@ -1,15 +1,10 @@
 """A user's mixture with distributed experts, compared with a single process."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.expert_parallel.toy import LitMixture, Run
 from tests.letters import E, M, P, V, Z
-from tests.parity import Parity, assert_weights_near
+from tests.parity import assert_weights_near
 from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
@@ -28,13 +23,11 @@ pytestmark = pytest.mark.thorough
     ],
     ids=["e2", "e4 m2", "d2 e2 zero", "p2 v2 e2", "p2 e2 zb_h1", "e2 recompute"],
 )
-def test_weights_equal_single_process(
-    world_size: int, layout: dict[str, Any], routing: str, parity: Parity
-) -> None:
+def test_weights_equal_single_process(world_size, layout, routing, parity):
     parity.check(Run(routing=routing), (world_size, layout))
 
 
-def test_rank_holds_its_shard_of_experts(parity: Parity) -> None:
+def test_rank_holds_its_shard_of_experts(parity):
     run = Run(steps=1)
     whole = parity.result(run)
     for found in parity.ranks(run.on((4, {E: 4}))):
@@ -46,9 +39,7 @@ def test_rank_holds_its_shard_of_experts(parity: Parity) -> None:
     [(2, {E: 2}), (4, {E: 2, P: 2, M: 2}), (2, {})],
     ids=["e2", "p2 e2", "d2"],
 )
-def test_checkpoint_resumes_in_other_layout(
-    world_size: int, layout: dict[str, Any], parity: Parity, tmp_path: Path
-) -> None:
+def test_checkpoint_resumes_in_other_layout(world_size, layout, parity, tmp_path):
     folder = str(tmp_path / "four.ckpt")
     saved, *_ = parity.ranks(Run(steps=2, save=folder).on((4, {E: 4})))
     for found in parity.check(Run(resume=folder), (world_size, layout)):
@@ -70,12 +61,12 @@ def test_checkpoint_resumes_in_other_layout(
         ),
     ],
 )
-def test_faulty_router_is_named(routing: str, said: str, parity: Parity) -> None:
+def test_faulty_router_is_named(routing, said, parity):
     with pytest.raises(WorkerFailure, match=said):
         parity.ranks(Run(routing=routing).on((2, {E: 2})))
 
 
-def test_uneven_validation_batches_are_refused(parity: Parity) -> None:
+def test_uneven_validation_batches_are_refused(parity):
     with pytest.raises(WorkerFailure, match=r"expert_parallel_size=2 .* same number of batches"):
         parity.ranks(Run(uneven=True).on((2, {E: 2})))
 
@@ -105,9 +96,7 @@ def test_uneven_validation_batches_are_refused(parity: Parity) -> None:
         ),
     ],
 )
-def test_invalid_expert_parallel_size_is_refused_before_launch(
-    world_size: int, layout: dict[str, Any], plan: bool, said: str
-) -> None:
+def test_invalid_expert_parallel_size_is_refused_before_launch(world_size, layout, plan, said):
     run = Run(world_size=world_size, layout=layout | {"start_method": "fork"}, plan=plan)
     with pytest.raises(ValueError, match=said):
         run.make_trainer().fit(LitMixture(run), [])

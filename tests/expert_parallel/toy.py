@@ -20,7 +20,7 @@ VOCABULARY, WIDTH, EXPERTS, LENGTH = 29, 8, 4, 6
 class Experts(nn.Module):
     """All experts of a layer: (n, h), (n, k), (n, k) -> (n, h)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_experts = EXPERTS
         self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, 2 * WIDTH, dtype=torch.float64))
@@ -30,7 +30,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.up, std=0.3)
         nn.init.normal_(self.down, std=0.3)
 
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x, index, weights):
         result = torch.zeros_like(x)
         for expert in range(self.num_experts):
             token, place = (index == expert).nonzero(as_tuple=True)
@@ -49,7 +49,7 @@ class Block(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False, dtype=torch.float64)
         self.experts, self.routing = Experts(), routing
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         flat = x.flatten(0, 1)
         scores = self.router(flat).softmax(-1)
         weights, index = scores.topk(2, -1)
@@ -106,7 +106,7 @@ class LitMixture(L.LightningModule):
         super().__init__()
         self.run = run
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
         self.layers = nn.ModuleList(Block(self.run.routing) for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
@@ -116,12 +116,12 @@ class LitMixture(L.LightningModule):
             blocks="layers", tensor={"layers.*.experts": "experts"} if self.run.plan else {}
         )
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self._loss(batch)
         self.log("train_loss", loss)
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self._loss(batch), sync_dist=True)
 
     def _loss(self, batch: list[Tensor]) -> Tensor:
@@ -130,5 +130,5 @@ class LitMixture(L.LightningModule):
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), batch[0][:, 1:].flatten())
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)

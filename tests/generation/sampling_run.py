@@ -1,7 +1,5 @@
 """A training run that generates text after validation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,13 +65,13 @@ def mixtral() -> nn.Module:
 class Own(nn.Module):
     """A user's model that takes token ids only."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 32)
         self.layers = nn.ModuleList(Mixer() for _ in range(4))
         self.head = nn.Linear(32, VOCABULARY)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
@@ -83,11 +81,11 @@ class Own(nn.Module):
 class Mixer(nn.Module):
     """Adds to each token a function of the mean over the tokens up to it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         before = x.cumsum(1) / torch.arange(1, x.size(1) + 1, device=x.device)[:, None]
         return x + torch.tanh(self.linear(self.norm(before)))
 
@@ -97,7 +95,7 @@ class LitWriting(L.LightningModule):
         super().__init__()
         self.writing, self.model = writing, None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             name = self.writing.model
             if name == "own":
@@ -111,7 +109,7 @@ class LitWriting(L.LightningModule):
             else:
                 self.model = make_model(name)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.model(ids)
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -121,17 +119,17 @@ class LitWriting(L.LightningModule):
             logits.flatten(0, 1), (batch["labels"] + 1).flatten() % VOCABULARY
         )
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self._loss(batch)
         if self.writing.random:
             loss = loss * torch.rand(())  # must not depend on generated text
         self.log("train_loss", loss)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self._loss(batch), sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -144,7 +142,7 @@ class Writer(L.Callback):
     def __init__(self, samplings: tuple[Sampling, ...]) -> None:
         self.samplings, self.written, self.scores = samplings, [], []
 
-    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer, module):
         modes = [child.training for child in module.modules()]
         self.written += [generate(module, PROMPTS, sampling) for sampling in self.samplings]
         if self.samplings:

@@ -1,12 +1,10 @@
 """Text generation in one process, compared with transformers and without a cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp import Sampling, generate
 from lightning_ptdp.models import Bert, BertConfig
@@ -17,11 +15,11 @@ from tests.huggingface.runs import make_model
 class Counting(nn.Module):
     """A model with logits 3, 2 and 1 for tokens n + 1, n + 2 and n + 3 after n; 0 for others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.longest = 0
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         assert not self.training
         self.longest = max(self.longest, ids.size(1))
         logits = torch.zeros(*ids.shape, 10)
@@ -38,12 +36,12 @@ class Uncached(nn.Module):
         self.config: Any = model.config
         self.call = lambda ids: model.eval()(ids)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.call(ids)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt"])
-def test_greedy_generation_equals_transformers(name: str) -> None:
+def test_greedy_generation_equals_transformers(name):
     torch.manual_seed(1)
     model, theirs = make_model(name, sliding_window=4) if name == "gemma3" else make_model(name), []
     for prompt in PROMPTS:
@@ -57,9 +55,7 @@ def test_greedy_generation_equals_transformers(name: str) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"position": "rope", "num_kv_heads": 2}], ids=["learned", "rope"]
 )
-def test_cache_does_not_change_generated_tokens(
-    options: dict[str, Any],
-) -> None:
+def test_cache_does_not_change_generated_tokens(options):
     torch.manual_seed(1)
     model = gpt(dropout=0.5, **options)
     for sampling in (
@@ -75,7 +71,7 @@ def test_cache_does_not_change_generated_tokens(
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_cache_computes_every_token_once(name: str) -> None:
+def test_cache_computes_every_token_once(name):
     seen: list[int] = []
     model = gpt() if name == "gpt" else make_model(name)
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
@@ -84,7 +80,7 @@ def test_cache_computes_every_token_once(name: str) -> None:
     assert seen == [3, 1, 1, 1, 1, 1]
 
 
-def test_rows_are_independent_and_stop_after_end_token() -> None:
+def test_rows_are_independent_and_stop_after_end_token():
     model = gpt()
     free = generate(model, PROMPTS, SAMPLED)
     assert generate(model, PROMPTS[:1], SAMPLED) == free[:1]
@@ -98,7 +94,7 @@ def test_rows_are_independent_and_stop_after_end_token() -> None:
     ]
 
 
-def test_seed_determines_text_and_global_rng_is_unchanged() -> None:
+def test_seed_determines_text_and_global_rng_is_unchanged():
     model, before = gpt(), torch.get_rng_state()
     draws = [
         generate(model, PROMPTS, Sampling(max_new_tokens=20, temperature=1.5, seed=seed))
@@ -108,7 +104,7 @@ def test_seed_determines_text_and_global_rng_is_unchanged() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_temperature_top_k_and_top_p() -> None:
+def test_temperature_top_k_and_top_p():
     def drawn(**options: Any) -> list[int]:
         return [
             row[0]
@@ -125,7 +121,7 @@ def test_temperature_top_k_and_top_p() -> None:
     assert set(drawn(temperature=1.0, top_k=0, top_p=0.78)) == {1, 2, 3}
 
 
-def test_context_is_truncated_and_zero_new_tokens_are_allowed() -> None:
+def test_context_is_truncated_and_zero_new_tokens_are_allowed():
     model = Counting()
     model.config = type("Config", (), {"sequence_length": 8})
     assert generate(model, [[3]], Sampling(temperature=0.0, max_new_tokens=12)) == [
@@ -160,6 +156,6 @@ def test_context_is_truncated_and_zero_new_tokens_are_allowed() -> None:
     ],
     ids=["empty", "tokens", "temperature", "top_p", "several", "t5", "bert"],
 )
-def test_invalid_input_is_refused(call: Any, words: str) -> None:
+def test_invalid_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -3,8 +3,6 @@
 The text is the same as in one process. Generation does not change the training that follows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 from lightning_ptdp.generation.scoring import score
 from tests.generation.sampling_run import ROWS, Own, Writing, fit
 from tests.huggingface.runs import LAYOUTS
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -23,7 +20,7 @@ Fit = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def written(pool: Pool) -> Fit:
+def written(pool):
     """Return a function that trains and returns the results by rank, cached by its arguments."""
 
     @cache
@@ -57,14 +54,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_text_equals_single_process(written: Fit, model: str, layout: str) -> None:
+def test_text_equals_single_process(written, model, layout):
     found = written(model, layout)
     assert all(rank["written"] == found[0]["written"] for rank in found)
     assert found[0]["written"] == written(model, None)[0]["written"]
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_scores_equal_single_process(written: Fit, model: str, layout: str) -> None:
+def test_scores_equal_single_process(written, model, layout):
     found = [rank["scores"] for rank in written(model, layout)]
     alone = written(model, None)[0]["scores"]
     assert len(alone) == 2 * len(ROWS)
@@ -73,7 +70,7 @@ def test_scores_equal_single_process(written: Fit, model: str, layout: str) -> N
     assert all(rank == found[0] for rank in found), "the replicas' ranks differ"
 
 
-def test_scores_equal_log_softmax() -> None:
+def test_scores_equal_log_softmax():
     torch.manual_seed(0)
     model = Own().eval()
     expected = []
@@ -90,7 +87,7 @@ def test_scores_equal_log_softmax() -> None:
 
 
 @pytest.mark.parametrize(("model", "layout"), [("gpt", "t2p2"), ("llama", "p2v2"), ("gpt", None)])
-def test_generation_does_not_change_training(written: Fit, model: str, layout: str | None) -> None:
+def test_generation_does_not_change_training(written, model, layout):
     writes, silent = (
         written(model, layout, random=True, **options)[0] for options in ({}, {"samplings": None})
     )

@@ -3,8 +3,6 @@
 The host waits once per token. The order of operations on all ranks does not deadlock.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -18,7 +16,6 @@ from tests.fake_cuda import Waits, fake_cuda
 from tests.generation.sampling_run import LitGPTWriting, LitWriting, Writing, fit
 from tests.huggingface.runs import LAYOUTS
 from tests.nccl_calls import operations_of
-from tests.pool import Pool
 from tests.queued import HOST
 from tests.schedule.streams import stuck_operations
 
@@ -35,7 +32,7 @@ class Writes(pl.Callback):
     def __init__(self, waits: Waits) -> None:
         self._batches = waits.batches
 
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_predict_start(self, trainer, pl_module):
         for count in (2, TOKENS + 2):
             self._batches.append([])
             # transformers reads the values of a mask, which is one more wait with padding.
@@ -67,7 +64,7 @@ def waits_of(rank: int, size: int, model: str, layout: dict[str, Any]) -> Counte
 
 
 @pytest.mark.parametrize(("model", "layout"), [("gpt", "t2"), ("llama", "p2"), ("gpt", None)])
-def test_host_waits_once_per_token(model: str, layout: str | None, pool: Pool) -> None:
+def test_host_waits_once_per_token(model, layout, pool):
     size, degrees = LAYOUTS[layout] if layout else (1, {})
     for waits in pool.run(waits_of, world_size=size, args=(size, model, degrees)):
         assert waits == {("tolist", "generation/write.py _write"): TOKENS}
@@ -78,7 +75,7 @@ def calls_of(rank: int, writing: Writing) -> list[Any]:
     return list(HOST.calls)
 
 
-def test_generation_does_not_deadlock_under_nccl_rules(pool: Pool) -> None:
+def test_generation_does_not_deadlock_under_nccl_rules(pool):
     size, layout = LAYOUTS["t2p2"]
     ranks = pool.run(
         calls_of,

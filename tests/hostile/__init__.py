@@ -1,7 +1,5 @@
 """Hostile input files, with generators of cases for every kind of file that the package reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -2,8 +2,6 @@
 
 Every field takes every false value, and every file takes every odd form."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

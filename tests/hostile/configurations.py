@@ -1,7 +1,5 @@
 """Hostile configurations."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

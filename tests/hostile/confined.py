@@ -4,8 +4,6 @@ Side effects are files opened or changed outside the case's folder, and programs
 folder is next to the folders of the cases. The process is a fork, so that the modules of a reader
 are already imported. Files that Python and libraries open in their own folders do not count."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Hostile prepared data, stores and indexed files of Megatron."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

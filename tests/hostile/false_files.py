@@ -1,7 +1,5 @@
 """Broken JSON, false values, paths outside a folder, and odd files for any parser."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path

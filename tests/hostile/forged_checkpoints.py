@@ -1,7 +1,5 @@
 """Forged checkpoints with valid sha256 digests."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

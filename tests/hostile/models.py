@@ -1,7 +1,5 @@
 """Hostile Hugging Face folders and conversations, including endless chat templates."""
 
-from __future__ import annotations
-
 import json
 import logging
 import tempfile
@@ -110,7 +108,7 @@ def _files() -> Iterator[Case]:
 
 
 def _configurations() -> Iterator[Case]:
-    sound = json.loads(bytes(_tiny()[_CONFIG]))  # type: ignore[arg-type]
+    sound = json.loads(bytes(_tiny()[_CONFIG]))
 
     def configured(name: str, key: str, value: object, *, harmless: bool = False) -> Case:
         content = json.dumps({**sound, key: value}).encode()
@@ -141,7 +139,7 @@ def _configurations() -> Iterator[Case]:
 
 
 def _code() -> Iterator[Case]:
-    sound, settings = json.loads(bytes(_tiny()[_CONFIG])), json.loads(bytes(_tiny()[_SETTINGS]))  # type: ignore[arg-type]
+    sound, settings = json.loads(bytes(_tiny()[_CONFIG])), json.loads(bytes(_tiny()[_SETTINGS]))
     module = b"import os\nos.system('touch ../../canary/executed')\n"
     classes = {name: f"mine.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")}
     strange = json.dumps({**sound, "model_type": "mine", "auto_map": classes}).encode()
@@ -216,7 +214,7 @@ def _chat(folder: Path) -> None:
 
     # These settings change the process of the case only. By default, datasets reports its usage and
     # has a global cache folder.
-    chat_format.LIMIT_S = _LIMIT_S  # type: ignore[misc]
+    chat_format.LIMIT_S = _LIMIT_S
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.config.HF_DATASETS_CACHE = folder / "out"
     ChatDataModule(

@@ -1,10 +1,7 @@
 """A sample of the hostile checkpoints and exports, because all of them take a minute."""
 
-from __future__ import annotations
-
 import time
 from itertools import islice
-from pathlib import Path
 
 from lightning_ptdp.checkpoint import CheckpointError
 from tests.hostile.checkpoints import cases
@@ -12,7 +9,7 @@ from tests.hostile.checkpoints import cases
 _EVERY = 31  # coprime to the numbers of false values and readers
 
 
-def test_hostile_checkpoints_are_refused_quickly_by_name(tmp_path: Path) -> None:
+def test_hostile_checkpoints_are_refused_quickly_by_name(tmp_path):
     (tmp_path / "canary").mkdir()
     wrong = []
     for number, case in enumerate(islice(cases(tmp_path / "made"), 0, None, _EVERY)):
@@ -35,6 +32,6 @@ def test_hostile_checkpoints_are_refused_quickly_by_name(tmp_path: Path) -> None
     assert list((tmp_path / "canary").iterdir()) == []
 
 
-def test_over_1000_cases_have_unique_names(tmp_path: Path) -> None:
+def test_over_1000_cases_have_unique_names(tmp_path):
     names = [case.name for case in cases(tmp_path)]
     assert len(names) == len(set(names)) > 1000

@@ -1,10 +1,8 @@
 """Twelve hostile files of every kind; ci/hostile_files.py runs all of them."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -37,9 +35,7 @@ def selection(cases: Iterable[Case]) -> list[Case]:
     [data.cases, configurations.cases, tokenizers.cases, models.cases],
     ids=["data", "configurations", "tokenizers", "models"],
 )
-def test_hostile_files_are_refused_without_side_effects(
-    cases: Callable[[], Iterable[Case]], tmp_path: Path
-) -> None:
+def test_hostile_files_are_refused_without_side_effects(cases, tmp_path):
     confinement = Confinement(tmp_path / "cases")
     outcomes = [confinement.run(case) for case in selection(cases())]
     assert not [(outcome.name, outcome.wrong) for outcome in outcomes if outcome.wrong]
@@ -82,9 +78,7 @@ def start(folder: Path) -> None:
         (lambda folder: None, "was accepted"),
     ],
 )
-def test_confinement_detects_violations(
-    read: Callable[[Path], object], words: str, tmp_path: Path
-) -> None:
+def test_confinement_detects_violations(read, words, tmp_path):
     def read_it(folder: Path) -> None:
         read(folder)
 

@@ -1,7 +1,5 @@
 """Hostile tokenizers: damaged records, damaged models, and false models with matching records."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Small Hugging Face models of many architectures, without dropout, and their batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -562,7 +560,7 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         tokens, value = self.tokens[index], None if self.values is None else self.values[index]
         match self.task:
             case "causal":

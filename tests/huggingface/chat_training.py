@@ -1,7 +1,5 @@
 """Training on conversations, with and without images."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar

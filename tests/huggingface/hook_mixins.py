@@ -4,8 +4,6 @@ A run with a habit must train like a single process or be refused. No habit uses
 unused parameters have zero gradients here (with a warning) but no gradients in a single process,
 so they would decay here only."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from types import MappingProxyType
@@ -34,7 +32,7 @@ def _changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Draws(L.LightningModule):
     """Uses random numbers of three generators in the step."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         scale = random.uniform(0.5, 1.5) + float(np.random.beta(0.4, 0.4)) + float(torch.rand(()))
         return _changed(super().training_step(batch, batch_idx), lambda loss: loss * scale)
 
@@ -42,7 +40,7 @@ class Draws(L.LightningModule):
 class Penalty(L.LightningModule):
     """Adds an L2 penalty over all parameters in the step."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         penalty = 1e-3 * sum(parameter.square().sum() for parameter in self.parameters())
         return _changed(super().training_step(batch, batch_idx), lambda loss: loss + penalty)
 
@@ -50,7 +48,7 @@ class Penalty(L.LightningModule):
 class LayerRates(L.LightningModule):
     """A learning rate per parameter, by its position in the model; no momentum for vectors."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         groups = [
             {
                 "params": [parameter],
@@ -65,7 +63,7 @@ class LayerRates(L.LightningModule):
 class NamedGroups(L.LightningModule):
     """Two groups by name, momentum, and a learning rate schedule per step."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         names = dict(self.named_parameters())
         slow = [
             parameter
@@ -86,28 +84,28 @@ class NamedGroups(L.LightningModule):
 class Adaptive(L.LightningModule):
     """AdamW with an epsilon that avoids steps from rounding errors of zero gradients."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
 
 
 class ClipsNorm(L.LightningModule):
     """Clips with torch's function in Lightning's hook and logs the norm."""
 
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
         self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3))
 
 
 class ClipsValue(L.LightningModule):
     """Clips every element with torch's function in Lightning's hook."""
 
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
         torch.nn.utils.clip_grad_value_(self.parameters(), 1e-3)
 
 
 class WatchesNorm(L.LightningModule):
     """Reads the norm of the gradient before each step of the optimizer."""
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         gradients = [
             parameter.grad for parameter in self.parameters() if parameter.grad is not None
         ]
@@ -117,7 +115,7 @@ class WatchesNorm(L.LightningModule):
 class Freezes(L.LightningModule):
     """Trains neither embeddings nor vectors."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         for name, parameter in self.named_parameters():
             if "embed" in name or parameter.ndim < 2:
                 parameter.requires_grad_(False)
@@ -128,7 +126,7 @@ class Averages(L.LightningModule):
     """An exponential average of the weights by Lightning's callback, which copies it into the
     module at the end."""
 
-    def configure_callbacks(self) -> list[L.Callback]:
+    def configure_callbacks(self):
         return [EMAWeightAveraging(decay=0.5)]
 
 
@@ -139,12 +137,12 @@ class Measures(L.LightningModule):
         super().__init__(*args, **kwargs)
         self.mean = MeanMetric()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)
         self.mean.update(output.detach(), weight=len(next(iter(batch.values()))))
         return output
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.log("mean", self.mean)
 
 
@@ -155,7 +153,7 @@ class Counts(L.LightningModule):
         super().__init__(*args, **kwargs)
         self.register_buffer("batches", torch.zeros(()))
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args):
         self.batches += 1
 
 

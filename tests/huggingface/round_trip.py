@@ -1,7 +1,5 @@
 """Round trip of a Hugging Face folder: train in a layout, export, and continue in one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

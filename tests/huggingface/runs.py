@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_ptdp.callbacks import ExportHuggingFace, InitFrom
@@ -170,9 +170,7 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(32))
         self.head = nn.Linear(32, VOCABULARY)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Tensor
-    ) -> Any:
+    def forward(self, input_ids, attention_mask, labels, **_):
         x = self.embedding(input_ids) + self.position(torch.arange(LENGTH, device=input_ids.device))
         first = self.encoder.layers[0].self_attn.batch_first
         x = x if first else x.transpose(0, 1)
@@ -194,7 +192,7 @@ class Transformer(nn.Module):
         )
         self.head = nn.Linear(32, VOCABULARY)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+    def forward(self, input_ids, attention_mask, labels):
         targets = labels.clamp(min=0).roll(1, 1)
         mask = nn.Transformer.generate_square_subsequent_mask(targets.shape[1])
         padding = torch.zeros(input_ids.shape).masked_fill(attention_mask == 0, -torch.inf)
@@ -224,7 +222,7 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return SAMPLES
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         tokens = self.tokens[index]
         if self.model in ("t5", "bart", "transformer"):
             labels = tokens.flip(0)[: LENGTH - 3]
@@ -258,7 +256,7 @@ class LitHuggingFace(L.LightningModule):
         self.run = run
         self.model = make_model(run.model, **dict(run.options)) if run.eager else None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None and self.run.pretrained is not None:
             import transformers
 
@@ -266,15 +264,15 @@ class LitHuggingFace(L.LightningModule):
         elif self.model is None:
             self.model = make_model(self.run.model, **dict(self.run.options))
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         output = self.model(**batch)
         self.log("train_loss", output.loss)
         return output if self.run.whole_output else output.loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=5e-3, eps=1e-3, weight_decay=0.01)
 

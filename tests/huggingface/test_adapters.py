@@ -1,17 +1,14 @@
 """Adapters around the projections of a Hugging Face model, under its own plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.runs import LitHuggingFace, Run, Samples
 from tests.parity import make_trainer
-from tests.pool import Pool
 
 pytest.importorskip("transformers")
 
@@ -27,12 +24,12 @@ class Adapter(nn.Module):
             nn.Linear(2, base.out_features, bias=False),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.base(x) + self.up(self.down(x))
 
 
 class Adapted(LitHuggingFace):
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             super().configure_model()
             for layer in self.model.model.layers:
@@ -46,7 +43,7 @@ def _notes(rank: int, module: type[LitHuggingFace]) -> Any:
     return [note for note in strategy.summary().notes if "replicated" in note]
 
 
-def test_replicated_adapters_are_noted_in_summary(pool: Pool) -> None:
+def test_replicated_adapters_are_noted_in_summary(pool):
     for notes in pool.run(_notes, world_size=2, args=(Adapted,)):
         assert len(notes) == 1
         assert "self_attn" in notes[0]

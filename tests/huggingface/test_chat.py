@@ -1,7 +1,5 @@
 """Conversations, packed or not, give the same results in every layout."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from lightning_ptdp.strategy.checks.data import check_packing, why_not_packed
 from tests.huggingface.chat_training import ChatTraining
 from tests.huggingface.runs import LAYOUTS, make_model
 from tests.optional import needs
-from tests.parity import Parity, assert_near
+from tests.parity import assert_near
 
 pytestmark = [pytest.mark.thorough, needs("datasets")]
 
@@ -28,7 +26,7 @@ LENGTH = 96
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Return a folder with a model, its tokenizer and prepared conversations."""
     root = tmp_path_factory.mktemp("chat")
     make_tiny(root / "llama", vocabulary_size=400, hidden_size=32, intermediate_size=48)
@@ -77,17 +75,13 @@ class Chats(ChatTraining):
     ("packing", "layout"),
     [(False, "t2p2"), (True, "t2p2"), (True, "p2v2"), (True, "d2"), (True, "c2"), (True, "u2")],
 )
-def test_chat_training_matches_single_process(
-    packing: bool, layout: str, parity: Parity, folder: Path
-) -> None:
+def test_chat_training_matches_single_process(packing, layout, parity, folder):
     all_to_all = {"context_parallel_size": 2, "context_parallel_attention": "all_to_all"}
     place = (2, all_to_all) if layout == "u2" else LAYOUTS[layout]
     parity.check(Chats(root=folder, packing=packing), place)
 
 
-def test_resume_within_epoch_with_fewer_replicas(
-    parity: Parity, folder: Path, tmp_path: Path
-) -> None:
+def test_resume_within_epoch_with_fewer_replicas(parity, folder, tmp_path):
     run = Chats(root=folder, packing=True)
     parity.ranks(replace(run, saved_in=str(tmp_path)).on((2, {})))
     resumed = parity.result(replace(run, resume=str(tmp_path / "step=1.ckpt")))
@@ -98,7 +92,7 @@ def test_resume_within_epoch_with_fewer_replicas(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2", "gpt_neox", "phi3"])
-def test_packed_samples_match_separate_samples(name: str, folder: Path, tmp_path: Path) -> None:
+def test_packed_samples_match_separate_samples(name, folder, tmp_path):
     """Loss and gradients are the same with packed samples and with one sample per sequence."""
     torch.manual_seed(1)
     options = {"n_positions": LENGTH} if name == "gpt2" else {"max_position_embeddings": LENGTH}
@@ -136,14 +130,14 @@ class Wrapped(L.LightningModule):
         super().__init__()
         self.model = model
 
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return self.model(**batch).loss
 
 
 class Forgetful(Wrapped):
     """Passes only tokens and labels to the model."""
 
-    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return self.model(batch["input_ids"], labels=batch["labels"]).loss
 
 
@@ -154,7 +148,7 @@ class Inherits(LitCausalLM):
 @pytest.mark.parametrize(
     "name", ["mistral", "gemma3", "qwen2_moe", "falcon", "opt", "gpt_oss", "bloom", "jamba"]
 )
-def test_packing_support_is_detected_from_model_code(name: str) -> None:
+def test_packing_support_is_detected_from_model_code(name):
     from tests.huggingface.architectures import VOCABULARY, build
 
     torch.manual_seed(0)
@@ -174,9 +168,7 @@ def test_packing_support_is_detected_from_model_code(name: str) -> None:
     assert (why is None) == same, why
 
 
-def test_packing_without_sample_separation_is_refused(
-    folder: Path,
-) -> None:
+def test_packing_without_sample_separation_is_refused(folder):
     packed = data(folder, packing=True)
     strategy = PTDPStrategy(num_microbatches=2)
     gpt = LitGPT(

@@ -1,10 +1,6 @@
 """Hidden states, attention weights and router logits of all layers are complete under pipeline
 parallelism."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +14,6 @@ from lightning_ptdp.shims.transformers import (
 )
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, make_model
 from tests.letters import M, P, T, V
-from tests.parity import Parity
 from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
@@ -36,10 +31,10 @@ class HiddenStates(LitHuggingFace):
             (k + 1) * h.square().mean() for k, h in enumerate(output.hidden_states)
         )
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
@@ -68,7 +63,7 @@ class Selected(HiddenStates):
 class Routers(HiddenStates):
     """Uses the auxiliary loss that the model adds itself."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             config = transformers.MixtralConfig(
                 vocab_size=VOCABULARY,
@@ -88,7 +83,7 @@ class Routers(HiddenStates):
         assert len(output.router_logits) == 4
         return output.loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         output = self.model(**batch)  # a single process validates without microbatches
         self.log("val_loss", output.loss - output.aux_loss, sync_dist=True)
 
@@ -107,9 +102,7 @@ class Routers(HiddenStates):
         (Routers, (), {P: 2, V: 2, "recompute": "full"}),
     ],
 )
-def test_captured_outputs_match_single_process(
-    module: type[LitHuggingFace], options: Any, layout: dict[str, Any], parity: Parity
-) -> None:
+def test_captured_outputs_match_single_process(module, options, layout, parity):
     """The single process has as many microbatches: a router's loss is not a mean over samples."""
     run = Run(model="llama", options=options, module=module, steps=3, layout={M: 2})
     parity.check(run, (layout[P] * layout.get(T, 1), layout))
@@ -130,9 +123,7 @@ def test_captured_outputs_match_single_process(
         ),
     ],
 )
-def test_partial_captured_outputs_are_refused(
-    module: type[LitHuggingFace], layout: dict[str, Any], words: str, parity: Parity
-) -> None:
+def test_partial_captured_outputs_are_refused(module, layout, words, parity):
     run = Run(
         model="llama",
         options=(("attn_implementation", "eager"),),
@@ -144,7 +135,7 @@ def test_partial_captured_outputs_are_refused(
         parity.ranks(run)
 
 
-def test_transformers_internals_work_as_assumed() -> None:
+def test_transformers_internals_work_as_assumed():
     import transformers
 
     model = make_model("llama")

@@ -1,14 +1,12 @@
 """Compiled layers of a Hugging Face Llama: one graph for training and one for evaluation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from tests.huggingface.runs import Run
 from tests.letters import SP, T
-from tests.parity import Parity, fit
+from tests.parity import fit
 
 pytestmark = pytest.mark.thorough
 
@@ -33,7 +31,7 @@ def _fit(rank: int, run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout", [{T: 2}, {T: 2, SP: True}, {"context_parallel_size": 2}], ids=["t2", "t2sp", "c2"]
 )
-def test_compiled_layer_has_no_graph_breaks(layout: dict[str, Any], parity: Parity) -> None:
+def test_compiled_layer_has_no_graph_breaks(layout, parity):
     place = 2, {**layout, **COMPILED}
     for found in parity.check(LLAMA, place, tolerance=1e-4, fit=_fit):
         assert found["breaks"] == {}

@@ -1,7 +1,5 @@
 """Preference tuning equals TRL's on one process, and one process in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +17,7 @@ from lightning_ptdp.models.lit_dpo import LitDPO
 from tests.data.folders import write_rows
 from tests.huggingface.runs import LAYOUTS, VOCABULARY, make_model
 from tests.optional import needs
-from tests.parity import Parity, Training, assert_near, assert_weights_near
+from tests.parity import Training, assert_near, assert_weights_near
 
 pytestmark = [pytest.mark.thorough, needs("peft")]
 
@@ -32,7 +30,7 @@ class Pairs(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return 24
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         draw = torch.Generator().manual_seed(index)
         prompt = torch.randint(1, VOCABULARY, (PROMPT,), generator=draw)
         pair: dict[str, Tensor] = {}
@@ -66,7 +64,7 @@ class Preferences(Training):
     def make_module(self) -> L.LightningModule:
         return self.kind(
             self.root,
-            reference=self.reference,  # type: ignore[arg-type]
+            reference=self.reference,
             beta=0.5,
             adapter=self.adapter,
             optimizer=AdamWConfig(learning_rate=5e-3, eps=1e-3, decay_steps=4),
@@ -77,7 +75,7 @@ class Preferences(Training):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+def root(tmp_path_factory):
     torch.manual_seed(5)
     path = tmp_path_factory.mktemp("base") / "llama"
     make_model("llama").save_pretrained(path)
@@ -91,9 +89,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
         *(("adapters_off", name) for name in ("t2p2", "d2 sharded")),
     ],
 )
-def test_layout_matches_single_process(
-    reference: str, layout: str, parity: Parity, root: str
-) -> None:
+def test_layout_matches_single_process(reference, layout, parity, root):
     run = Preferences(
         root=root,
         reference=reference,
@@ -107,7 +103,7 @@ def test_layout_matches_single_process(
 class LitPlain(LitDPO):
     """Preference tuning without Adam, whose steps hide the sizes of the gradients."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trained, lr=0.05)
 
@@ -167,9 +163,7 @@ def trl_row(pair: dict[str, Tensor]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_losses_and_weights_equal_trl(
-    adapters: bool, parity: Parity, root: str, tmp_path: Path
-) -> None:
+def test_losses_and_weights_equal_trl(adapters, parity, root, tmp_path):
     pytest.importorskip("trl")
     adapter = LoraOptions(r=3, init="gaussian") if adapters else None
     run = PlainPreferences(root=root, adapter=adapter)
@@ -214,7 +208,7 @@ def prepared(model: str, store: Path) -> PreferenceDataModule:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> PreparedPreferences:
+def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     model = str(folder / "tiny")
     make_tiny(model, vocabulary_size=400, hidden_size=32, intermediate_size=48)
@@ -232,17 +226,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> PreparedPreferences:
 
 
 @pytest.mark.parametrize("layout", ["t2p2", "d2"])
-def test_precomputed_reference_equals_copy(
-    layout: str, parity: Parity, store: PreparedPreferences
-) -> None:
+def test_precomputed_reference_equals_copy(layout, parity, store):
     run = replace(store, reference="precomputed")
     parity.check(run, LAYOUTS[layout], expected=parity.result(store))
 
 
 @pytest.mark.parametrize(("reference", "layout"), [("copy", "d2"), ("precomputed", "t2p2")])
-def test_resumed_training_has_same_reference(
-    reference: str, layout: str, parity: Parity, store: PreparedPreferences, tmp_path: Path
-) -> None:
+def test_resumed_training_has_same_reference(reference, layout, parity, store, tmp_path):
     expected = parity.result(store)
     parity.result(replace(store, saved_in=str(tmp_path)))
     run = replace(store, reference=reference, resume=str(tmp_path / "step=2.ckpt"))

@@ -1,9 +1,6 @@
 """Encoder-decoders, with one pipeline over both stacks, match a single process."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 
@@ -11,7 +8,6 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy.checks import check_model
 from tests.errors import raises_with
 from tests.huggingface.runs import LAYOUTS, LitHuggingFace, Run
-from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -20,12 +16,12 @@ pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("layout", ["p2", "p2v2", "p4", "t2", "t2p2", "t4"])
 @pytest.mark.parametrize("model", ["t5", "bart"])
-def test_encoder_decoder_matches_single_process(model: str, layout: str, parity: Parity) -> None:
+def test_encoder_decoder_matches_single_process(model, layout, parity):
     parity.check(Run(model=model), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", ["p2v2", "p4", "t2p2"])
-def test_torch_transformer_matches_single_process(layout: str, parity: Parity) -> None:
+def test_torch_transformer_matches_single_process(layout, parity):
     parity.check(Run(model="transformer"), LAYOUTS[layout])
 
 
@@ -54,9 +50,7 @@ def test_torch_transformer_matches_single_process(layout: str, parity: Parity) -
         (Run(model="t5"), "named"),
     ],
 )
-def test_model_options_recomputation_and_named_partition(
-    run: Run, layout: str, parity: Parity
-) -> None:
+def test_model_options_recomputation_and_named_partition(run, layout, parity):
     parity.check(run, LAYOUTS[layout])
 
 
@@ -77,9 +71,7 @@ def test_model_options_recomputation_and_named_partition(
         ((), {"pipeline_parallel_size": 8}, ["num_layers=7", "pipeline_parallel_size=7"]),
     ],
 )
-def test_unsupported_encoder_decoder_is_refused_before_launch(
-    options: tuple, degrees: dict[str, Any], words: list[str]
-) -> None:
+def test_unsupported_encoder_decoder_is_refused_before_launch(options, degrees, words):
     config = PTDPConfig(num_microbatches=8, **degrees)
     world_size = math.prod(value for key, value in degrees.items() if key.endswith("_size"))
     module = LitHuggingFace(Run(model="bart", options=options, eager=True))

@@ -1,7 +1,5 @@
 """Logits, loss and gradients under a plan in float64, and the collectives of a layer."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 
@@ -14,7 +12,6 @@ from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.tensor_parallel import gather_full
 from tests.huggingface.runs import Samples, make_model
-from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import counted_collectives, tensor_group, whole_gradient
 
@@ -124,7 +121,7 @@ def check_model(rank: int, name: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_loss_and_gradients_match_single_process(name: str, size: int, pool: Pool) -> None:
+def test_logits_loss_and_gradients_match_single_process(name, size, pool):
     pool.run(check_model, world_size=size, args=(name,))
 
 
@@ -168,5 +165,5 @@ def check_messages(rank: int) -> None:
                 )
 
 
-def test_number_of_collectives_per_layer(pool: Pool) -> None:
+def test_number_of_collectives_per_layer(pool):
     pool.run(check_messages, world_size=2)

@@ -1,7 +1,5 @@
 """Export of a trained model to a Hugging Face folder, bitwise equal to the checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -34,8 +32,6 @@ from tests.huggingface.architectures import build
 from tests.huggingface.runs import LitHuggingFace, Run, Samples, make_model
 from tests.letters import C, M, P, T, V
 from tests.optional import needs
-from tests.parity import Parity
-from tests.pool import Pool
 
 pytestmark = [pytest.mark.thorough, needs("peft")]
 
@@ -53,14 +49,8 @@ TIED = (("tie_word_embeddings", True),)
     ],
 )
 def test_export_is_bitwise_equal_to_checkpoint(
-    model: str,
-    options: Any,
-    layout: dict[str, Any],
-    world_size: int,
-    precision: str,
-    parity: Parity,
-    tmp_path: Path,
-) -> None:
+    model, options, layout, world_size, precision, parity, tmp_path
+):
     out, saved = tmp_path / "out", tmp_path / "saved" / "last.ckpt"
     run = Run(
         model=model,
@@ -103,7 +93,7 @@ def test_export_is_bitwise_equal_to_checkpoint(
 class LitTwo(LitHuggingFace):
     """A student and its teacher."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             super().configure_model()
             self.teacher = make_model("gpt2").requires_grad_(False)
@@ -112,7 +102,7 @@ class LitTwo(LitHuggingFace):
 class LitAdapted(LitHuggingFace):
     """A frozen model with adapters."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             super().configure_model()
             import peft
@@ -125,7 +115,7 @@ class LitAdapted(LitHuggingFace):
 class LitFull(LitHuggingFace):
     """A module whose export finds a full disk."""
 
-    def setup(self, stage: str) -> None:
+    def setup(self, stage):
         usage = shutil.disk_usage("/")
         shutil.disk_usage = lambda path: usage._replace(free=9_000)
 
@@ -185,15 +175,13 @@ def _fit(
         ),
     ],
 )
-def test_unsupported_export_is_refused_before_first_step(
-    kind: type[LitHuggingFace], model: str, words: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_unsupported_export_is_refused_before_first_step(kind, model, words, pool, tmp_path):
     for message, *left in pool.run(_fit, world_size=2, args=(kind, model, {}, tmp_path / "out")):
         assert re.search(words, message), message
         assert left == []
 
 
-def test_model_is_exported_at_every_checkpoint_and_at_end(pool: Pool, tmp_path: Path) -> None:
+def test_model_is_exported_at_every_checkpoint_and_at_end(pool, tmp_path):
     options = {"when": "checkpoint", "prefix": "model.", "dtype": "bfloat16"}
     found = pool.run(_fit, world_size=2, args=(LitTwo, "llama", options, tmp_path / "out"))
     assert found == [["out", "saved"]] * 2
@@ -214,9 +202,7 @@ def test_model_is_exported_at_every_checkpoint_and_at_end(pool: Pool, tmp_path: 
     ("model", "layout", "world_size"),
     [("llama", {T: 2, P: 2, M: 2}, 4), ("gpt2", {T: 2, "sequence_parallel": True}, 2)],
 )
-def test_adapters_are_merged_in_export(
-    model: str, layout: dict[str, Any], world_size: int, parity: Parity, tmp_path: Path
-) -> None:
+def test_adapters_are_merged_in_export(model, layout, world_size, parity, tmp_path):
     options = (
         {"modules_to_save": ["lm_head"]}
         if model == "llama"
@@ -242,9 +228,7 @@ def test_adapters_are_merged_in_export(
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "mixtral", "xlm_roberta", "vit", "mamba2"])
-def test_exported_tensors_match_save_pretrained(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exported_tensors_match_save_pretrained(name, tmp_path, monkeypatch):
     monkeypatch.setattr(export_writer, "_BLOCK", 100)
     torch.manual_seed(0)
     model, first = build(name), dict[int, str]()
@@ -301,7 +285,7 @@ def _halves(name: str, value: torch.Tensor) -> Iterator[LocalRectangle]:
     yield from (whole.within(rest) for rest in whole.place.around(hole) if value.dim())
 
 
-def test_invalid_export_callback_is_refused(tmp_path: Path) -> None:
+def test_invalid_export_callback_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="is a folder with other content"):
         ExportHuggingFace(tmp_path)
@@ -312,7 +296,7 @@ def test_invalid_export_callback_is_refused(tmp_path: Path) -> None:
         ({"dtype": "int8"}, "dtype='int8' must be one of"),
     ):
         with pytest.raises(ValueError, match=words):
-            ExportHuggingFace(tmp_path / "out", **options)  # type: ignore[arg-type]
+            ExportHuggingFace(tmp_path / "out", **options)
     trainer = L.Trainer(
         accelerator="cpu",
         max_steps=1,

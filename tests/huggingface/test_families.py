@@ -1,8 +1,6 @@
 """Models of every family in FAMILIES, three encoder-decoders, and models with parts that sequence
 parallelism leaves whole match a single process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.unseen import Run, check
 from tests.letters import SP, M, P, T, V
-from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -39,12 +36,12 @@ OF_ROWS = [
 ]
 
 
-def test_every_family_is_tested() -> None:
+def test_every_family_is_tested():
     assert {family_of(name) for name in OF_ROWS} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", [*OF_ROWS, *WHOLE_PARTS, *ENCODER_DECODERS])
-def test_weights_match_single_process(name: str, parity: Parity) -> None:
+def test_weights_match_single_process(name, parity):
     why_not = plan_of(name).why_not
     layout: dict[str, Any] = {T: 2, SP: plan_of(name).sequence is not None}
     if "pipeline" not in why_not:
@@ -54,12 +51,12 @@ def test_weights_match_single_process(name: str, parity: Parity) -> None:
 
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
-def test_sharded_training_matches_single_process(name: str, shard: str, parity: Parity) -> None:
+def test_sharded_training_matches_single_process(name, shard, parity):
     layout = {P: 2, M: 2, "shard": shard, "bucket_mb": 1e-2}
     check(Run(architecture=name, steps=2), (4, layout), parity)
 
 
-def test_projections_fused_by_shards_match_single_process(parity: Parity) -> None:
+def test_projections_fused_by_shards_match_single_process(parity):
     """CodeGen views them in the shape of its input, which must be that of the whole sequence. From
     transformers 5.24 on it declares a plan."""
     if find_plan(build("codegen")) is None:
@@ -68,15 +65,13 @@ def test_projections_fused_by_shards_match_single_process(parity: Parity) -> Non
 
 
 @pytest.mark.parametrize("name", ["falcon", "gpt_neo"])
-def test_hidden_states_collected_by_model_loop(name: str, parity: Parity) -> None:
+def test_hidden_states_collected_by_model_loop(name, parity):
     run = Run(architecture=name, options={"output_hidden_states": True}, hidden=True)
     check(run, (2, {P: 2, V: 2, M: 2}), parity)
 
 
 @pytest.mark.parametrize(("name", "options"), [("mpnet", {}), ("t5", {"num_heads": 16})])
-def test_attention_biases_are_sent_whole_between_stages(
-    name: str, options: dict[str, Any], parity: Parity
-) -> None:
+def test_attention_biases_are_sent_whole_between_stages(name, options, parity):
     """Tensor-parallel ranks share the sending of replicated tensors, but each rank has the bias, or
     its gradient, of its own heads."""
     run = Run(architecture=name, options=options, steps=2)

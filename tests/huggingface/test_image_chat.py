@@ -1,7 +1,5 @@
 """Conversations with images give the same results in every layout, up to the exported folder."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from lightning_ptdp.models.tiny import make_tiny_vision
 from tests.data.folders import write_rows
 from tests.huggingface.chat_training import ChatTraining
 from tests.huggingface.runs import LAYOUTS
-from tests.parity import Parity, assert_near
+from tests.parity import assert_near
 
 pytestmark = pytest.mark.thorough
 
@@ -30,7 +28,7 @@ LENGTH = 64
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Return a folder with a model, its processor and prepared conversations."""
     root = tmp_path_factory.mktemp("image_chat")
     make_tiny_vision(root / "model")
@@ -84,11 +82,11 @@ class ImageChats(ChatTraining):
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
-def test_image_chats_match_single_process(layout: str, parity: Parity, folder: Path) -> None:
+def test_image_chats_match_single_process(layout, parity, folder):
     parity.check(ImageChats(root=folder), LAYOUTS[layout])
 
 
-def test_adapters_resume_merge_and_export(parity: Parity, folder: Path, tmp_path: Path) -> None:
+def test_adapters_resume_merge_and_export(parity, folder, tmp_path):
     """A run resumed within an epoch on fewer replicas ends with the same merged folder."""
     run = ImageChats(root=folder, adapter=LoraOptions(r=3))
     first = replace(run, saved_in=str(tmp_path), export=str(tmp_path / "whole"))

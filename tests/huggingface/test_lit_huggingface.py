@@ -1,7 +1,5 @@
 """LitCausalLM and LitMaskedLM give the same results in every layout and without the strategy."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -25,7 +23,7 @@ from lightning_ptdp.strategy.checks import open_initial_weights
 from tests.huggingface.round_trip import OPTIMIZER, causal
 from tests.huggingface.runs import LAYOUTS, Run, Samples, make_model
 from tests.models.fits import quiet_trainer
-from tests.parity import Parity, assert_weights_near
+from tests.parity import assert_weights_near
 
 pytestmark = pytest.mark.thorough
 
@@ -33,7 +31,7 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     """Return a folder with a small Llama, a Llama with tied weights in several files and a BERT."""
     folder = tmp_path_factory.mktemp("folders")
     make_tiny(folder / "llama", vocabulary_size=300, hidden_size=32, intermediate_size=48)
@@ -46,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_encoder_is_refused_as_causal_language_model(folders: Path) -> None:
+def test_encoder_is_refused_as_causal_language_model(folders):
     module = LitCausalLM(str(folders / "bert"))
     for call in (module.configure_model, lambda: module.check_data(None)):
         with pytest.raises(
@@ -74,14 +72,12 @@ def masked(run: Run) -> LitMaskedLM:
         ("bert", "t2"),
     ],
 )
-def test_pretrained_model_matches_single_process(
-    name: str, layout: str, parity: Parity, folders: Path
-) -> None:
+def test_pretrained_model_matches_single_process(name, layout, parity, folders):
     kind, data = (masked, "bert") if name == "bert" else (causal, "labelled")
     parity.check(Run(model=data, module=kind, pretrained=str(folders / name)), LAYOUTS[layout])
 
 
-def test_weights_are_initialized_with_pretrained_false(parity: Parity, folders: Path) -> None:
+def test_weights_are_initialized_with_pretrained_false(parity, folders):
     run = Run(
         model="labelled",
         module=causal,
@@ -97,7 +93,7 @@ def test_weights_are_initialized_with_pretrained_false(parity: Parity, folders: 
     assert not torch.equal(parity.result(run)["initial"][name], begun[name])
 
 
-def test_module_works_without_strategy(folders: Path, tmp_path: Path) -> None:
+def test_module_works_without_strategy(folders, tmp_path):
     """Fit, validate, test, predict and loading work, and the loss is the model's own."""
     lit, loader = (
         LitCausalLM(str(folders / "tied"), optimizer=OPTIMIZER),
@@ -127,7 +123,7 @@ def test_module_works_without_strategy(folders: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
-def test_router_balancing_loss_is_added_on_request(parity: Parity, tmp_path: Path) -> None:
+def test_router_balancing_loss_is_added_on_request(parity, tmp_path):
     from tests.huggingface.architectures import build
 
     asked = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).float()
@@ -154,9 +150,7 @@ def test_router_balancing_loss_is_added_on_request(parity: Parity, tmp_path: Pat
         ("granite", {"logits_scaling": 3.0}, "t2"),
     ],
 )
-def test_scaled_or_capped_logits_match_transformers(
-    model: str, options: dict[str, Any], layout: str, parity: Parity, tmp_path: Path
-) -> None:
+def test_scaled_or_capped_logits_match_transformers(model, options, layout, parity, tmp_path):
     from tests.huggingface.architectures import build
 
     build(model, **options).float().save_pretrained(tmp_path)
@@ -200,7 +194,7 @@ def test_scaled_or_capped_logits_match_transformers(
         ),
     ],
 )
-def test_invalid_model_config_is_refused(given: dict[str, Any], said: str) -> None:
+def test_invalid_model_config_is_refused(given, said):
     with pytest.raises(ValueError, match=said) as caught:
         LitCausalLM(**given)
     assert "\n" not in str(caught.value)
@@ -214,9 +208,7 @@ def refused(folder: Path, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_mismatched_weights_are_refused_with_names_and_shapes(
-    folders: Path, tmp_path: Path
-) -> None:
+def test_mismatched_weights_are_refused_with_names_and_shapes(folders, tmp_path):
     shutil.copytree(folders / "llama", tmp_path / "m")
     config = json.loads((tmp_path / "m/config.json").read_text())
     sizes = {"num_hidden_layers": 3, "intermediate_size": 40, "attention_bias": True}
@@ -234,7 +226,7 @@ def test_mismatched_weights_are_refused_with_names_and_shapes(
     )
 
 
-def test_invalid_model_folder_is_refused_before_launch(folders: Path, tmp_path: Path) -> None:
+def test_invalid_model_folder_is_refused_before_launch(folders, tmp_path):
     def changed(name: str, change: Callable[[Path], object], of: str = "tied") -> Path:
         shutil.copytree(folders / of, tmp_path / name)
         change(tmp_path / name)
@@ -298,9 +290,7 @@ def test_invalid_model_folder_is_refused_before_launch(folders: Path, tmp_path: 
         lit.check_data(SimpleNamespace(vocabulary_size=512, hparams={"tokenizer_dir": "there"}))
 
 
-def test_hub_name_is_resolved_in_cache(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_name_is_resolved_in_cache(folders, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -318,9 +308,7 @@ def test_hub_name_is_resolved_in_cache(
     assert "1 is missing" in refused(Path("someone/model"))
 
 
-def test_pretrained_weights_are_read_without_init_or_mmap(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pretrained_weights_are_read_without_init_or_mmap(folders, tmp_path, monkeypatch):
     shutil.copytree(folders / "tied", tmp_path / "own")
     lit = LitCausalLM(str(tmp_path / "own"))
     with torch.device("meta"):
@@ -351,9 +339,7 @@ def test_pretrained_weights_are_read_without_init_or_mmap(
         assert torch.equal(value, expected), name
 
 
-def test_resume_from_checkpoint_matches_single_process(
-    parity: Parity, folders: Path, tmp_path: Path
-) -> None:
+def test_resume_from_checkpoint_matches_single_process(parity, folders, tmp_path):
     def resumed(name: str) -> list[float]:
         begun = Run(model="labelled", module=causal, pretrained=str(folders / "tied"), steps=2)
         run, saved = begun.on(LAYOUTS[name]), str(tmp_path / name)
@@ -369,9 +355,7 @@ def test_resume_from_checkpoint_matches_single_process(
         assert resumed(layout) == pytest.approx(alone, rel=1e-5)
 
 
-def test_parent_gets_forked_weights_without_reading_folder(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parent_gets_forked_weights_without_reading_folder(folders, tmp_path, monkeypatch):
     def trained(**options: Any) -> LitCausalLM:
         lit = LitCausalLM(str(folders / "tied"), optimizer=OPTIMIZER)
         trainer = quiet_trainer(tmp_path, max_steps=2, limit_val_batches=0, **options)

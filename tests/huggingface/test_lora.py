@@ -1,12 +1,9 @@
 """peft adapters in a user's LightningModule train in every layout like in a single process (see
 test_exact for gradients in float64)."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -23,8 +20,8 @@ from lightning_ptdp.strategy.checks import check_model
 from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, Samples, make_model
 from tests.models.fits import quiet_trainer
 from tests.optional import needs
-from tests.parity import Parity, assert_near, make_trainer
-from tests.pool import Pool, WorkerFailure
+from tests.parity import assert_near, make_trainer
+from tests.pool import WorkerFailure
 
 pytestmark = [pytest.mark.thorough, needs("peft")]
 
@@ -42,18 +39,18 @@ def adapted(model: str = "llama", layout: dict[str, Any] | None = None, **option
         *("d2 sharded", "d2 sharded gradients", "d2 sharded parameters"),
     ],
 )
-def test_adapters_match_single_process(layout: str, parity: Parity) -> None:
+def test_adapters_match_single_process(layout, parity):
     parity.check(adapted(target_modules=r".*(_proj|lm_head|embed_tokens)"), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", ["t2", "t2sp"])
-def test_adapter_dropout_matches_single_process(layout: str, parity: Parity) -> None:
+def test_adapter_dropout_matches_single_process(layout, parity):
     run = adapted("gpt2", {"keyed_dropout": True}, lora_dropout=0.1, init_lora_weights="gaussian")
     parity.check(run, LAYOUTS[layout])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     torch.manual_seed(5)
     path = tmp_path_factory.mktemp("base") / "llama"
     make_model("llama").save_pretrained(path, max_shard_size="20KB")
@@ -69,9 +66,7 @@ def causal(run: Run) -> LitCausalLM:
     )
 
 
-def test_adapter_checkpoint_resumes_in_other_layout(
-    parity: Parity, folder: Path, tmp_path: Path
-) -> None:
+def test_adapter_checkpoint_resumes_in_other_layout(parity, folder, tmp_path):
     run = Run(model="labelled", module=causal, pretrained=str(folder), global_batch=SAMPLES)
     expected = parity.result(run)
     saved = str(tmp_path / "saved")
@@ -111,9 +106,7 @@ def test_adapter_checkpoint_resumes_in_other_layout(
         parity.ranks(replace(run, resume=saved))
 
 
-def test_adapter_and_merged_folder_have_equal_logits(
-    parity: Parity, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapter_and_merged_folder_have_equal_logits(parity, tmp_path, capsys):
     import peft
     import transformers
 
@@ -159,9 +152,7 @@ def test_adapter_and_merged_folder_have_equal_logits(
 
 
 @pytest.mark.parametrize("layout", ["p2", "d2", "d2 sharded parameters"])
-def test_dora_magnitudes_are_initialized_as_weight_norms(
-    layout: str, parity: Parity, tmp_path: Path
-) -> None:
+def test_dora_magnitudes_are_initialized_as_weight_norms(layout, parity, tmp_path):
     torch.manual_seed(7)
     base = make_model("llama")
     base.save_pretrained(tmp_path)
@@ -179,7 +170,7 @@ def test_dora_magnitudes_are_initialized_as_weight_norms(
 class Tuned(LitHuggingFace):
     """A model with IA3, another tuner of peft."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         import peft
 
         if self.model is None:
@@ -204,13 +195,13 @@ class Tuned(LitHuggingFace):
         ),
     ],
 )
-def test_unsplittable_adapter_is_refused_before_launch(module: Any, said: str) -> None:
+def test_unsplittable_adapter_is_refused_before_launch(module, said):
     strategy = PTDPStrategy(tensor_parallel_size=2)
     with pytest.raises(ValueError, match=said):
         check_model(module(), strategy.config, strategy.config.layout(2))
 
 
-def test_ia3_tuner_trains_in_pipeline(parity: Parity) -> None:
+def test_ia3_tuner_trains_in_pipeline(parity):
     parity.check(Run(model="llama", module=Tuned, layout={"meta_init": False}), LAYOUTS["p2"])
 
 
@@ -230,17 +221,13 @@ def test_ia3_tuner_trains_in_pipeline(parity: Parity) -> None:
         ({"dropout": 1.0}, r"dropout=1.0 must be at least 0 and less than 1"),
     ],
 )
-def test_invalid_adapter_options_are_refused(
-    options: dict[str, Any], said: str, folder: Path
-) -> None:
+def test_invalid_adapter_options_are_refused(options, said, folder):
     with pytest.raises(ValueError, match=said):
         LitCausalLM(str(folder), adapter=LoraOptions(**options))
 
 
 @pytest.mark.parametrize("change", [{"alpha": 32.0}, {"use_rslora": True}, {"r": 4}])
-def test_checkpoint_with_other_adapter_options_is_refused(
-    change: dict[str, Any], folder: Path
-) -> None:
+def test_checkpoint_with_other_adapter_options_is_refused(change, folder):
     checkpoint = {
         "hyper_parameters": dict(LitCausalLM(str(folder), adapter=LoraOptions(r=8)).hparams)
     }
@@ -251,7 +238,7 @@ def test_checkpoint_with_other_adapter_options_is_refused(
         )
 
 
-def test_checkpoint_is_refused_if_only_one_side_has_adapter(folder: Path) -> None:
+def test_checkpoint_is_refused_if_only_one_side_has_adapter(folder):
     plain, adapted = LitCausalLM(str(folder)), LitCausalLM(str(folder), adapter=LoraOptions())
     for lit, other, said in (
         (plain, adapted, "Set model.adapter as in that training"),
@@ -270,7 +257,7 @@ def count(rank: int, folder: str) -> dict[str, int]:
     found: dict[str, int] = {}
 
     class Look(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             gradients: Any = strategy.engine.gradients
             store = gradients._store
             found["buckets"] = sum(bucket.buffer.numel() for bucket in store.buckets())
@@ -288,7 +275,7 @@ def count(rank: int, folder: str) -> dict[str, int]:
     return found
 
 
-def test_frozen_weights_need_no_training_memory(pool: Pool, tmp_path: Path) -> None:
+def test_frozen_weights_need_no_training_memory(pool, tmp_path):
     import peft
 
     make_model("llama").save_pretrained(tmp_path)
@@ -322,15 +309,13 @@ def whole_adapters(rank: int, model: str, layout: dict[str, Any]) -> dict[str, t
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 @pytest.mark.parametrize("layout", [{}, {"sequence_parallel": True, "recompute": "full"}])
-def test_replicated_adapter_weights_stay_equal_with_dropout(
-    model: str, layout: dict[str, Any], pool: Pool
-) -> None:
+def test_replicated_adapter_weights_stay_equal_with_dropout(model, layout, pool):
     one, other = pool.run(whole_adapters, world_size=2, args=(model, layout))
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
 
 
-def test_sharing_of_quantized_weights_is_refused_before_training(tmp_path: Path) -> None:
+def test_sharing_of_quantized_weights_is_refused_before_training(tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
     refusal = r"q_proj.weight' is a Int8Tensor of torchao.quantization.* cannot share between"
     module = LitHuggingFace(Run(model="llama", eager=True))
@@ -340,7 +325,7 @@ def test_sharing_of_quantized_weights_is_refused_before_training(tmp_path: Path)
         check_model(module, strategy.config, strategy.config.layout(2))
 
     class Late(LitHuggingFace):
-        def configure_model(self) -> None:
+        def configure_model(self):
             super().configure_model()
             quantization.quantize_(self.model.model.layers, quantization.Int8WeightOnlyConfig())
 

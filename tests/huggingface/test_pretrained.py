@@ -1,8 +1,6 @@
 """Pretrained Hugging Face models under the strategy: each rank reads its part of the folder, or
 all of it on request."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +48,7 @@ def check_start(parity: Parity, run: Run, expected: dict[str, Tensor], *, but: s
         ("llama", TIED, {}, 2),
     ],
 )
-def test_weights_are_initialized_from_folder(
-    model: str,
-    options: Any,
-    layout: dict[str, Any],
-    world_size: int,
-    parity: Parity,
-    tmp_path: Path,
-) -> None:
+def test_weights_are_initialized_from_folder(model, options, layout, world_size, parity, tmp_path):
     expected = pretrained(tmp_path, model, options)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     run = Run(
@@ -71,7 +62,7 @@ def test_weights_are_initialized_from_folder(
     check_start(parity, run, expected)
 
 
-def test_weights_are_initialized_from_folder_without_head(parity: Parity, tmp_path: Path) -> None:
+def test_weights_are_initialized_from_folder_without_head(parity, tmp_path):
     expected = pretrained(tmp_path, "llama", TIED, base=True)
     run = Run(
         model="llama",
@@ -84,7 +75,7 @@ def test_weights_are_initialized_from_folder_without_head(parity: Parity, tmp_pa
     check_start(parity, run, expected)
 
 
-def test_folder_with_more_layers_is_refused(parity: Parity, tmp_path: Path) -> None:
+def test_folder_with_more_layers_is_refused(parity, tmp_path):
     pretrained(tmp_path, "llama", (("num_hidden_layers", 6),))
     run = Run(model="llama", layout={P: 2, M: 2}, world_size=2, steps=1, init_from=str(tmp_path))
     with pytest.raises(
@@ -93,7 +84,7 @@ def test_folder_with_more_layers_is_refused(parity: Parity, tmp_path: Path) -> N
         parity.ranks(run)
 
 
-def test_from_pretrained_works_without_meta_device(parity: Parity, tmp_path: Path) -> None:
+def test_from_pretrained_works_without_meta_device(parity, tmp_path):
     expected = pretrained(tmp_path, "llama", ())
     layout = {P: 2, M: 2, "meta_init": False}
     check_start(
@@ -104,7 +95,7 @@ def test_from_pretrained_works_without_meta_device(parity: Parity, tmp_path: Pat
 
 
 @pytest.mark.parametrize("layout", [{P: 2}, {}])
-def test_from_pretrained_on_meta_device_is_refused(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_from_pretrained_on_meta_device_is_refused(layout, tmp_path):
     pretrained(tmp_path, "llama", ())
     trainer = L.Trainer(
         strategy=PTDPStrategy(**layout, start_method="fork"),

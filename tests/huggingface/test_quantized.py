@@ -2,12 +2,9 @@
 
 The weights are those of bitsandbytes, which replicas can share, and of torchao."""
 
-from __future__ import annotations
-
 import gc
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,7 +23,7 @@ from lightning_ptdp.strategy.planning import described_choice, described_job
 from tests.huggingface.runs import LAYOUTS, LENGTH, SAMPLES, LitHuggingFace, Run, make_model
 from tests.letters import M, P, V
 from tests.optional import needs
-from tests.parity import Parity, assert_near
+from tests.parity import assert_near
 from tests.pool import WorkerFailure
 
 pytestmark = [pytest.mark.thorough, needs("peft", "bitsandbytes", "torchao")]
@@ -70,7 +67,7 @@ class LitQuantized(LitHuggingFace):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     torch.manual_seed(5)
     path = tmp_path_factory.mktemp("base") / "llama"
     make_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(path)
@@ -93,9 +90,7 @@ def quantized(kind: str, folder: str) -> Run:
         *(("torchao", layout) for layout in ("p2v2", "d2 sharded gradients")),
     ],
 )
-def test_adapters_on_quantized_weights_match_single_process(
-    kind: str, layout: str, parity: Parity, folder: str
-) -> None:
+def test_adapters_on_quantized_weights_match_single_process(kind, layout, parity, folder):
     parity.check(quantized(kind, folder), LAYOUTS[layout])
 
 
@@ -103,13 +98,11 @@ def test_adapters_on_quantized_weights_match_single_process(
     ("world_size", "more"),
     [(2, {"recompute": "full"}), (4, {"reshard_after": "block", P: 2, V: 2})],
 )
-def test_shared_quantized_weights_are_gathered_again(
-    world_size: int, more: dict[str, Any], parity: Parity, folder: str
-) -> None:
+def test_shared_quantized_weights_are_gathered_again(world_size, more, parity, folder):
     parity.check(quantized("nf4", folder), (world_size, {"shard": "parameters", M: 2, **more}))
 
 
-def test_training_after_validation_is_the_same(parity: Parity, folder: str) -> None:
+def test_training_after_validation_is_the_same(parity, folder):
     run = replace(quantized("nf4", folder), validate_every=None)
     validated = parity.result(replace(run, validate_every=2))
     assert_near(validated["losses"], parity.result(run)["losses"], 0, "losses")
@@ -126,8 +119,8 @@ def test_training_after_validation_is_the_same(parity: Parity, folder: str) -> N
     ],
 )
 def test_checkpoint_of_quantized_weights_resumes_in_other_layout(
-    kind: str, before: str, after: str, parity: Parity, folder: str, tmp_path: Path
-) -> None:
+    kind, before, after, parity, folder, tmp_path
+):
     run = replace(quantized(kind, folder), global_batch=SAMPLES)
     saved = str(tmp_path / "saved")
     expected = parity.result(run)
@@ -146,7 +139,7 @@ class Held(L.Callback):
 
     held = most = 0
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer, *_):
         if self.held:
             return
         self.held = packed_bytes()
@@ -161,7 +154,7 @@ class Held(L.Callback):
         patch.start()
         self.stop = patch.stop
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_):
         self.stop()
 
 
@@ -189,9 +182,7 @@ class Measured(Run):
 
 
 @pytest.mark.parametrize(("kind", "width"), [("nf4", 0.5), ("8 bits", 1)])
-def test_replicas_share_elements_of_quantized_weights(
-    kind: str, width: float, parity: Parity, folder: str
-) -> None:
+def test_replicas_share_elements_of_quantized_weights(kind, width, parity, folder):
     run = Measured(**vars(quantized(kind, folder)) | {"steps": 1, "validate_every": None})
     elements = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * width
     for found in parity.ranks(run.on((4, {"shard": "parameters"}))):
@@ -201,22 +192,20 @@ def test_replicas_share_elements_of_quantized_weights(
 
 
 @pytest.mark.parametrize("degrees", [{"tensor_parallel_size": 2}, {"expert_parallel_size": 2}])
-def test_cut_of_quantized_weight_is_refused_before_launch(
-    degrees: dict[str, int], folder: str
-) -> None:
+def test_cut_of_quantized_weight_is_refused_before_launch(degrees, folder):
     config = PTDPStrategy(**degrees).config
     with pytest.raises(ValueError, match=rf"is a Params4bit .*{next(iter(degrees))}=2 cannot cut"):
         check_model(LitQuantized(quantized("nf4", folder)), config, config.layout(2))
 
 
-def test_sharing_of_weights_of_torchao_is_refused_before_launch(folder: str) -> None:
+def test_sharing_of_weights_of_torchao_is_refused_before_launch(folder):
     config = PTDPStrategy(shard="parameters").config
     module = LitQuantized(quantized("torchao", folder))
     with pytest.raises(ValueError, match=r"Int8Tensor of torchao.* Use shard='gradients', or"):
         check_model(module, config, config.layout(2))
 
 
-def test_training_of_quantized_weight_is_refused_before_launch(folder: str) -> None:
+def test_training_of_quantized_weight_is_refused_before_launch(folder):
     module = LitQuantized(quantized("torchao", folder))
     for parameter in module.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -225,9 +214,7 @@ def test_training_of_quantized_weight_is_refused_before_launch(folder: str) -> N
         check_model(module, config, config.layout(2))
 
 
-def test_export_of_quantized_weights_is_refused_before_first_step(
-    parity: Parity, folder: str, tmp_path: Path
-) -> None:
+def test_export_of_quantized_weights_is_refused_before_first_step(parity, folder, tmp_path):
     run = replace(quantized("nf4", folder), export=str(tmp_path / "export"))
     with pytest.raises(
         WorkerFailure, match=r"weight' is quantized, and exports have plain"
@@ -238,7 +225,7 @@ def test_export_of_quantized_weights_is_refused_before_first_step(
 
 @pytest.mark.parametrize("kind", ["nf4", "8 bits", "torchao"])
 @pytest.mark.parametrize("shard", ["none", "parameters"])
-def test_planner_counts_quantized_weights_as_they_are(kind: str, shard: Any, folder: str) -> None:
+def test_planner_counts_quantized_weights_as_they_are(kind, shard, folder):
     module = LitQuantized(quantized(kind, folder))
     config = PTDPStrategy(shard=shard).config
     job = described_job(
@@ -268,9 +255,7 @@ class LitDiffering(LitQuantized):
 
 
 @pytest.mark.parametrize("layout", ["d2", "p2"])
-def test_quantized_weights_that_differ_between_ranks_are_refused(
-    layout: str, parity: Parity, folder: str
-) -> None:
+def test_quantized_weights_that_differ_between_ranks_are_refused(layout, parity, folder):
     run = replace(quantized("nf4", folder), module=LitDiffering)
     with pytest.raises(
         WorkerFailure, match=r"layers.1.mlp.up_proj.weight' is quantized and differs"
@@ -284,13 +269,11 @@ class LateQuantized(LitQuantized):
     def __init__(self, run: Run) -> None:
         LitHuggingFace.__init__(self, run)
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             LitQuantized.__init__(self, self.run)
 
 
-def test_quantized_model_of_configure_model_matches_single_process(
-    parity: Parity, folder: str
-) -> None:
+def test_quantized_model_of_configure_model_matches_single_process(parity, folder):
     run = replace(quantized("nf4", folder), module=LateQuantized, layout={"meta_init": False})
     parity.check(run, LAYOUTS["p2v2"])

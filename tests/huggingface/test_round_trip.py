@@ -1,13 +1,8 @@
 """Round trip of a folder for three architectures (ci/unseen_models.py runs more)."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.huggingface.round_trip import CIRCLE, differences_around
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -15,8 +10,6 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "gpt2"])
-def test_exported_folder_continues_training_in_one_process(
-    name: str, pool: Pool, tmp_path: Path
-) -> None:
+def test_exported_folder_continues_training_in_one_process(name, pool, tmp_path):
     assert name in CIRCLE
     assert not differences_around(pool, name, tmp_path)

@@ -1,9 +1,5 @@
 """CLIP, LED and Informer under a pipeline, and their variants that cannot be split."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +8,6 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy.checks import check_model
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run
 from tests.letters import M, P, T, V
-from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -42,10 +37,10 @@ class LitTowers(LitHuggingFace):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         raise NotImplementedError
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
@@ -74,7 +69,7 @@ class Clip(LitTowers):
 class Led(LitTowers):
     """Looks up positions by the shape of the ids."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             sizes = {
                 "vocab_size": VOCABULARY,
@@ -127,15 +122,13 @@ class Distilling(Informer):
     ("module", "layout"),
     [(Clip, {P: 2}), (Led, {P: 2}), (Led, {T: 2}), (Informer, {P: 2}), (Informer, {P: 2, V: 2})],
 )
-def test_model_trains_like_single_process(
-    module: type[LitHuggingFace], layout: dict[str, Any], parity: Parity
-) -> None:
+def test_model_trains_like_single_process(module, layout, parity):
     run = Run(model="", module=module, steps=3, layout={M: 2})
     # CLIP's negatives are those of a microbatch, but a single process evaluates whole batches.
     parity.check(run, (2, layout), but=["val_loss"] if module is Clip else [])
 
 
-def test_stage_that_begins_in_second_tower_is_refused() -> None:
+def test_stage_that_begins_in_second_tower_is_refused():
     """A stage that begins inside the second tower lacks the output of the first one."""
     config = PTDPConfig(num_microbatches=2, pipeline_parallel_size=2, virtual_pipeline_size=2)
     with pytest.raises(
@@ -145,7 +138,7 @@ def test_stage_that_begins_in_second_tower_is_refused() -> None:
         check_model(Clip(Run(model="")), config, config.layout(2))
 
 
-def test_convolutions_between_blocks_are_refused_before_launch() -> None:
+def test_convolutions_between_blocks_are_refused_before_launch():
     config = PTDPConfig(num_microbatches=2, pipeline_parallel_size=2)
     module = Distilling(Run(model=""))
     with pytest.raises(

@@ -1,14 +1,11 @@
 """A LightningModule around a Hugging Face model trains unmodified and equally in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.huggingface.runs import LAYOUTS, SAMPLES, Run
-from tests.parity import Parity, assert_near, assert_weights_near
+from tests.parity import assert_near, assert_weights_near
 
 pytestmark = pytest.mark.thorough
 
@@ -22,13 +19,13 @@ pytest.importorskip("transformers")
         *((model, name) for model in ("gpt2", "bert") for name in ("t2p2v2", "t2p2v2sp")),
     ],
 )
-def test_model_matches_single_process(model: str, layout: str, parity: Parity) -> None:
+def test_model_matches_single_process(model, layout, parity):
     parity.check(Run(model=model), LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
-def test_bfloat16_pipeline_matches_single_process(model: str, eager: bool, parity: Parity) -> None:
+def test_bfloat16_pipeline_matches_single_process(model, eager, parity):
     run = Run(model=model, eager=eager, precision="bf16-true")
     parity.check(run, LAYOUTS["p2"], tolerance=5e-2)
 
@@ -46,9 +43,7 @@ def test_bfloat16_pipeline_matches_single_process(model: str, eager: bool, parit
         ("opt", (), "p2"),
     ],
 )
-def test_declared_plan_matches_single_process(
-    model: str, options: tuple, layout: str, parity: Parity
-) -> None:
+def test_declared_plan_matches_single_process(model, options, layout, parity):
     parity.check(Run(model=model, options=options), LAYOUTS[layout])
 
 
@@ -60,17 +55,15 @@ def test_declared_plan_matches_single_process(
         ((("norm_first", True), ("activation", "gelu"), ("batch_first", False)), "t2p2v2"),
     ],
 )
-def test_torch_transformer_encoder_matches_single_process(
-    options: tuple, layout: str, parity: Parity
-) -> None:
+def test_torch_transformer_encoder_matches_single_process(options, layout, parity):
     parity.check(Run(model="encoder", options=options), LAYOUTS[layout])
 
 
-def test_eager_model_with_whole_output_matches_single_process(parity: Parity) -> None:
+def test_eager_model_with_whole_output_matches_single_process(parity):
     parity.check(Run(model="gpt2", eager=True, whole_output=True), LAYOUTS["t2p2v2"])
 
 
-def test_checkpoint_of_copied_heads_resumes_in_other_layout(parity: Parity, tmp_path: Path) -> None:
+def test_checkpoint_of_copied_heads_resumes_in_other_layout(parity, tmp_path):
     # an epoch is one batch: Lightning does not resume within an epoch of a plain loader
     whole = Run(model="llama", global_batch=SAMPLES)
     first = replace(whole, steps=2, save=str(tmp_path / "two epochs"))

@@ -1,7 +1,5 @@
 """Encoder-decoders in float64, stage by stage in one process, for several losses and cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -48,7 +46,7 @@ class Step(nn.Module):
         super().__init__()
         self.model, self.compute = model, compute
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch):
         return self.compute(self.model, batch)
 
 
@@ -63,7 +61,7 @@ class Step(nn.Module):
     ],
 )
 @pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_loss_and_gradients_match_whole_model(kind: str, built: str, compute: Any) -> None:
+def test_loss_and_gradients_match_whole_model(kind, built, compute):
     data = Samples(kind)
     batch = {key: torch.stack([data[i][key] for i in range(3)]) for key in data[0]}
     torch.manual_seed(0)

@@ -1,16 +1,11 @@
 """Models that use a parameter without calling its module (DeBERTa's positions) or compute one
 (wav2vec2's convolution)."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from torch import Tensor
 
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run
 from tests.letters import M, P, V
-from tests.parity import Parity
 
 pytestmark = pytest.mark.thorough
 
@@ -27,7 +22,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class Deberta(LitHuggingFace):
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             config = transformers.DebertaV2Config(
                 **SMALL,
@@ -67,17 +62,15 @@ class Wav2Vec2(LitHuggingFace):
         waves = (batch["input_ids"] / VOCABULARY).repeat_interleave(20, 1)
         return self.model(waves, labels=batch["labels"][:, :5]).loss
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.loss(batch)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
 @pytest.mark.parametrize("layout", [{P: 2}, {P: 2, V: 2}])
 @pytest.mark.parametrize("module", [Deberta, Wav2Vec2])
-def test_model_trains_like_single_process(
-    module: type[LitHuggingFace], layout: dict[str, Any], parity: Parity
-) -> None:
+def test_model_trains_like_single_process(module, layout, parity):
     run = Run(model="", module=module, steps=3, layout={M: 2})
     parity.check(run, (2, layout))

@@ -1,7 +1,5 @@
 """Unmodified vision-language models equal one process, with any number of images per sample."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,7 +33,7 @@ from tests.huggingface.vision import (
     build_vision,
     collate,
 )
-from tests.parity import Parity, make_trainer
+from tests.parity import make_trainer
 
 pytestmark = pytest.mark.thorough
 
@@ -44,17 +42,17 @@ transformers = pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_trains_like_single_process(family: str, layout: str, parity: Parity) -> None:
+def test_family_trains_like_single_process(family, layout, parity):
     """The first microbatch has no image, nor has one replica in the second step."""
     parity.check(VisionRun(model=family), LAYOUTS[layout])
 
 
-def test_hidden_states_of_tower_are_whole_under_sequence_parallelism(parity: Parity) -> None:
+def test_hidden_states_of_tower_are_whole_under_sequence_parallelism(parity):
     """LLaVA selects a hidden state of its tower, which is not divided."""
     parity.check(VisionRun(model="llava"), LAYOUTS["t2sp"])
 
 
-def test_context_parallelism_is_refused_before_launch() -> None:
+def test_context_parallelism_is_refused_before_launch():
     config = PTDPConfig(context_parallel_size=2)
     module = LitVision(VisionRun(model="qwen2_5_vl"))
     with pytest.raises(ValueError, match=r"merges images into its sequence.*_parallel_size=1"):
@@ -62,7 +60,7 @@ def test_context_parallelism_is_refused_before_launch() -> None:
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_partition_and_planner_count_tower_on_first_stage(family: str) -> None:
+def test_partition_and_planner_count_tower_on_first_stage(family):
     """The tower has more multiply-adds than a layer, so the first stage has one layer of four."""
     module = LitVision(VisionRun(model=family))
     module.configure_model()
@@ -90,7 +88,7 @@ def _batch(images: list[int], rows: int, **more: torch.Tensor) -> dict[str, torc
     return {"input_ids": tokens, "pixel_values": torch.arange(rows)[:, None], **more}
 
 
-def test_images_follow_their_samples_into_microbatches() -> None:
+def test_images_follow_their_samples_into_microbatches():
     """As many images as samples are not necessarily one per sample."""
     parts = split_batch(_batch([0, 2, 1, 1], 4), (2, 2), image_token=IMAGE)
     assert [part["pixel_values"].flatten().tolist() for part in parts] == [[0, 1], [2, 3]]
@@ -99,22 +97,20 @@ def test_images_follow_their_samples_into_microbatches() -> None:
     assert second["pixel_values"].flatten().tolist() == [0, 1]
 
 
-def test_patches_follow_their_images_into_microbatches() -> None:
+def test_patches_follow_their_images_into_microbatches():
     grid = torch.tensor([[1, 2, 2], [1, 4, 1], [1, 1, 4]])
     parts = split_batch(_batch([1, 2], 12, image_grid_thw=grid), (1, 1), image_token=IMAGE)
     assert [len(part["pixel_values"]) for part in parts] == [4, 8]
     assert torch.equal(parts[1]["image_grid_thw"], grid[1:])
 
 
-def test_images_of_unknown_sample_are_refused() -> None:
+def test_images_of_unknown_sample_are_refused():
     with pytest.raises(ValueError, match=r"3 rows for 8 image tokens.*Use num_microbatches=1"):
         split_batch(_batch([2, 2], 3), (1, 1), image_token=IMAGE)
 
 
 @pytest.mark.parametrize("rows", [3, 4])
-def test_batch_is_split_before_launch(
-    rows: int, folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_is_split_before_launch(rows, folders, monkeypatch):
     """The model is built only in the ranks, and its tensor-parallel plan is still found."""
     # The trial is not run beside other threads, such as those of pytest.
     monkeypatch.setattr(threading, "active_count", lambda: 1)
@@ -150,9 +146,7 @@ TEXT_STEP = (1, 2, 0, 1, 0, 0, 0, 0, 1, 0, 0, 2)
         *(("qwen2_5_vl", name) for name in ("t2p2", "zb")),
     ],
 )
-def test_step_without_images_leaves_tower_unchanged(
-    family: str, layout: str, parity: Parity
-) -> None:
+def test_step_without_images_leaves_tower_unchanged(family, layout, parity):
     """A zero gradient would move the tower by its momentum."""
     run = VisionRun(model=family, images=TEXT_STEP)
     zero_bubble = (2, {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "zb_h1"})
@@ -160,7 +154,7 @@ def test_step_without_images_leaves_tower_unchanged(
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
-def test_frozen_tower_trains_language_model_alone(layout: str, parity: Parity) -> None:
+def test_frozen_tower_trains_language_model_alone(layout, parity):
     run = VisionRun(model="qwen2_5_vl", images=TEXT_STEP, frozen=("model.visual.",))
     parity.check(run, LAYOUTS[layout])
 
@@ -171,7 +165,7 @@ def image_text(run: VisionRun) -> LitImageTextToText:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     """Return a folder with a folder of each family."""
     folder = tmp_path_factory.mktemp("vision")
     torch.manual_seed(5)
@@ -190,9 +184,7 @@ def logits(folder: Path, family: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exported_folder_reloads_with_equal_logits(
-    family: str, folders: Path, parity: Parity, tmp_path: Path
-) -> None:
+def test_exported_folder_reloads_with_equal_logits(family, folders, parity, tmp_path):
     run = VisionRun(
         model=family, module=image_text, pretrained=str(folders / family), precision="32-true"
     )
@@ -205,9 +197,7 @@ def test_exported_folder_reloads_with_equal_logits(
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2", "p2", "t2p2"])
-def test_adapters_are_in_language_model_only(
-    layout: str, folders: Path, parity: Parity, tmp_path: Path
-) -> None:
+def test_adapters_are_in_language_model_only(layout, folders, parity, tmp_path):
     run = VisionRun(
         model="qwen2_5_vl",
         images=TEXT_STEP,

@@ -1,7 +1,5 @@
 """A run of an architecture in a layout, trained by an ordinary LightningModule with SGD."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from dataclasses import dataclass, field
@@ -76,7 +74,7 @@ class LitUnseen(L.LightningModule):
         early = run.eager or ARCHITECTURES[run.architecture].eager
         self.model: Any = self._built() if early else None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             self.model = self._built()
 
@@ -90,7 +88,7 @@ class LitUnseen(L.LightningModule):
             model, peft.LoraConfig(**self.run.lora, init_lora_weights="gaussian")
         )
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         output = (
             self.model(**batch, output_hidden_states=True)
             if self.run.hidden
@@ -105,7 +103,7 @@ class LitUnseen(L.LightningModule):
             return {"loss": loss, "num_tokens": (shifted != -100).sum()}
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 

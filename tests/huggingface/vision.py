@@ -110,7 +110,7 @@ class ImageSamples(Dataset):
     def __len__(self) -> int:
         return SAMPLES
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         count = self.images[index % len(self.images)]
         tokens = self.tokens[index].clone()
         for number in range(count):
@@ -170,17 +170,17 @@ class LitVision(LitHuggingFace):
         L.LightningModule.__init__(self)
         self.run, self.model = run, None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if self.model is None:
             self.model = build_vision(self.run.model, **dict(self.run.options))
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(not name.startswith(self.run.frozen))
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.model(**batch).loss
         return {"loss": loss, "num_tokens": (batch["labels"][:, 1:] != -100).sum()}
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         # Parameters of a tower that no loss depends on have zero gradients in a layout.
         return torch.optim.AdamW(trained, lr=5e-3, eps=1e-3, weight_decay=0.0)

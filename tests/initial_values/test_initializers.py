@@ -1,14 +1,11 @@
 """Initial values of models with an initializer for several modules."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.parameters.initializers import Initializers
 from lightning_ptdp.parameters.materialize import Materializer
@@ -25,7 +22,7 @@ def built(kind: str, seed: int = 5, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "gemma3", "opt", "encoder"])
-def test_initial_values_follow_model_initializer(kind: str) -> None:
+def test_initial_values_follow_model_initializer(kind):
     pytest.importorskip("transformers")
     ours, theirs = built(kind), make_model(kind)
     expected = dict(theirs.named_parameters())
@@ -39,7 +36,7 @@ def test_initial_values_follow_model_initializer(kind: str) -> None:
         assert torch.equal(ours.get_buffer(name), buffer), name
 
 
-def test_parent_initializer_applies_and_padding_is_zero() -> None:
+def test_parent_initializer_applies_and_padding_is_zero():
     pytest.importorskip("transformers")
     model = built("gpt2", n_embd=64)
     assert math.isclose(
@@ -52,9 +49,9 @@ def test_parent_initializer_applies_and_padding_is_zero() -> None:
     assert bert.cls.predictions.decoder.weight is bert.bert.embeddings.word_embeddings.weight
 
 
-def test_model_is_unchanged_and_uninitialized_tensor_is_named() -> None:
+def test_model_is_unchanged_and_uninitialized_tensor_is_named():
     class Half(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.scale, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
 
@@ -62,7 +59,7 @@ def test_model_is_unchanged_and_uninitialized_tensor_is_named() -> None:
             nn.init.ones_(self.scale)
 
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.linear, self.half = nn.Linear(3, 3), Half()
 
@@ -84,9 +81,7 @@ def test_model_is_unchanged_and_uninitialized_tensor_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.uniform_])
-def test_half_precision_values_are_rounded_float32(
-    dtype: torch.dtype, draw: Callable[[Tensor], Tensor]
-) -> None:
+def test_half_precision_values_are_rounded_float32(dtype, draw):
     class Scale(nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:
             super().__init__()

@@ -1,17 +1,14 @@
 """Initial values that depend only on the seed and the name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_ptdp.parameters.materialize import Materializer, agree_on_values
-from tests.pool import Pool
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(7, 4)
         self.middle = nn.Linear(4, 4)
@@ -30,7 +27,7 @@ def build(seed: int, only: tuple[str, ...] | None = None) -> Tied:
     return model
 
 
-def test_values_depend_only_on_seed_and_name() -> None:
+def test_values_depend_only_on_seed_and_name():
     whole = build(5)
     torch.manual_seed(99)
     part = build(5, only=("head", "middle"))
@@ -41,7 +38,7 @@ def test_values_depend_only_on_seed_and_name() -> None:
     assert not torch.equal(build(6).middle.weight, whole.middle.weight)
 
 
-def test_buffers_are_initialized_and_global_rng_is_unchanged() -> None:
+def test_buffers_are_initialized_and_global_rng_is_unchanged():
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model = build(5)
@@ -50,9 +47,9 @@ def test_buffers_are_initialized_and_global_rng_is_unchanged() -> None:
     assert model.norm.num_batches_tracked.item() == 0
 
 
-def test_module_without_initializer_is_named() -> None:
+def test_module_without_initializer_is_named():
     class Own(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.scale = nn.Parameter(torch.ones(3))
 
@@ -68,5 +65,5 @@ def _agree(rank: int) -> tuple[list[str], list[float]]:
     return names, different.tolist()
 
 
-def test_rank_zero_values_win_if_eager_values_differ(pool: Pool) -> None:
+def test_rank_zero_values_win_if_eager_values_differ(pool):
     assert pool.run(_agree, world_size=2) == [(["different"], [0.0] * 3)] * 2

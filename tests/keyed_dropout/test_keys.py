@@ -1,7 +1,5 @@
 """Random numbers as a function of keys and indices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -21,14 +19,14 @@ def reference(key: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def test_hash_equals_splitmix64() -> None:
+def test_hash_equals_splitmix64():
     keys, indices = torch.tensor([0, 1, -5, 2**62]), torch.tensor([0, 7, 123456789, 2**40])
     found = mix(keys, indices).tolist()
     for key, index, value in zip(keys.tolist(), indices.tolist(), found, strict=True):
         assert value % 2**64 == reference(key % 2**64, index)
 
 
-def test_numbers_are_uniform_and_uncorrelated() -> None:
+def test_numbers_are_uniform_and_uncorrelated():
     x = uniform(
         torch.tensor([[3], [4]]).view(2, 1, 1),
         [torch.arange(200).view(1, -1, 1), torch.arange(300).view(1, 1, -1)],
@@ -44,7 +42,7 @@ def test_numbers_are_uniform_and_uncorrelated() -> None:
         assert abs(float(correlation)) < 5 / x.numel() ** 0.5
 
 
-def test_sample_key_is_independent_of_batch() -> None:
+def test_sample_key_is_independent_of_batch():
     tokens, weights = torch.randint(50, (6, 9)), torch.randn(6)
     whole = sample_keys([tokens, weights], 6)
     part = sample_keys([tokens[[4, 1]], weights[[4, 1]]], 2)
@@ -55,13 +53,13 @@ def test_sample_key_is_independent_of_batch() -> None:
     assert (sample_keys([changed, weights], 6) != whole).tolist() == [i == 2 for i in range(6)]
 
 
-def test_batch_without_samples_is_refused() -> None:
+def test_batch_without_samples_is_refused():
     with pytest.raises(ValueError, match="no tensor of 3 samples"):
         sample_keys([torch.ones(4)], 3)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_dropout_inside_torch_attention_is_refused(dropout: float) -> None:
+def test_dropout_inside_torch_attention_is_refused(dropout):
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     x = torch.randn(2, 4, 8)
     attention = nn.MultiheadAttention(8, 2, dropout=dropout, batch_first=True)
@@ -76,7 +74,7 @@ def test_dropout_inside_torch_attention_is_refused(dropout: float) -> None:
         assert torch.equal(attention.eval()(x, x, x)[0], attention(x, x, x)[0])
 
 
-def test_batch_without_common_dimension_is_refused() -> None:
+def test_batch_without_common_dimension_is_refused():
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     graphs = {"x": torch.randn(5, 2), "edges": torch.zeros(2, 7)}
     with pytest.raises(KeyedDropoutError, match="keyed_dropout=False"):

@@ -1,13 +1,11 @@
 """Training with keyed dropout, which is numerically equal in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from tests.letters import SP, C, M, P, R, S, T, V
-from tests.parity import Parity, Place
+from tests.parity import Place
 from tests.pool import WorkerFailure
 from tests.tiny_gpt import Run
 
@@ -29,15 +27,15 @@ LAYOUTS: dict[str, Place] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_training_equals_single_process(name: str, parity: Parity) -> None:
+def test_training_equals_single_process(name, parity):
     parity.check(RUN, LAYOUTS[name])
 
 
-def test_dropout_changes_losses(parity: Parity) -> None:
+def test_dropout_changes_losses(parity):
     dropped, kept = parity.result(RUN), parity.result(Run())
     assert dropped["losses"] != pytest.approx(kept["losses"], rel=1e-5)
 
 
-def test_attention_dropout_with_context_parallel_is_refused(parity: Parity) -> None:
+def test_attention_dropout_with_context_parallel_is_refused(parity):
     with pytest.raises(WorkerFailure, match="keyed_dropout=True with attention dropout"):
         parity.ranks(replace(RUN, steps=1).on((2, {C: 2})))

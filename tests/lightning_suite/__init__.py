@@ -16,8 +16,6 @@ With ``--ptdp-processes 2`` every test that uses the strategy runs in two proces
 ``--ptdp-off`` too, it uses Lightning's ``ddp``. A test that also fails there assumes one
 process."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

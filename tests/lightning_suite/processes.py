@@ -1,7 +1,5 @@
 """Execution of each test in several ranks at once, forked from the process that collected it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
@@ -37,7 +35,7 @@ class Processes:
         self._count, self._folder = count, Path()
 
     @pytest.fixture
-    def tmp_path(self) -> Path:
+    def tmp_path(self):
         """Return one folder for all ranks."""
         folder = self._folder / "tmp_path"
         folder.mkdir(exist_ok=True)
@@ -112,7 +110,7 @@ class Processes:
                     "failed" if when == "call" else "passed",
                     text,
                     when,
-                )  # type: ignore[arg-type]
+                )
                 for when in ("setup", "call", "teardown")
             ]
         told = pickle.loads(self._file(rank).read_bytes())

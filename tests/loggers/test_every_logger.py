@@ -1,7 +1,5 @@
 """Every installable Lightning logger with every callback that logs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -63,16 +61,14 @@ LOGGERS: dict[str, Callable[[Path], Logger]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "model"
     make_tiny(path)
     return path
 
 
 @pytest.mark.parametrize("name", LOGGERS)
-def test_logger_accepts_output_of_all_callbacks(
-    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logger_accepts_output_of_all_callbacks(name, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(tmp_path)
     logger = LOGGERS[name](tmp_path)

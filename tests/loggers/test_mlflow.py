@@ -1,7 +1,5 @@
 """Tests of the MLflow logger: lazy start, many ranks, forks, flushing and resuming."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import errno
@@ -28,13 +26,12 @@ from lightning_ptdp.base.data_record import DatasetRecord
 from lightning_ptdp.loggers import MLFlowLogger, mlflow
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
 from lightning_ptdp.models import GPTConfig
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture(autouse=True)
-def rank_zero() -> Iterator[None]:
+def rank_zero():
     before = rank_zero_only.rank
     rank_zero_only.rank = 0
     yield
@@ -42,7 +39,7 @@ def rank_zero() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def save_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_dir(tmp_path_factory):
     """Return one store for the whole module, because creating a database takes seconds."""
     return tmp_path_factory.mktemp("runs")
 
@@ -59,9 +56,7 @@ def history(logger: MLFlowLogger, name: str) -> list[tuple[int, float]]:
     )
 
 
-def test_store_is_untouched_before_first_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_is_untouched_before_first_use(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)  # an import of it raises
     logger = MLFlowLogger(save_dir=str(tmp_path / "runs"))
     logger.check()
@@ -76,7 +71,7 @@ def test_store_is_untouched_before_first_use(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_finalize_flushes_metrics_and_artifacts(save_dir: Path) -> None:
+def test_finalize_flushes_metrics_and_artifacts(save_dir):
     logger = MLFlowLogger(save_dir=str(save_dir), tags={"purpose": "test"})
     for step in range(200):
         logger.log_metrics({"train_loss": float(step)}, step)
@@ -94,7 +89,7 @@ def test_finalize_flushes_metrics_and_artifacts(save_dir: Path) -> None:
     )
 
 
-def test_parameters_are_flattened_and_truncated(save_dir: Path) -> None:
+def test_parameters_are_flattened_and_truncated(save_dir):
     logger = MLFlowLogger(save_dir=str(save_dir))
     logger.log_hyperparams(
         {
@@ -112,7 +107,7 @@ def test_parameters_are_flattened_and_truncated(save_dir: Path) -> None:
     assert not parameters.keys() & {"none", "_instantiator"}
 
 
-def test_run_name_has_layout_and_time(save_dir: Path) -> None:
+def test_run_name_has_layout_and_time(save_dir):
     named, unnamed = (
         MLFlowLogger(save_dir=str(save_dir), run_name="mine"),
         MLFlowLogger(save_dir=str(save_dir)),
@@ -130,7 +125,7 @@ def test_run_name_has_layout_and_time(save_dir: Path) -> None:
     assert unnamed.url == f"http://127.0.0.1:5000/#/{page}"
 
 
-def test_epoch_is_logged_when_it_changes(save_dir: Path) -> None:
+def test_epoch_is_logged_when_it_changes(save_dir):
     logger = MLFlowLogger(save_dir=str(save_dir))
     for step, epoch in enumerate([0.0, 0.0, 1.0, 1.0, 2.0]):
         logger.log_metrics({"loss": 1.0, "epoch": epoch}, step)
@@ -138,7 +133,7 @@ def test_epoch_is_logged_when_it_changes(save_dir: Path) -> None:
     assert history(logger, "epoch") == [(2, 1.0), (4, 2.0)]
 
 
-def test_metrics_are_grouped_by_prefix(save_dir: Path) -> None:
+def test_metrics_are_grouped_by_prefix(save_dir):
     names = {
         "train_loss": "train/loss",
         "learning_rate/1": "train/learning_rate/1",
@@ -159,7 +154,7 @@ def test_metrics_are_grouped_by_prefix(save_dir: Path) -> None:
     assert run.data.tags["mlflow.note.content"] == "mine"
 
 
-def test_dataset_is_logged_as_run_input(save_dir: Path) -> None:
+def test_dataset_is_logged_as_run_input(save_dir):
     record = DatasetRecord(
         name="web",
         context="training",
@@ -177,7 +172,7 @@ def test_dataset_is_logged_as_run_input(save_dir: Path) -> None:
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
-def test_resume_appends_metrics_and_keeps_parameters(save_dir: Path) -> None:
+def test_resume_appends_metrics_and_keeps_parameters(save_dir):
     first = MLFlowLogger(save_dir=str(save_dir), tags={"layout": "t2"})
     first.log_hyperparams({"learning_rate": 1.0})
     first.log_metrics({"loss": 2.0}, 1)
@@ -199,12 +194,12 @@ def test_resume_appends_metrics_and_keeps_parameters(save_dir: Path) -> None:
     assert client_of(second).get_run(first.run_id).info.status == "FAILED"
 
 
-def test_unknown_run_id_is_refused(save_dir: Path) -> None:
+def test_unknown_run_id_is_refused(save_dir):
     with pytest.raises(ValueError, match=r"run_id='nothing'.*Leave run_id out"):
         MLFlowLogger(save_dir=str(save_dir), run_id="nothing").log_metrics({"loss": 1.0}, 0)
 
 
-def test_resume_continues_run_of_checkpoint(save_dir: Path) -> None:
+def test_resume_continues_run_of_checkpoint(save_dir):
     first = MLFlowLogger(save_dir=str(save_dir))
     run_id = first.run_id
     first.finalize("failed")
@@ -229,9 +224,7 @@ def test_resume_continues_run_of_checkpoint(save_dir: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:logging failed")
-def test_unwritten_metrics_are_kept_in_file(
-    save_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritten_metrics_are_kept_in_file(save_dir, monkeypatch):
     monkeypatch.setattr(mlflow, "LIMIT_S", 0.0)
     logger = MLFlowLogger(save_dir=str(save_dir))
     run_id = logger.run_id
@@ -271,9 +264,7 @@ def _largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:logging failed")
 @pytest.mark.parametrize("kind", ["sqlite", "disk"])
-def test_full_disk_does_not_fail_finished_training(
-    save_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_full_disk_does_not_fail_finished_training(save_dir, monkeypatch, kind):
     monkeypatch.setattr(mlflow, "LIMIT_S", 0.0)
     logger = MLFlowLogger(save_dir=str(save_dir), log_model=True)
     kept = save_dir / "lightning-ptdp" / logger.run_id / "unwritten_metrics.jsonl"
@@ -299,7 +290,7 @@ def test_full_disk_does_not_fail_finished_training(
     assert kept.read_text() == "before\n", "a partial row is left in the file"
 
 
-def test_copies_of_logger_do_not_share_connection(save_dir: Path) -> None:
+def test_copies_of_logger_do_not_share_connection(save_dir):
     logger = MLFlowLogger(save_dir=str(save_dir))
     logger.log_metrics({"loss": 1.0}, 0)
     for twin in (copy.deepcopy(logger), pickle.loads(pickle.dumps(logger))):
@@ -321,7 +312,7 @@ def _log_on_every_rank(rank: int, save_dir: str) -> str | None:
     return logger.run_id
 
 
-def test_only_rank_zero_logs_to_fresh_store(pool: Pool, tmp_path: Path) -> None:
+def test_only_rank_zero_logs_to_fresh_store(pool, tmp_path):
     run_ids = pool.run(_log_on_every_rank, world_size=4, args=(str(tmp_path / "runs"),))
     assert run_ids[0] is not None
     assert run_ids[1:] == [None, None, None]
@@ -344,7 +335,7 @@ def _begin(rank: int, save_dir: str) -> str:
     return logger.run_id
 
 
-def test_concurrent_runs_share_fresh_store(pool: Pool, tmp_path: Path) -> None:
+def test_concurrent_runs_share_fresh_store(pool, tmp_path):
     run_ids = pool.run(_begin, world_size=3, args=(str(tmp_path / "runs"),))
     client = client_of(MLFlowLogger(save_dir=str(tmp_path / "runs")))
     runs = [client.get_run(run_id) for run_id in run_ids]
@@ -358,9 +349,7 @@ def _log_and_break(logger: MLFlowLogger, queue: Any) -> None:
     sys.exit(1)
 
 
-def test_failed_forked_worker_leaves_failed_run_with_metrics(
-    save_dir: Path,
-) -> None:
+def test_failed_forked_worker_leaves_failed_run_with_metrics(save_dir):
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     logger = MLFlowLogger(save_dir=str(save_dir))
@@ -378,7 +367,7 @@ def test_failed_forked_worker_leaves_failed_run_with_metrics(
 @pytest.mark.parametrize(
     "kind", ["folder is a file", "database is text", "database is a folder", "no server"]
 )
-def test_unusable_store_is_refused(tmp_path: Path, kind: str) -> None:
+def test_unusable_store_is_refused(tmp_path, kind):
     (tmp_path / "text").write_text("hello, I am not a database")
     options = {
         "folder is a file": {"save_dir": str(tmp_path / "text" / "runs")},
@@ -392,16 +381,14 @@ def test_unusable_store_is_refused(tmp_path: Path, kind: str) -> None:
         },
         "no server": {"save_dir": str(tmp_path), "tracking_uri": "http://127.0.0.1:9"},
     }
-    logger = MLFlowLogger(**options[kind])  # type: ignore[arg-type]
+    logger = MLFlowLogger(**options[kind])
     with pytest.raises(ValueError, match=r"(save_dir|tracking_uri)='"):
         logger.check()
     with pytest.raises(ValueError, match=r"(save_dir|tracking_uri)='"):
         logger.log_metrics({"loss": 1.0}, 0)
 
 
-def test_system_metrics_continue_step_count_on_resume(
-    save_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_metrics_continue_step_count_on_resume(save_dir, monkeypatch):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     run_id, steps = None, []
     for _ in range(2):

@@ -1,7 +1,5 @@
 """Exported models that MLflow loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -38,7 +36,7 @@ def fit(folder: Path, logger: L.loggers.Logger, *, tensor: int = 2) -> None:
     trainer.fit(LitCausalLM(str(folder / "model")), DataLoader(rows, batch_size=2))
 
 
-def test_mlflow_loads_model_of_training_run(tmp_path: Path) -> None:
+def test_mlflow_loads_model_of_training_run(tmp_path):
     make_tiny(tmp_path / "model", vocabulary_size=400, num_hidden_layers=2)
     with pytest.raises(ValueError, match="log_model=True needs an MLFlowLogger"):
         fit(tmp_path, CSVLogger(tmp_path), tensor=1)

@@ -1,10 +1,5 @@
 """Creation of a database without waiting for the disk."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import Engine
@@ -16,12 +11,12 @@ OFF, FULL = 0, 2
 
 
 @pytest.fixture
-def statements() -> Iterator[list[str]]:
+def statements():
     """Yield the statements of all connections to databases."""
     said: list[str] = []
 
     def trace(connection: object, _record: object) -> None:
-        connection.set_trace_callback(said.append)  # type: ignore[attr-defined]
+        connection.set_trace_callback(said.append)
 
     event.listen(Engine, "connect", trace)
     yield said
@@ -33,7 +28,7 @@ def synchronous(engine: Engine) -> int:
         return connection.exec_driver_sql("PRAGMA synchronous").scalar()
 
 
-def test_only_creation_of_new_database_does_not_wait(tmp_path: Path) -> None:
+def test_only_creation_of_new_database_does_not_wait(tmp_path):
     path = tmp_path / "new.db"
     engine = create_engine(f"sqlite:///{path}")
     with unsynchronized_if_new(path):
@@ -44,7 +39,7 @@ def test_only_creation_of_new_database_does_not_wait(tmp_path: Path) -> None:
         assert synchronous(create_engine(f"sqlite:///{path}")) == FULL
 
 
-def test_logger_creates_its_database_without_waiting(tmp_path: Path, statements: list[str]) -> None:
+def test_logger_creates_its_database_without_waiting(tmp_path, statements):
     assert MLFlowLogger(save_dir=str(tmp_path)).experiment
     off, full = (statements.index(f"PRAGMA synchronous={value}") for value in ("OFF", "FULL"))
     created = [at for at, line in enumerate(statements) if line.lstrip().startswith("CREATE TABLE")]

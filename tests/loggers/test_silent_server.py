@@ -1,7 +1,5 @@
 """MLflow servers that accept connections but never answer, and unknown tracking URIs."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os
@@ -9,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,18 +18,18 @@ from lightning_ptdp.loggers.tracking_store import SilentServerError, check_store
 
 
 @pytest.fixture(autouse=True)
-def rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def rank_zero(monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", 0)
 
 
 @pytest.fixture
-def silent() -> Iterator[str]:
+def silent():
     """Yield the address of a server that accepts connections but never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_unresponsive_server_is_detected_within_timeout(silent: str) -> None:
+def test_unresponsive_server_is_detected_within_timeout(silent):
     for uri in (silent, f"{silent}/prefix/", silent.replace("http:", "https:")):
         with pytest.raises(
             SilentServerError, match=r"accepts connections but does not answer within 0\.2 s"
@@ -40,9 +37,7 @@ def test_unresponsive_server_is_detected_within_timeout(silent: str) -> None:
             check_store(uri, timeout_s=0.2)
 
 
-def test_training_continues_without_unresponsive_server(
-    silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_without_unresponsive_server(silent, tmp_path, monkeypatch):
     _impatient(monkeypatch)
     monkeypatch.setattr(ours, "connect", lambda *_, **__: pytest.fail("MLflow itself was asked"))
     logger = MLFlowLogger(
@@ -70,9 +65,7 @@ def test_training_continues_without_unresponsive_server(
     assert logger.url == str(kept)
 
 
-def test_training_continues_if_only_health_check_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_if_only_health_check_answers(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with _healthy_and_silent() as uri:
@@ -87,9 +80,7 @@ def test_training_continues_if_only_health_check_answers(
             assert run_id in (None, logger.run_id)
 
 
-def test_request_timeout_defaults_keep_user_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_request_timeout_defaults_keep_user_settings(monkeypatch):
     for name in connection._DEFAULTS:
         monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
@@ -117,9 +108,7 @@ def test_request_timeout_defaults_keep_user_settings(
         ("http://127.0.0.1:99999", "no MLflow server answers at 127.0.0.1:99999"),
     ],
 )
-def test_unknown_tracking_uri_is_refused_before_launch(
-    tmp_path: Path, uri: str, words: str
-) -> None:
+def test_unknown_tracking_uri_is_refused_before_launch(tmp_path, uri, words):
     with pytest.raises(ValueError, match=rf"tracking_uri='{uri}'.*{words}"):
         MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri).check()
 
@@ -136,7 +125,7 @@ def test_unknown_tracking_uri_is_refused_before_launch(
         "uc:x",
     ],
 )
-def test_other_mlflow_stores_are_not_checked(tmp_path: Path, uri: str) -> None:
+def test_other_mlflow_stores_are_not_checked(tmp_path, uri):
     MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri).check()
     assert list(tmp_path.iterdir()) == []
 

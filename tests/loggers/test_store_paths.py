@@ -1,9 +1,5 @@
 """Database files in folders with unusual names."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -14,7 +10,7 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.parametrize("name", ["plain", "it's [a] {b} %41 #1", "what?mode=ro", "ü & ;"])
-def test_database_is_written_to_folder_of_logger(name: str, tmp_path: Path) -> None:
+def test_database_is_written_to_folder_of_logger(name, tmp_path):
     folder = tmp_path / name
     folder.mkdir()
     logger = MLFlowLogger(save_dir=str(folder))

@@ -1,7 +1,5 @@
 """Loggers with ``log_model`` copy complete checkpoint folders to their store."""
 
-from __future__ import annotations
-
 import sys
 import types
 from pathlib import Path
@@ -49,9 +47,7 @@ def ours(path: str, log_model: Any) -> Any:
 
 @pytest.mark.parametrize("make_logger", [lightnings, ours])
 @pytest.mark.parametrize("log_model", [True, "all"])
-def test_mlflow_copies_checkpoint_folders(
-    make_logger: Any, log_model: Any, pool: Pool, tmp_path: Path
-) -> None:
+def test_mlflow_copies_checkpoint_folders(make_logger, log_model, pool, tmp_path):
     (run_id,) = pool.run(train, world_size=1, args=(str(tmp_path), make_logger, log_model))
     found = sorted((tmp_path / "artifacts").rglob("metadata.json"))
     assert [file.parent.name for file in found] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
@@ -65,7 +61,7 @@ class Run:
 
     id = "7"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.uploaded: list[tuple[list[str], list[str], list[str]]] = []
 
     def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
@@ -113,7 +109,7 @@ def wandbs(path: str, log_model: Any) -> Any:
 
 
 @pytest.mark.parametrize("log_model", [True, "all"])
-def test_wandb_copies_checkpoint_folders(log_model: Any, tmp_path: Path) -> None:
+def test_wandb_copies_checkpoint_folders(log_model, tmp_path):
     pool = Pool()  # the fake modules stay imported in its processes
     try:
         (uploaded,) = pool.run(train, world_size=1, args=(str(tmp_path), wandbs, log_model))

@@ -1,7 +1,5 @@
 """Tests of the background writer: order, flushing, and an unavailable store."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ def nothing() -> None:
 class Store:
     """Store that can be made unavailable and whose writes can be blocked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.items: list[int] = []
         self.calls: list[int] = []
         self.broken = False
@@ -37,7 +35,7 @@ class Store:
         self.items += items
 
 
-def test_items_are_written_in_order_and_batched() -> None:
+def test_items_are_written_in_order_and_batched():
     store = Store()
     store.open.clear()
     writer = BackgroundWriter(store.write, most=4)
@@ -52,7 +50,7 @@ def test_items_are_written_in_order_and_batched() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:logging failed")
-def test_recovered_store_receives_all_items() -> None:
+def test_recovered_store_receives_all_items():
     store = Store()
     writer = BackgroundWriter(store.write)
     store.broken = True
@@ -67,7 +65,7 @@ def test_recovered_store_receives_all_items() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:logging failed")
-def test_temporary_store_failure_is_retried() -> None:
+def test_temporary_store_failure_is_retried():
     store = Store()
     writer = BackgroundWriter(store.write)
     store.broken = True
@@ -87,7 +85,7 @@ def test_temporary_store_failure_is_retried() -> None:
     assert (store.items, writer.unwritten) == ([0], ())
 
 
-def test_unresponsive_store_does_not_block_training() -> None:
+def test_unresponsive_store_does_not_block_training():
     store = Store()
     store.open.clear()
     writer = BackgroundWriter(store.write)
@@ -101,7 +99,7 @@ def test_unresponsive_store_does_not_block_training() -> None:
     assert store.items == [0, 1, 2]
 
 
-def test_failed_action_after_items_is_retried() -> None:
+def test_failed_action_after_items_is_retried():
     store, failures = Store(), [ConnectionError("the server is away")]
 
     def action() -> None:
@@ -115,7 +113,7 @@ def test_failed_action_after_items_is_retried() -> None:
     assert store.items == [1, -1]
 
 
-def test_failed_deferred_action_gives_warning() -> None:
+def test_failed_deferred_action_gives_warning():
     store = Store()
     writer = BackgroundWriter(store.write)
     writer.put(1)
@@ -133,7 +131,7 @@ def test_failed_deferred_action_gives_warning() -> None:
     assert store.items == [1, -1]
 
 
-def test_fork_waits_for_running_write() -> None:
+def test_fork_waits_for_running_write():
     """A child forked during a write would inherit store locks that are never released."""
     lock, begun, end = threading.Lock(), threading.Event(), threading.Event()
 

@@ -1,7 +1,5 @@
 """Closed-form parameter and FLOP counts of arXiv 2104.04473."""
 
-from __future__ import annotations
-
 
 def ptdp_parameters(
     *, num_layers: int, hidden_size: int, vocabulary_size: int, sequence_length: int

@@ -1,7 +1,5 @@
 """Parameter and FLOP counts match the paper's tables, its formulas and counted operations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -49,9 +47,7 @@ def paper_model(heads: int, hidden: int, layers: int) -> GPTConfig:
 
 
 @pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), TABLE_1)
-def test_parameter_count_matches_table_1(
-    billions: float, heads: int, hidden: int, layers: int
-) -> None:
+def test_parameter_count_matches_table_1(billions, heads, hidden, layers):
     formula = ptdp_parameters(
         num_layers=layers, hidden_size=hidden, vocabulary_size=51200, sequence_length=2048
     )
@@ -63,9 +59,7 @@ def test_parameter_count_matches_table_1(
 
 
 @pytest.mark.parametrize(("heads", "hidden", "layers", "batch", "gpus", "tflops", "days"), TABLE_2)
-def test_training_days_match_table_2(
-    heads: int, hidden: int, layers: int, batch: int, gpus: int, tflops: float, days: float
-) -> None:
+def test_training_days_match_table_2(heads, hidden, layers, batch, gpus, tflops, days):
     step = ptdp_step_flops(
         batch_size=batch,
         sequence_length=2048,
@@ -79,9 +73,7 @@ def test_training_days_match_table_2(
 
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), TABLE_1[:3])
-def test_flops_of_gpt2_match_formula(
-    billions: float, heads: int, hidden: int, layers: int, recompute: bool
-) -> None:
+def test_flops_of_gpt2_match_formula(billions, heads, hidden, layers, recompute):
     sizes = {
         "sequence_length": 2048,
         "num_layers": layers,
@@ -111,7 +103,7 @@ def test_flops_of_gpt2_match_formula(
     ],
     ids=["gpt2", "llama gqa"],
 )
-def test_flops_match_counted_matrix_products(config: GPTConfig) -> None:
+def test_flops_match_counted_matrix_products(config):
     model = GPT(config)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(3, 32, dtype=torch.int64)).sum().backward()

@@ -1,7 +1,5 @@
 """Perplexity and token accuracy."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,17 +7,16 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.metrics import Perplexity, TokenAccuracy
-from tests.pool import Pool
 
 
-def test_perplexity_from_mean_losses_and_counts() -> None:
+def test_perplexity_from_mean_losses_and_counts():
     metric = Perplexity()
     metric.update(torch.tensor(2.0), 10)
     metric.update(torch.tensor(5.0), torch.tensor(30))
     assert metric.compute().item() == pytest.approx(math.exp((2 * 10 + 5 * 30) / 40))
 
 
-def test_perplexity_from_token_losses_and_mask() -> None:
+def test_perplexity_from_token_losses_and_mask():
     metric = Perplexity()
     metric.update(
         torch.tensor([[1.0, 3.0, torch.nan], [torch.inf, 2.0, 6.0]]),
@@ -31,7 +28,7 @@ def test_perplexity_from_token_losses_and_mask() -> None:
     assert metric.compute().item() == pytest.approx(math.exp(1.5))
 
 
-def test_nan_loss_counts_only_with_tokens() -> None:
+def test_nan_loss_counts_only_with_tokens():
     metric = Perplexity()
     metric.update(torch.tensor(torch.nan), 0)
     assert metric.num_tokens == 0
@@ -42,18 +39,18 @@ def test_nan_loss_counts_only_with_tokens() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_metrics_without_tokens_are_nan() -> None:
+def test_metrics_without_tokens_are_nan():
     assert Perplexity().compute().isnan()
     assert TokenAccuracy().compute().isnan()
 
 
-def test_perplexity_of_diverged_model_is_finite_in_float32() -> None:
+def test_perplexity_of_diverged_model_is_finite_in_float32():
     metric = Perplexity()
     metric.update(torch.tensor([1e4, 1e30]))
     assert metric.compute().float().isfinite()
 
 
-def test_perplexity_accumulates_in_float64() -> None:
+def test_perplexity_accumulates_in_float64():
     metric = Perplexity()
     metric.update(torch.tensor(1.0, dtype=torch.bfloat16), 10**9)
     for _ in range(100):
@@ -62,7 +59,7 @@ def test_perplexity_accumulates_in_float64() -> None:
     assert metric.num_tokens.item() == 10**9 + 100
 
 
-def test_accuracy_from_ids_and_from_logits() -> None:
+def test_accuracy_from_ids_and_from_logits():
     labels = torch.tensor([[1, 2, -100], [0, -100, 2]])
     predictions = torch.tensor([[1, 1, -100], [0, 0, 0]])
     metric = TokenAccuracy()
@@ -72,7 +69,7 @@ def test_accuracy_from_ids_and_from_logits() -> None:
     assert metric.compute().item() == 0.75
 
 
-def test_accuracy_with_mismatched_shapes_is_refused() -> None:
+def test_accuracy_with_mismatched_shapes_is_refused():
     with pytest.raises(ValueError, match=r"\(2, 3\) do not match labels of shape \(3, 2\)"):
         TokenAccuracy().update(
             torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
@@ -91,7 +88,7 @@ def uneven_ranks(rank: int) -> tuple[float, float]:
     return perplexity.compute().item(), accuracy.compute().item()
 
 
-def test_metrics_weight_ranks_by_tokens(pool: Pool) -> None:
+def test_metrics_weight_ranks_by_tokens(pool):
     for perplexity, accuracy in pool.run(uneven_ranks, world_size=2):
         assert perplexity == pytest.approx(math.exp(21 / 6))
         assert accuracy == pytest.approx(2 / 6)

@@ -1,7 +1,5 @@
 """Nested models and models on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Small model configurations shared by the tests of this folder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning_ptdp.models import GPTConfig

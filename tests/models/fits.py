@@ -1,7 +1,5 @@
 """Trainer without output."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hugging Face models with the sizes of ours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """BERT: sizes, initial values, the meta device, masks and positions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -41,7 +39,7 @@ def built(config: BertConfig, seed: int = 0) -> Bert:
 
 
 @BOTH
-def test_parameter_count_is_exact(config: BertConfig) -> None:
+def test_parameter_count_is_exact(config):
     assert num_parameters(config) == sum(p.numel() for p in Bert(config).parameters())
 
 
@@ -55,9 +53,7 @@ def test_parameter_count_is_exact(config: BertConfig) -> None:
         (48, 2560, 40, 3.9e9, None),
     ],
 )
-def test_parameter_count_matches_published_models(
-    layers: int, hidden: int, heads: int, published: float, exact: int | None
-) -> None:
+def test_parameter_count_matches_published_models(layers, hidden, heads, published, exact):
     for make in (BertConfig.original, BertConfig.megatron):
         config = make(num_layers=layers, hidden_size=hidden, num_heads=heads)
         number = num_parameters(config)
@@ -68,7 +64,7 @@ def test_parameter_count_matches_published_models(
         assert number == sum(p.numel() for p in model.parameters())
 
 
-def test_flops_match_published_formula() -> None:
+def test_flops_match_published_formula():
     config = BertConfig()
     h, s, v, layers = 768, 512, 30522, 12
     # arXiv 2104.04473, section 5.1, without recomputation
@@ -80,7 +76,7 @@ def test_flops_match_published_formula() -> None:
     assert bert_flops_per_sample(config, sequence_length=128) < bert_flops_per_sample(config) / 4
 
 
-def test_initial_values() -> None:
+def test_initial_values():
     sizes = {**SIZES, "vocabulary_size": 500, "num_layers": 8, "hidden_size": 128}
     for config in (BertConfig.original(**sizes), BertConfig.megatron(**sizes)):
         for name, parameter in built(config).named_parameters():
@@ -101,12 +97,12 @@ def test_initial_values() -> None:
 
 
 @BOTH
-def test_meta_model_gets_same_values_as_eager_model(config: BertConfig) -> None:
+def test_meta_model_gets_same_values_as_eager_model(config):
     eager_and_lazy(lambda: Bert(config))
 
 
 @BOTH
-def test_attention_ignores_only_padding(config: BertConfig) -> None:
+def test_attention_ignores_only_padding(config):
     model, inputs = built(config), batch()
     output = model(**inputs)
     changed = inputs["input_ids"].clone()
@@ -123,7 +119,7 @@ def test_attention_ignores_only_padding(config: BertConfig) -> None:
 
 
 @BOTH
-def test_logits_at_masked_positions_equal_full_logits(config: BertConfig) -> None:
+def test_logits_at_masked_positions_equal_full_logits(config):
     model, inputs = built(config), batch()
     positions = torch.tensor([[1, 4, 0], [2, 2, 5], [7, 0, 0]])
     some, everywhere = model(**inputs, masked_positions=positions), model(**inputs)
@@ -132,7 +128,7 @@ def test_logits_at_masked_positions_equal_full_logits(config: BertConfig) -> Non
 
 
 @BOTH
-def test_every_parameter_gets_gradient(config: BertConfig) -> None:
+def test_every_parameter_gets_gradient(config):
     model = built(config)
     output = model(**batch())
     (output.masked.square().mean() + output.order.square().mean()).backward()
@@ -143,7 +139,7 @@ def test_every_parameter_gets_gradient(config: BertConfig) -> None:
     assert "masked_head.decoder.weight" not in dict(model.named_parameters())
 
 
-def test_dropout_is_active_in_training_only() -> None:
+def test_dropout_is_active_in_training_only():
     torch.manual_seed(0)
     model, inputs = Bert(BertConfig.original(**SIZES, dropout=0.0, attention_dropout=0.5)), batch()
     assert not torch.equal(model(**inputs).order, model(**inputs).order)
@@ -151,14 +147,14 @@ def test_dropout_is_active_in_training_only() -> None:
     assert torch.equal(model(**inputs).order, model(**inputs).order)
 
 
-def test_too_long_sequence_is_refused() -> None:
+def test_too_long_sequence_is_refused():
     with pytest.raises(ValueError, match=r"25 tokens .*sequence_length=24"):
         built(CONFIGS["post"])(torch.zeros(1, 25, dtype=torch.int64))
 
 
 @BOTH
 @pytest.mark.parametrize("prefix", ["", "inner.model"])
-def test_plan_names_all_split_matrices(config: BertConfig, prefix: str) -> None:
+def test_plan_names_all_split_matrices(config, prefix):
     model = nested(Bert(config), prefix)
     plan = bert_plan(config, prefix=prefix)
     named = {name.removeprefix(f"{prefix}.") for name in plan.resolve(model)}
@@ -175,7 +171,7 @@ def test_plan_names_all_split_matrices(config: BertConfig, prefix: str) -> None:
     assert parts.after == plan.after
 
 
-def test_indivisible_tensor_parallel_size_is_refused() -> None:
+def test_indivisible_tensor_parallel_size_is_refused():
     for degree in (1, 2, 4):
         check_tensor_parallel(CONFIGS["post"], degree)
     with pytest.raises(ValueError, match=r"num_heads=4 .*tensor_parallel_size=8.* of 1, 2, 4$"):
@@ -193,6 +189,6 @@ def test_indivisible_tensor_parallel_size_is_refused() -> None:
         ({"init_std": 0.0}, ["init_std=0.0", "greater than 0"]),
     ],
 )
-def test_invalid_config_is_refused(changes: dict, words: list[str]) -> None:
+def test_invalid_config_is_refused(changes, words):
     with raises_with(words):
         BertConfig(**changes)

@@ -1,8 +1,6 @@
 """Hugging Face's BertForPreTraining with the same weights gives the same logits, loss and
 gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -74,7 +72,7 @@ def converted(source: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def test_logits_loss_and_gradients_equal_hugging_face() -> None:
+def test_logits_loss_and_gradients_equal_hugging_face():
     theirs, lit = hugging_face(), LitBert(CONFIG)
     lit.configure_model()
     assert isinstance(lit.model, Bert)

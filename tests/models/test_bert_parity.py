@@ -1,18 +1,15 @@
 """BERT has the loss, gradients, weights and metrics of a single process in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
 from tests.letters import SP, C, M, P, T, V
-from tests.parity import Parity, Place, Training, make_loader
+from tests.parity import Place, Training, make_loader
 
 pytestmark = pytest.mark.thorough
 
@@ -58,7 +55,7 @@ class Pairs(Dataset):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         length, count = int(self.lengths[index]), int(self.predictions[index])
         positions = torch.zeros(PREDICTIONS, dtype=torch.int64)
         positions[:count] = (
@@ -82,7 +79,7 @@ class Pairs(Dataset):
 class LitPlain(LitBert):
     """LitBert with SGD and learning rate 1: a step subtracts the gradient of every weight."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
@@ -130,7 +127,7 @@ class Step(Run):
         *((name, "pre") for name in ("t2sp", "p2v2", "d2t2p2")),
     ],
 )
-def test_training_and_metrics_equal_single_process(name: str, order: str, parity: Parity) -> None:
+def test_training_and_metrics_equal_single_process(name, order, parity):
     run = Run(order=order)
     expected = parity.result(run)
     ranks = parity.check(run, LAYOUTS[name])
@@ -150,7 +147,7 @@ def test_training_and_metrics_equal_single_process(name: str, order: str, parity
         ("d2t2p2", "post"),
     ],
 )
-def test_every_gradient_equals_single_process(name: str, order: str, parity: Parity) -> None:
+def test_every_gradient_equals_single_process(name, order, parity):
     run = Step(order=order)
     expected, found = parity.result(run), parity.ranks(run.on(LAYOUTS[name]))[0]
     for key, start in expected["initial"].items():

@@ -1,7 +1,5 @@
 """Checks of a foreign model's configuration against its weights, before the model is built."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,14 +19,14 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny(folder, vocabulary_size=300)
     return folder
 
 
 @pytest.fixture
-def model(tiny: Path, tmp_path: Path) -> Path:
+def model(tiny, tmp_path):
     return shutil.copytree(tiny, tmp_path / "model")
 
 
@@ -59,9 +57,7 @@ def change(model: Path, changes: Mapping[str, Any]) -> None:
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06 is not a valid value"),
     ],
 )
-def test_invalid_number_is_refused_before_model_is_built(
-    model: Path, changes: Mapping[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_number_is_refused_before_model_is_built(model, changes, words, monkeypatch):
     change(model, changes)
     monkeypatch.setattr(
         transformers.AutoConfig,
@@ -72,19 +68,17 @@ def test_invalid_number_is_refused_before_model_is_built(
         LitCausalLM(str(model)).configure_model()
 
 
-def test_step_count_is_not_checked_as_epsilon() -> None:
+def test_step_count_is_not_checked_as_epsilon():
     check_sizes({"num_inference_steps": 50, "timesteps": 1000, "layer_norm_epsilon": 1e-5})
 
 
-def test_sizes_without_weights_are_bounded() -> None:
+def test_sizes_without_weights_are_bounded():
     with pytest.raises(ValueError, match=r"config\.num_hidden_layers=1000000000 is more than 4096"):
         LitCausalLM(config={"model_type": "llama", "num_hidden_layers": 10**9})
 
 
 @pytest.mark.parametrize("changes", [{"hidden_act": "nothing"}, {"pad_token_id": 10**6}])
-def test_unbuildable_configuration_raises_one_line_error(
-    model: Path, changes: Mapping[str, Any]
-) -> None:
+def test_unbuildable_configuration_raises_one_line_error(model, changes):
     change(model, changes)
     with pytest.raises(
         ValueError,
@@ -93,7 +87,7 @@ def test_unbuildable_configuration_raises_one_line_error(
         LitCausalLM(str(model)).configure_model()
 
 
-def test_weights_of_other_shapes_raise_one_line_error(model: Path) -> None:
+def test_weights_of_other_shapes_raise_one_line_error(model):
     change(model, {"vocab_size": 500})
     with pytest.raises(
         ValueError, match=r"path='.*': the shapes of the weights differ from config\.json$"
@@ -101,7 +95,7 @@ def test_weights_of_other_shapes_raise_one_line_error(model: Path) -> None:
         LitCausalLM(str(model)).configure_model()
 
 
-def test_quantization_config_of_plain_weights_is_refused(model: Path, tmp_path: Path) -> None:
+def test_quantization_config_of_plain_weights_is_refused(model, tmp_path):
     change(model, {"quantization_config": {"quant_method": "fp8"}})
     words = (
         r"config\.json does not fit the weights: it has quantization_config \(fp8\), but the dtypes are "
@@ -114,7 +108,7 @@ def test_quantization_config_of_plain_weights_is_refused(model: Path, tmp_path: 
             convert(model, tmp_path / "checkpoint", names=names)
 
 
-def test_shared_layers_may_outnumber_tensors(tmp_path: Path) -> None:
+def test_shared_layers_may_outnumber_tensors(tmp_path):
     sizes = {
         "hidden_size": 8,
         "embedding_size": 4,
@@ -132,7 +126,7 @@ def test_shared_layers_may_outnumber_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
-def test_pipe_or_link_in_model_folder_is_refused(model: Path, tmp_path: Path, name: str) -> None:
+def test_pipe_or_link_in_model_folder_is_refused(model, tmp_path, name):
     (model / name).unlink()
     os.mkfifo(model / name)
     with pytest.raises(ValueError, match=rf"{name} cannot be read: it is not a regular file"):
@@ -147,9 +141,7 @@ def test_pipe_or_link_in_model_folder_is_refused(model: Path, tmp_path: Path, na
         LitCausalLM(str(model)).configure_model()
 
 
-def test_code_in_model_folder_is_refused_without_prompt(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_in_model_folder_is_refused_without_prompt(model, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
     (model / "configuration_mine.py").write_text("raise AssertionError('the code was run')")
     change(model, {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}})
@@ -161,7 +153,7 @@ def test_code_in_model_folder_is_refused_without_prompt(
         LitCausalLM(str(model)).configure_model()
 
 
-def test_code_next_to_known_model_is_not_run(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_next_to_known_model_is_not_run(model, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
     change(model, {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}})
     lit = LitCausalLM(str(model), pretrained=False)

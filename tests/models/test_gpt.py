@@ -1,7 +1,5 @@
 """GPT: sizes, initial values, the meta device, tied weights and blocks split by heads."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -27,11 +25,11 @@ def tokens(config: GPTConfig, *, batch: int = 2, length: int = 10, seed: int = 3
 
 
 @EVERY_VARIANT
-def test_parameter_count_is_exact(config: GPTConfig) -> None:
+def test_parameter_count_is_exact(config):
     assert num_parameters(config) == sum(p.numel() for p in GPT(config).parameters())
 
 
-def test_parameter_count_matches_published_models() -> None:
+def test_parameter_count_matches_published_models():
     assert num_parameters(GPTConfig.gpt2()) == 124_439_808
     llama_7b = GPTConfig.llama(
         vocabulary_size=32000, sequence_length=2048, num_layers=32, hidden_size=4096, num_heads=32
@@ -51,7 +49,7 @@ def test_parameter_count_matches_published_models() -> None:
 
 
 @EVERY_VARIANT
-def test_attention_is_causal_and_every_parameter_gets_gradient(config: GPTConfig) -> None:
+def test_attention_is_causal_and_every_parameter_gets_gradient(config):
     torch.manual_seed(0)
     model, ids = GPT(config), tokens(config)
     logits = model(ids)
@@ -65,13 +63,13 @@ def test_attention_is_causal_and_every_parameter_gets_gradient(config: GPTConfig
 
 
 @BOTH
-def test_logits_depend_on_token_order(config: GPTConfig) -> None:
+def test_logits_depend_on_token_order(config):
     torch.manual_seed(0)
     logits = GPT(config)(torch.tensor([[7, 5, 9], [5, 7, 9]]))
     assert not torch.allclose(logits[0, -1], logits[1, -1], atol=1e-4)
 
 
-def test_initial_values() -> None:
+def test_initial_values():
     torch.manual_seed(0)
     model = GPT(
         GPTConfig.gpt2(
@@ -94,13 +92,13 @@ def test_initial_values() -> None:
 
 
 @EVERY_VARIANT
-def test_meta_model_gets_same_values_as_eager_model(config: GPTConfig) -> None:
+def test_meta_model_gets_same_values_as_eager_model(config):
     eager, lazy = eager_and_lazy(lambda: GPT(config))
     ids = tokens(config)
     assert torch.equal(eager(ids), lazy(ids))
 
 
-def test_reset_in_order_reproduces_initial_values() -> None:
+def test_reset_in_order_reproduces_initial_values():
     torch.manual_seed(5)
     model = GPT(LLAMA)
     values = [p.detach().clone() for p in model.parameters()]
@@ -111,7 +109,7 @@ def test_reset_in_order_reproduces_initial_values() -> None:
     assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))
 
 
-def test_head_is_tied_to_embedding() -> None:
+def test_head_is_tied_to_embedding():
     model = GPT(GPT2)
     assert model.head.weight is model.wte.weight
     assert "head.weight" not in dict(model.named_parameters())
@@ -121,13 +119,13 @@ def test_head_is_tied_to_embedding() -> None:
     assert GPT(LLAMA).head.weight.shape == (61, 32)
 
 
-def test_too_long_sequence_is_refused() -> None:
+def test_too_long_sequence_is_refused():
     with pytest.raises(ValueError, match=r"25 tokens .*sequence_length=24"):
         GPT(GPT2)(tokens(GPT2, length=25))
 
 
 @BOTH
-def test_fake_tensors_and_inference_mode_leave_no_state(config: GPTConfig) -> None:
+def test_fake_tensors_and_inference_mode_leave_no_state(config):
     model, ids = GPT(config), tokens(config)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert model(torch.zeros(2, 10, dtype=torch.int64)).shape == (2, 10, config.vocabulary_size)
@@ -138,14 +136,14 @@ def test_fake_tensors_and_inference_mode_leave_no_state(config: GPTConfig) -> No
     assert torch.equal(expected, logits)
 
 
-def test_rotary_angles_are_float32_in_bf16_model() -> None:
+def test_rotary_angles_are_float32_in_bf16_model():
     rotary = GPT(LLAMA).bfloat16().blocks[0].attention.rotary
     cos, _ = rotary_tables(torch.arange(5000), rotary.head_dim, rotary.base)
     assert cos.dtype == torch.float32
     assert cos[4999, 0].item() == pytest.approx(math.cos(4999.0), abs=1e-5)
 
 
-def test_dropout_is_active_in_training_only() -> None:
+def test_dropout_is_active_in_training_only():
     torch.manual_seed(0)
     model = GPT(
         GPTConfig.gpt2(
@@ -183,7 +181,7 @@ def nth(rank: int, size: int, total: int, start: int = 0) -> slice:
 @pytest.mark.parametrize(
     "config", [GPT2, LLAMA, VARIANTS["layer norm, rope, gelu"]], ids=["gpt2", "llama gqa", "rope"]
 )
-def test_block_equals_sum_of_its_head_shards(config: GPTConfig) -> None:
+def test_block_equals_sum_of_its_head_shards(config):
     """The same code runs with fewer heads, so that tensor parallelism needs no other model."""
     size = 2
     q, kv, f = config.hidden_size, config.kv_heads * config.head_dim, config.ffn_size

@@ -1,7 +1,5 @@
 """Hugging Face's GPT-2 and Llama with the same weights give the same logits and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -53,7 +51,7 @@ def weights_from_llama(source: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_logits_and_gradients_equal_hugging_face(name: str) -> None:
+def test_logits_and_gradients_equal_hugging_face(name):
     theirs = hf_gpt2() if name == "gpt2" else hf_llama()
     convert = weights_from_gpt2 if name == "gpt2" else weights_from_llama
     ours = GPT(GPT2 if name == "gpt2" else LLAMA)

@@ -1,7 +1,5 @@
 """GPT configurations: defaults, GPT-2 and Llama variants, and errors that name field and fix."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_ptdp.models import GPTConfig
@@ -11,7 +9,7 @@ from tests.errors import raises_with
 GATED = {"mlp": "swiglu", "bias": False}
 
 
-def test_gpt2_and_llama_defaults() -> None:
+def test_gpt2_and_llama_defaults():
     for config, expected in (
         (GPTConfig.gpt2(), ("layer", "learned", "gelu", True, True)),
         (GPTConfig.llama(), ("rms", "rope", "swiglu", False, False)),
@@ -37,11 +35,11 @@ def test_gpt2_and_llama_defaults() -> None:
         (64, 192),
     ],
 )
-def test_swiglu_width_follows_llama_rule(hidden_size: int, expected: int) -> None:
+def test_swiglu_width_follows_llama_rule(hidden_size, expected):
     assert GPTConfig.llama(hidden_size=hidden_size, num_heads=8).ffn_size == expected
 
 
-def test_missing_sizes_are_derived() -> None:
+def test_missing_sizes_are_derived():
     config = GPTConfig(hidden_size=96, num_heads=6)
     assert (config.head_dim, config.kv_heads, config.ffn_size) == (16, 6, 384)
     config = GPTConfig(hidden_size=96, num_heads=6, num_kv_heads=2, ffn_hidden_size=100)
@@ -89,12 +87,12 @@ def test_missing_sizes_are_derived() -> None:
         ({"init_std": 0.0}, ["init_std=0.0", "greater than 0"]),
     ],
 )
-def test_invalid_config_is_refused(changes: dict, words: list[str]) -> None:
+def test_invalid_config_is_refused(changes, words):
     with raises_with(words):
         GPTConfig(**changes)
 
 
-def test_indivisible_tensor_parallel_size_is_refused() -> None:
+def test_indivisible_tensor_parallel_size_is_refused():
     config = GPTConfig.llama(hidden_size=96, num_heads=12, num_kv_heads=4, ffn_hidden_size=256)
     for degree in (1, 2, 4):
         check_tensor_parallel(config, degree)

@@ -1,7 +1,5 @@
 """Tensor-parallel plan of GPT: it covers every matrix and keeps losses and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.models.builds import nested
 from tests.models.configs import GPT2, LLAMA, VARIANTS
-from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import whole_gradient
 
@@ -23,7 +20,7 @@ pytestmark = pytest.mark.thorough
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 @pytest.mark.parametrize("prefix", ["", "inner.model"])
-def test_plan_contains_every_matrix_and_nothing_else(config: GPTConfig, prefix: str) -> None:
+def test_plan_contains_every_matrix_and_nothing_else(config, prefix):
     model = nested(GPT(config), prefix)
     plan = gpt_plan(config, prefix=prefix)
     kinds = plan.resolve(model)
@@ -39,7 +36,7 @@ def test_plan_contains_every_matrix_and_nothing_else(config: GPTConfig, prefix: 
     assert parts.blocks == (f"{prefix}.blocks".removeprefix("."),)
 
 
-def test_lightning_module_checks_plan_and_layout() -> None:
+def test_lightning_module_checks_plan_and_layout():
     lit = LitGPT(LLAMA)
     lit.configure_model()
     lit.configure_parallel().check(lit, 2, sequence_parallel=True)
@@ -89,15 +86,13 @@ def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t2", "t2+sp"])
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama gqa"])
-def test_split_model_equals_full_model_on_two_ranks(
-    pool: Pool, config: GPTConfig, sequence_parallel: bool
-) -> None:
+def test_split_model_equals_full_model_on_two_ranks(pool, config, sequence_parallel):
     for error in pool.run(cut_model, world_size=2, args=(config, sequence_parallel)):
         assert error < 1e-5
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["t4", "t4+sp"])
-def test_split_model_with_fewer_kv_heads_than_ranks(pool: Pool, sequence_parallel: bool) -> None:
+def test_split_model_with_fewer_kv_heads_than_ranks(pool, sequence_parallel):
     for config in (LLAMA, VARIANTS["llama, tied, biases, one kv head"]):
         for error in pool.run(cut_model, world_size=4, args=(config, sequence_parallel)):
             assert error < 1e-5

@@ -1,12 +1,8 @@
 """AdamW with bfloat16 states."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,12 +11,11 @@ from torch import Tensor, nn
 from lightning_ptdp.models import AdamWConfig
 from lightning_ptdp.models.adamw_variants import HalfStateAdamW, round_stochastically
 from tests.letters import M, P, T, Z
-from tests.parity import Parity
 from tests.tiny_gpt import Run
 
 
 @pytest.mark.parametrize("value", [1.0 + 2**-9, -3.0e-5, 0.1, 1e30])
-def test_rounding_keeps_mean_over_seeds(value: float) -> None:
+def test_rounding_keeps_mean_over_seeds(value):
     values = torch.full((64,), value)
     values *= 1 + torch.linspace(0, 2**-12, 64)  # other bits, and so other noise
     rounded = torch.stack([round_stochastically(values, seed) for seed in range(1000)]).double()
@@ -32,7 +27,7 @@ def test_rounding_keeps_mean_over_seeds(value: float) -> None:
     assert ((rounded - values).mean(0).abs() < 5 * spacing / 2 / math.sqrt(1000)).all()
 
 
-def test_exact_and_nonfinite_values_are_kept() -> None:
+def test_exact_and_nonfinite_values_are_kept():
     values = torch.tensor([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, math.nan])
     for seed in range(50):
         torch.testing.assert_close(
@@ -40,7 +35,7 @@ def test_exact_and_nonfinite_values_are_kept() -> None:
         )
 
 
-def test_equal_values_round_alike_in_every_shard() -> None:
+def test_equal_values_round_alike_in_every_shard():
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = round_stochastically(values, 3)
     parts = [round_stochastically(part, 3) for part in values.split(137)]
@@ -60,13 +55,13 @@ def _train(build: type, steps: int, **options: float) -> tuple[Tensor, torch.opt
     return (weight.detach() - target).norm() / target.norm(), optimizer
 
 
-def test_first_step_equals_adamw() -> None:
+def test_first_step_equals_adamw():
     ours, _ = _train(HalfStateAdamW, 1)
     torchs, _ = _train(torch.optim.AdamW, 1)
     torch.testing.assert_close(ours, torchs)
 
 
-def test_training_converges_like_float32_states() -> None:
+def test_training_converges_like_float32_states():
     ours, optimizer = _train(HalfStateAdamW, 600)
     torchs, _ = _train(torch.optim.AdamW, 600)
     assert ours < max(2 * torchs, 0.02)
@@ -74,7 +69,7 @@ def test_training_converges_like_float32_states() -> None:
     assert {state[name].dtype for name in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
 
 
-def test_states_resume_bitwise() -> None:
+def test_states_resume_bitwise():
     _, first = _train(HalfStateAdamW, 5)
     (weight,) = first.param_groups[0]["params"]
     twin = nn.Parameter(weight.detach().clone())
@@ -88,7 +83,7 @@ def test_states_resume_bitwise() -> None:
         assert torch.equal(first.state[weight][name], second.state[twin][name])
 
 
-def test_muon_with_half_states_is_refused() -> None:
+def test_muon_with_half_states_is_refused():
     with pytest.raises(
         ValueError, match=r"states='bfloat16' applies to AdamW, but matrices='muon'"
     ):
@@ -101,9 +96,7 @@ def test_muon_with_half_states_is_refused() -> None:
     [({}, "32-true"), ({}, "bf16-true"), ({T: 2}, "bf16-true"), ({P: 2, M: 1}, "32-true")],
     ids=str,
 )
-def test_shards_of_states_change_nothing(
-    layout: dict[str, Any], precision: str, parity: Parity
-) -> None:
+def test_shards_of_states_change_nothing(layout, precision, parity):
     """With the same sums of two terms, the weights are bitwise those of whole states."""
     run = Run(half_states=True, clip=None, precision=precision)
     world_size = 2 * layout.get(T, 1) * layout.get(P, 1)
@@ -116,7 +109,7 @@ def test_shards_of_states_change_nothing(
             assert torch.equal(sharded[name], value), name
 
 
-def test_half_states_resume_bitwise_in_other_level(parity: Parity, tmp_path: Path) -> None:
+def test_half_states_resume_bitwise_in_other_level(parity, tmp_path):
     run, saved = (
         Run(half_states=True, clip=None, samples=8, global_batch=8),
         str(tmp_path / "saved"),

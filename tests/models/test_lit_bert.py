@@ -1,9 +1,6 @@
 """LitBert in a single-process Trainer: losses, logged values, checkpoints and a toy task."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -63,7 +60,7 @@ def built(**kwargs: Any) -> LitBert:
     return lit
 
 
-def test_loss_is_sum_of_two_means_over_predicted_tokens() -> None:
+def test_loss_is_sum_of_two_means_over_predicted_tokens():
     lit, inputs = built(order_weight=0.5), batch(ignored=(2,))
     output = lit(inputs)
     counts = (inputs["labels"] != -100).sum(1)
@@ -82,7 +79,7 @@ def test_loss_is_sum_of_two_means_over_predicted_tokens() -> None:
     torch.testing.assert_close(lit.training_step(without, 0)["loss"], result["loss"])
 
 
-def test_loss_of_weighted_microbatches_equals_full_batch() -> None:
+def test_loss_of_weighted_microbatches_equals_full_batch():
     lit, inputs = built(), batch(samples=6, ignored=(5,))
     whole = lit.training_step(inputs, 0)
     parts = [
@@ -93,7 +90,7 @@ def test_loss_of_weighted_microbatches_equals_full_batch() -> None:
     torch.testing.assert_close(weighted, whole["loss"])
 
 
-def test_batch_without_labels_has_zero_loss_and_gradients() -> None:
+def test_batch_without_labels_has_zero_loss_and_gradients():
     lit = built()
     result = lit.training_step(batch(ignored=(0, 1, 2, 3)), 0)
     assert (result["loss"].item(), result["num_tokens"].item()) == (0.0, 0)
@@ -107,7 +104,7 @@ class Copies(Dataset):
     def __len__(self) -> int:
         return 512
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         draw = torch.Generator().manual_seed(index)
         half = torch.randint(5, 13, (4,), generator=draw)
         order = torch.randint(2, (), generator=draw)
@@ -126,7 +123,7 @@ class Copies(Dataset):
         }
 
 
-def test_training_solves_toy_task_and_logs_metrics(tmp_path: Path) -> None:
+def test_training_solves_toy_task_and_logs_metrics(tmp_path):
     pl.seed_everything(0)
     sizes = {
         "vocabulary_size": 16,
@@ -171,7 +168,7 @@ def test_training_solves_toy_task_and_logs_metrics(tmp_path: Path) -> None:
     )
 
 
-def test_sizes_match_formula_and_invalid_use_is_refused() -> None:
+def test_sizes_match_formula_and_invalid_use_is_refused():
     lit = LitBert(CONFIG)
     assert lit.num_parameters == num_parameters(CONFIG)
     assert lit.flops_per_sample(12) == bert_flops_per_sample(CONFIG, sequence_length=12)
@@ -181,7 +178,7 @@ def test_sizes_match_formula_and_invalid_use_is_refused() -> None:
         LitBert(CONFIG, order_weight=-1)
 
 
-def test_mean_loss_is_weighted_by_tokens() -> None:
+def test_mean_loss_is_weighted_by_tokens():
     metric = MeanLoss()
     metric.update(torch.tensor(2.0), 3)
     metric.update(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 0.0]))

@@ -1,9 +1,6 @@
 """LitGPT in a single-process Trainer: loss, logged values, checkpoints and command line."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -57,10 +54,10 @@ def pattern_loader(*, rows: int = 4) -> DataLoader:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ptdp"])
-def test_gradient_clipping_is_allowed_with_mixed_precision(strategy: str, tmp_path: Path) -> None:
+def test_gradient_clipping_is_allowed_with_mixed_precision(strategy, tmp_path):
     """Lightning refuses it for a fused optimizer step that unscales gradients itself."""
     lit = built()
-    before = lit.model.wte.weight.clone()  # type: ignore[union-attr]
+    before = lit.model.wte.weight.clone()
     options = {
         "strategy": strategy,
         "devices": 1,
@@ -69,10 +66,10 @@ def test_gradient_clipping_is_allowed_with_mixed_precision(strategy: str, tmp_pa
         "max_steps": 1,
     }
     quiet_trainer(tmp_path, **options).fit(lit, DataLoader([batch_of(61)], batch_size=None))
-    assert not torch.equal(lit.model.wte.weight, before)  # type: ignore[union-attr]
+    assert not torch.equal(lit.model.wte.weight, before)
 
 
-def test_loss_is_mean_over_counted_tokens() -> None:
+def test_loss_is_mean_over_counted_tokens():
     lit, ignored = built(), torch.zeros(3, 8, dtype=torch.bool)
     ignored[0, 2:] = ignored[1, 5] = True
     batch = batch_of(61, ignored=ignored)
@@ -84,7 +81,7 @@ def test_loss_is_mean_over_counted_tokens() -> None:
     assert output["num_tokens"].item() == 24 - 7
 
 
-def test_loss_of_weighted_microbatches_equals_full_batch() -> None:
+def test_loss_of_weighted_microbatches_equals_full_batch():
     lit, ignored = built(LLAMA), torch.zeros(3, 8, dtype=torch.bool)
     ignored[0] = ignored[1, 3:] = True
     batch = batch_of(61, ignored=ignored)
@@ -97,7 +94,7 @@ def test_loss_of_weighted_microbatches_equals_full_batch() -> None:
     torch.testing.assert_close(weighted, whole["loss"])
 
 
-def test_batch_without_counted_tokens_has_zero_loss_and_gradients() -> None:
+def test_batch_without_counted_tokens_has_zero_loss_and_gradients():
     lit = built()
     output = lit.training_step(batch_of(61, ignored=torch.ones(3, 8, dtype=torch.bool)), 0)
     assert (output["loss"].item(), output["num_tokens"].item()) == (0.0, 0)
@@ -106,7 +103,7 @@ def test_batch_without_counted_tokens_has_zero_loss_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_loss_of_half_precision_model_is_float32_mean(dtype: torch.dtype) -> None:
+def test_loss_of_half_precision_model_is_float32_mean(dtype):
     lit = built(
         GPTConfig.gpt2(
             vocabulary_size=8, sequence_length=512, num_layers=1, hidden_size=8, num_heads=1
@@ -119,7 +116,7 @@ def test_loss_of_half_precision_model_is_float32_mean(dtype: torch.dtype) -> Non
     assert loss.item() == pytest.approx(math.log(8), rel=0.05)
 
 
-def test_token_loss_of_half_precision_model_is_not_rounded() -> None:
+def test_token_loss_of_half_precision_model_is_not_rounded():
     lit, batch = built(LLAMA).to(torch.bfloat16), batch_of(61)
     expected = F.cross_entropy(
         lit(batch["input_ids"]).float().flatten(0, 1), batch["labels"].flatten(), reduction="none"
@@ -128,7 +125,7 @@ def test_token_loss_of_half_precision_model_is_not_rounded() -> None:
     torch.testing.assert_close(losses.flatten(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_predict_scores_each_sample() -> None:
+def test_predict_scores_each_sample():
     lit, ignored = built(LLAMA).eval(), torch.zeros(3, 8, dtype=torch.bool)
     ignored[1, 3:] = True
     batch = batch_of(61, ignored=ignored)
@@ -142,24 +139,24 @@ def test_predict_scores_each_sample() -> None:
     torch.testing.assert_close(scores["nll"], losses.masked_fill(ignored, 0.0).sum(1))
 
 
-def test_forward_before_configure_model_is_refused() -> None:
+def test_forward_before_configure_model_is_refused():
     with pytest.raises(ValueError, match="configure_model"):
         LitGPT(TOY)(torch.zeros(1, 1, dtype=torch.int64))
 
 
-def test_zero_loss_chunk_size_is_refused() -> None:
+def test_zero_loss_chunk_size_is_refused():
     with pytest.raises(ValueError, match=r"loss_chunk_mb=0 must be greater than 0\. Use infinity"):
         LitGPT(TOY, loss_chunk_mb=0)
 
 
-def test_parameter_count_and_flops_match_formula() -> None:
+def test_parameter_count_and_flops_match_formula():
     lit = LitGPT(LLAMA)
     assert lit.num_parameters == num_parameters(LLAMA)
     assert lit.flops_per_sample() == flops_per_sample(LLAMA, sequence_length=24)
     assert lit.flops_per_sample(12) < lit.flops_per_sample(24) / 2
 
 
-def test_trained_model_generates_memorized_sequence(tmp_path: Path) -> None:
+def test_trained_model_generates_memorized_sequence(tmp_path):
     pl.seed_everything(0)
     lit = LitGPT(TOY, AdamWConfig(learning_rate=1e-2, warmup_steps=5))
     trainer = quiet_trainer(tmp_path, max_steps=60, max_epochs=-1, gradient_clip_val=1.0)
@@ -183,7 +180,7 @@ def test_trained_model_generates_memorized_sequence(tmp_path: Path) -> None:
     assert [p["counted"].sum(1).tolist() for p in predictions] == [[12, 12], [12, 12]]
 
 
-def test_perplexity_is_weighted_by_tokens(tmp_path: Path) -> None:
+def test_perplexity_is_weighted_by_tokens(tmp_path):
     lit, trainer = built(TOY), quiet_trainer(tmp_path)
     short = {
         "input_ids": PATTERN[None, :-1],
@@ -197,13 +194,13 @@ def test_perplexity_is_weighted_by_tokens(tmp_path: Path) -> None:
     assert trainer.callback_metrics["val_perplexity"].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_endless_training_needs_decay_steps(tmp_path: Path) -> None:
+def test_endless_training_needs_decay_steps(tmp_path):
     endless = quiet_trainer(tmp_path, max_epochs=-1, max_steps=-1)
     with pytest.raises(ValueError, match=r"optimizer\.decay_steps"):
         endless.fit(LitGPT(TOY), pattern_loader())
 
 
-def test_checkpoint_loads_without_pickled_classes(tmp_path: Path) -> None:
+def test_checkpoint_loads_without_pickled_classes(tmp_path):
     lit = LitGPT(TOY, AdamWConfig(learning_rate=1e-2, betas=(0.8, 0.9)))
     trainer = quiet_trainer(tmp_path, max_steps=2)
     trainer.fit(lit, pattern_loader())
@@ -221,7 +218,7 @@ class PatternData(pl.LightningDataModule):
         super().__init__()
         self.vocabulary_size = vocabulary_size
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return pattern_loader()
 
 
@@ -232,7 +229,7 @@ class LinkedCLI(LightningCLI):
         )
 
 
-def test_module_is_configured_by_yaml_file(tmp_path: Path) -> None:
+def test_module_is_configured_by_yaml_file(tmp_path):
     (tmp_path / "run.yaml").write_text(f"""
 trainer: {{accelerator: cpu, devices: 1, max_steps: 2, logger: false, enable_progress_bar: false,
   enable_model_summary: false, default_root_dir: {tmp_path}}}

@@ -1,7 +1,5 @@
 """Chunked cross-entropy trains like the full loss in several layouts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -13,7 +11,7 @@ import torch
 from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert, LitGPT
 from lightning_ptdp.tensor_parallel import linear_cross_entropy
 from tests.letters import SP, M, P, S, T, Z
-from tests.parity import Parity, Place, Result, Training, fit
+from tests.parity import Place, Result, Training, fit
 
 pytestmark = pytest.mark.thorough
 
@@ -67,7 +65,7 @@ def fit_in_chunks(rank: int, training: Chunks) -> Result:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
-def test_chunked_loss_trains_like_full_loss(kind: str, layout: str, parity: Parity) -> None:
+def test_chunked_loss_trains_like_full_loss(kind, layout, parity):
     expected = parity.result(Chunks(kind=kind))
     training = Chunks(kind=kind, chunk_mb=1e-4)
     parity.check(training, LAYOUTS[layout], expected=expected, fit=fit_in_chunks)

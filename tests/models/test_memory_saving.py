@@ -1,7 +1,5 @@
 """Memory-saving operations with the same values and gradients as torch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +21,7 @@ def _gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rms_norm_equals_torch(dtype: torch.dtype) -> None:
+def test_rms_norm_equals_torch(dtype):
     torch.manual_seed(0)
     ours, theirs = (make(12, eps=1e-3).to(dtype) for make in (RMSNorm, nn.RMSNorm))
     with torch.no_grad():
@@ -39,7 +37,7 @@ def test_rms_norm_equals_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_swiglu_equals_torch(dtype: torch.dtype) -> None:
+def test_swiglu_equals_torch(dtype):
     def plain(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -50,7 +48,7 @@ def test_swiglu_equals_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_rotary_embedding_equals_complex_product(given: bool) -> None:
+def test_rotary_embedding_equals_complex_product(given):
     rotary, x = Rotary(6, 100.0), torch.randn(2, 5, 4, 6, dtype=torch.float64)
     positions = torch.tensor([[3, 0, 1, 7, 2], [1, 2, 3, 4, 5]]) if given else None
 

@@ -1,7 +1,5 @@
 """Muon beside AdamW: equal to torch's optimizers, and to one process in every layout it supports."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 from lightning_ptdp.models import AdamWConfig, MuonWithAdamW
 from lightning_ptdp.models.optimizer_setup import build_muon
 from tests.letters import SP, C, D, E, M, P, S, T, V, Z
-from tests.parity import Parity
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
@@ -40,15 +37,13 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_training_equals_single_process(name: str, parity: Parity) -> None:
+def test_training_equals_single_process(name, parity):
     parity.check(Run(muon=True), PLACES[name])
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("layout", [{}, {T: 2}], ids=str)
-def test_owners_of_matrices_change_nothing(
-    layout: dict[str, Any], precision: str, parity: Parity
-) -> None:
+def test_owners_of_matrices_change_nothing(layout, precision, parity):
     """With the same sums of two terms, the weights are bitwise those of whole optimizer states."""
     run = Run(muon=True, clip=None, precision=precision)
     world_size = 2 * layout.get(T, 1)
@@ -81,7 +76,7 @@ class Owned(Run):
 
 
 @pytest.mark.parametrize("level", ["optimizer", "parameters"])
-def test_each_matrix_has_one_owner(level: str, parity: Parity) -> None:
+def test_each_matrix_has_one_owner(level, parity):
     (whole,) = parity.ranks(Owned())
     ranks = parity.ranks(Owned().on((2, {Z: level})))
     elements = [sum(found["momenta"].values()) for found in ranks]
@@ -91,12 +86,12 @@ def test_each_matrix_has_one_owner(level: str, parity: Parity) -> None:
 
 
 @pytest.mark.parametrize("level", ["none", "optimizer", "parameters"])
-def test_experts_are_left_to_adamw(level: str, parity: Parity) -> None:
+def test_experts_are_left_to_adamw(level, parity):
     run = Run(muon=True, llama=True, experts=4)
     parity.check(run, (4, {E: 2, M: 2, Z: level}))
 
 
-def test_steps_equal_those_of_torch() -> None:
+def test_steps_equal_those_of_torch():
     def weights() -> dict[str, nn.Parameter]:
         torch.manual_seed(0)
         names = ("wte", "h.0.up", "h.1.down")
@@ -105,7 +100,7 @@ def test_steps_equal_those_of_torch() -> None:
 
     found, wanted = weights(), weights()
     module = nn.Module()
-    module.named_parameters = lambda: iter(found.items())  # type: ignore[method-assign, assignment]
+    module.named_parameters = lambda: iter(found.items())
     ours = build_muon(module, AdamWConfig(learning_rate=1e-2, weight_decay=0.2))
     peers = [
         torch.optim.Muon(
@@ -133,7 +128,7 @@ def test_steps_equal_those_of_torch() -> None:
             restored.load_state_dict(ours.state_dict())
 
 
-def test_closure_is_evaluated_with_gradients() -> None:
+def test_closure_is_evaluated_with_gradients():
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = MuonWithAdamW([{"params": [weight], "muon": True}], lr=0.1)
 

@@ -1,10 +1,5 @@
 """FLOPs of a mixture of experts: by formula, by torch's counter and counted without data."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,7 +35,7 @@ QWEN = {
 }
 
 
-def test_flops_of_gpt_experts_equal_torch_counter() -> None:
+def test_flops_of_gpt_experts_equal_torch_counter():
     ids = torch.randint(V, (1, 24), generator=torch.Generator().manual_seed(1))
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
@@ -59,9 +54,7 @@ def test_flops_of_gpt_experts_equal_torch_counter() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("Mixtral", MIXTRAL), ("Qwen2Moe", QWEN)])
-def test_flops_of_hugging_face_mixture_match_formula(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_flops_of_hugging_face_mixture_match_formula(name, options, tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {
         "hidden_size": H,
@@ -86,9 +79,7 @@ def test_flops_of_hugging_face_mixture_match_formula(
     )
 
 
-def test_value_dependent_model_warns_and_has_no_flops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_value_dependent_model_warns_and_has_no_flops(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=V).save_pretrained(tmp_path)
     module = LitCausalLM(str(tmp_path), pretrained=False)

@@ -1,7 +1,5 @@
 """Decay groups and the learning rate."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.models import GPT, AdamWConfig, GPTConfig
+from lightning_ptdp.models import GPT, AdamWConfig
 from lightning_ptdp.models.optimizer_setup import (
     build_adamw,
     build_schedule,
@@ -23,7 +21,7 @@ from tests.models.configs import GPT2, LLAMA
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_only_matrices_and_embeddings_decay(config: GPTConfig) -> None:
+def test_only_matrices_and_embeddings_decay(config):
     model = GPT(config)
     optimizer = build_adamw(
         model, AdamWConfig(learning_rate=0.5, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
@@ -39,7 +37,7 @@ def test_only_matrices_and_embeddings_decay(config: GPTConfig) -> None:
     assert len(decaying["params"]) + len(rest["params"]) == len(names)
 
 
-def test_decay_groups_are_independent_of_other_modules() -> None:
+def test_decay_groups_are_independent_of_other_modules():
     model = GPT(LLAMA)
     whole = [
         {id(p) for p in group["params"]} for group in decay_groups(model.named_parameters(), 0.1)
@@ -52,7 +50,7 @@ def test_decay_groups_are_independent_of_other_modules() -> None:
         )
 
 
-def test_empty_group_is_kept_and_frozen_parameters_are_skipped() -> None:
+def test_empty_group_is_kept_and_frozen_parameters_are_skipped():
     linear = nn.Linear(2, 2, bias=False)
     optimizer = build_adamw(linear, AdamWConfig())
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
@@ -62,7 +60,7 @@ def test_empty_group_is_kept_and_frozen_parameters_are_skipped() -> None:
     assert decay_groups(linear.named_parameters(), 0.1)[0]["params"] == []
 
 
-def test_adamw_is_fused_if_supported() -> None:
+def test_adamw_is_fused_if_supported():
     linear = nn.Linear(2, 2)
     assert build_adamw(linear, AdamWConfig()).defaults["fused"]
     assert not build_adamw(nn.Linear(2, 2, device="meta"), AdamWConfig()).defaults["fused"]
@@ -81,7 +79,7 @@ def test_adamw_is_fused_if_supported() -> None:
         (5000, 0.2),
     ],
 )
-def test_cosine_learning_rate(step: int, expected: float) -> None:
+def test_cosine_learning_rate(step, expected):
     factor = learning_rate_factor(step, warmup_steps=10, decay_steps=110, min_lr_ratio=0.2)
     assert factor == pytest.approx(expected, abs=1e-9)
 
@@ -89,7 +87,7 @@ def test_cosine_learning_rate(step: int, expected: float) -> None:
 @pytest.mark.parametrize(
     ("step", "expected"), [(4, 0.5), (10, 1.0), (35, 0.8), (60, 0.6), (110, 0.2), (5000, 0.2)]
 )
-def test_linear_learning_rate(step: int, expected: float) -> None:
+def test_linear_learning_rate(step, expected):
     config = AdamWConfig(learning_rate=1.0, warmup_steps=10, min_lr_ratio=0.2, decay="linear")
     (factor, _) = build_schedule(
         build_adamw(nn.Linear(2, 2), config), config, decay_steps=110
@@ -97,12 +95,12 @@ def test_linear_learning_rate(step: int, expected: float) -> None:
     assert factor(step) == pytest.approx(expected, abs=1e-9)
 
 
-def test_first_step_without_warmup_has_peak_learning_rate() -> None:
+def test_first_step_without_warmup_has_peak_learning_rate():
     assert learning_rate_factor(0, warmup_steps=0, decay_steps=10, min_lr_ratio=0.0) == 1.0
     assert learning_rate_factor(10, warmup_steps=10, decay_steps=10, min_lr_ratio=0.5) == 1.0
 
 
-def test_schedule_is_picklable_and_resumes_with_new_settings() -> None:
+def test_schedule_is_picklable_and_resumes_with_new_settings():
     optimizer = build_adamw(nn.Linear(2, 2), AdamWConfig(learning_rate=2.0))
     schedule = build_schedule(
         optimizer, AdamWConfig(learning_rate=2.0, warmup_steps=4), decay_steps=8
@@ -130,12 +128,12 @@ def test_schedule_is_picklable_and_resumes_with_new_settings() -> None:
         ({"warmup_steps": 20, "decay_steps": 10}, "decay_steps=10 .*warmup_steps=20"),
     ],
 )
-def test_invalid_config_is_refused(changes: dict, words: str) -> None:
+def test_invalid_config_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         AdamWConfig(**changes)
 
 
-def test_sample_counts_are_converted_to_ramp_up_steps() -> None:
+def test_sample_counts_are_converted_to_ramp_up_steps():
     sizes = RampUp(start=4, stop=16, increment=4, samples=48)
     trainer = SimpleNamespace(
         datamodule=SimpleNamespace(step_sizes=sizes), accumulate_grad_batches=1
@@ -151,7 +149,7 @@ def test_sample_counts_are_converted_to_ramp_up_steps() -> None:
         AdamWConfig(decay_samples=9, decay_steps=3)
 
 
-def test_default_decay_counts_ramp_up_steps_of_all_epochs() -> None:
+def test_default_decay_counts_ramp_up_steps_of_all_epochs():
     loader = SimpleNamespace(steps_of_epochs=lambda epochs: 10 + 6 * (epochs - 1))
     for estimated, steps in ((30, 22), (20, 20)):
         trainer = SimpleNamespace(

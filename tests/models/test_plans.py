@@ -1,7 +1,5 @@
 """Plans found by the class of a module."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -32,7 +30,7 @@ transformers = pytest.importorskip("transformers")
     "kind", ["llama", "qwen3", "gemma3", "phi3", "gpt_neox", "gpt2", "bert", "encoder"]
 )
 @pytest.mark.parametrize("prefix", ["", "net.model"])
-def test_known_model_has_valid_plan(kind: str, prefix: str) -> None:
+def test_known_model_has_valid_plan(kind, prefix):
     model = nested(make_model(kind), prefix)
     plan = find_plan(model)
     assert plan is not None
@@ -53,7 +51,7 @@ def test_known_model_has_valid_plan(kind: str, prefix: str) -> None:
     assert "column" in plan.explain(model)
 
 
-def test_llama_plan_splits_attention_by_heads() -> None:
+def test_llama_plan_splits_attention_by_heads():
     plan = plan_for(make_model("llama"))
     assert plan is not None
     assert plan.tensor["model.layers.*.self_attn"] == plan.tensor["model.layers.*.mlp"] == Region()
@@ -63,7 +61,7 @@ def test_llama_plan_splits_attention_by_heads() -> None:
     assert plan.tensor["lm_head"] == Vocabulary()
 
 
-def test_bert_plan_covers_both_heads() -> None:
+def test_bert_plan_covers_both_heads():
     plan = plan_for(make_model("bert"), "bert_model")
     assert plan is not None
     assert plan.tensor["bert_model.cls.predictions"] == Alias()
@@ -73,7 +71,7 @@ def test_bert_plan_covers_both_heads() -> None:
     assert (bare.before, bare.after) == (("embeddings",), ("pooler",))
 
 
-def test_scaled_embedding_and_its_tied_head_are_kept_whole() -> None:
+def test_scaled_embedding_and_its_tied_head_are_kept_whole():
     plan = plan_for(make_model("gemma3"))
     assert plan is not None
     assert Vocabulary() not in plan.tensor.values()
@@ -82,7 +80,7 @@ def test_scaled_embedding_and_its_tied_head_are_kept_whole() -> None:
     assert [name for name, kind in untied.tensor.items() if kind == Vocabulary()] == ["lm_head"]
 
 
-def test_experts_are_kept_whole() -> None:
+def test_experts_are_kept_whole():
     sizes = {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -104,9 +102,9 @@ def test_experts_are_kept_whole() -> None:
     plan.check(model, 2, sequence_parallel=True)
 
 
-def test_unknown_model_has_no_plan() -> None:
+def test_unknown_model_has_no_plan():
     class Changed(transformers.GPT2LMHeadModel):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args, **kwargs):
             return super().forward(*args, **kwargs)
 
     class Renamed(transformers.GPT2LMHeadModel):
@@ -120,9 +118,9 @@ def test_unknown_model_has_no_plan() -> None:
     assert find_plan(two) is None, "a plan was chosen for two known models"
 
 
-def test_user_plan_takes_precedence() -> None:
+def test_user_plan_takes_precedence():
     class Lit(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.model = make_model("gpt2")
 
@@ -158,7 +156,7 @@ def test_user_plan_takes_precedence() -> None:
         ({"intermediate_size": 49}, 2, ["mlp.gate_proj", "out_features=49"]),
     ],
 )
-def test_indivisible_size_is_refused(options: dict[str, int], size: int, words: list[str]) -> None:
+def test_indivisible_size_is_refused(options, size, words):
     model = make_model("llama", **options)
     plan = plan_for(model)
     assert plan is not None
@@ -166,7 +164,7 @@ def test_indivisible_size_is_refused(options: dict[str, int], size: int, words: 
         plan.check(model, size)
 
 
-def test_invalid_plan_is_refused() -> None:
+def test_invalid_plan_is_refused():
     model = make_model("gemma3")
     cases: list[tuple[dict[str, Any], str]] = [
         (
@@ -214,7 +212,7 @@ def test_invalid_plan_is_refused() -> None:
         )
 
 
-def test_bare_torch_encoder_has_plan() -> None:
+def test_bare_torch_encoder_has_plan():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2)
     plan = plan_for(encoder, "encoder")
     assert plan is not None

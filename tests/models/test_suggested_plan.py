@@ -1,7 +1,5 @@
 """Plans suggested from the structure of an unknown model."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from typing import Any
@@ -9,14 +7,13 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp import ParallelPlan, PTDPStrategy
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import suggested_tensor
 from lightning_ptdp.strategy.checks import plan_of
 from tests.parity import make_trainer
-from tests.pool import Pool
 
 WIDTH = 8
 
@@ -24,7 +21,7 @@ WIDTH = 8
 class VisionBlock(nn.Module):
     """Block as in torchvision."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.self_attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
@@ -32,7 +29,7 @@ class VisionBlock(nn.Module):
             nn.Linear(WIDTH, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, WIDTH), nn.Dropout(0.0)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.ln_1(x)
         y, _ = self.self_attention(y, y, y, need_weights=False)
         x = x + y
@@ -42,7 +39,7 @@ class VisionBlock(nn.Module):
 class ResidualBlock(nn.Module):
     """Block as in open_clip."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attn = nn.MultiheadAttention(WIDTH, 2)
         self.mlp = nn.Sequential(
@@ -59,7 +56,7 @@ class ResidualBlock(nn.Module):
 class GatedBlock(nn.Module):
     """Block as in litgpt."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attn = nn.ModuleDict(
             {"qkv": nn.Linear(WIDTH, 3 * WIDTH), "proj": nn.Linear(WIDTH, WIDTH)}
@@ -101,13 +98,13 @@ def model(block: Any) -> nn.Module:
         (nested, {"*.ff.*.0": "column", "*.ff.2": "row"}),
     ],
 )
-def test_layers_are_recognized_by_structure(block: Any, expected: dict[str, str]) -> None:
+def test_layers_are_recognized_by_structure(block, expected):
     found = suggested_tensor(model(block))
     assert found == {f"encoder.layers.*.{name}": kind for name, kind in expected.items()}
     assert ParallelPlan(tensor=found).resolve(model(block))
 
 
-def test_non_feed_forward_sequence_is_left_out() -> None:
+def test_non_feed_forward_sequence_is_left_out():
     def normalized() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, WIDTH))
 
@@ -120,16 +117,16 @@ def test_non_feed_forward_sequence_is_left_out() -> None:
 
 
 class LitVision(L.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(*(VisionBlock() for _ in range(2)), nn.Linear(WIDTH, 3))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -145,7 +142,7 @@ def fit(rank: int, degree: int, plan: ParallelPlan | None) -> float:
     return float(trainer.callback_metrics["loss"])
 
 
-def test_suggested_plan_trains_like_single_process(pool: Pool) -> None:
+def test_suggested_plan_trains_like_single_process(pool):
     with pytest.raises(ValueError, match="suggest these lines: check them") as told:
         plan_of(LitVision(), PTDPConfig(tensor_parallel_size=2))
     found = re.search(r"ParallelPlan\(tensor=\{.*?\}\)", str(told.value), re.DOTALL)

@@ -1,7 +1,5 @@
 """Models whose blocks take and return several tensors, and a pipeline emulated in one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -29,14 +27,14 @@ WIDTH, RANGES = 6, ((0, 1), (1, 3), (3, 4))
 class Block(nn.Module):
     """Block that mixes a hidden state with an optional second tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.own, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def mix(self, x: Tensor, other: Tensor) -> Tensor:
         return x + torch.tanh(self.own(x) + self.other(other))
 
-    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+    def forward(self, x, other=None):
         return self.mix(x, x if other is None else other)
 
 
@@ -55,14 +53,14 @@ class Base(nn.Module):
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         raise AssertionError
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.run_blocks(self.embedding(ids), ids))
 
 
 class Narrowing(Base):
     """Each block changes the width."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         widths = (WIDTH, 9, 2, 5, WIDTH)
         self.layers = nn.ModuleList(
@@ -78,7 +76,7 @@ class Narrowing(Base):
 class InPlace(Base):
     """Each block modifies its input in place."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
@@ -91,14 +89,14 @@ class InPlace(Base):
 
 
 class PairBlock(Block):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, y):
         return self.mix(x, y), self.mix(y, x)
 
 
 class Pair(Base):
     """Two streams of hidden states."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(PairBlock)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -109,7 +107,7 @@ class Pair(Base):
 
 
 class NestBlock(Block):
-    def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+    def forward(self, state):
         x, (y, counts) = state["x"], state["rest"]
         seen = counts["seen"] + (x.detach() > 0).sum(-1)
         return {
@@ -126,7 +124,7 @@ class NestBlock(Block):
 class Nest(Base):
     """Nested structure of differentiable tensors, integers, booleans and constants."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(NestBlock)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -150,7 +148,7 @@ class Memory(Base):
 class FrozenMemory(Memory):
     """Embedding and memory are frozen, as in fine-tuning."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding.requires_grad_(False)
         self.memory.requires_grad_(False)
@@ -199,7 +197,7 @@ class Shifted(Base):
 
 
 class ContextBlock(Block):
-    def forward(self, x: Tensor, *, context: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def forward(self, x, *, context):
         memory, mask = context["memory"]
         return self.mix(x, memory * mask), memory
 
@@ -207,7 +205,7 @@ class ContextBlock(Block):
 class Context(Base):
     """The memory is nested next to a mask that every stage computes. Blocks also return it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(ContextBlock)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -220,16 +218,16 @@ class Context(Base):
 class OwnBias(nn.Module):
     """Bias used before the blocks. Its type cannot be stubbed, so every stage keeps it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH))
 
-    def forward(self) -> Tensor:
+    def forward(self):
         return self.weight * 2
 
 
 class KeptBias(Base):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(memory=OwnBias)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -242,7 +240,7 @@ class KeptBias(Base):
 class Uncalled(Base):
     """Weights used without calling their modules: one before and one after the blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(memory=lambda: nn.Embedding(3, WIDTH))
         self.example_input_array = ids()
 

@@ -1,7 +1,5 @@
 """Cases of the runtime tests: a small model, its data, reference results and the schedules."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +19,12 @@ Gradients = dict[str, Tensor]
 class Core(nn.Module):
     """W2 gelu(W1 x), added to another tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.census: Any = None
 
-    def forward(self, x: Tensor, beside: Tensor) -> Tensor:
+    def forward(self, x, beside):
         if self.census is not None:
             self.census.calls += 1
         inside = F.gelu(self.up(x))
@@ -39,11 +37,11 @@ class Core(nn.Module):
 class Block(nn.Module):
     """A residual layer: x + core(norm(x))."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.core = nn.LayerNorm(WIDTH), Core()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.core(self.norm(x), x)
 
 
@@ -57,7 +55,7 @@ class Net(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids, labels):
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)

@@ -1,7 +1,5 @@
 """A pipeline job for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,13 +1,10 @@
 """Training runs that lose or delay a rank, on a backend with NCCL's behaviour (tests/queued.py)."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from lightning_ptdp.checkpoint.save_agreement import own_rank
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
@@ -26,7 +23,7 @@ class Loses(LitNet):
         super().__init__()
         self.victim, self.how = victim, how
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if batch_idx == 1 and own_rank() == self.victim:
             HOST.drain()
             if self.how == "raise":
@@ -57,18 +54,18 @@ class Works(LitNet):
 
     busy_s = 1.5 * LIMIT_S
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if self.global_step == 0:
             began = time.monotonic()  # like a compilation
             while time.monotonic() - began < self.busy_s:
                 sum(range(1000))
         return super().training_step(batch, batch_idx)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == 1:
             time.sleep(self.busy_s)
 
-    def on_validation_epoch_end(self) -> None:
+    def on_validation_epoch_end(self):
         time.sleep(self.busy_s)
 
 

@@ -3,8 +3,6 @@
 They are complete on the last stage, or their use is refused.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -37,7 +35,7 @@ class AllHidden(Base):
 
 
 class RouterBlock(Block):
-    def forward(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+    def forward(self, x, other=None):
         logits = self.other(x)
         return self.mix(x, x), {
             "loss": logits.square().mean(),
@@ -49,7 +47,7 @@ class RouterBlock(Block):
 class Routers(Base):
     """Each block returns a router loss and integer indices."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(RouterBlock)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -64,7 +62,7 @@ class Routers(Base):
 class Hooked(Base):
     """Hooks on the blocks, their submodules and the embedding; one changes the output."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.seen: list[Tensor] = []
         self.embedding.register_forward_hook(self.keep)
@@ -93,25 +91,25 @@ class Hooked(Base):
         assert len(seen) == 13
         return x + sum(s * (k + 1) for k, s in enumerate(seen))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         self.seen = []
         return super().forward(ids)
 
 
 @pytest.mark.parametrize("ranges", [RANGES, ((0, 2), (2, 4)), ((0, 3), (3, 4))])
 @pytest.mark.parametrize("model", [AllHidden, Routers])
-def test_collected_block_outputs_match_whole_model(model: type[Base], ranges: Any) -> None:
+def test_collected_block_outputs_match_whole_model(model, ranges):
     as_the_whole(model, collects=True, ranges=ranges)
 
 
 @pytest.mark.parametrize("collects", [False, True])
-def test_forward_hooks_run_on_blocks_of_all_stages(collects: bool) -> None:
+def test_forward_hooks_run_on_blocks_of_all_stages(collects):
     as_the_whole(Hooked, collects=collects)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("model", [AllHidden, Routers])
-def test_collecting_outputs_without_collects_is_refused(model: type[Base], training: bool) -> None:
+def test_collecting_outputs_without_collects_is_refused(model, training):
     stages = Emulated(build(model))
     with (
         torch.set_grad_enabled(training),
@@ -120,7 +118,7 @@ def test_collecting_outputs_without_collects_is_refused(model: type[Base], train
         stages.forward(ids(), training=training)
 
 
-def test_collected_output_is_sent_once() -> None:
+def test_collected_output_is_sent_once():
     stages = as_the_whole(AllHidden, collects=True)
     stages.forward(ids(), training=True)
     assert [len(crossing.tensors) for crossing in stages.crossings] == [1, 3]
@@ -132,11 +130,11 @@ def test_collected_output_is_sent_once() -> None:
 
 
 class KeepingBlock(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.loss = 0.0
 
-    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+    def forward(self, x, other=None):
         self.loss = self.other(x).square().mean()
         return self.mix(x, x)
 
@@ -144,7 +142,7 @@ class KeepingBlock(Block):
 class Keeping(Base):
     """Each block stores a loss in an attribute; the model sums it over all modules."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(KeepingBlock)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -154,7 +152,7 @@ class Keeping(Base):
 
 
 class DeeplyKept(Block):
-    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+    def forward(self, x, other=None):
         self.own.seen = [x.detach()]
         return self.mix(x, x)
 
@@ -162,7 +160,7 @@ class DeeplyKept(Block):
 class Read(Base):
     """Model that reads attributes set by its blocks in forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(DeeplyKept)
         for layer in self.layers:
             layer.own.seen = []
@@ -181,9 +179,7 @@ class Read(Base):
         (Read, "'own.seen' of a block on another"),
     ],
 )
-def test_reading_attributes_set_by_blocks_is_refused(
-    model: type[Base], words: str, training: bool
-) -> None:
+def test_reading_attributes_set_by_blocks_is_refused(model, words, training):
     with torch.set_grad_enabled(training), pytest.raises(StageError, match=words):
         Emulated(build(model)).forward(ids(), training=training)
 
@@ -191,7 +187,7 @@ def test_reading_attributes_set_by_blocks_is_refused(
 class Timed(Base):
     """Model whose forward hooks need state stored by their pre-hooks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.open: set[str] = set()
         for name, module in [
@@ -212,13 +208,13 @@ class Timed(Base):
         return x
 
 
-def test_forward_hook_runs_only_after_its_pre_hook() -> None:
+def test_forward_hook_runs_only_after_its_pre_hook():
     as_the_whole(Timed, collects=False)
 
 
-def test_removed_hook_is_not_called_on_other_stages() -> None:
+def test_removed_hook_is_not_called_on_other_stages():
     class Removed(Base):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.seen: list[Tensor] = []
 

@@ -2,8 +2,6 @@
 
 A model cut in one process matches the whole model, or the cut is refused."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -46,15 +44,13 @@ from tests.pipeline.crossing_models import (
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_loss_and_gradients_match_whole_model(model: type[Base]) -> None:
+def test_loss_and_gradients_match_whole_model(model):
     as_the_whole(model)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_without_prior_training_matches_whole_model(
-    model: type[Base], context: Any
-) -> None:
+def test_evaluation_without_prior_training_matches_whole_model(model, context):
     whole = build(model).eval()
     with context():
         torch.testing.assert_close(
@@ -72,7 +68,7 @@ def test_evaluation_without_prior_training_matches_whole_model(
         (Context, [torch.float64, torch.float64], [(("context", "memory", 0), 1)]),
     ],
 )
-def test_only_required_tensors_cross_stage_boundary(model: Any, dtypes: Any, extras: Any) -> None:
+def test_only_required_tensors_cross_stage_boundary(model, dtypes, extras):
     stages = Emulated(build(model))
     stages.forward(ids(), training=True)
     for crossing in stages.crossings:
@@ -87,9 +83,9 @@ def test_only_required_tensors_cross_stage_boundary(model: Any, dtypes: Any, ext
         ]
 
 
-def test_tensor_returned_twice_is_sent_once_with_summed_gradient() -> None:
+def test_tensor_returned_twice_is_sent_once_with_summed_gradient():
     class Same(Base):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(SameBlock)
 
         def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -99,7 +95,7 @@ def test_tensor_returned_twice_is_sent_once_with_summed_gradient() -> None:
             return x + 2 * y
 
     class SameBlock(PairBlock):
-        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, x, y):
             mixed = self.mix(x, y)
             return mixed, mixed
 
@@ -113,7 +109,7 @@ def test_tensor_returned_twice_is_sent_once_with_summed_gradient() -> None:
     )
 
 
-def test_evaluation_expects_no_gradients() -> None:
+def test_evaluation_expects_no_gradients():
     stages = Emulated(build(Memory))
     with torch.no_grad():
         stages.forward(ids(), training=False)
@@ -121,7 +117,7 @@ def test_evaluation_expects_no_gradients() -> None:
     assert [crossing.roots() for crossing in stages.crossings] == [(), ()]
 
 
-def test_unfreezing_parameters_keeps_crossing_form() -> None:
+def test_unfreezing_parameters_keeps_crossing_form():
     """Parameters may be unfrozen during training, but the form is sent only once."""
     whole = build(FrozenMemory)
     stages = Emulated(whole)
@@ -138,7 +134,7 @@ def test_unfreezing_parameters_keeps_crossing_form() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_local_crossing_shares_memory_between_stages(training: bool) -> None:
+def test_local_crossing_shares_memory_between_stages(training):
     stages = Emulated(build(Memory))
     stages.forward(ids(), training=training)
     for crossing, entered in zip(stages.crossings, stages.entered[1:], strict=True):
@@ -148,7 +144,7 @@ def test_local_crossing_shares_memory_between_stages(training: bool) -> None:
         )
 
 
-def test_finished_stage_releases_its_tensors() -> None:
+def test_finished_stage_releases_its_tensors():
     stages = Emulated(build(Memory))
     stages.forward(ids(), training=False)
     watched = [weakref.ref(tensor) for crossing in stages.crossings for tensor in crossing.tensors]
@@ -157,7 +153,7 @@ def test_finished_stage_releases_its_tensors() -> None:
     assert [reference() for reference in watched] == [None] * len(watched)
 
 
-def test_each_stage_uses_its_own_copy_of_bare_parameter() -> None:
+def test_each_stage_uses_its_own_copy_of_bare_parameter():
     class Bare(KeptBias):
         def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
             for layer in self.layers:
@@ -175,7 +171,7 @@ def test_each_stage_uses_its_own_copy_of_bare_parameter() -> None:
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
-def test_compiled_blocks_match_whole_model(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_match_whole_model(how, monkeypatch):
     traced: list[bool] = []
     returned = Boundary.returned
 
@@ -238,7 +234,7 @@ class Residual(Base):
 class SecondComputed(Base):
     """The second stream is modified between the blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(PairBlock)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -252,7 +248,7 @@ class SecondComputed(Base):
 class Collected(Base):
     """Each block returns a loss, as a router does."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(CollectedBlock)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -264,12 +260,12 @@ class Collected(Base):
 
 
 class CollectedBlock(Block):
-    def forward(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x, other=None):
         return self.mix(x, x), x.square().mean()
 
 
 class Opaque(Base):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(OpaqueBlock)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -279,12 +275,12 @@ class Opaque(Base):
 
 
 class OpaqueBlock(Block):
-    def forward(self, x: Tensor, other: Tensor | None = None) -> tuple[Tensor, object]:
+    def forward(self, x, other=None):
         return self.mix(x, x), object()
 
 
 class Returned(Base):
-    def forward(self, ids: Tensor) -> Any:
+    def forward(self, ids):
         x = self.embedding(ids)
         first = x
         for layer in self.layers:
@@ -295,7 +291,7 @@ class Returned(Base):
 class Sealed(Base):
     """The memory is in an object that is not searched for tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(SealedBlock)
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -307,7 +303,7 @@ class Sealed(Base):
 
 
 class SealedBlock(Block):
-    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+    def forward(self, x, other=None):
         return self.mix(x, other.value)
 
 
@@ -326,20 +322,20 @@ class SealedBlock(Block):
         (Sealed, "between or after the repeated blocks"),
     ],
 )
-def test_unsupported_model_is_refused(model: type[Base], words: str, training: bool) -> None:
+def test_unsupported_model_is_refused(model, words, training):
     stages = Emulated(build(model))
     with torch.set_grad_enabled(training), pytest.raises(StageError, match=words):
         stages.forward(ids(), training=training)
 
 
-def test_forward_outside_of_step_is_refused() -> None:
+def test_forward_outside_of_step_is_refused():
     stages = Emulated(build(Memory))
     for part in stages.parts:
         with pytest.raises(StageError, match="outside of a step"):
             part(ids())
 
 
-def test_shape_and_mask_operations_around_blocks_are_allowed() -> None:
+def test_shape_and_mask_operations_around_blocks_are_allowed():
     class Inspects(Memory):
         def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
             kept = x.new_ones(x.shape[:2]).unsqueeze(-1) * torch.zeros_like(x).to(
@@ -360,7 +356,7 @@ def test_shape_and_mask_operations_around_blocks_are_allowed() -> None:
 # ---- descriptions --------------------------------------------------------------------------------
 
 
-def test_form_round_trips_through_header() -> None:
+def test_form_round_trips_through_header():
     tensors = (torch.zeros(2, 3), torch.zeros((), dtype=torch.bool))
     output = {
         "a": (tensors[0], [None, True, 2, 0.1, "text"]),
@@ -384,7 +380,7 @@ def test_form_round_trips_through_header() -> None:
     )
 
 
-def test_nested_tensors_are_listed_and_substituted() -> None:
+def test_nested_tensors_are_listed_and_substituted():
     x, other = torch.zeros(1), torch.ones(1)
     nest = ({"a": [x, 1]}, x)
     assert [path for path, _ in tensors_in(nest)] == [(0, "a", 0), (1,)]
@@ -395,12 +391,12 @@ def test_nested_tensors_are_listed_and_substituted() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1.5: 1}, torch.Size([1]), {2}])
-def test_unsupported_output_type_is_named(value: Any) -> None:
+def test_unsupported_output_type_is_named(value):
     with pytest.raises(StageError, match=f"block 'layers.0' returned a {type(value).__name__}"):
         describe((torch.zeros(1), value), lambda tensor: 0, "layers.0")
 
 
-def test_tensor_origins_are_tracked_only_during_run() -> None:
+def test_tensor_origins_are_tracked_only_during_run():
     whole = build(Memory)
     assert not hasattr(whole.embedding(ids()), "origin")
     cut = PipelineCut(

@@ -3,11 +3,9 @@
 Most models are traced without data to find the order of calls.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.dry_run import call_order, trace_calls
@@ -19,20 +17,20 @@ class Model(nn.Module):
 
     example_input_array = torch.zeros(2, 3, dtype=torch.int64)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.spare = nn.Linear(4, 4)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)
 
 
-def test_parts_follow_order_of_calls() -> None:
+def test_parts_follow_order_of_calls():
     model = Model()
     assert call_order(model) == ["", "embedding", "layers.0", "layers.1", "layers.2", "norm"]
     parts = find_parts(model)
@@ -43,24 +41,24 @@ def test_parts_follow_order_of_calls() -> None:
     assert named.before == ("norm", "embedding"), "before= must override the order of calls"
 
 
-def test_registration_order_is_used_without_example_input() -> None:
+def test_registration_order_is_used_without_example_input():
     model = Model()
     model.example_input_array = None
     assert call_order(model) is None
     assert find_parts(model).before == ("embedding", "norm")
 
 
-def test_value_dependent_forward_cannot_be_traced() -> None:
+def test_value_dependent_forward_cannot_be_traced():
     class Looks(Model):
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids):
             return super().forward(ids[ids > 1] if ids.any() else ids)
 
     assert trace_calls(Looks(), torch.zeros(2, 3, dtype=torch.int64)) is None
 
 
-def test_module_called_before_and_after_blocks_is_refused() -> None:
+def test_module_called_before_and_after_blocks_is_refused():
     class Both(Model):
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids):
             x = self.norm(self.embedding(ids))
             for layer in self.layers:
                 x = layer(x)
@@ -72,9 +70,9 @@ def test_module_called_before_and_after_blocks_is_refused() -> None:
         find_parts(Both())
 
 
-def test_layers_called_twice_are_refused() -> None:
+def test_layers_called_twice_are_refused():
     class Twice(Model):
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids):
             x = self.embedding(ids)
             for layer in [*self.layers, *self.layers]:
                 x = layer(x)
@@ -86,9 +84,9 @@ def test_layers_called_twice_are_refused() -> None:
         find_parts(Twice())
 
 
-def test_example_input_of_submodule_is_ignored() -> None:
+def test_example_input_of_submodule_is_ignored():
     class Around(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.first, self.layers, self.last = (
                 Model(),
@@ -100,7 +98,7 @@ def test_example_input_of_submodule_is_ignored() -> None:
     assert (parts.blocks, parts.before, parts.after) == (("layers",), ("first",), ("last",))
 
 
-def test_hugging_face_model_provides_example_input() -> None:
+def test_hugging_face_model_provides_example_input():
     pytest.importorskip("transformers")
     from tests.huggingface.runs import make_model
 
@@ -112,7 +110,7 @@ def test_hugging_face_model_provides_example_input() -> None:
     assert parts.after == ("model.model.decoder.final_layer_norm", "model.lm_head")
 
 
-def test_module_used_without_call_is_kept_on_every_stage() -> None:
+def test_module_used_without_call_is_kept_on_every_stage():
     parts = find_parts(Uncalled())
     assert parts.everywhere == ("embedding", "memory")
     model = Uncalled()
@@ -123,26 +121,26 @@ def test_module_used_without_call_is_kept_on_every_stage() -> None:
         find_parts(model, everywhere=("memories",))
 
 
-def test_value_dependent_branch_does_not_hide_uncalled_modules() -> None:
+def test_value_dependent_branch_does_not_hide_uncalled_modules():
     class Looks(Uncalled):
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids):
             return super().forward(ids + (1 if 3 in ids or ids.any() else 0))
 
     assert call_order(Looks()) is None
     assert find_parts(Looks()).everywhere == ("embedding", "memory")
 
 
-def test_module_queried_or_called_with_shape_is_kept_on_every_stage() -> None:
+def test_module_queried_or_called_with_shape_is_kept_on_every_stage():
     class Positions(nn.Embedding):
-        def forward(self, shape: torch.Size) -> Tensor:  # type: ignore[override]
+        def forward(self, shape):
             return super().forward(torch.arange(shape[1]))
 
     class Asks(Model):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.positions, self.limits = Positions(3, 4), nn.Embedding(3, 4)
 
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids):
             assert (
                 ids.shape[1] <= self.limits.weight.shape[0]
                 and self.embedding.weight.dtype.is_floating_point
@@ -155,7 +153,7 @@ def test_module_queried_or_called_with_shape_is_kept_on_every_stage() -> None:
     assert find_parts(Asks()).everywhere == ("limits", "positions")
 
 
-def test_container_of_module_lists_is_refused() -> None:
+def test_container_of_module_lists_is_refused():
     model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(4))
     with pytest.raises(
         ValueError,

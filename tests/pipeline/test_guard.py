@@ -1,8 +1,6 @@
 """Tests of the hang guard: its rules on simulated observations, then real processes on a backend
 whose waits return at once, as with NCCL."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -149,7 +147,7 @@ def computing(second: float) -> dict[str, Any]:
         "its own end",
     ],
 )
-def test_hang_conditions_with_nccl_and_gloo(at: Any, on_nccl: Any, with_gloo: Any) -> None:
+def test_hang_conditions_with_nccl_and_gloo(at, on_nccl, with_gloo):
     assert Scene(at).ends_after() == on_nccl
     assert Scene(at, waits_raise=True).ends_after() == with_gloo
 
@@ -158,9 +156,7 @@ def test_hang_conditions_with_nccl_and_gloo(at: Any, on_nccl: Any, with_gloo: An
     ("limit_s", "failed_at", "ends_at"),
     [(10.0, 2, 8), (10.0, 9, 12), (100.0, 105, 111), (1000.0, 1, 12), (1000.0, 0, 11)],
 )
-def test_failure_of_other_rank_is_reported_first(
-    limit_s: float, failed_at: int, ends_at: int
-) -> None:
+def test_failure_of_other_rank_is_reported_first(limit_s, failed_at, ends_at):
     """The failure is reported after 10 s or half of the limit, even if this rank is in one call."""
     fails = fails_at(failed_at)
     ended = Scene(
@@ -173,7 +169,7 @@ def test_failure_of_other_rank_is_reported_first(
     ("silent", "why"),
     [(40, "rank 1 has not reported for 71 s"), (80, "it has been in one call for 111 s")],
 )
-def test_silent_rank_is_named_after_half_of_limit(silent: int, why: str) -> None:
+def test_silent_rank_is_named_after_half_of_limit(silent, why):
     falls_silent = silent_from(silent)
     assert Scene(lambda second: {**falls_silent(second), **in_one_call(second)}).ends_after() == (
         111,
@@ -181,7 +177,7 @@ def test_silent_rank_is_named_after_half_of_limit(silent: int, why: str) -> None
     )
 
 
-def test_rank_ended_by_lost_peer_is_not_named_as_cause() -> None:
+def test_rank_ended_by_lost_peer_is_not_named_as_cause():
     def gives_up(second: float) -> dict[str, Any]:
         return {
             **in_one_call(second),
@@ -204,24 +200,24 @@ def between_steps(at: Any) -> Callable[[float], dict[str, Any]]:
 @pytest.mark.parametrize(
     "at", [fails_at(50), silent_from(20), nobody_answers_from(20), in_one_call]
 )
-def test_progressing_rank_is_not_ended(at: Any) -> None:
+def test_progressing_rank_is_not_ended(at):
     assert Scene(getting_on(at)).ends_after() is None
     assert Scene(getting_on(at), waits_raise=True).ends_after() is None
 
 
 @pytest.mark.parametrize("at", [in_one_call, nobody_answers_from(20)])
-def test_user_code_between_steps_has_no_limit(at: Any) -> None:
+def test_user_code_between_steps_has_no_limit(at):
     assert Scene(between_steps(at)).ends_after() is None
 
 
 @pytest.mark.parametrize(("at", "when"), [(fails_at(50), 151), (silent_from(20), 121)])
-def test_lost_rank_ends_user_code_between_steps(at: Any, when: int) -> None:
+def test_lost_rank_ends_user_code_between_steps(at, when):
     ended = Scene(between_steps(at)).ends_after()
     assert ended is not None and ended[0] == when
     assert Scene(between_steps(at), waits_raise=True).ends_after() is None
 
 
-def test_finished_rank_is_not_reported_as_silent() -> None:
+def test_finished_rank_is_not_reported_as_silent():
     ended = Heard(status(ended=True), 20.0, True)
     assert (
         Scene(lambda second: {"heard": {1: alive(second) if second < 20 else ended}}).ends_after()
@@ -229,12 +225,12 @@ def test_finished_rank_is_not_reported_as_silent() -> None:
     )
 
 
-def test_failure_of_earlier_training_is_ignored() -> None:
+def test_failure_of_earlier_training_is_ignored():
     old = Heard(status(failure="ValueError: x", ended=True), 0.0, False)
     assert Scene(lambda _: {"heard": {1: old}}).ends_after() is None
 
 
-def test_time_while_process_is_stopped_is_not_counted() -> None:
+def test_time_while_process_is_stopped_is_not_counted():
     pause = {"now": lambda second: second + (10 * LIMIT_S if second > 50 else 0)}
 
     def at(second: float) -> dict[str, Any]:
@@ -303,7 +299,7 @@ def _ends(
         (1, "wait", r"it has been in one call for [\d.]+ s"),
     ],
 )
-def test_hung_rank_ends_and_reports_reason(victim: int, how: str, why: str, tmp_path: Path) -> None:
+def test_hung_rank_ends_and_reports_reason(victim, how, why, tmp_path):
     survivor = 1 - victim
     code, said = _ends(tmp_path, survivor, train, victim, how)
     assert code == 1, said
@@ -326,7 +322,7 @@ def test_hung_rank_ends_and_reports_reason(victim: int, how: str, why: str, tmp_
         assert re.search(rf"No answer from rank {victim}, for [\d.]+ s: \S", said), said
 
 
-def test_long_user_code_is_not_a_hang(tmp_path: Path) -> None:
+def test_long_user_code_is_not_a_hang(tmp_path):
     code, said = _ends(tmp_path, 0, work)
     assert (code, (tmp_path / "0.txt").exists()) == (0, True), said
 

@@ -1,8 +1,6 @@
 """Steps on a backend with NCCL's behaviour (tests/queued.py) make no new connections. Real
 processes."""
 
-from __future__ import annotations
-
 import contextlib
 from datetime import timedelta
 from typing import Any
@@ -14,7 +12,7 @@ from lightning_ptdp.world import mesh as mesh_module
 from tests import queued
 from tests.pipeline.grid import Case, make_batch, unsplit
 from tests.pipeline.watched import Outcome, Rank, assert_same, summed
-from tests.pool import Pool, WorkerFailure
+from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
 
@@ -41,9 +39,7 @@ def steps(rank: int, case: Case, m: int, connected: bool) -> tuple[list[Any], li
 @pytest.mark.parametrize(
     ("v", "schedule"), [(v, schedule) for v, names in SCHEDULES.items() for schedule in names]
 )
-def test_steps_match_whole_model_without_new_connections(
-    p: int, v: int, schedule: str, pool: Pool
-) -> None:
+def test_steps_match_whole_model_without_new_connections(p, v, schedule, pool):
     case, m = Case(schedule, p, v), 2 * p
     ranks = pool.run(steps, world_size=p, args=(case, m, True), backend="queued")
     assert [late for late, _ in ranks] == [[]] * p
@@ -57,6 +53,6 @@ def test_steps_match_whole_model_without_new_connections(
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
-def test_first_step_without_connected_channels_hangs(schedule: str, pool: Pool) -> None:
+def test_first_step_without_connected_channels_hangs(schedule, pool):
     with pytest.raises(WorkerFailure, match=r"hangs: rank \d does not come to messages"):
         pool.run(steps, world_size=2, args=(Case(schedule, 2, 2), 1, False), backend="queued")

@@ -1,7 +1,5 @@
 """The surviving rank names a peer that is frozen or killed. Real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing
@@ -72,7 +70,7 @@ class _Loses(LitNet):
         super().__init__()
         self.victim, self.how = victim, how
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         if batch_idx == 1 and own_rank() == self.victim:
             os.kill(os.getpid(), self.how)
         return super().training_step(batch, batch_idx)
@@ -98,13 +96,13 @@ class _LosesBetweenSteps(LitNet):
         if hook == self.hook and self.trainer.global_rank == self.victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self._maybe_die("norm")
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         self._maybe_die("save")
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint):
         self._maybe_die("load")
 
 
@@ -138,7 +136,7 @@ class _LosesInExperts(LitMixture):
         super().__init__(Run())
         self.victim = victim
 
-    def on_fit_start(self) -> None:
+    def on_fit_start(self):
         if self.trainer.global_rank == self.victim:
             self.layers[2].experts.register_forward_hook(self._after)
 
@@ -160,7 +158,7 @@ def _save(rank: int, parent: Connection, victim: int, layout: dict[str, Any], wh
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     place = Place(world_size=2, layout={"timeout_s": SAVE_LIMIT_S, **layout})
     if rank == victim:
-        SummingFile.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
+        SummingFile.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
         single_file._save = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     saving = ModelCheckpoint(where, every_n_train_steps=1, save_top_k=-1)
     make_trainer(place, max_steps=4, enable_checkpointing=True, callbacks=[saving]).fit(
@@ -212,7 +210,7 @@ def _said_by_survivor(part: Callable[..., None], victim: int, *arguments: Any) -
         (0, signal.SIGKILL, "receive"),
     ],
 )
-def test_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> None:
+def test_lost_peer_is_named(victim, how, where):
     said = _said_by_survivor(_lose, victim, how, where)
     mine = (
         f"waits in F{1 - victim}.3 for rank {victim}"
@@ -229,7 +227,7 @@ def test_lost_peer_is_named(victim: int, how: signal.Signals, where: str) -> Non
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
-def test_training_names_lost_rank(how: signal.Signals, tmp_path: Path) -> None:
+def test_training_names_lost_rank(how, tmp_path):
     said = _said_by_survivor(_train, 1, how, str(tmp_path))
     assert re.match(
         r"PeerError: rank 0 \(.*\) waited in action B0\.\d for rank 1, which did not answer:", said
@@ -253,19 +251,19 @@ def test_training_names_lost_rank(how: signal.Signals, tmp_path: Path) -> None:
         ("load", r"loading the model from .*one\.ckpt"),
     ],
 )
-def test_collective_outside_of_step_names_lost_rank(hook: str, place: str, tmp_path: Path) -> None:
+def test_collective_outside_of_step_names_lost_rank(hook, place, tmp_path):
     said = _said_by_survivor(_train_between, 1, hook, str(tmp_path))
     assert re.match(rf"PeerError: rank 0 \(.*\) lost another rank \({place}\):", said), said
     assert re.search(rf"rank 0: {place} since \d", said)
 
 
-def test_expert_exchange_reports_lost_rank(tmp_path: Path) -> None:
+def test_expert_exchange_reports_lost_rank(tmp_path):
     said = _said_by_survivor(_train_experts, 1, str(tmp_path))
     assert re.match(r"PeerError: rank 0 \(.*\) lost another rank \(step 1\):", said), said
     assert re.search(r"  rank 1: \S", said), said
 
 
-def test_parameter_gather_after_optimizer_step_reports_lost_rank(tmp_path: Path) -> None:
+def test_parameter_gather_after_optimizer_step_reports_lost_rank(tmp_path):
     said = _said_by_survivor(_train_sharded, 1, str(tmp_path))
     assert re.match(r"PeerError: rank 0 \(.*\) lost another rank \(optimizer step 0\):", said), said
 
@@ -285,9 +283,7 @@ def test_parameter_gather_after_optimizer_step_reports_lost_rank(tmp_path: Path)
         "0-single file",
     ],
 )
-def test_peer_frozen_while_saving_is_named(
-    victim: int, layout: dict[str, Any], tmp_path: Path
-) -> None:
+def test_peer_frozen_while_saving_is_named(victim, layout, tmp_path):
     said = _said_by_survivor(_save, victim, layout, str(tmp_path))
     assert re.match(rf"PeerError: rank {1 - victim} \(.*\) lost another rank \(.+\): ", said), said
     assert re.search(rf"No answer from rank {victim}, for [\d.]+ s: ", said), said
@@ -300,7 +296,7 @@ class _Arriving:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
 
 
-def test_teardown_reports_lost_rank() -> None:
+def test_teardown_reports_lost_rank():
     strategy = PTDPStrategy()
     strategy._engine = _Arriving()
     strategy._run = SimpleNamespace(

@@ -1,7 +1,5 @@
 """The messages of real steps are those of the NCCL model (tests/schedule/nccl.py), in its order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from lightning_ptdp.schedule import build_schedule
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pipeline.jobs import SumJob
-from tests.pool import Pool
 from tests.queued import HOST
 from tests.schedule.nccl import Habits, operations
 
@@ -65,7 +62,7 @@ def two_steps(
 
 
 @pytest.mark.parametrize(("name", "v"), SCHEDULES)
-def test_runtime_issues_messages_of_nccl_model(name: str, v: int, pool: Pool) -> None:
+def test_runtime_issues_messages_of_nccl_model(name, v, pool):
     for p, m, training in ((2, 3, True), (4, 6, True), (4, 6, False)):
         real = pool.run(two_steps, world_size=p, args=(name, p, v, m, training), backend="queued")
         schedule = build_schedule(

@@ -1,8 +1,6 @@
 """Point-to-point messages between stages: headers only for new forms, scatter over tensor-parallel
 ranks, short-lived buffers. Real processes over gloo."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -23,7 +21,6 @@ from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pipeline.crossing_models import Memory, Nest, Pair, build, crossing_of
 from tests.pipeline.crossing_models import ids as batch_of
 from tests.pipeline.jobs import SumJob
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -140,7 +137,7 @@ def exchange_new_and_known_forms(rank: int) -> Any:
     return found
 
 
-def test_header_is_sent_once_per_form(pool: Pool) -> None:
+def test_header_is_sent_once_per_form(pool):
     sent, received = pool.run(exchange_new_and_known_forms, world_size=2)
     assert [name for name, equal in received if not equal] == []
     assert len(received) == 16
@@ -166,7 +163,7 @@ def exchange_gradients(rank: int) -> Any:
     return [tensor.requires_grad for tensor in entered.tensors]
 
 
-def test_differentiable_tensors_receive_gradients_or_zeros(pool: Pool) -> None:
+def test_differentiable_tensors_receive_gradients_or_zeros(pool):
     gradients, needs = pool.run(exchange_gradients, world_size=2)
     assert needs == [True, False, True]
     assert gradients == [[[3.0, 3.0]] * 3, [0.0, 0.0]]
@@ -220,7 +217,7 @@ def exchange_alike_on_tensor_ranks(rank: int, scatter: bool, alike: bool) -> Any
     return good, (link.sent_bytes - before) // 2
 
 
-def test_tensor_parallel_ranks_scatter_replicated_tensors(pool: Pool) -> None:
+def test_tensor_parallel_ranks_scatter_replicated_tensors(pool):
     hidden, rest, integers = 2 * 96 * 2, (4 + 33) * 2, 64 * 8
     for scatter, alike, divisor in ((False, True, 1), (True, True, 2), (True, False, 1)):
         for rank, (good, size) in enumerate(
@@ -254,7 +251,7 @@ def send_many(rank: int) -> Any:
     return link.peak_receives, link.peak_receive_bytes, values, link.posted
 
 
-def test_outstanding_sends_and_receive_buffers_are_bounded(pool: Pool) -> None:
+def test_outstanding_sends_and_receive_buffers_are_bounded(pool):
     sender, receiver = pool.run(send_many, world_size=2)
     outstanding, receives, left = sender
     assert outstanding == 4
@@ -263,7 +260,7 @@ def test_outstanding_sends_and_receive_buffers_are_bounded(pool: Pool) -> None:
     assert receiver == (2, 800, [float(index) for index in range(20)], [])
 
 
-def test_send_limit_covers_receives_posted_ahead() -> None:
+def test_send_limit_covers_receives_posted_ahead():
     def asking_for_all(count: int) -> Schedule:
         every = range(count)
         programs = (
@@ -299,7 +296,7 @@ def change_the_shape(rank: int) -> Any:
     return messages
 
 
-def test_changed_form_with_same_signature_is_refused(pool: Pool) -> None:
+def test_changed_form_with_same_signature_is_refused(pool):
     (shape, structure), received = pool.run(change_the_shape, world_size=2)
     assert received == (2, 3)
     for words in ("F1.1", "(2, 4)", "(2, 3)", "not on its values"):
@@ -319,7 +316,7 @@ class Handle(torch.distributed.Work):
             raise RuntimeError(self.error)
 
 
-def test_lost_peer_is_named_with_state_of_other_ranks() -> None:
+def test_lost_peer_is_named_with_state_of_other_ranks():
     told: list[Any] = []
     link = Transport(
         mesh=ProcessMesh(layout=ParallelLayout(world_size=4, pipeline_parallel_size=4), rank=2),
@@ -371,7 +368,7 @@ def train(rank: int, name: str, schedule: str) -> Any:
     ("name", "schedule"),
     [("Memory", "interleaved_1f1b"), ("Nest", "zb_v"), ("Memory", "zb_v"), ("Pair", "gpipe")],
 )
-def test_crossings_under_schedule_match_whole_model(name: str, schedule: str, pool: Pool) -> None:
+def test_crossings_under_schedule_match_whole_model(name, schedule, pool):
     ranks = pool.run(train, world_size=2, args=(name, schedule))
     whole = build(KINDS[name])
     expected = [whole(batch).square().sum() for batch in BATCHES]
@@ -388,7 +385,7 @@ def test_crossings_under_schedule_match_whole_model(name: str, schedule: str, po
             )
 
 
-def test_empty_crossing_needs_no_message() -> None:
+def test_empty_crossing_needs_no_message():
     link = Transport(mesh=ProcessMesh(layout=ParallelLayout(world_size=1)), device=CPU)
     assert link.buffer(TensorForm((2, 3), torch.float32)).shape == (2, 3)
     assert link.receive_backward("B0.0", source=1, awaited=()).wait() == Crossing((), Form())

@@ -1,7 +1,5 @@
 """Tests of the action recorder, its clock alignment and the ideal timeline."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.schedule import Action, Costs, Schedule, Timeline, build_schedule, simulate
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
-from tests.pool import Pool
 
 CPU = torch.device("cpu")
 
@@ -27,7 +24,7 @@ CPU = torch.device("cpu")
 class Clock:
     """Replacement for ``time`` that the test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
     def perf_counter(self) -> float:
@@ -38,7 +35,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(recorder_module, "time", made)
     return made
@@ -47,7 +44,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Work:
     """Reduction that ends when the test calls ``end``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._told: list[Callable[[], None]] = []
 
     def when_done(self, tell: Callable[[], None]) -> None:
@@ -84,7 +81,7 @@ def spans(timeline: Timeline | None) -> list[tuple[str, float, float]]:
     ]
 
 
-def test_only_computations_are_recorded(clock: Clock) -> None:
+def test_only_computations_are_recorded(clock):
     recorder = ActionRecorder(CPU)
     played(clock, recorder, alone())
     timeline = recorder.gather(Group())
@@ -94,7 +91,7 @@ def test_only_computations_are_recorded(clock: Clock) -> None:
     assert timeline.schedule is alone()
 
 
-def test_wait_counts_as_idle_time(clock: Clock) -> None:
+def test_wait_counts_as_idle_time(clock):
     recorder = ActionRecorder(CPU)
     played(clock, recorder, alone(), wait=5)
     assert spans(recorder.gather(Group())) == [
@@ -105,7 +102,7 @@ def test_wait_counts_as_idle_time(clock: Clock) -> None:
     ]
 
 
-def test_wait_outside_of_computation_is_ignored(clock: Clock) -> None:
+def test_wait_outside_of_computation_is_ignored(clock):
     recorder = ActionRecorder(CPU)
     recorder.began(alone(1))
     for text in ("F0.0", "SF0.0", "B0.0"):
@@ -121,7 +118,7 @@ def test_wait_outside_of_computation_is_ignored(clock: Clock) -> None:
     assert spans(recorder.gather(Group())) == [("F0.0", 0, 1), ("B0.0", 2, 3)]
 
 
-def test_timeline_covers_last_program_if_complete(clock: Clock) -> None:
+def test_timeline_covers_last_program_if_complete(clock):
     recorder = ActionRecorder(CPU)
     assert recorder.gather(Group()) is None
     played(clock, recorder, alone(3))
@@ -132,7 +129,7 @@ def test_timeline_covers_last_program_if_complete(clock: Clock) -> None:
     assert recorder.gather(Group()) is None
 
 
-def test_reduction_spans_first_launch_to_last_end(clock: Clock) -> None:
+def test_reduction_spans_first_launch_to_last_end(clock):
     recorder, works = ActionRecorder(CPU), [Work() for _ in range(4)]
     recorder.began(alone(1))
     recorder.started(Action.parse("F0.0"))
@@ -154,7 +151,7 @@ def test_reduction_spans_first_launch_to_last_end(clock: Clock) -> None:
     assert timeline.step_time == 12.5
 
 
-def test_reduction_of_earlier_program_is_ignored(clock: Clock) -> None:
+def test_reduction_of_earlier_program_is_ignored(clock):
     recorder, late = ActionRecorder(CPU), Work()
     recorder.began(alone(1))
     recorder.reducing(0, late)
@@ -165,7 +162,7 @@ def test_reduction_of_earlier_program_is_ignored(clock: Clock) -> None:
     assert timeline.reductions == ()
 
 
-def test_observers_are_notified_in_order_until_removed() -> None:
+def test_observers_are_notified_in_order_until_removed():
     told: list[tuple[str, str]] = []
 
     events = ("began", "started", "waiting", "finished", "reducing", "ended")
@@ -199,7 +196,7 @@ def test_observers_are_notified_in_order_until_removed() -> None:
 
 
 @pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
-def test_ideal_of_simulated_step_equals_simulation(name: str, v: int) -> None:
+def test_ideal_of_simulated_step_equals_simulation(name, v):
     schedule = build_schedule(
         name, pipeline_parallel_size=2, virtual_pipeline_size=v, num_microbatches=4
     )
@@ -219,7 +216,7 @@ def test_ideal_of_simulated_step_equals_simulation(name: str, v: int) -> None:
     )
 
 
-def test_ideal_timeline_uses_mean_costs() -> None:
+def test_ideal_timeline_uses_mean_costs():
     schedule = alone(2)
     costs = iter((1.0, 5.0, 3.0, 1.0))
     at, found = 0.0, []
@@ -232,7 +229,7 @@ def test_ideal_timeline_uses_mean_costs() -> None:
     assert ideal.bubble_fraction == 0
 
 
-def test_ideal_timeline_counts_only_exposed_reduction() -> None:
+def test_ideal_timeline_counts_only_exposed_reduction():
     schedule = alone(1)
     first, last = (Action.parse(text) for text in ("F0.0", "B0.0"))
     measured = Timeline(
@@ -294,7 +291,7 @@ def _perform(
         sent.append((message, dist.isend(message, target, tag=action.microbatch or 0)))
 
 
-def test_clocks_of_ranks_are_aligned(pool: Pool) -> None:
+def test_clocks_of_ranks_are_aligned(pool):
     results = pool.run(_recorded_ring, world_size=3, args=(3, -1))
     timeline = results[0][0]
     assert results[1][0] is results[2][0] is None
@@ -317,7 +314,7 @@ def test_clocks_of_ranks_are_aligned(pool: Pool) -> None:
     assert all(0 <= span.start <= span.end for spans in timeline.spans for span in spans)
 
 
-def test_unfinished_rank_yields_no_timeline(pool: Pool) -> None:
+def test_unfinished_rank_yields_no_timeline(pool):
     assert [timeline for timeline, _ in pool.run(_recorded_ring, world_size=2, args=(2, 1))] == [
         None,
         None,
@@ -328,7 +325,7 @@ def test_unfinished_rank_yields_no_timeline(pool: Pool) -> None:
     not torch.cuda.is_available(),
     reason="times CUDA events: on a CPU there are none, and the host's clock is tested above",
 )
-def test_cuda_events_are_converted_to_host_time() -> None:
+def test_cuda_events_are_converted_to_host_time():
     device = torch.device("cuda", 0)
     big = torch.randn(4096, 4096, device=device)
     recorder = ActionRecorder(device)

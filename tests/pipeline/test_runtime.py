@@ -1,11 +1,7 @@
 """Every schedule on real processes matches the whole model and runs in program order."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from torch import Tensor
 from lightning_ptdp.schedule import Action, ActionKind, Schedule, dump_schedule, peak_in_flight
 from tests.pipeline.grid import TIED, Case, Expected, cases, make_batch, unsplit
 from tests.pipeline.watched import Outcome, Rank, assert_same, summed
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -38,7 +33,7 @@ def _run_case(rank: int, case: Case) -> dict[int, Outcome]:
 
 
 @pytest.fixture(scope="module")
-def steps(pool: Pool) -> Any:
+def steps(pool):
     """Return a function that runs a case.
 
     By number of microbatches, it gives the schedule, the expected values and the outcomes of all
@@ -60,7 +55,7 @@ def steps(pool: Pool) -> Any:
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_losses_and_gradients_match_whole_model(case: Case, steps: Any) -> None:
+def test_losses_and_gradients_match_whole_model(case, steps):
     for m, (schedule, expected, outcomes) in steps(case).items():
         last = schedule.rank_of(schedule.num_stages - 1)
         assert [rank for rank, outcome in enumerate(outcomes) if outcome.losses] == [last]
@@ -70,7 +65,7 @@ def test_losses_and_gradients_match_whole_model(case: Case, steps: Any) -> None:
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_computations_follow_program_order(case: Case, steps: Any) -> None:
+def test_computations_follow_program_order(case, steps):
     for schedule, _, outcomes in steps(case).values():
         kinds = {
             ActionKind.FORWARD,
@@ -81,7 +76,7 @@ def test_computations_follow_program_order(case: Case, steps: Any) -> None:
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_stage_is_reduced_once_after_its_last_gradient(case: Case, steps: Any) -> None:
+def test_stage_is_reduced_once_after_its_last_gradient(case, steps):
     for m, (schedule, expected, outcomes) in steps(case).items():
         for program, outcome in zip(schedule.programs, outcomes, strict=True):
             assert outcome.told == _last_gradients_and_reductions(program)
@@ -123,7 +118,7 @@ def _last_gradients_and_reductions(program: tuple[Action, ...]) -> list[tuple[st
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=str)
-def test_weight_gradients_are_deferred_to_their_action(case: Case, steps: Any) -> None:
+def test_weight_gradients_are_deferred_to_their_action(case, steps):
     """Before the first W of a stage, no matrix or bias of its blocks has a gradient."""
     for m, (schedule, _, outcomes) in steps(case).items():
         for rank, outcome in enumerate(outcomes):
@@ -144,14 +139,14 @@ def test_weight_gradients_are_deferred_to_their_action(case: Case, steps: Any) -
 
 
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_live_activations_match_peak_in_flight(case: Case, steps: Any) -> None:
+def test_live_activations_match_peak_in_flight(case, steps):
     for m, (schedule, _, outcomes) in steps(case).items():
         for program, outcome in zip(schedule.programs, outcomes, strict=True):
             assert outcome.held == peak_in_flight(program), f"m={m}"
 
 
 @pytest.mark.parametrize("case", [case for case in GRID if case.p > 1], ids=str)
-def test_output_is_freed_after_send(case: Case, steps: Any) -> None:
+def test_output_is_freed_after_send(case, steps):
     *_, outcomes = steps(case)[-MICROBATCHES[-1]]
     assert [outcome.unsent for outcome in outcomes] == [0] * case.p
 
@@ -167,9 +162,7 @@ def _run_recomputed(rank: int, case: Case, policy: str) -> Outcome:
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_recomputation_keeps_gradients_and_runs_layers_twice(
-    case: Case, policy: str, pool: Pool
-) -> None:
+def test_recomputation_keeps_gradients_and_runs_layers_twice(case, policy, pool):
     outcomes = pool.run(_run_recomputed, world_size=2, args=(case, policy))
     assert_same(summed(outcomes), unsplit(make_batch(3), stages=2 * case.v).gradients, policy)
     for rank, outcome in enumerate(outcomes):
@@ -202,15 +195,13 @@ SEVERAL = [(3, 0, True), (2, 0, False), (2, 1, True), (5, 1, False), (3, 0, True
 
 
 @pytest.fixture(scope="module")
-def several(pool: Pool) -> Any:
+def several(pool):
     """Return a function that gives each rank's step outcomes and numbers of received headers."""
     return cache(lambda case: pool.run(_run_several_steps, world_size=2, args=(case,)))
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_gradient_accumulation_with_changing_shapes_and_evaluation(
-    case: Case, several: Any
-) -> None:
+def test_gradient_accumulation_with_changing_shapes_and_evaluation(case, several):
     ranks, schedule = several(case), case.build(1)
     last = schedule.rank_of(schedule.num_stages - 1)
     total: dict[str, Tensor] = {}
@@ -235,7 +226,7 @@ def test_gradient_accumulation_with_changing_shapes_and_evaluation(
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_header_is_sent_once_per_shape(case: Case, several: Any) -> None:
+def test_header_is_sent_once_per_shape(case, several):
     ranks, schedule = several(case), case.build(1)
     shapes: set[tuple[bool, tuple[int, ...]]] = set()
     for index, (m, seed, training) in enumerate(SEVERAL):
@@ -252,7 +243,7 @@ def _run_bfloat16(rank: int, case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_bfloat16_gradients_match_whole_model(case: Case, pool: Pool) -> None:
+def test_bfloat16_gradients_match_whole_model(case, pool):
     found = summed(pool.run(_run_bfloat16, world_size=2, args=(case,)))
     expected = unsplit(make_batch(3), stages=2 * case.v, dtype=torch.bfloat16).gradients
     for name, value in expected.items():
@@ -261,7 +252,7 @@ def test_bfloat16_gradients_match_whole_model(case: Case, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("case", cases(1), ids=str)
-def test_failed_step_leaves_no_state(case: Case) -> None:
+def test_failed_step_leaves_no_state(case):
     here, batch = Rank(case.build(1)), make_batch(3)
     broken = [*batch[:2], dataclasses.replace(batch[2], ids=batch[2].ids + 1000)]
     with pytest.raises(IndexError):
@@ -274,7 +265,7 @@ def test_failed_step_leaves_no_state(case: Case) -> None:
     )
 
 
-def test_schedule_from_file_matches_whole_model(pool: Pool, tmp_path: Path) -> None:
+def test_schedule_from_file_matches_whole_model(pool, tmp_path):
     path = str(tmp_path / "mine.csv")
     dump_schedule(Case("zb_v", 3, 2).build(4), path)
     outcomes = pool.run(_run_file, world_size=3, args=(Case(path, 3, 2),))

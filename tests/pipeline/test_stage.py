@@ -1,7 +1,5 @@
 """Tests of cutting a model's forward: the stages match the whole model, or the cut is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -29,7 +27,7 @@ class Net(nn.Module):
         if tuples:
             self.layers = nn.ModuleList(TupleBlock() for _ in range(4))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x)[0] if self.tuples else layer(x)
@@ -37,11 +35,11 @@ class Net(nn.Module):
 
 
 class TupleBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+    def forward(self, x):
         return self.inner(x), None
 
 
@@ -59,13 +57,13 @@ def run_cut(whole: Net, ids: Tensor, parts: ModelParts) -> Tensor:
 
 
 @pytest.mark.parametrize("tuples", [False, True])
-def test_three_stages_match_whole_model(tuples: bool) -> None:
+def test_three_stages_match_whole_model(tuples):
     torch.manual_seed(0)
     whole, ids = Net(tuples=tuples), torch.randint(0, 11, (2, 5))
     assert torch.equal(run_cut(whole, ids, find_parts(whole)), whole(ids))
 
 
-def test_each_parameter_keeps_its_name_on_one_stage() -> None:
+def test_each_parameter_keeps_its_name_on_one_stage():
     whole = Net()
     names = []
     for stage in range(3):
@@ -75,7 +73,7 @@ def test_each_parameter_keeps_its_name_on_one_stage() -> None:
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 
 
-def test_placeholders_keep_training_mode() -> None:
+def test_placeholders_keep_training_mode():
     whole = Net()
     for name in ("embedding", "layers.0", "layers.3", "head"):
         whole.get_submodule(name).eval()
@@ -91,11 +89,11 @@ def test_placeholders_keep_training_mode() -> None:
 class SameNorm(Net):
     """One norm, used before and after the blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.last = self.norm
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.norm(self.embedding(ids))
         for layer in self.layers:
             x = layer(x)
@@ -103,7 +101,7 @@ class SameNorm(Net):
 
 
 @pytest.mark.parametrize(("model", "before"), [(Net, ()), (SameNorm, ("norm",))])
-def test_chunks_of_one_rank_match_whole_model(model: type[Net], before: tuple[str, ...]) -> None:
+def test_chunks_of_one_rank_match_whole_model(model, before):
     torch.manual_seed(0)
     whole, ids = model(), torch.randint(0, 11, (2, 5))
     expected = whole(ids)
@@ -120,14 +118,14 @@ def test_chunks_of_one_rank_match_whole_model(model: type[Net], before: tuple[st
 class Late(Net):
     """Calls the embedding again after the blocks."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return super().forward(ids) + self.embedding(ids)[..., :3]
 
 
 class Early(Net):
     """Calls the norm before the blocks, though it is registered after them."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.norm(self.embedding(ids))
         for layer in self.layers:
             x = layer(x)
@@ -135,12 +133,12 @@ class Early(Net):
 
 
 class Twice(Net):
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return super().forward(ids) + super().forward(ids)
 
 
 class Between(Net):
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embedding(ids)
         for layer in self.layers:
             x = x + layer(x)
@@ -148,7 +146,7 @@ class Between(Net):
 
 
 class Scaled(Net):
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(2 * x)
@@ -156,12 +154,12 @@ class Scaled(Net):
 
 
 class Never(Net):
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.norm(self.embedding(ids)))
 
 
 class Peeking(Net):
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return super().forward(ids) @ self.head.weight + self.embedding.weight.sum()
 
 
@@ -180,7 +178,7 @@ class Peeking(Net):
         (Never, 2, "did not call the blocks"),
     ],
 )
-def test_unsupported_forward_is_refused(model: type[Net], stage: int, words: str) -> None:
+def test_unsupported_forward_is_refused(model, stage, words):
     part = model()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
     received = crossing_of(torch.zeros(2, 5, 6)) if stage else None
@@ -188,7 +186,7 @@ def test_unsupported_forward_is_refused(model: type[Net], stage: int, words: str
         cut.run(stage, received, lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
 
 
-def test_reading_weight_of_other_stage_is_refused() -> None:
+def test_reading_weight_of_other_stage_is_refused():
     part = Peeking()
     cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
     with pytest.raises(
@@ -203,7 +201,7 @@ def test_reading_weight_of_other_stage_is_refused() -> None:
         )
 
 
-def test_block_container_is_found_or_error_names_option() -> None:
+def test_block_container_is_found_or_error_names_option():
     assert find_blocks(Net()) == ("layers",)
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ("",)
     with pytest.raises(ValueError, match="blocks="):
@@ -218,10 +216,10 @@ def test_block_container_is_found_or_error_names_option() -> None:
 class FixedTable(nn.Embedding):
     """Position table that takes the shape of the input, as in Pegasus and Marian."""
 
-    def forward(self, shape: torch.Size) -> torch.Tensor:
+    def forward(self, shape):
         return super().forward(torch.arange(shape[1]))
 
 
-def test_frozen_table_with_custom_forward_is_not_stubbed() -> None:
+def test_frozen_table_with_custom_forward_is_not_stubbed():
     assert stub_shape(FixedTable(4, 2)) is not None
     assert stub_shape(FixedTable(4, 2).requires_grad_(False)) is None

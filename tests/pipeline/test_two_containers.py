@@ -1,9 +1,6 @@
 """Encoder and decoder in one pipeline: every cut of their layers matches the whole model."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ class EncoderDecoder(nn.Module):
     Each has an embedding and a list of blocks. A norm follows the encoder.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.source, self.target = nn.Embedding(11, WIDTH), nn.Embedding(11, WIDTH)
         self.encoder = nn.ModuleList(Block() for _ in range(3))
@@ -43,7 +40,7 @@ class EncoderDecoder(nn.Module):
             y = layer(y, memory)
         return self.head(y)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source, target):
         memory = self.encode(self.source(source))
         return self.decode(self.target(target), memory)
 
@@ -51,7 +48,7 @@ class EncoderDecoder(nn.Module):
 class EmbeddedFirst(EncoderDecoder):
     """Both embeddings are looked up before the encoder runs."""
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source, target):
         x, y = self.source(source), torch.tanh(self.target(target))
         return self.decode(y, self.encode(x))
 
@@ -59,7 +56,7 @@ class EmbeddedFirst(EncoderDecoder):
 class SharedEmbedding(EncoderDecoder):
     """Encoder blocks take the mean of the shared embedding, decoder blocks the encoder's output."""
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source, target):
         x = self.source(source)
         mean = x.mean(1, keepdim=True).expand_as(x)
         for layer in self.encoder:
@@ -70,7 +67,7 @@ class SharedEmbedding(EncoderDecoder):
 class OneAfterTheOther(EncoderDecoder):
     """The second container continues from the first, as a language model after a vision tower."""
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source, target):
         x = self.encode(self.source(source)) + self.target(target)
         for layer in self.decoder:
             x = layer(x)
@@ -85,9 +82,7 @@ class Biased(Block):
         if index == 0:
             self.bias = nn.Embedding(5, WIDTH)
 
-    def forward(
-        self, x: Tensor, bias: Tensor | None = None, memory: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, None]:
+    def forward(self, x, bias=None, memory=None):
         if bias is None:
             bias = self.bias(torch.arange(x.shape[1])).unsqueeze(0)
         return self.mix(x + bias, x if memory is None else memory), bias, None
@@ -96,7 +91,7 @@ class Biased(Block):
 class Biases(EncoderDecoder):
     """Blocks return a tuple, as in T5."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encoder = nn.ModuleList(Biased(i) for i in range(3))
         self.decoder = nn.ModuleList(Biased(i) for i in range(4))
@@ -107,7 +102,7 @@ class Biases(EncoderDecoder):
             x, bias, _ = layer(x, bias, memory=memory)
         return x
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source, target):
         memory = self.norm(self.run(self.encoder, self.source(source)))
         return self.head(self.run(self.decoder, self.target(target), memory))
 
@@ -115,13 +110,13 @@ class Biases(EncoderDecoder):
 class Torch(nn.Module):
     """``nn.Transformer`` with masks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.source, self.target = nn.Embedding(11, 8), nn.Embedding(11, 8)
         self.transformer = nn.Transformer(8, 2, 3, 4, 12, dropout=0.0, batch_first=True)
         self.head = nn.Linear(8, 11)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source, target):
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=torch.float64)
         padding = torch.zeros(source.shape, dtype=torch.float64).masked_fill(
             source == 0, -torch.inf
@@ -138,7 +133,7 @@ class Examined(EncoderDecoder):
 
     example_input_array = (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64))
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         modules = dict(self._modules)
         self._modules.clear()
@@ -168,7 +163,7 @@ def ranges(cut: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("model", MODELS)
-def test_loss_and_gradients_match_whole_model(model: type[nn.Module], cut: tuple[int, ...]) -> None:
+def test_loss_and_gradients_match_whole_model(model, cut):
     def loss(output: Tensor, source: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
@@ -180,9 +175,7 @@ def test_loss_and_gradients_match_whole_model(model: type[nn.Module], cut: tuple
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_evaluation_without_prior_training_matches_whole_model(
-    model: type[nn.Module], context: Any
-) -> None:
+def test_evaluation_without_prior_training_matches_whole_model(model, context):
     whole = build(model).eval()
     for cut in CUTS:
         with context():
@@ -194,7 +187,7 @@ def test_evaluation_without_prior_training_matches_whole_model(
 class UsedBehind(EncoderDecoder):
     """The memory is used after the decoder but not passed to its blocks."""
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source, target):
         memory = self.encode(self.source(source))
         y = self.target(target)
         for layer in self.decoder:
@@ -219,8 +212,6 @@ class UsedBehind(EncoderDecoder):
         ),
     ],
 )
-def test_unsupported_cut_is_refused(
-    model: type[nn.Module], known: dict[str, Any], words: str
-) -> None:
+def test_unsupported_cut_is_refused(model, known, words):
     with pytest.raises((StageError, ValueError), match=words):
         Emulated(build(model), ranges((3, 5)), **known).forward(*batch(model), training=True)

@@ -3,15 +3,12 @@
 Each rank reports its action. Users' errors pass unchanged. A frozen or lost store blocks no rank.
 No threads are left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +25,6 @@ from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.schedule import Action
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -49,7 +45,7 @@ def watchdog(store: Any = None, *, rank: int = 0, world_size: int = 2, **options
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., Watchdog]]:
+def opened():
     """Return a factory of watchdogs that are closed after the test."""
     with contextlib.ExitStack() as stack:
 
@@ -68,7 +64,7 @@ def threads() -> list[threading.Thread]:
 # ---- reports -------------------------------------------------------------------------------------
 
 
-def test_report_lists_action_of_each_rank(opened: Callable[..., Watchdog]) -> None:
+def test_report_lists_action_of_each_rank(opened):
     store = HashStore()
     ranks = [opened(store, rank=rank, world_size=6, ranks=range(5)) for rank in range(4)]
     with contextlib.ExitStack() as stack:
@@ -100,7 +96,7 @@ def test_report_lists_action_of_each_rank(opened: Callable[..., Watchdog]) -> No
     )
 
 
-def test_lost_rank_is_known_once_all_answering_ranks_report_it() -> None:
+def test_lost_rank_is_known_once_all_answering_ranks_report_it():
     def account(failure: str, *, world_size: int = 3, ended: bool = False) -> RankReport:
         told = LiveStatus()
         told.failure, told.ended = failure, ended
@@ -138,11 +134,11 @@ def _ranks_asked(rank: int) -> list[str]:
         watched.close()
 
 
-def test_report_includes_ranks_without_common_group(pool: Pool) -> None:
+def test_report_includes_ranks_without_common_group(pool):
     assert pool.run(_ranks_asked, world_size=4) == [["0", "1", "2", "3"]] * 4
 
 
-def test_communication_error_is_annotated_with_report(opened: Callable[..., Watchdog]) -> None:
+def test_communication_error_is_annotated_with_report(opened):
     lost, other = dist.DistNetworkError("Connection reset by peer"), KeyError("mine")
     for error in (lost, other):
         opened(HashStore()).annotate(error)
@@ -152,7 +148,7 @@ def test_communication_error_is_annotated_with_report(opened: Callable[..., Watc
     assert not hasattr(other, "__notes__")
 
 
-def test_action_continues_after_wait(opened: Callable[..., Watchdog]) -> None:
+def test_action_continues_after_wait(opened):
     rank = opened(HashStore(), interval_s=0.01)
     with rank.during("step 1"):
         rank.started(Action.parse("F1.0"))
@@ -167,7 +163,7 @@ def test_action_continues_after_wait(opened: Callable[..., Watchdog]) -> None:
     assert "after step 1 since" in rank.explain()
 
 
-def test_innermost_activity_is_reported(opened: Callable[..., Watchdog]) -> None:
+def test_innermost_activity_is_reported(opened):
     rank, other = opened(HashStore(), interval_s=0.01), opened(HashStore(), interval_s=0.01)
     with rank.during("optimizer step 5"):
         with rank.during("step 5"):
@@ -179,7 +175,7 @@ def test_innermost_activity_is_reported(opened: Callable[..., Watchdog]) -> None
     assert "rank 0: step 5, in F0.1 since" in other.explain()
 
 
-def test_status_sentence_distinguishes_silence_from_work() -> None:
+def test_status_sentence_distinguishes_silence_from_work():
     live = LiveStatus()
     live.during = "step 3"
     live.set("in", Action.parse("F2.3"))
@@ -198,7 +194,7 @@ def test_status_sentence_distinguishes_silence_from_work() -> None:
     assert status != RankStatus.decode(live.status().encode())
 
 
-def test_report_of_many_ranks_names_suspects() -> None:
+def test_report_of_many_ranks_names_suspects():
     # A report by hand: 39 threads of one busy process do not publish within a roll call.
     statuses = {rank: LiveStatus() for rank in range(39)}
     for rank in (20, 30):
@@ -233,7 +229,7 @@ def test_report_of_many_ranks_names_suspects() -> None:
     )
 
 
-def test_single_process_has_no_report() -> None:
+def test_single_process_has_no_report():
     alone = Watchdog.create(
         mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0), limit_s=1
     )
@@ -245,7 +241,7 @@ def test_single_process_has_no_report() -> None:
     alone.close()
 
 
-def test_report_without_store_covers_own_rank(opened: Callable[..., Watchdog]) -> None:
+def test_report_without_store_covers_own_rank(opened):
     rank = opened(None)
     with rank.during("step 4"):
         assert re.fullmatch(
@@ -275,9 +271,7 @@ def fail(rank: Watchdog, step: str, action: str, error: BaseException) -> None:
         KeyboardInterrupt(),
     ],
 )
-def test_unrelated_errors_pass_unchanged(
-    error: BaseException, opened: Callable[..., Watchdog]
-) -> None:
+def test_unrelated_errors_pass_unchanged(error, opened):
     rank = opened(HashStore())
     with pytest.raises(type(error)) as caught:
         fail(rank, "step 1", "F0.0", error)
@@ -299,9 +293,7 @@ def test_unrelated_errors_pass_unchanged(
         dist.DistNetworkError("Connection reset by peer"),
     ],
 )
-def test_communication_error_becomes_peer_error(
-    error: RuntimeError, opened: Callable[..., Watchdog]
-) -> None:
+def test_communication_error_becomes_peer_error(error, opened):
     rank = opened(HashStore(), where="pipeline rank 0", interval_s=0.01)
     words = (
         r"rank 0 \(pipeline rank 0\) lost another rank \(step 7, in B0\.1\): (?s:.*)Last action "
@@ -312,9 +304,7 @@ def test_communication_error_becomes_peer_error(
     assert caught.value.__cause__ is error
 
 
-def test_failure_is_published_at_once_and_cleared_by_next_step(
-    opened: Callable[..., Watchdog],
-) -> None:
+def test_failure_is_published_at_once_and_cleared_by_next_step(opened):
     store = HashStore()
     mine, other = opened(store, interval_s=1e4), opened(store, rank=1, interval_s=1e4)
     with pytest.raises(ValueError):
@@ -331,7 +321,7 @@ def test_failure_is_published_at_once_and_cleared_by_next_step(
 class _Frozen:
     """Store whose host no longer answers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.thaw = threading.Event()
         self.asked = threading.Event()
 
@@ -342,7 +332,7 @@ class _Frozen:
     check = get = multi_get = set
 
 
-def test_frozen_store_does_not_block_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_store_does_not_block_ranks(monkeypatch):
     monkeypatch.setattr("lightning_ptdp.pipeline.watchdog._PUBLISH_LIMIT_S", 0.1)
     store = _Frozen()
     rank = watchdog(store)
@@ -359,7 +349,7 @@ def test_frozen_store_does_not_block_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 class _Gone:
     """Store whose host has died."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
     def set(self, *_: Any) -> None:
@@ -369,7 +359,7 @@ class _Gone:
     check = get = multi_get = set
 
 
-def test_lost_store_is_called_only_once() -> None:
+def test_lost_store_is_called_only_once():
     store = _Gone()
     rank = watchdog(store, interval_s=1e-3)
     for thread in threads():
@@ -384,7 +374,7 @@ def test_lost_store_is_called_only_once() -> None:
 # ---- threads -------------------------------------------------------------------------------------
 
 
-def test_ranks_meet_only_if_all_come(opened: Callable[..., Watchdog]) -> None:
+def test_ranks_meet_only_if_all_come(opened):
     """A rank that comes after another one has given up gets the same answer."""
     store = HashStore()
     ranks = [opened(store, rank=rank, interval_s=1e4) for rank in range(2)]
@@ -394,7 +384,7 @@ def test_ranks_meet_only_if_all_come(opened: Callable[..., Watchdog]) -> None:
     assert not ranks[1].all_come("one", limit_s=HANGS_S)
 
 
-def test_threads_end_with_watchdog() -> None:
+def test_threads_end_with_watchdog():
     closed = watchdog(HashStore(), interval_s=1e4)
     assert len(threads()) == 2
     closed.close()
@@ -413,7 +403,7 @@ def _join() -> None:
     assert not threads()
 
 
-def test_forked_child_does_not_use_store() -> None:
+def test_forked_child_does_not_use_store():
     rank = watchdog(HashStore(), interval_s=1e4)
     read, write = os.pipe()
     child = os.fork()
@@ -432,7 +422,7 @@ def test_forked_child_does_not_use_store() -> None:
 class _Heard(HashStore):
     """Store that signals the third publication."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.times = 0
         self.thrice = threading.Event()
@@ -444,7 +434,7 @@ class _Heard(HashStore):
             self.thrice.set()
 
 
-def test_failed_rank_heard_before_is_marked_as_lived() -> None:
+def test_failed_rank_heard_before_is_marked_as_lived():
     store, told = HashStore(), LiveStatus()
     early, late = (StatusBoard(store, 0, (1,), 2, LiveStatus(), 1.0) for _ in range(2))
     store.set("lightning_ptdp/status/1", told.status().encode())
@@ -456,17 +446,13 @@ def test_failed_rank_heard_before_is_marked_as_lived() -> None:
     assert (early.heard[1].lived, late.heard[1].lived) == (True, False)
 
 
-def test_watchdog_publishes_periodically(opened: Callable[..., Watchdog]) -> None:
+def test_watchdog_publishes_periodically(opened):
     store = _Heard()
     opened(store, interval_s=1e-3)
     assert store.thrice.wait(HANGS_S)
 
 
-def test_stuck_action_is_reported_once_if_waits_do_not_raise(
-    opened: Callable[..., Watchdog],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stuck_action_is_reported_once_if_waits_do_not_raise(opened, capfd, monkeypatch):
     monkeypatch.setattr(HangJudge, "look", lambda *_: "")  # otherwise this process would end
     # Every action is stuck at once. The test looks, because the thread's interval is long.
     rank = opened(HashStore(), limit_s=1e-9, interval_s=1e4, waits_raise=False)

@@ -36,7 +36,7 @@ Unit = tuple[int, int]
 class Census:
     """Live activations, by the stage and microbatch that created them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.unit: Unit = (0, 0)
         self._inside: Counter[Unit] = Counter()
         self._outputs: dict[Unit, int] = {}

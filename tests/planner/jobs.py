@@ -1,7 +1,5 @@
 """Planner jobs shared by the tests of this folder."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any, NamedTuple
 

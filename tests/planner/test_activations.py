@@ -1,7 +1,5 @@
 """Formulas of a layer's activation memory, against the paper and saved-tensor hooks."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +13,6 @@ from lightning_ptdp.planner.activations import layer_activations, logits_bytes
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from tests.memory import kept_bytes
 from tests.planner.jobs import choice, small_job
-from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import tensor_group
 
@@ -89,9 +86,7 @@ def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str,
 
 
 @TENSOR
-def test_activation_formula_is_within_1_percent_of_saved_bytes(
-    pool: Pool, t: int, sequence_parallel: bool
-) -> None:
+def test_activation_formula_is_within_1_percent_of_saved_bytes(pool, t, sequence_parallel):
     for results in pool.run(measured, world_size=t, args=(t, sequence_parallel)):
         # Models with dropout are skipped on several ranks, where dropout is keyed.
         models = len(MODELS) if t == 1 else 3
@@ -114,7 +109,7 @@ def test_activation_formula_is_within_1_percent_of_saved_bytes(
             assert held == pytest.approx(kept, rel=0.01), (name, precision, policy, held / kept)
 
 
-def test_bf16_llama_block_saves_at_most_36_bytes_per_element() -> None:
+def test_bf16_llama_block_saves_at_most_36_bytes_per_element():
     config = GPTConfig.llama(**{**SIZES, "hidden_size": 192})  # f is 8/3 h without rounding
     block = GPT(config).blocks[0].bfloat16()
     x = torch.randn(BATCH, 48, 192, dtype=torch.bfloat16, requires_grad=True)
@@ -151,9 +146,7 @@ def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
 
 
 @TENSOR
-def test_head_and_loss_formula_is_within_5_percent_of_saved_bytes(
-    pool: Pool, t: int, sequence_parallel: bool
-) -> None:
+def test_head_and_loss_formula_is_within_5_percent_of_saved_bytes(pool, t, sequence_parallel):
     how = choice(world_size=t, b=BATCH, tensor_parallel_size=t, sequence_parallel=sequence_parallel)
     for results in pool.run(measured_head, world_size=t, args=(t, sequence_parallel)):
         for precision, kept in results.items():
@@ -186,15 +179,13 @@ def test_head_and_loss_formula_is_within_5_percent_of_saved_bytes(
         ),
     ],
 )
-def test_layer_activations_match_paper_without_attention_scores(
-    options: dict[str, Any], paper: float
-) -> None:
+def test_layer_activations_match_paper_without_attention_scores(options, paper):
     model = GPTConfig.gpt2(sequence_length=2048, hidden_size=4096, num_heads=32, dropout=0.1)
     layer = layer_activations(small_job(model), choice(world_size=4, **options))
     assert layer.kept / (2 * 2048 * 4096) == pytest.approx(paper, rel=0.01)
 
 
-def test_context_parallelism_divides_layer_activations() -> None:
+def test_context_parallelism_divides_layer_activations():
     model = GPTConfig.llama(sequence_length=8192, hidden_size=1024, num_heads=8, num_kv_heads=2)
     one, four = (
         layer_activations(
@@ -205,7 +196,7 @@ def test_context_parallelism_divides_layer_activations() -> None:
     assert four.kept == one.kept / 4
 
 
-def test_cast_weights_are_kept_only_in_bf16_mixed() -> None:
+def test_cast_weights_are_kept_only_in_bf16_mixed():
     model = GPTConfig.gpt2(sequence_length=64, hidden_size=64, num_heads=4)
     cast = {
         (precision, t): layer_activations(
@@ -218,7 +209,7 @@ def test_cast_weights_are_kept_only_in_bf16_mixed() -> None:
     assert cast["bf16-mixed", 1] == 2 * cast["bf16-mixed", 2] == 12 * 64 * 64 * 2
 
 
-def test_offload_keeps_activations_of_two_layers_on_device() -> None:
+def test_offload_keeps_activations_of_two_layers_on_device():
     """The number of layers does not matter. Memory off the device is not counted."""
     whole, offloaded = (
         layer_activations(small_job(MODELS["gpt2"]), choice(b=BATCH, recompute=recompute))

@@ -1,11 +1,8 @@
 """Calibration files of ``ptdp doctor --calibrate``: origin, validation and measurements."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +32,6 @@ from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import choice, small_job
-from tests.pool import Pool
 
 PRODUCTS = ((64, 64, 64, 1e9), (64, 64, 1024, 4e9), (1024, 1024, 1024, 16e9))
 
@@ -76,9 +72,7 @@ def job_on(device: Device, model: GPTConfig = TINY, **changes: Any) -> Job:
     return dataclasses.replace(job, device=device)
 
 
-def test_calibration_file_is_used_for_its_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibration_file_is_used_for_its_device(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert device_here("cpu") is find_device("cpu")
     save_calibration(device(), MACHINE_FILE)
@@ -88,9 +82,7 @@ def test_calibration_file_is_used_for_its_device(
     assert device_here("NVIDIA H200") is find_device("h200")
 
 
-def test_stale_or_foreign_calibration_is_reported_and_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_or_foreign_calibration_is_reported_and_ignored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_calibration(device(), MACHINE_FILE)
     content = json.loads(MACHINE_FILE.read_text())
@@ -109,7 +101,7 @@ def test_stale_or_foreign_calibration_is_reported_and_ignored(
     assert "torch '1.0', here" in doubt(machine={**content["machine"], "torch": "1.0"})
 
 
-def test_source_of_device_figures_is_reported() -> None:
+def test_source_of_device_figures_is_reported():
     assert figures_source(device(), 2) == "calibrated with --devices 2"
     assert (
         "with --devices 2 instead of 4; to calibrate, run ptdp doctor --calibrate --devices 4"
@@ -138,9 +130,7 @@ def test_source_of_device_figures_is_reported() -> None:
         (("made",), "yesterday", "yesterday"),
     ],
 )
-def test_invalid_calibration_file_is_refused(
-    tmp_path: Path, place: tuple[str, ...], value: object, words: str
-) -> None:
+def test_invalid_calibration_file_is_refused(tmp_path, place, value, words):
     path = tmp_path / "mine.json"
     save_calibration(device(), path)
     content = json.loads(path.read_text())
@@ -154,22 +144,20 @@ def test_invalid_calibration_file_is_refused(
     assert words in str(error.value) and "mine.json" in str(error.value)
 
 
-def test_product_time_is_interpolated_between_measurements() -> None:
+def test_product_time_is_interpolated_between_measurements():
     for m, n, k, rate in PRODUCTS:
         assert product_time(device(), 4, m, n, k) == pytest.approx(2 * m * n * k / rate, rel=0.01)
     between = 2 * 256 * 256 * 512 / product_time(device(), 4, 256, 256, 512)
     assert 1e9 < between < 16e9
 
 
-def test_launch_time_is_added_to_compute_time_on_cpu() -> None:
+def test_launch_time_is_added_to_compute_time_on_cpu():
     slow, quick = (job_on(device(operation_s=seconds)) for seconds in (2e-5, 1e-5))
     added = layer_time(slow, choice()).forward - layer_time(quick, choice()).forward
     assert added == pytest.approx(1e-5 * slow.software.operations)
 
 
-def test_calibration_measures_products_and_collectives(
-    monkeypatch: pytest.MonkeyPatch, pool: Pool
-) -> None:
+def test_calibration_measures_products_and_collectives(monkeypatch, pool):
     for figures in pool.run(measured_here, world_size=2):
         assert all(0 < seconds < 10 for seconds in figures.seconds.values())
     names = {(operation, members) for operation, members, _ in figures.links.seconds}
@@ -218,7 +206,7 @@ def measured_here(rank: int) -> measuring.Figures:
         )
 
 
-def test_attention_and_collectives_are_interpolated() -> None:
+def test_attention_and_collectives_are_interpolated():
     forward, backward = MEASURED.attention_rates(128, 64)
     assert (forward, backward) == (pytest.approx(1e9, rel=0.01), pytest.approx(2e9, rel=0.01))
     assert 1e9 < MEASURED.attention_rates(256, 64)[0] < 4e9
@@ -235,7 +223,7 @@ def test_attention_and_collectives_are_interpolated() -> None:
     )
 
 
-def test_collectives_overlap_only_with_free_cores() -> None:
+def test_collectives_overlap_only_with_free_cores():
     how = choice(world_size=2, tensor_parallel_size=2)
     few, many = (job_on(device(cores=cores), world_size=2) for cores in (2, 4))
     assert not few.overlaps and many.overlaps
@@ -246,7 +234,7 @@ def test_collectives_overlap_only_with_free_cores() -> None:
     ("p", "cores", "expected"),
     [(1, 4, 1.0), (1, 2, 2.0), (2, 4, 1.0), (2, 2, 4 / 3), (2, 1, 8 / 3)],
 )
-def test_step_time_with_processes_sharing_cores(p: int, cores: int, expected: float) -> None:
+def test_step_time_with_processes_sharing_cores(p, cores, expected):
     """Check the slowdown of four processes on too few cores.
 
     Without a pipeline, each of 4 processes on 2 cores has half of a core. With 2 stages and m = 2,

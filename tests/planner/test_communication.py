@@ -1,7 +1,5 @@
 """Links and collectives on nodes and network cards."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -16,7 +14,7 @@ CLUSTER = find_device("h100").cluster
 CARD = CLUSTER.card.bandwidth
 
 
-def test_group_link_depends_on_placement_on_nodes() -> None:
+def test_group_link_depends_on_placement_on_nodes():
     # d = 8
     layout = ParallelLayout(world_size=64, tensor_parallel_size=4, pipeline_parallel_size=2)
     assert group_link(layout, CLUSTER, "tensor").link == CLUSTER.node
@@ -33,7 +31,7 @@ def test_group_link_depends_on_placement_on_nodes() -> None:
     assert wide.link.latency_s == CLUSTER.card.latency_s
 
 
-def test_ring_hop_between_nodes_uses_one_card() -> None:
+def test_ring_hop_between_nodes_uses_one_card():
     """Collectives of a group that fills its nodes use all cards. Keys and values are sent from one
     rank to the next."""
     ring = group_link(ParallelLayout(world_size=16, context_parallel_size=16), CLUSTER, "context")
@@ -41,7 +39,7 @@ def test_ring_hop_between_nodes_uses_one_card() -> None:
     assert ring.hop.bandwidth == CARD
 
 
-def test_ranks_share_network_cards() -> None:
+def test_ranks_share_network_cards():
     four = dataclasses.replace(CLUSTER, cards=4)
     layout = ParallelLayout(world_size=64, tensor_parallel_size=8, pipeline_parallel_size=2)
     assert group_link(layout, four, "data").link.bandwidth == CARD / 2
@@ -50,7 +48,7 @@ def test_ranks_share_network_cards() -> None:
     assert pipeline_link(layout, slow).hop == slow.rail
 
 
-def test_time_of_ring_and_tree_collectives() -> None:
+def test_time_of_ring_and_tree_collectives():
     cluster = dataclasses.replace(find_device("a100").cluster, start_s=0.0)
     inside = group_link(ParallelLayout(world_size=8, tensor_parallel_size=8), cluster, "tensor")
     rate, latency = cluster.node.bandwidth, cluster.node.latency_s
@@ -63,7 +61,7 @@ def test_time_of_ring_and_tree_collectives() -> None:
     assert wide.all_gather(0.0) == pytest.approx(63 * cluster.card.latency_s)
 
 
-def test_expert_all_to_all_uses_links_in_and_between_nodes() -> None:
+def test_expert_all_to_all_uses_links_in_and_between_nodes():
     """Expected times are computed from the bytes between each pair of ranks, by link."""
     layout = ParallelLayout(
         world_size=32, tensor_parallel_size=2, context_parallel_size=2, expert_parallel_size=8

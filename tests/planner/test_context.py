@@ -1,7 +1,5 @@
 """Context parallelism in the planner: communication, memory and the layout search."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -42,14 +40,14 @@ def cut(c: int, exchange: str = "ring", *, b: int = 8, world_size: int = 8) -> C
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_step_time_grows_with_context_parallel_size(exchange: str) -> None:
+def test_step_time_grows_with_context_parallel_size(exchange):
     """The number of operations per rank is the same for every c."""
     job = small_job(MODEL, world_size=8)
     times = [step_time(job, cut(c, exchange)).total for c in (1, 2, 4, 8)]
     assert times == sorted(times) and times[1] > times[0]
 
 
-def test_ring_transfer_times_on_slow_link() -> None:
+def test_ring_transfer_times_on_slow_link():
     """Check the transfer times of the ring on a link too slow to be hidden by attention.
 
     Keys and values are sent c - 1 times in the forward and in the backward pass. The backward pass
@@ -65,7 +63,7 @@ def test_ring_transfer_times_on_slow_link() -> None:
         assert back == pytest.approx((c - 1) * PAIRS * (2 + 4) / 1e6, rel=1e-3)
 
 
-def test_last_gradient_hop_of_ring_is_not_overlapped() -> None:
+def test_last_gradient_hop_of_ring_is_not_overlapped():
     job = small_job(MODEL, world_size=8)
     job = dataclasses.replace(job, device=dataclasses.replace(job.device, memory_bandwidth=1e30))
     attention, link = (
@@ -80,7 +78,7 @@ def test_last_gradient_hop_of_ring_is_not_overlapped() -> None:
     )
 
 
-def test_all_to_all_copies_kv_heads_if_ranks_exceed_heads() -> None:
+def test_all_to_all_copies_kv_heads_if_ranks_exceed_heads():
     """With eight key/value heads on sixteen ranks, each head is sent and kept twice."""
     job = small_job(MODEL, world_size=16, batch=16)
     ring, traded = (
@@ -89,7 +87,7 @@ def test_all_to_all_copies_kv_heads_if_ranks_exceed_heads() -> None:
     assert traded - ring == pytest.approx(2 * PAIRS)
 
 
-def test_search_tie_prefers_smaller_context_parallel_size() -> None:
+def test_search_tie_prefers_smaller_context_parallel_size():
     """Check that c = 1 ranks first on a device with free communication and memory accesses.
 
     All context-parallel sizes then take about the same time.
@@ -113,7 +111,7 @@ def test_search_tie_prefers_smaller_context_parallel_size() -> None:
     assert order == sorted(order)
 
 
-def test_search_proposes_ring_and_all_to_all() -> None:
+def test_search_proposes_ring_and_all_to_all():
     job = small_job(MODEL, world_size=8, batch=8)
     space = Space(
         context_parallel_sizes=(4,), tensor_parallel_sizes=(1, 2), pipeline_parallel_sizes=(1,)

@@ -1,7 +1,5 @@
 """Device and software presets."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -31,11 +29,11 @@ pytestmark = pytest.mark.pure
         ("NVIDIA T4", "32-true", None),
     ],
 )
-def test_peak_flops_of_known_devices(device: str, precision: str, peak: float | None) -> None:
+def test_peak_flops_of_known_devices(device, precision, peak):
     assert known_peak_flops(device, precision) == peak
 
 
-def test_device_lookup_and_validation() -> None:
+def test_device_lookup_and_validation():
     assert find_device("A100") is DEVICES["a100-80gb"]
     assert find_device("h200").usable_bytes == 138 * 2**30
     with pytest.raises(ValueError, match=r"device='h1000' is unknown. Did you mean 'h"):
@@ -61,12 +59,12 @@ def test_device_lookup_and_validation() -> None:
         ("NVIDIA B200", "b200"),
     ],
 )
-def test_reported_device_name_selects_preset(name: str, preset: str) -> None:
+def test_reported_device_name_selects_preset(name, preset):
     assert known_device(name) is DEVICES[preset]
 
 
 @pytest.mark.parametrize("name", ["v100", "a100", "h100", "b200"])
-def test_attention_runs_at_most_at_75_percent_of_peak(name: str) -> None:
+def test_attention_runs_at_most_at_75_percent_of_peak(name):
     """FlashAttention-2 achieves up to 73 % of an A100's peak, FlashAttention-3 75 % of an H100's
     (arXiv 2407.08608, abstract). megatron-2024 has a tuned kernel only for devices with a
     published one."""
@@ -88,7 +86,7 @@ def test_attention_runs_at_most_at_75_percent_of_peak(name: str) -> None:
     )
 
 
-def test_software_lookup() -> None:
+def test_software_lookup():
     assert find_software("ours-compiled").attention == "fused"
     with pytest.raises(ValueError, match=r"software='our' is unknown. Did you mean 'ours'"):
         find_software("our")

@@ -1,7 +1,5 @@
 """Mixtures of experts in the planner: memory, time and proposed layouts."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -54,7 +52,7 @@ MIXTRAL = GPTConfig.llama(
 SHAPE = ExpertShape(number=8, chosen=2, hidden=4096, width=14336)
 
 
-def test_expert_parameters_match_module() -> None:
+def test_expert_parameters_match_module():
     with torch.device("meta"):
         model = GPT(MIXTURE)
     job = small_job(MIXTURE)
@@ -77,7 +75,7 @@ def test_expert_parameters_match_module() -> None:
     )
 
 
-def test_static_bytes_of_dense_and_expert_parameters() -> None:
+def test_static_bytes_of_dense_and_expert_parameters():
     """ZeRO-1 shards dense states over d c ranks, and expert states over d c / e replicas."""
     job = small_job(MIXTURE, world_size=16)
     how = choice(
@@ -89,7 +87,7 @@ def test_static_bytes_of_dense_and_expert_parameters() -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_mixture_activations_match_saved_bytes_of_block(precision: str) -> None:
+def test_mixture_activations_match_saved_bytes_of_block(precision):
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     block = GPT(MIXTURE).blocks[-1].to(dtype)
     x = torch.randn(2, 48, 64, dtype=dtype, requires_grad=True)
@@ -99,7 +97,7 @@ def test_mixture_activations_match_saved_bytes_of_block(precision: str) -> None:
     assert expected == pytest.approx(kept, rel=0.03), expected / kept
 
 
-def test_expert_activations_depend_on_tp_and_imbalance() -> None:
+def test_expert_activations_depend_on_tp_and_imbalance():
     job = small_job(MIXTRAL, world_size=16)
     one, shared = (choice(world_size=16, b=1, expert_parallel_size=e) for e in (1, 8))
     assert expert_kept(SHAPE, job, one) == expert_kept(SHAPE, job, shared)
@@ -114,7 +112,7 @@ def test_expert_activations_depend_on_tp_and_imbalance() -> None:
         replace(job, imbalance=0.5)
 
 
-def test_expert_time_matches_products_and_all_to_all() -> None:
+def test_expert_time_matches_products_and_all_to_all():
     """Each of 8 ranks has one expert and gets 8,192 rows: 4,096 tokens select two experts each."""
     job = small_job(MIXTRAL, world_size=16)
     how = choice(world_size=16, b=1, expert_parallel_size=8)
@@ -141,7 +139,7 @@ def test_expert_time_matches_products_and_all_to_all() -> None:
     )
 
 
-def test_step_time_includes_experts_and_dispatch() -> None:
+def test_step_time_includes_experts_and_dispatch():
     job = small_job(MIXTRAL, world_size=64, batch=256)
     times = {
         e: step_time(
@@ -164,7 +162,7 @@ def test_step_time_includes_experts_and_dispatch() -> None:
     assert not step_time(dense, choice()).experts + step_time(dense, choice()).dispatch
 
 
-def test_search_proposes_expert_parallel_layouts() -> None:
+def test_search_proposes_expert_parallel_layouts():
     job = small_job(MIXTRAL, world_size=64, batch=256)
     plan = search(job, Space(shard=("none", "optimizer")), count=40)
     assert {candidate.choice.layout.expert_parallel_size for candidate in plan.best} > {8}
@@ -191,7 +189,7 @@ def test_search_proposes_expert_parallel_layouts() -> None:
     assert UnfitSize(what="e2", reason="the model has no experts") in dense.rejected
 
 
-def test_remedy_names_expert_parallelism_if_nothing_fits() -> None:
+def test_remedy_names_expert_parallelism_if_nothing_fits():
     job: Job = small_job(MIXTRAL, world_size=16, batch=64)
     space = Space(
         expert_parallel_sizes=(1,), pipeline_parallel_sizes=(1,), tensor_parallel_sizes=(1,)
@@ -203,7 +201,7 @@ def test_remedy_names_expert_parallelism_if_nothing_fits() -> None:
     )
 
 
-def test_expert_tensor_parallelism_halves_expert_parameters() -> None:
+def test_expert_tensor_parallelism_halves_expert_parameters():
     """Each of t = 2 ranks has half of an expert's parameters and gets all rows of the replica. No
     gradients are summed over these ranks."""
     job = small_job(MIXTRAL, world_size=64, batch=256)
@@ -237,7 +235,7 @@ def test_expert_tensor_parallelism_halves_expert_parameters() -> None:
     ).best
 
 
-def test_fullest_rank_of_dense_and_expert_layers_is_maximum() -> None:
+def test_fullest_rank_of_dense_and_expert_layers_is_maximum():
     """The first stages have many dense layers. The mixtures in later stages are heavier."""
     model = replace(MIXTRAL, dense_layers=5, ffn_hidden_size=4096, expert_hidden_size=14336)
     job = small_job(model, world_size=64, batch=64)

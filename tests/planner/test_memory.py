@@ -1,7 +1,5 @@
 """Parameters and memory of a rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,8 +15,7 @@ from lightning_ptdp.planner.parameters import job_stages, layers_by_stage
 from lightning_ptdp.planner.software import SOFTWARE
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.models.configs import VARIANTS
-from tests.planner.jobs import MIXTURE, TABLE_1, Row, choice, choice_of, job_of, small_job
-from tests.pool import Pool
+from tests.planner.jobs import MIXTURE, TABLE_1, choice, choice_of, job_of, small_job
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import tensor_group
 
@@ -32,7 +29,7 @@ def stage_parameters(job: Job, layout: ParallelLayout) -> list[int]:
 @pytest.mark.parametrize(
     "config", [*VARIANTS.values(), MIXTURE], ids=[*VARIANTS.keys(), "dense and mixtures"]
 )
-def test_parameters_and_stages_match_module(config: object) -> None:
+def test_parameters_and_stages_match_module(config):
     with torch.device("meta"):
         model = GPT(config)
     job = small_job(config)
@@ -59,7 +56,7 @@ def test_parameters_and_stages_match_module(config: object) -> None:
         )
 
 
-def test_stages_are_cut_by_cost_or_by_layers() -> None:
+def test_stages_are_cut_by_cost_or_by_layers():
     job = small_job(
         GPTConfig(
             vocabulary_size=4096, sequence_length=32, num_layers=8, hidden_size=32, num_heads=2
@@ -85,7 +82,7 @@ def parameters_of_a_rank(rank: int) -> dict[str, int]:
     return found
 
 
-def test_parameters_match_module_under_tensor_parallelism(pool: Pool) -> None:
+def test_parameters_match_module_under_tensor_parallelism(pool):
     layout = ParallelLayout(world_size=4, tensor_parallel_size=2, expert_parallel_size=2)
     for found in pool.run(parameters_of_a_rank, world_size=2):
         assert len(found) == sum(config.num_heads % 2 == 0 for config in VARIANTS.values())
@@ -97,7 +94,7 @@ def test_parameters_match_module_under_tensor_parallelism(pool: Pool) -> None:
     ("precision", "whole", "sharded"),
     [("bf16-true", 18, 6 + 12 / 8), ("32-true", 16, 8 + 8 / 8), ("bf16-mixed", 16, 8 + 8 / 8)],
 )
-def test_static_bytes_per_parameter(precision: str, whole: float, sharded: float) -> None:
+def test_static_bytes_per_parameter(precision, whole, sharded):
     job = small_job(VARIANTS["gpt2"], precision=precision, world_size=8)
     for options, expected in (
         ({}, whole),
@@ -109,14 +106,14 @@ def test_static_bytes_per_parameter(precision: str, whole: float, sharded: float
 
 
 @pytest.mark.parametrize(("precision", "state"), [("bf16-true", 8), ("32-true", 4)])
-def test_half_states_take_two_bytes_each(precision: str, state: int) -> None:
+def test_half_states_take_two_bytes_each(precision, state):
     """The master weights remain in float32."""
     assert find_precision(precision, states="bfloat16").state == state
     assert find_precision(precision, states="float32").state == state + 4
 
 
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: f"{row.parameters} B")
-def test_table_1_layouts_fit_in_memory(row: Row) -> None:
+def test_table_1_layouts_fit_in_memory(row):
     """The layouts in table 1 of arXiv 2104.04473 ran on GPUs with 80 GB."""
     job = job_of(row)
     assert num_parameters(job.model) == pytest.approx(row.parameters * 1e9, rel=0.03)
@@ -124,14 +121,14 @@ def test_table_1_layouts_fit_in_memory(row: Row) -> None:
     assert 25 * 2**30 < memory.total < job.device.usable_bytes
 
 
-def test_fullest_rank_is_maximum_over_ranks() -> None:
+def test_fullest_rank_is_maximum_over_ranks():
     for row in TABLE_1[4:]:
         job, how = job_of(row), choice_of(row)
         every = [rank_memory(job, how, rank) for rank in range(row.pipeline)]
         assert fullest_rank(job, how) == max(every, key=lambda memory: memory.total)
 
 
-def test_activation_memory_depends_on_schedule() -> None:
+def test_activation_memory_depends_on_schedule():
     """The first stage of 1F1B holds p microbatches. Interleaved 1F1B holds 1 + (p-1)/(p v) times
     as much (arXiv 2205.05198, section 4.2.3)."""
     row = TABLE_1[6]
@@ -155,7 +152,7 @@ def test_activation_memory_depends_on_schedule() -> None:
     assert held("interleaved_1f1b", v=2) == pytest.approx(10 * p * (1 + (p - 1) / (p * 2)))
 
 
-def test_microbatches_in_flight_share_cast_weights() -> None:
+def test_microbatches_in_flight_share_cast_weights():
     """Sharded parameters are cast again for each microbatch, because they are freed meanwhile."""
     config = VARIANTS["gpt2"]
     job = small_job(config, precision="bf16-mixed")
@@ -170,7 +167,7 @@ def test_microbatches_in_flight_share_cast_weights() -> None:
     assert activations(1, "parameters") == activations(1, "none")
 
 
-def test_communicator_memory_depends_on_number_of_groups() -> None:
+def test_communicator_memory_depends_on_number_of_groups():
     def nbytes(world_size: int, **layout: int) -> float:
         job = small_job(VARIANTS["gpt2"], world_size=world_size)
         return fullest_rank(job, choice(world_size=world_size, **layout)).communicators / 2**20

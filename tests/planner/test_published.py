@@ -3,8 +3,6 @@
 Only ``sustained`` of the devices is fitted, on rows 1, 3, 5, 7 and 9 of table 1 of arXiv
 2104.04473."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import pytest
@@ -102,7 +100,7 @@ LAYOUTS = (
 )
 
 
-def test_table_1_throughput_is_within_6_percent() -> None:
+def test_table_1_throughput_is_within_6_percent():
     errors = []
     for row in TABLE_1:
         job, time = job_of(row), step_time(job_of(row), choice_of(row))
@@ -123,7 +121,7 @@ def test_table_1_throughput_is_within_6_percent() -> None:
     assert fmean(map(abs, errors[1::2])) <= 0.035
 
 
-def test_table_2_throughput_is_within_4_percent() -> None:
+def test_table_2_throughput_is_within_4_percent():
     """The PTD-P rows of table 2 of arXiv 2104.04473 show the cost of more replicas at the same
     batch size. Nothing is fitted on them."""
     errors = []
@@ -188,7 +186,7 @@ def korthikanti(
     ).total
 
 
-def test_step_time_with_recomputation_is_within_10_percent() -> None:
+def test_step_time_with_recomputation_is_within_10_percent():
     errors = []
     for sizes, pipeline, job, full, selective in KORTHIKANTI:
         errors.append(korthikanti(sizes, pipeline, job, fast=False) / full - 1)
@@ -213,7 +211,7 @@ def one_layer(
     )
 
 
-def test_layer_time_is_within_5_percent() -> None:
+def test_layer_time_is_within_5_percent():
     """Forward and backward are compared separately, for each recomputation policy."""
     errors = []
     for sequence, recompute, forward, backward in ONE_LAYER:
@@ -223,7 +221,7 @@ def test_layer_time_is_within_5_percent() -> None:
 
 
 @pytest.mark.parametrize("sizes", [sizes for sizes, *_ in KORTHIKANTI])
-def test_activation_memory_matches_paper(sizes: tuple[int, int, int]) -> None:
+def test_activation_memory_matches_paper(sizes):
     """Table 2 of arXiv 2205.05198 has bytes over s b h of a layer, with t = 8 and attention scores
     in memory."""
     _, hidden, heads = sizes
@@ -251,7 +249,7 @@ def test_activation_memory_matches_paper(sizes: tuple[int, int, int]) -> None:
     assert 4.8 < kept(t, "none") / kept(t, "selective", sequence=True) < 6.3
 
 
-def test_speedup_of_selective_recomputation_matches_paper() -> None:
+def test_speedup_of_selective_recomputation_matches_paper():
     """In arXiv 2205.05198 selective recomputation with sequence parallelism is 27 to 32 % faster
     than full recomputation at each size."""
     for sizes, pipeline, job, full, selective in KORTHIKANTI:
@@ -261,7 +259,7 @@ def test_speedup_of_selective_recomputation_matches_paper() -> None:
         assert predicted == pytest.approx(full / selective, rel=0.04)
 
 
-def test_predicted_best_layout_loses_at_most_5_percent() -> None:
+def test_predicted_best_layout_loses_at_most_5_percent():
     """For each of four models the predicted best of 6 to 10 layouts is compared with the measured
     best."""
     lost = []

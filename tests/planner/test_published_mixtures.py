@@ -8,8 +8,6 @@ megatron/core/transformer/moe/README.md, "Reference Best Parallel Mapping"). The
 that page: 468 TFLOP/s. Rows with more expert-parallel ranks than d c have no counterpart here.
 """
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -107,7 +105,7 @@ def planned(one: Mixture, gpus: int, batch: int, **degrees: Any) -> tuple[Job, C
     )
 
 
-def test_mfu_of_mixtures_is_within_18_percent() -> None:
+def test_mfu_of_mixtures_is_within_18_percent():
     """Check that estimated MFU is within 6.5 % of published MFU on average, and 18 % at most.
 
     Known causes of the largest errors:
@@ -126,7 +124,7 @@ def test_mfu_of_mixtures_is_within_18_percent() -> None:
     assert fmean(map(abs, errors[1:12])) <= 0.03 and max(map(abs, errors[1:12])) <= 0.065, errors
 
 
-def test_qwen3_throughput_is_within_3_percent() -> None:
+def test_qwen3_throughput_is_within_3_percent():
     """NeMo AutoModel, docs/performance-summary.md of October 2025: Qwen3-30B-A3B on eight H100s, e
     = 8, full recomputation (examples/benchmark/configs/qwen3_moe_30b_te_deepep.yaml), 277 TFLOP/s
     of model FLOPs."""
@@ -162,7 +160,7 @@ def test_qwen3_throughput_is_within_3_percent() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS[:-1], ids=lambda row: f"{row[1]} GPUs, {row[2]}")
-def test_published_mixtures_fit_in_memory(row: tuple[Mixture, int, int, float]) -> None:
+def test_published_mixtures_fit_in_memory(row):
     """Check that the fullest rank of published runs takes over 30 GiB and fits in memory."""
     job, how = planned(*row[:3])
     assert 30 * 2**30 < fullest_rank(job, how).total < job.device.memory_bytes

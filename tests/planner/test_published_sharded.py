@@ -3,8 +3,6 @@
 One number of each preset is fitted on one row here. So is one of the GPU in the first table, which
 differs from the data sheet of an H100."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -93,7 +91,7 @@ def tokens_error(job: Job, choice: Choice, published: float) -> float:
     return job.tokens / step_time(job, choice).total / job.world_size / published - 1
 
 
-def test_fsdp2_throughput_is_within_11_percent() -> None:
+def test_fsdp2_throughput_is_within_11_percent():
     errors = []
     for device, rows in ((LIMITED, H100), (find_device("h200"), H200)):
         for software, gpus, tokens, _ in rows:
@@ -107,13 +105,13 @@ def test_fsdp2_throughput_is_within_11_percent() -> None:
         assert abs((1 + compiled) / (1 + eager) - 1) <= 0.08
 
 
-def test_fsdp2_throughput_with_context_parallelism() -> None:
+def test_fsdp2_throughput_with_context_parallelism():
     for c, length, tokens in LONG:
         job, how = llama("fsdp2-fp8", LIMITED, 8, b=1, length=length, c=c, recompute="full")
         assert abs(tokens_error(job, how, tokens)) <= 0.085
 
 
-def test_fsdp2_preset_predicts_longer_steps() -> None:
+def test_fsdp2_preset_predicts_longer_steps():
     """Check that the FSDP2 preset predicts steps 15 to 30 % longer than this package's preset."""
     job, how = llama("ours-compiled", find_device("h200"), 32, b=2, length=8192, recompute="none")
     bf16 = dataclasses.replace(job, software=SOFTWARE["fsdp2-compiled"])
@@ -121,7 +119,7 @@ def test_fsdp2_preset_predicts_longer_steps() -> None:
     assert 1.15 * ours < theirs < 1.3 * ours
 
 
-def test_fsdp2_memory_is_close_to_published() -> None:
+def test_fsdp2_memory_is_close_to_published():
     """Readings are of reserved memory. On full GPUs it is well above the allocated memory."""
     for device, rows in ((LIMITED, H100), (find_device("h200"), H200)):
         for software, gpus, _, reading in rows:
@@ -132,7 +130,7 @@ def test_fsdp2_memory_is_close_to_published() -> None:
             assert 0.68 <= tensors / reading <= 1.06, (software, gpus, tensors)
 
 
-def test_trainings_of_mpt_fit_their_gpus() -> None:
+def test_trainings_of_mpt_fit_their_gpus():
     shares = []
     for (layers, hidden, heads), length, gpus, b, recomputes, parameters in MPT:
         model = GPTConfig.gpt2(
@@ -162,7 +160,7 @@ def test_trainings_of_mpt_fit_their_gpus() -> None:
     assert sorted(shares)[len(shares) // 2] >= 0.75, shares
 
 
-def test_fsdp2_shards_parameters_over_replicas() -> None:
+def test_fsdp2_shards_parameters_over_replicas():
     parts = [
         fullest_rank(*llama("fsdp2", LIMITED, gpus, b=2, length=8192, recompute="full")).parts
         for gpus in (8, 16)
@@ -171,7 +169,7 @@ def test_fsdp2_shards_parameters_over_replicas() -> None:
         assert parts[0][name] == pytest.approx(2 * parts[1][name])
 
 
-def test_zero_3_throughput_is_within_11_percent() -> None:
+def test_zero_3_throughput_is_within_11_percent():
     """The network is the bottleneck from 768 GPUs on. The rate of one card per ring and a third
     all-gather of the parameters were inferred from these rows. They show consistency, not
     prediction."""
@@ -190,7 +188,7 @@ def test_zero_3_throughput_is_within_11_percent() -> None:
     assert mean <= 0.06 and worst <= 0.11, errors
 
 
-def test_float8_is_refused_on_device_without_it() -> None:
+def test_float8_is_refused_on_device_without_it():
     with pytest.raises(
         ValueError,
         match="software='fsdp2-fp8' computes in float8, but the float8 rate of a100-80gb is unknown",

@@ -1,7 +1,5 @@
 """Layout search: rules of the papers, and reasons for rejected layouts."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Candidate, Job, Plan, Space, find_device, search
-from tests.planner.jobs import TABLE_1, Row, job_of, small_job
+from tests.planner.jobs import TABLE_1, job_of, small_job
 
 pytestmark = pytest.mark.thorough
 
@@ -36,7 +34,7 @@ def degrees(plan: Plan) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     "row", [TABLE_1[index] for index in (0, 2, 4, 6, 8, 9)], ids=lambda row: f"{row.parameters} B"
 )
-def test_table_1_layouts_are_near_top_of_search(row: Row) -> None:
+def test_table_1_layouts_are_near_top_of_search(row):
     """A layout of table 1 of arXiv 2104.04473 takes at most 15 % longer than the best of hundreds
     in its search space. The largest model, which has few layouts, takes at most 5 % longer. (t = 4
     is faster than 8 for some of these sizes in measurements: arXiv 2312.12391, 39.1 B on 512
@@ -48,7 +46,7 @@ def test_table_1_layouts_are_near_top_of_search(row: Row) -> None:
     assert plan.examined >= len(plan.best) >= 15
 
 
-def test_tensor_parallelism_stays_inside_node() -> None:
+def test_tensor_parallelism_stays_inside_node():
     """Takeaway 1 of arXiv 2104.04473, section 3.2: t up to the size of a node, then p."""
     row = TABLE_1[6]
     space = dataclasses.replace(
@@ -62,7 +60,7 @@ def test_tensor_parallelism_stays_inside_node() -> None:
     assert degrees(plan)[0][0] <= 8
 
 
-def test_small_model_is_data_parallel_unless_memory_is_tight() -> None:
+def test_small_model_is_data_parallel_unless_memory_is_tight():
     """Takeaway 2 of arXiv 2104.04473, section 3.3: as little model parallelism as memory allows,
     data parallelism for the rest."""
     job = small_job(GPTConfig.gpt2(), world_size=8, batch=64)
@@ -80,7 +78,7 @@ def test_small_model_is_data_parallel_unless_memory_is_tight() -> None:
     )
 
 
-def test_search_results_fit_and_are_sorted_by_time() -> None:
+def test_search_results_fit_and_are_sorted_by_time():
     job = job_of(TABLE_1[4], "ours")
     plan = search(job, count=12)
     times = [candidate.time.total for candidate in plan.best]
@@ -98,7 +96,7 @@ def test_search_results_fit_and_are_sorted_by_time() -> None:
         assert config.microbatches(10**6) == how.num_microbatches
 
 
-def test_long_sequences_use_context_parallelism() -> None:
+def test_long_sequences_use_context_parallelism():
     model = GPTConfig.llama(
         sequence_length=131072,
         num_layers=32,
@@ -115,7 +113,7 @@ def test_long_sequences_use_context_parallelism() -> None:
     )
 
 
-def test_rejected_layouts_have_reasons() -> None:
+def test_rejected_layouts_have_reasons():
     model = GPTConfig.gpt2(
         num_layers=6, hidden_size=6144, num_heads=12, vocabulary_size=512, sequence_length=1024
     )
@@ -130,7 +128,7 @@ def test_rejected_layouts_have_reasons() -> None:
     assert all("times the time of the best" in misfit.reason for misfit in plan.slower)
 
 
-def test_layouts_exceeding_memory_have_reasons() -> None:
+def test_layouts_exceeding_memory_have_reasons():
     job = dataclasses.replace(job_of(TABLE_1[5], "ours"), world_size=16, global_batch_size=16)
     plan = search(job)
     assert not plan.best
@@ -140,7 +138,7 @@ def test_layouts_exceeding_memory_have_reasons() -> None:
     assert reasons["t8 p2 d1"].endswith("of 62.4 GiB") or "at least" in reasons["t8 p2 d1"]
 
 
-def test_search_leaves_memory_reserve() -> None:
+def test_search_leaves_memory_reserve():
     """Check that proposed layouts fit, even if memory exceeds its estimate by 23 %.
 
     With ``reserve=0`` the search uses the memory up to the limit.
@@ -161,7 +159,7 @@ def test_search_leaves_memory_reserve() -> None:
         dataclasses.replace(job, reserve=1)
 
 
-def test_invalid_search_options_are_refused() -> None:
+def test_invalid_search_options_are_refused():
     for wishes, words in (
         ({"schedules": ("2f2b",)}, "schedules has '2f2b'"),
         ({"recompute": ("some",)}, "recompute=.*'some'"),

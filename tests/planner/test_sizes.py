@@ -3,8 +3,6 @@
 Parameter counts must match the model that the configuration builds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -62,7 +60,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_parameters_match_hugging_face_model(config: Any) -> None:
+def test_parameters_match_hugging_face_model(config):
     shape = small_job(gpt_sizes(config)).shape
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -79,7 +77,7 @@ def test_parameters_match_hugging_face_model(config: Any) -> None:
     assert sum(experts.values()) == layers * one.number * one.parameters
 
 
-def test_deepseek_v3_parameter_counts() -> None:
+def test_deepseek_v3_parameter_counts():
     """arXiv 2412.19437, section 4.2: 671B parameters, of which 37B are activated for each token."""
     shape = small_job(gpt_sizes(DeepseekV3Config(num_key_value_heads=128))).shape
     assert (round(shape.parameters / 1e9), round(shape.active_parameters / 1e9)) == (671, 38)
@@ -87,7 +85,7 @@ def test_deepseek_v3_parameter_counts() -> None:
     assert (shape.active_parameters - 129280 * 7168) / 1e9 == pytest.approx(36.6, abs=0.1)
 
 
-def test_incomplete_latent_attention_is_refused() -> None:
+def test_incomplete_latent_attention_is_refused():
     latent = {**SIZES, "kv_lora_rank": 16}
     with pytest.raises(
         ValueError,

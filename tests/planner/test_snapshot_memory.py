@@ -1,9 +1,5 @@
 """Memory that the planner expects for snapshots, beside the bytes of a real one."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -20,10 +16,10 @@ SIZES = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_plan_shows_host_memory_of_snapshots(precision: str, tmp_path: Path) -> None:
+def test_plan_shows_host_memory_of_snapshots(precision, tmp_path):
     config = GPTConfig.gpt2(vocabulary_size=512, **SIZES)
     ids = torch.zeros(2, 32, dtype=torch.long)
-    batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)  # type: ignore[arg-type]
+    batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
     trainer = make_trainer(
         PTDPStrategy(checkpoint_format="folder"),
         max_steps=1,
@@ -46,4 +42,4 @@ def test_plan_shows_host_memory_of_snapshots(precision: str, tmp_path: Path) -> 
     shm, buffers = (float(part.split()[-1]) for part in line.rpartition(": ")[2].split(","))
     assert shm == pytest.approx(2 * gib, rel=0.05)
     assert buffers == pytest.approx(gib, rel=0.05)
-    assert as_data(plan)["job"]["snapshot_bytes"] == snapshot_bytes(job)  # type: ignore[index]
+    assert as_data(plan)["job"]["snapshot_bytes"] == snapshot_bytes(job)

@@ -1,7 +1,5 @@
 """Estimated time of a step."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -19,7 +17,7 @@ MODEL = GPTConfig.gpt2(
 
 @pytest.mark.parametrize("m", [8, 16, 64])
 @pytest.mark.parametrize("p", [2, 8])
-def test_bubble_fraction_of_1f1b(p: int, m: int) -> None:
+def test_bubble_fraction_of_1f1b(p, m):
     """The bubble is (p - 1) / m if all stages take the same time, here with a negligible head."""
     model = dataclasses.replace(MODEL, vocabulary_size=8)
     how = choice(world_size=p, pipeline_parallel_size=p, m=m)
@@ -39,7 +37,7 @@ def test_bubble_fraction_of_1f1b(p: int, m: int) -> None:
         ("gpipe", 1),
     ],
 )
-def test_closed_form_agrees_with_simulator(schedule: str, v: int) -> None:
+def test_closed_form_agrees_with_simulator(schedule, v):
     how = choice(
         world_size=4, pipeline_parallel_size=4, virtual_pipeline_size=v, m=16, schedule=schedule
     )
@@ -50,7 +48,7 @@ def test_closed_form_agrees_with_simulator(schedule: str, v: int) -> None:
     assert exact.messages > 0
 
 
-def test_full_recomputation_adds_a_third_of_compute() -> None:
+def test_full_recomputation_adds_a_third_of_compute():
     none, full = (
         layer_time(small_job(MODEL), choice(recompute=recompute)) for recompute in ("none", "full")
     )
@@ -61,7 +59,7 @@ def test_full_recomputation_adds_a_third_of_compute() -> None:
     )
 
 
-def test_slow_link_affects_only_its_own_traffic() -> None:
+def test_slow_link_affects_only_its_own_traffic():
     how = choice(world_size=16, tensor_parallel_size=2, pipeline_parallel_size=4)
     job = small_job(MODEL, world_size=16, batch=16)
     fast = step_time(job, how)
@@ -73,7 +71,7 @@ def test_slow_link_affects_only_its_own_traffic() -> None:
     assert slow.tensor == fast.tensor
 
 
-def test_only_slow_host_limits_layer_time() -> None:
+def test_only_slow_host_limits_layer_time():
     job = small_job(MODEL)
 
     def layer(seconds: float) -> float:

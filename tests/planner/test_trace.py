@@ -1,7 +1,5 @@
 """Model shapes traced from the forward, against configured sizes and torch's FLOP counter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -66,7 +64,7 @@ def layer_matrices(config: GPTConfig) -> list[tuple[int, int]]:
         ("gpt2, dropout", "bf16-true", "h100"),
     ],
 )
-def test_traced_shape_matches_configuration(name: str, precision: str, device: str) -> None:
+def test_traced_shape_matches_configuration(name, precision, device):
     """Check the shape of a configuration against the built model, and against its own sizes."""
     config = OURS[name]
     with torch.device("meta"):
@@ -107,9 +105,7 @@ PASSES = (
 
 
 @pytest.mark.parametrize(("elementwise", "norm_reads", "dropout", "expected"), PASSES)
-def test_elementwise_bytes_between_products(
-    elementwise: Any, norm_reads: int, dropout: float, expected: tuple[int, int]
-) -> None:
+def test_elementwise_bytes_between_products(elementwise, norm_reads, dropout, expected):
     """A norm reads r and writes w, a sum reads 2 r and writes r, GELU reads and writes 4 h. In the
     backward pass a norm reads 2 r and writes r, and each stream is summed. A fused pass reads its
     inputs once."""
@@ -129,7 +125,7 @@ EXAMPLE = torch.zeros(1, 24, dtype=torch.long)
 class Own(nn.Module):
     """A user's encoder."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(96, 32)
         self.layers = nn.TransformerEncoder(
@@ -137,7 +133,7 @@ class Own(nn.Module):
         )
         self.head = nn.Linear(32, 96)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.layers(self.embed(ids)))
 
 
@@ -190,7 +186,7 @@ MODELS: dict[str, Callable[[str], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_traced_parameters_and_flops_match_model(name: str) -> None:
+def test_traced_parameters_and_flops_match_model(name):
     with torch.device("meta"):
         model, plain = MODELS[name]("sdpa"), MODELS[name]("eager")
     run = call_with(model, None, sequence_length=48)
@@ -221,7 +217,7 @@ def test_traced_parameters_and_flops_match_model(name: str) -> None:
     assert all(layer.products[-1].cut == "inputs" for layer in shape.layers)
 
 
-def test_traced_mixture_matches_configuration() -> None:
+def test_traced_mixture_matches_configuration():
     """Routing depends on values, so experts are not traced but read from the configuration."""
     build = _of_hugging_face(
         "MixtralForCausalLM", "MixtralConfig", **SMALL, num_key_value_heads=2, num_local_experts=8
@@ -239,28 +235,28 @@ def test_traced_mixture_matches_configuration() -> None:
 class Stubborn(Own):
     """A model whose forward depends on values."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return super().forward(ids if ids.sum().item() else ids + 1)
 
 
 class Lit(L.LightningModule):
     """A user's module with an example input."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net: nn.Module | None = None
         self.example_input_array = EXAMPLE
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         self.net = self.net or Own()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         assert self.net is not None
         out: Tensor = self.net(ids)
         return out
 
 
-def test_plan_accepts_lightning_and_torch_modules() -> None:
+def test_plan_accepts_lightning_and_torch_modules():
     module = Lit()
     plan = lightning_ptdp.plan(module, world_size=4, batch=16, device="a100")
     assert module.net is None
@@ -280,7 +276,7 @@ def test_plan_accepts_lightning_and_torch_modules() -> None:
     assert own.shape.parameters == num_parameters(OURS["gpt2"])
 
 
-def test_frozen_parameters_reduce_optimizer_memory_and_flops() -> None:
+def test_frozen_parameters_reduce_optimizer_memory_and_flops():
     module = Own()
     for parameter in module.layers.parameters():
         parameter.requires_grad_(False)
@@ -335,8 +331,6 @@ def cut_already() -> nn.Module:
     ],
     ids=["values", "length", "example", "longer", "inputs", "cut"],
 )
-def test_untraceable_model_is_refused(
-    make: Callable[[], nn.Module], options: dict[str, Any], words: str
-) -> None:
+def test_untraceable_model_is_refused(make, options, words):
     with pytest.raises(ValueError, match=words):
         lightning_ptdp.plan(make(), world_size=4, batch=16, **options)

@@ -1,7 +1,5 @@
 """Published model sizes and batch sizes of the recipes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 __all__ = ["PUBLISHED", "Published"]

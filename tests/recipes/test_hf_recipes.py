@@ -1,10 +1,7 @@
 """Recipes for Hugging Face models, checked without weights."""
 
-from __future__ import annotations
-
 import json
 from decimal import Decimal
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -75,9 +72,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_layout_fits_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_layout_fits_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values: dict[str, Any] = parsed_values(resolve_configs(["--config", name]))
     trainer, arguments = values["trainer"], values["model"]["init_args"]

@@ -1,8 +1,6 @@
 """Recipes without their machines: parsed, built on the meta device, split, scheduled and compared
 with their papers."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re
@@ -61,14 +59,14 @@ def is_rounded(number: int, printed: str) -> bool:
     return abs(Decimal(number) - printed_value) <= last / 2
 
 
-def test_rounding_to_printed_digits() -> None:
+def test_rounding_to_printed_digits():
     assert is_rounded(1_652_000_000, "1.7 B")
     assert not is_rounded(1_649_000_000, "1.7 B")
     assert is_rounded(335_500_000, "34e1 M")
     assert not is_rounded(334_000_000, "34e1 M")
 
 
-def test_every_published_model_has_a_recipe() -> None:
+def test_every_published_model_has_a_recipe():
     assert set(SIZED) - set(PUBLISHED) == {
         "bert/nano",
         "gpt/llama-nano",
@@ -80,7 +78,7 @@ def test_every_published_model_has_a_recipe() -> None:
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_layout_stages_and_schedule_are_valid(name: str) -> None:
+def test_layout_stages_and_schedule_are_valid(name):
     strategy = strategy_of(name)
     config, layout = strategy.config, strategy.config.layout(devices_of(name))
     module = built(parsed(name)["model"])
@@ -114,7 +112,7 @@ def test_layout_stages_and_schedule_are_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_data_and_batches_match_model_and_paper(name: str) -> None:
+def test_data_and_batches_match_model_and_paper(name):
     values, strategy = parsed(name), strategy_of(name)
     data, sizes = values["data"]["init_args"], values["model"]["init_args"]["config"]
     assert data["vocabulary_size"] == sizes["vocabulary_size"]
@@ -141,7 +139,7 @@ def test_data_and_batches_match_model_and_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names(shared=True))
-def test_recipe_has_description_and_base(name: str) -> None:
+def test_recipe_has_description_and_base(name):
     text = (recipe_folder() / f"{name}.yaml").read_text()
     assert text.startswith("# ")
     assert all(len(line) <= 140 for line in text.splitlines())
@@ -150,22 +148,20 @@ def test_recipe_has_description_and_base(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_has_its_own_experiment_name(name: str) -> None:
+def test_recipe_has_its_own_experiment_name(name):
     assert parsed(name)["trainer"]["logger"]["init_args"]["experiment_name"] == name.replace(
         "/", "-"
     )
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_gpu_recipes_use_bf16_with_master_weights(
-    name: str,
-) -> None:
+def test_gpu_recipes_use_bf16_with_master_weights(name):
     trainer = parsed(name)["trainer"]
     assert trainer["precision"] == ("bf16-true" if trainer["accelerator"] == "gpu" else "32-true")
     assert PTDPStrategy(**trainer["strategy"]["init_args"]).config.master_weights
 
 
-def test_single_device_options_are_valid() -> None:
+def test_single_device_options_are_valid():
     """Check the options for one GPU and for a CPU that ``recipes/common.yaml`` documents."""
     one = [
         "--trainer.devices",

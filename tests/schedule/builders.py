@@ -1,7 +1,5 @@
 """Builders of schedules by name and from text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning_ptdp.schedule import (

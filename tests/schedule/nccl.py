@@ -3,8 +3,6 @@
 This model follows the rules of the runtime and its transport, without torch. test_nccl_order.py
 compares it with the runtime's own calls. test_nccl.py simulates all sizes with it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """Random executable orders of computations, for property tests."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from lightning_ptdp.schedule import Action, ActionKind, Schedule

@@ -1,7 +1,5 @@
 """The closed-form costs of schedules match the simulator."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_ptdp.schedule import Costs, Schedule, simulate
@@ -36,7 +34,7 @@ def step_time(schedule: Schedule, times: tuple[int, int, int], *, latency: float
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_closed_form_costs_match_simulation(name: str, p: int) -> None:
+def test_closed_form_costs_match_simulation(name, p):
     form = FAMILIES[name].cost
     for v in CHUNKS[name]:
         for m in range(form.least(p), 13):
@@ -63,7 +61,7 @@ def test_closed_form_costs_match_simulation(name: str, p: int) -> None:
             )
 
 
-def test_closed_form_bubbles_match_paper() -> None:
+def test_closed_form_bubbles_match_paper():
     # arXiv 2104.04473, section 2.2: (p - 1) / m, and (p - 1) / (v m) interleaved.
     assert FAMILIES["1f1b"].cost.bubble(8, 1, 1.0, 2.0, 1.0) / (16 * 3.0) == pytest.approx(7 / 16)
     assert FAMILIES["interleaved_1f1b"].cost.bubble(8, 4, 1.0, 2.0, 1.0) / (

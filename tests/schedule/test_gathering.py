@@ -1,7 +1,5 @@
 """Gathers of sharded parameters in programs: complete, few, and refused if a chunk is missing."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -39,7 +37,7 @@ def most_whole(schedule: Schedule) -> int:
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"])
-def test_gathers_of_every_schedule_are_proven(name: str, chunks: int) -> None:
+def test_gathers_of_every_schedule_are_proven(name, chunks):
     for schedule in every(name, SIZES):
         gathered = with_gathers(schedule, chunks)
         verify_schedule(gathered, training=schedule.training)
@@ -49,13 +47,13 @@ def test_gathers_of_every_schedule_are_proven(name: str, chunks: int) -> None:
 
 @given(compute_orders())
 @settings(max_examples=60, deadline=None)
-def test_gathers_of_custom_orders_are_proven(order: Schedule) -> None:
+def test_gathers_of_custom_orders_are_proven(order):
     schedule = lower(order)
     for chunks in (1, 2):
         verify_schedule(with_gathers(schedule, chunks))
 
 
-def test_two_whole_chunks_are_gathered_once_each_where_two_exist() -> None:
+def test_two_whole_chunks_are_gathered_once_each_where_two_exist():
     schedule = build("interleaved_1f1b", p=2, v=2, m=8)
     once, often = with_gathers(schedule, 2), with_gathers(schedule, 1)
     assert [num_gathers(program) for program in once.programs] == [2, 2]
@@ -66,14 +64,14 @@ def test_two_whole_chunks_are_gathered_once_each_where_two_exist() -> None:
         assert num_gathers(program) == 1 + switches
 
 
-def test_farthest_chunk_is_freed_and_next_one_gathered_during_computation() -> None:
+def test_farthest_chunk_is_freed_and_next_one_gathered_during_computation():
     schedule = from_text("three", 1, 3, 1, "F0.0 F1.0 F2.0 B2.0 R2 B1.0 R1 B0.0 R0")
     assert with_gathers(schedule, 2).text() == (
         "rank 0  G0 G1 F0.0 D0 G2 F1.0 F2.0 B2.0 D2 R2 G0 B1.0 D1 R1 B0.0 D0 R0"
     )
 
 
-def test_computation_waits_for_its_gather() -> None:
+def test_computation_waits_for_its_gather():
     schedule = with_gathers(from_text("two", 1, 2, 1, "F0.0 F1.0 B1.0 R1 B0.0 R0"), 2)
     slow, fast = (simulate(schedule, Costs(gather=time)).spans[0] for time in (5, 1))
     assert [span.end for span in slow] == [5 + 1, 5 + 5 + 1, 5 + 5 + 3, 5 + 5 + 5]
@@ -90,7 +88,7 @@ def test_computation_waits_for_its_gather() -> None:
         ("G0 F0.0 B0.0 R0", "D0 is missing"),
     ],
 )
-def test_wrong_gathers_are_refused(program: str, reason: str) -> None:
+def test_wrong_gathers_are_refused(program, reason):
     schedule = from_text("wrong", 1, 1, 1, program)
     if not schedule.gathers:  # a second rank gathers
         schedule = dataclasses.replace(

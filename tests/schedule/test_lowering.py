@@ -3,8 +3,6 @@
 Receives are posted just in time, in the order of the sends, and without deadlock.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 
@@ -52,7 +50,7 @@ def most_open(program: tuple[Action, ...]) -> int:
 
 @given(compute_orders())
 @settings(max_examples=150, deadline=None)
-def test_executable_order_is_lowered_without_deadlock(order: Schedule) -> None:
+def test_executable_order_is_lowered_without_deadlock(order):
     schedule = lower(order)
     verify_schedule(schedule, training=True)
     assert compute_order(schedule) == order
@@ -71,7 +69,7 @@ def test_executable_order_is_lowered_without_deadlock(order: Schedule) -> None:
                     assert Action(ActionKind.FORWARD, action.stage, action.microbatch) in done
 
 
-def test_forward_receives_are_posted_one_computation_ahead() -> None:
+def test_forward_receives_are_posted_one_computation_ahead():
     for name, v in (*BOUNDED, ("interleaved_1f1b", 2)):
         for program in build(name, 4, v, 16).programs:
             computations = [action for action in program if action.kind in COMPUTE]
@@ -106,7 +104,7 @@ def test_forward_receives_are_posted_one_computation_ahead() -> None:
         ("F0.0 F0.1 F0.2 B0.0 B0.1 B0.2\nF1.2 F1.1 F1.0 B1.2 B1.1 B1.0", None),
     ],
 )
-def test_receives_are_posted_in_send_order(text: str, lowered: str | None) -> None:
+def test_receives_are_posted_in_send_order(text, lowered):
     m = 1 + max(int(word[-1]) for word in text.split())
     schedule = lower(order_of(text, 2, 1, m))
     verify_schedule(schedule, training=True)
@@ -121,13 +119,13 @@ def test_receives_are_posted_in_send_order(text: str, lowered: str | None) -> No
 
 
 @pytest.mark.parametrize(("name", "v"), BOUNDED)
-def test_open_receives_are_bounded_at_any_size(name: str, v: int) -> None:
+def test_open_receives_are_bounded_at_any_size(name, v):
     for p, m in ((2, 4), (4, 8), (4, 64), (4, 65), (8, 40), (16, 50)):
         for training in (True, False):
             assert max(map(most_open, build(name, p, v, m, training).programs)) <= 4
 
 
-def test_open_receives_of_interleaved_schedules_are_bounded() -> None:
+def test_open_receives_of_interleaved_schedules_are_bounded():
     for p, v, m in (
         (2, 2, 8),
         (4, 2, 8),
@@ -148,7 +146,7 @@ def test_open_receives_of_interleaved_schedules_are_bounded() -> None:
         )
 
 
-def test_reduction_follows_last_gradient_directly() -> None:
+def test_reduction_follows_last_gradient_directly():
     for name, v in (("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2)):
         for program in build(name, 4, v, 8).programs:
             last = ActionKind.WEIGHT if name.startswith("zb") else ActionKind.BACKWARD
@@ -158,7 +156,7 @@ def test_reduction_follows_last_gradient_directly() -> None:
                     assert (before.kind, before.stage, before.microbatch) == (last, action.stage, 7)
 
 
-def test_adjacent_stages_on_one_rank_send_no_messages() -> None:
+def test_adjacent_stages_on_one_rank_send_no_messages():
     for schedule in (build("zb_v", 4, 2, 4), build("dualpipe_v", 4, 2, 4)):
         for action in schedule.programs[3]:
             assert action.kind is not ActionKind.SEND_FORWARD or action.stage == 4
@@ -182,14 +180,14 @@ def test_adjacent_stages_on_one_rank_send_no_messages() -> None:
         ),
     ],
 )
-def test_invalid_order_is_refused(text: str, words: str) -> None:
+def test_invalid_order_is_refused(text, words):
     with pytest.raises(ScheduleError) as error:
         lower(order_of(text, 2, 1, 2))
     assert words in str(error.value) and words in error.value.reason
     assert "-->" in str(error.value) or "one per rank" in words
 
 
-def test_programs_of_other_placement_are_refused() -> None:
+def test_programs_of_other_placement_are_refused():
     loop = build("interleaved_1f1b", 2, 2, 2)
     assert any(action.kind in SENDS and action.stage == 1 for action in loop.programs[1])
     with pytest.raises(ScheduleError, match="is on rank"):
@@ -198,7 +196,7 @@ def test_programs_of_other_placement_are_refused() -> None:
         lower(dataclasses.replace(compute_order(loop), placement="v"))
 
 
-def test_build_time_grows_linearly_with_actions() -> None:
+def test_build_time_grows_linearly_with_actions():
     """Every rank builds the whole schedule, which may have millions of actions."""
 
     def seconds(m: int) -> float:

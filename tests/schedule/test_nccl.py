@@ -1,10 +1,7 @@
 """Programs simulated by NCCL's rules: all schedules complete, and known hangs are detected."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,9 +40,7 @@ def runs(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> bool
     ],
     ids=["alone", "groups", "sharded gradients", "sharded parameters"],
 )
-def test_every_schedule_runs_to_completion(
-    name: str, sizes: tuple[Any, ...], habits: Habits
-) -> None:
+def test_every_schedule_runs_to_completion(name, sizes, habits):
     """All cases but the first add the collectives of tensor groups and replicas."""
     schedules = list(every(name, sizes))
     assert schedules
@@ -56,14 +51,14 @@ def test_every_schedule_runs_to_completion(
 
 @given(compute_orders())
 @settings(max_examples=60, deadline=None)
-def test_custom_order_runs_to_completion(order: Schedule) -> None:
+def test_custom_order_runs_to_completion(order):
     schedule = lower(order)
     assert runs(schedule, Habits(), one_queue=True)
     # In a first step, receives of shapes block a shared queue, so unusual orders may hang there.
     assert runs(schedule, Habits(first_step=True))
 
 
-def test_early_receive_hangs_shared_queue_and_is_refused() -> None:
+def test_early_receive_hangs_shared_queue_and_is_refused():
     early = from_text("early", 2, 2, 1, *EARLY)
     assert runs(early, Habits()) and not runs(early, Habits(), one_queue=True)
     with pytest.raises(
@@ -82,7 +77,7 @@ def test_early_receive_hangs_shared_queue_and_is_refused() -> None:
     ],
     ids=["1f1b", "zb_h1", "interleaved_1f1b"],
 )
-def test_lazy_connections_hang(name: str, v: int, programs: tuple[str, str]) -> None:
+def test_lazy_connections_hang(name, v, programs):
     """Check that lazy connections hang if both ranks first call different channels.
 
     Each host then waits for the other's.
@@ -93,13 +88,13 @@ def test_lazy_connections_hang(name: str, v: int, programs: tuple[str, str]) -> 
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
-def test_one_communicator_for_both_directions_hangs(name: str) -> None:
+def test_one_communicator_for_both_directions_hangs(name):
     for schedule in every(name, ((4, 8),)):
         if schedule.training:
             assert not runs(schedule, Habits(one_communicator=True)), schedule.describe()
 
 
-def test_different_collective_orders_on_ranks_hang() -> None:
+def test_different_collective_orders_on_ranks_hang():
     """Two ranks wait for the collectives of two groups in opposite orders."""
 
     def rank(*groups: str) -> list[Operation]:
@@ -118,7 +113,7 @@ def test_different_collective_orders_on_ranks_hang() -> None:
     assert second is not None and second.name == "after context"
 
 
-def test_message_without_receive_hangs() -> None:
+def test_message_without_receive_hangs():
     given = operations(build("1f1b", 2, 1, 2), Habits())
     given[1] = given[1][:2]
     assert stuck_operations(given)[0] is not None

@@ -1,7 +1,5 @@
 """Tests of layer partitioning: complete, optimal, and with errors that name the fix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
@@ -42,7 +40,7 @@ def key(
 
 @given(costs, st.data())
 @settings(max_examples=200, deadline=None)
-def test_partition_is_optimal(layers: list[float], data: st.DataObject) -> None:
+def test_partition_is_optimal(layers, data):
     num_stages = data.draw(st.integers(1, len(layers)))
     first, last = (data.draw(st.sampled_from([0.0, 0.5, 3.0])) for _ in range(2))
     ranges = partition_layers(layers, num_stages=num_stages, first_cost=first, last_cost=last)
@@ -55,7 +53,7 @@ def test_partition_is_optimal(layers: list[float], data: st.DataObject) -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60), st.data())
 @settings(max_examples=200, deadline=None)
-def test_partition_covers_all_layers(layers: list[float], data: st.DataObject) -> None:
+def test_partition_covers_all_layers(layers, data):
     num_stages = data.draw(st.integers(1, len(layers)))
     ends = data.draw(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)))
     ranges = partition_layers(layers, num_stages=num_stages, first_cost=ends[0], last_cost=ends[1])
@@ -79,15 +77,13 @@ def test_partition_covers_all_layers(layers: list[float], data: st.DataObject) -
         (105, 35, [3] * 35),
     ],
 )
-def test_remainder_layers_prefer_inner_stages(
-    num_layers: int, num_stages: int, expected: list[int]
-) -> None:
+def test_remainder_layers_prefer_inner_stages(num_layers, num_stages, expected):
     # 0.1 is not exact in binary, but ties must still be found.
     for cost in (1, 0.1):
         assert counts(partition_layers([cost] * num_layers, num_stages=num_stages)) == expected
 
 
-def test_partition_accounts_for_embedding_and_head() -> None:
+def test_partition_accounts_for_embedding_and_head():
     assert counts(partition_layers([1] * 8, num_stages=4, last_cost=1)) == [2, 2, 3, 1]
     assert counts(partition_layers([1] * 8, num_stages=4, first_cost=1, last_cost=1)) == [
         1,
@@ -104,7 +100,7 @@ def names(num_layers: int) -> list[str]:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 3))
-def test_explicit_partition_by_counts_or_names(wanted: list[int], depth: int) -> None:
+def test_explicit_partition_by_counts_or_names(wanted, depth):
     layers = names(sum(wanted))
     ranges = explicit_partition(wanted, layers=layers, num_stages=len(wanted))
     assert counts(ranges) == wanted
@@ -115,7 +111,7 @@ def test_explicit_partition_by_counts_or_names(wanted: list[int], depth: int) ->
     assert explicit_partition(first, layers=layers, num_stages=len(wanted)) == ranges
 
 
-def test_layer_name_components_match_exactly() -> None:
+def test_layer_name_components_match_exactly():
     layers = ["h.a1", "h.1", "h.11", "h.21"]
     assert explicit_partition(["a1", "11", "21"], layers=layers, num_stages=3) == (
         (0, 2),
@@ -125,7 +121,7 @@ def test_layer_name_components_match_exactly() -> None:
     assert explicit_partition(("h.a1", "1"), layers=layers, num_stages=2) == ((0, 1), (1, 4))
 
 
-def test_ambiguous_layer_name_is_refused() -> None:
+def test_ambiguous_layer_name_is_refused():
     layers = ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
     with pytest.raises(ValueError, match=r"'encoder.block.1' or 'decoder.block.1'. Write the full"):
         explicit_partition(["encoder.block.0", "block.1"], layers=layers, num_stages=2)
@@ -162,9 +158,7 @@ def test_ambiguous_layer_name_is_refused() -> None:
         (["0", "2", "blocks.2"], 6, ["out of order", "stage 2 starts with 'blocks.2'"]),
     ],
 )
-def test_invalid_explicit_partition_is_refused(
-    partition: list, num_layers: int, words: list[str]
-) -> None:
+def test_invalid_explicit_partition_is_refused(partition, num_layers, words):
     with raises_with(words):
         explicit_partition(partition, layers=names(num_layers), num_stages=3)
 
@@ -201,14 +195,14 @@ def ranges_of(model: nn.Module, p: int, **options: Any) -> tuple[tuple[int, int]
         (512, [1, 3, 3, 1]),  # the embedding costs one layer
     ],
 )
-def test_embedding_costs_one_eighth_of_head(vocabulary: int, expected: list[int]) -> None:
+def test_embedding_costs_one_eighth_of_head(vocabulary, expected):
     with torch.device("meta"):
         model = Model(vocabulary=vocabulary)
     assert counts(ranges_of(model, 4)) == expected
     assert ranges_of(model, 4, partition=["0", "blocks.1", "2", "blocks.7"])[2] == (2, 7)
 
 
-def test_only_active_experts_count_as_cost() -> None:
+def test_only_active_experts_count_as_cost():
     mixture = nn.Module()
     mixture.top_k, mixture.experts = 2, nn.Module()
     mixture.experts.num_experts = 16
@@ -217,7 +211,7 @@ def test_only_active_experts_count_as_cost() -> None:
     assert counts(ranges_of(Model(layers=[*dense, mixture, mixture]), 2)) == [4, 2]
 
 
-def test_repeated_layer_counts_each_time() -> None:
+def test_repeated_layer_counts_each_time():
     assert ranges_of(Model(layers=[nn.Linear(8, 64)] * 4), 2) == ((0, 2), (2, 4))
 
 
@@ -242,7 +236,7 @@ def test_repeated_layer_counts_each_time() -> None:
         (1, 2, 1, ["pipeline_parallel_size=1"]),
     ],
 )
-def test_too_few_layers_are_refused(num_layers: int, p: int, v: int, words: list[str]) -> None:
+def test_too_few_layers_are_refused(num_layers, p, v, words):
     check_num_layers(p * v, pipeline_parallel_size=p, virtual_pipeline_size=v)
     with raises_with(words):
         check_num_layers(num_layers, pipeline_parallel_size=p, virtual_pipeline_size=v)
@@ -260,6 +254,6 @@ def test_too_few_layers_are_refused(num_layers: int, p: int, v: int, words: list
         ({"costs": [1], "num_stages": 0}, ["num_stages=0"]),
     ],
 )
-def test_invalid_costs_are_refused(kwargs: dict, words: list[str]) -> None:
+def test_invalid_costs_are_refused(kwargs, words):
     with raises_with(words):
         partition_layers(kwargs.pop("costs"), **kwargs)

@@ -1,7 +1,5 @@
 """Schedules from CSV files and from user functions: verified, with errors that name the line."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from lightning_ptdp.schedule import (
     Action,
     ActionKind,
     CustomSchedule,
-    Schedule,
     ScheduleError,
     check_schedule,
     dump_schedule,
@@ -41,7 +38,7 @@ def written(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
-def test_dumped_schedule_is_loaded_unchanged(tmp_path: Path, name: str) -> None:
+def test_dumped_schedule_is_loaded_unchanged(tmp_path, name):
     v = {"1f1b": 1, "zb_h1": 1, "gpipe": 3}.get(name, 2)
     schedule = build(name, 4, v, 7)
     dump_schedule(schedule, tmp_path / f"{name}.csv")
@@ -51,9 +48,7 @@ def test_dumped_schedule_is_loaded_unchanged(tmp_path: Path, name: str) -> None:
 
 @given(order=compute_orders())
 @settings(max_examples=40, deadline=None)
-def test_any_order_round_trips_through_file(
-    tmp_path_factory: pytest.TempPathFactory, order: Schedule
-) -> None:
+def test_any_order_round_trips_through_file(tmp_path_factory, order):
     path = tmp_path_factory.mktemp("orders") / "random.csv"
     dump_schedule(lower(order), path)
     loaded = load_schedule(path)
@@ -62,7 +57,7 @@ def test_any_order_round_trips_through_file(
     assert loaded.programs == lower(order).programs
 
 
-def test_file_columns_are_aligned_in_time(tmp_path: Path) -> None:
+def test_file_columns_are_aligned_in_time(tmp_path):
     dump_schedule(build("1f1b", 2, 1, 2), tmp_path / "a.csv")
     assert (
         (tmp_path / "a.csv").read_text()
@@ -70,7 +65,7 @@ def test_file_columns_are_aligned_in_time(tmp_path: Path) -> None:
     )
 
 
-def test_docstring_example_is_valid_schedule(tmp_path: Path) -> None:
+def test_docstring_example_is_valid_schedule(tmp_path):
     shown = [
         line.strip()
         for line in (inspect.getdoc(schedule_file) or "").splitlines()
@@ -81,14 +76,14 @@ def test_docstring_example_is_valid_schedule(tmp_path: Path) -> None:
     assert schedule.splits_backward
 
 
-def test_blanks_comments_and_quotes_are_skipped(tmp_path: Path) -> None:
+def test_blanks_comments_and_quotes_are_skipped(tmp_path):
     text = (
         '\ufeff# mine\n\n"F0.0", F0.1,,,B0.0,B0.1,, # the first rank\n,,,\n,F1.0,B1.0,F1.1,B1.1\r\n'
     )
     assert load_schedule(written(tmp_path, text)).programs == build("1f1b", 2, 1, 2).programs
 
 
-def test_placement_is_detected_from_file(tmp_path: Path) -> None:
+def test_placement_is_detected_from_file(tmp_path):
     path = written(tmp_path, IN_A_V)
     assert schedule_placement(path) == "v"
     schedule = build(path, 2, 2, 1)
@@ -138,23 +133,21 @@ def test_placement_is_detected_from_file(tmp_path: Path) -> None:
         ("F0.0,W0.0,B0.0\nF1.0,B1.0,W1.0", ["line 1 at W0.0", "needs B0.0"]),
     ],
 )
-def test_error_of_invalid_file_names_line_and_action(
-    tmp_path: Path, text: str, words: list[str]
-) -> None:
+def test_error_of_invalid_file_names_line_and_action(tmp_path, text, words):
     path = written(tmp_path, text)
     for load in (load_schedule, schedule_placement):
         with raises_with((path, *words)):
             load(path)
 
 
-def test_unreadable_file_is_refused(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path):
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x80")
     for name in ("nowhere.csv", "bytes.csv"):
         with pytest.raises(ValueError, match=rf"{name} cannot be read as a schedule"):
             build(str(tmp_path / name), 2, 1, 2)
 
 
-def test_file_with_other_sizes_is_refused(tmp_path: Path) -> None:
+def test_file_with_other_sizes_is_refused(tmp_path):
     path = written(tmp_path, GOOD)
     assert schedule_microbatches(path) == 2
     check_schedule(path, pipeline_parallel_size=2)
@@ -194,7 +187,7 @@ def in_a_v(p: int, v: int, m: int) -> list[list[Action]]:
     ]
 
 
-def test_custom_schedule_is_lowered_and_verified() -> None:
+def test_custom_schedule_is_lowered_and_verified():
     mine = CustomSchedule("mine", all_forwards_first)
     assert build(mine, 3, 1, 4).programs == build("gpipe", 3, 1, 4).programs
     assert build(mine, 3, 1, 4).name == "mine"
@@ -204,7 +197,7 @@ def test_custom_schedule_is_lowered_and_verified() -> None:
     assert schedule_microbatches(mine) is None
 
 
-def test_custom_schedule_with_v_placement() -> None:
+def test_custom_schedule_with_v_placement():
     mine = CustomSchedule("mine", in_a_v, placement="v")
     for m in (1, 2, 5):
         assert build(mine, 3, 2, m).stages_of(1) == (1, 4)
@@ -216,17 +209,17 @@ def test_custom_schedule_with_v_placement() -> None:
             check_schedule(mine, pipeline_parallel_size=3, virtual_pipeline_size=v)
 
 
-def test_invalid_custom_schedule_is_refused() -> None:
+def test_invalid_custom_schedule_is_refused():
     with pytest.raises(ScheduleError, match=r"mine p2 v1 m2: B1\.1 needs F1\.1 before it"):
         build(CustomSchedule("mine", backwards_first), 2, 1, 2)
     with pytest.raises(ScheduleError, match=r"rank 1 at B1\.0 waits for B2\.0, which is missing"):
         build(CustomSchedule("mine", all_forwards_first), 2, 2, 2)
     with pytest.raises(ValueError, match=r"'F0\.0', which is not an Action"):
-        build(CustomSchedule("mine", lambda p, v, m: [["F0.0"]] * p), 2, 1, 1)  # type: ignore[list-item]
+        build(CustomSchedule("mine", lambda p, v, m: [["F0.0"]] * p), 2, 1, 1)
     with pytest.raises(ValueError, match=r"order=.* must be a function"):
-        CustomSchedule("mine", all_forwards_first(2, 1, 1))  # type: ignore[arg-type]
+        CustomSchedule("mine", all_forwards_first(2, 1, 1))
     with pytest.raises(ValueError, match="placement='w'"):
-        CustomSchedule("mine", all_forwards_first, "w")  # type: ignore[arg-type]
+        CustomSchedule("mine", all_forwards_first, "w")
     with pytest.raises(ValueError, match="name=''"):
         CustomSchedule("", all_forwards_first)
     with pytest.raises(ValueError, match="applies to schedule='interleaved_1f1b' only"):

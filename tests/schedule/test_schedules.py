@@ -1,7 +1,5 @@
 """Tests of the guarantees of schedules: order, memory, names and verification."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re
@@ -55,7 +53,7 @@ def allowed(name: str, p: int, v: int) -> bool:
 
 @pytest.mark.parametrize("p", range(1, 8))
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
-def test_every_size_is_verified(name: str, p: int) -> None:
+def test_every_size_is_verified(name, p):
     for v in range(1, 5):
         for m in range(1, 18):
             if not allowed(name, p, v):
@@ -83,13 +81,13 @@ def test_every_size_is_verified(name: str, p: int) -> None:
 @pytest.mark.parametrize(
     ("p", "v", "m"), [(11, 2, 21), (13, 3, 38), (16, 2, 31), (16, 4, 47), (31, 2, 61), (9, 6, 17)]
 )
-def test_large_schedules_with_remainder_are_built(p: int, v: int, m: int) -> None:
+def test_large_schedules_with_remainder_are_built(p, v, m):
     for name in ("gpipe", "interleaved_1f1b"):
         assert build(name, p, v, m).num_microbatches == m
 
 
 @pytest.mark.parametrize("p", range(1, 7))
-def test_evaluation_has_only_forwards(p: int) -> None:
+def test_evaluation_has_only_forwards(p):
     for v in range(1, 5 if p > 1 else 2):
         for m in range(1, 18):
             for name in ("auto", "zb_v") if v == 2 else ("auto",):
@@ -105,7 +103,7 @@ def test_evaluation_has_only_forwards(p: int) -> None:
                 }
 
 
-def test_peak_in_flight_is_maximum_over_program() -> None:
+def test_peak_in_flight_is_maximum_over_program():
     program = [
         Action.parse(word) for word in ("F0.0", "F0.1", "B0.0", "B0.1", "F0.2", "B0.2", "R0")
     ]
@@ -113,7 +111,7 @@ def test_peak_in_flight_is_maximum_over_program() -> None:
     assert peak_in_flight([]) == 0
 
 
-def test_1f1b_peak_memory_matches_paper() -> None:
+def test_1f1b_peak_memory_matches_paper():
     for p in range(1, 9):
         for m in range(1, 18):
             orders = one_f_one_b(p, 1, m)
@@ -122,7 +120,7 @@ def test_1f1b_peak_memory_matches_paper() -> None:
             ]
 
 
-def test_interleaved_peak_memory_matches_docstring() -> None:
+def test_interleaved_peak_memory_matches_docstring():
     for p in range(2, 9):
         for v in range(2, 5):
             for m in range(1, 18):
@@ -133,7 +131,7 @@ def test_interleaved_peak_memory_matches_docstring() -> None:
                     )
 
 
-def test_gradients_are_accumulated_in_microbatch_order() -> None:
+def test_gradients_are_accumulated_in_microbatch_order():
     for name, v in (
         ("gpipe", 1),
         ("gpipe", 3),
@@ -174,9 +172,7 @@ def in_parts(timeline: str, columns: int) -> list[str]:
         (dualpipe_v, ["dualpipe_v"], 2, 8, True, 17),
     ],
 )
-def test_docstrings_show_simulated_timeline(
-    function: object, names: list[str], v: int, m: int, training: bool, columns: int
-) -> None:
+def test_docstrings_show_simulated_timeline(function, names, v, m, training, columns):
     drawn = [
         simulate(build(name, 4, v, m, training), Costs(forward=1, backward=1, weight=1)).text()
         for name in names
@@ -192,7 +188,7 @@ def ranks_of(documented: object) -> list[str]:
     return [line.strip() for line in lines if re.match(r"rank \d", line.strip())]
 
 
-def test_docstring_shows_printed_programs() -> None:
+def test_docstring_shows_printed_programs():
     shown = ranks_of(actions)
     schedule = build("1f1b", 2, 1, 2)
     assert shown == schedule.text().splitlines()
@@ -201,12 +197,12 @@ def test_docstring_shows_printed_programs() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F", "F3", "X3.1", "R3.1", "F-1.0", "F3.1 ", "f3.1", "SF.1"])
-def test_invalid_action_text_is_refused(text: str) -> None:
+def test_invalid_action_text_is_refused(text):
     with pytest.raises(ValueError, match=r"such as F3\.1"):
         Action.parse(text)
 
 
-def test_built_schedules_are_cached() -> None:
+def test_built_schedules_are_cached():
     assert build("auto", 4, 2, 8) is build("interleaved_1f1b", 4, 2, 8)
     assert build("auto", 4, 1, 8).name == "1f1b"
     assert build("zb_v", 4, 2, 8, training=False) is build("dualpipe_v", 4, 2, 8, training=False)
@@ -250,9 +246,7 @@ def test_built_schedules_are_cached() -> None:
         ("auto", 2, 1.5, 1, ["virtual_pipeline_size=1.5"]),
     ],
 )
-def test_invalid_name_or_size_is_refused(
-    name: str, p: int, v: int, m: int, words: list[str]
-) -> None:
+def test_invalid_name_or_size_is_refused(name, p, v, m, words):
     with pytest.raises(ValueError) as error:
         build(name, p, v, m)
     for word in words:
@@ -263,7 +257,7 @@ def test_invalid_name_or_size_is_refused(
         assert str(earlier.value) == str(error.value)
 
 
-def test_placement_and_microbatches_of_named_schedules() -> None:
+def test_placement_and_microbatches_of_named_schedules():
     assert {
         name: schedule_placement(name) for name in SCHEDULES if schedule_placement(name) == "v"
     } == dict.fromkeys(V_SHAPED, "v")
@@ -273,7 +267,7 @@ def test_placement_and_microbatches_of_named_schedules() -> None:
 
 
 @pytest.mark.parametrize(("p", "v"), [(1, 2), (2, 3), (3, 2), (4, 3)])
-def test_group_size_keeps_bubble_and_bounds_memory(p: int, v: int) -> None:
+def test_group_size_keeps_bubble_and_bounds_memory(p, v):
     for m in (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 17, 20):
         for group_size in (p, p + 1, 2 * p, 3 * p - 1, 40):
             orders = interleaved_one_f_one_b(p, v, m, group_size)
@@ -307,14 +301,12 @@ def microbatch_groups(order: tuple[Action, ...], p: int) -> list[list[Action]]:
         ("auto", 1, 4, ["group_size=4", "only, but schedule='1f1b'"]),
     ],
 )
-def test_invalid_group_size_is_refused(
-    name: str, v: int, group_size: int, words: list[str]
-) -> None:
+def test_invalid_group_size_is_refused(name, v, group_size, words):
     with raises_with(words):
         build(name, 4, v, 8, group_size=group_size)
 
 
-def test_schedule_package_imports_neither_torch_nor_matplotlib() -> None:
+def test_schedule_package_imports_neither_torch_nor_matplotlib():
     # An empty package replaces lightning_ptdp, whose own __init__ may import torch.
     package = repr(str(next(iter(sys.modules["lightning_ptdp"].__path__))))
     code = (

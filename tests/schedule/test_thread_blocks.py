@@ -3,8 +3,6 @@
 A receive that was posted early holds its blocks until its send arrives. With few blocks per
 message, every schedule fits on an H100 in any order of events."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -43,7 +41,7 @@ def bound(schedule: Schedule, habits: Habits) -> int:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_thread_blocks_of_every_schedule_fit_on_h100(name: str) -> None:
+def test_thread_blocks_of_every_schedule_fit_on_h100(name):
     """Check the bound, which holds in any order of events.
 
     One more collective fits, because reductions in two levels have two communicators.
@@ -54,7 +52,7 @@ def test_thread_blocks_of_every_schedule_fit_on_h100(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_runs_within_block_budget(name: str) -> None:
+def test_every_schedule_runs_within_block_budget(name):
     for schedule, one_queue in itertools.product(every(name, ((2, 4), (3, 6))), (False, True)):
         assert runs(schedule, FEW, H100, one_queue=one_queue), schedule.describe()
 
@@ -69,7 +67,7 @@ def test_every_schedule_runs_within_block_budget(name: str) -> None:
         ("interleaved_1f1b", 4, A100),
     ],
 )
-def test_messages_with_32_blocks_delay_collectives(name: str, p: int, budget: int) -> None:
+def test_messages_with_32_blocks_delay_collectives(name, p, budget):
     schedule = build(name, p, 2, 4 * p)
     assert bound(schedule, MANY) > H100
     assert "tensor" in delayed(schedule, MANY, budget)
@@ -85,7 +83,7 @@ def delayed(schedule: Schedule, habits: Habits, budget: int) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
-def test_receives_posted_ahead_stay_within_documented_bounds(name: str) -> None:
+def test_receives_posted_ahead_stay_within_documented_bounds(name):
     """Check the table in docs/machines.md."""
     sizes = [*itertools.product((2, 3, 4, 5), range(1, 17)), (8, 16), (8, 32)]
     for schedule in every(name, sizes):
@@ -120,7 +118,7 @@ def posted_ahead(schedule: Schedule) -> tuple[int, int]:
     return receives, channels
 
 
-def test_posted_receive_holds_blocks_until_send_arrives() -> None:
+def test_posted_receive_holds_blocks_until_send_arrives():
     """The sender needs a collective before it sends."""
 
     def message(*waits: int) -> Operation:

@@ -1,7 +1,5 @@
 """Plots and traces of timelines."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -70,7 +68,7 @@ def rows_of(picture_hw3: np.ndarray, count: int) -> list[np.ndarray]:
     return [picture_hw3[start + 4] for start, _ in runs]
 
 
-def test_plot_has_requested_width_and_colours(tmp_path: Path) -> None:
+def test_plot_has_requested_width_and_colours(tmp_path):
     drawn = picture(tmp_path, timeline(), width=1600)
     assert drawn.shape[1] == 1600
     for row in rows_of(drawn, 4):
@@ -82,7 +80,7 @@ def test_plot_has_requested_width_and_colours(tmp_path: Path) -> None:
         assert amber == purple == 0
 
 
-def test_weight_gradients_and_reductions_have_their_own_colours(tmp_path: Path) -> None:
+def test_weight_gradients_and_reductions_have_their_own_colours(tmp_path):
     drawn = picture(tmp_path, timeline(4, 1, 8, "zb_h1", backward=1, reduce=4))
     blue, green, amber, _ = shares(rows_of(drawn, 4)[0])
     assert blue == pytest.approx(green, abs=0.02) and green == pytest.approx(amber, abs=0.02)
@@ -91,7 +89,7 @@ def test_weight_gradients_and_reductions_have_their_own_colours(tmp_path: Path) 
     assert purple == pytest.approx(0.93 * 4 / 31, abs=0.02)
 
 
-def test_stacked_timelines_share_time_axis(tmp_path: Path) -> None:
+def test_stacked_timelines_share_time_axis(tmp_path):
     long, short = timeline(2, 1, 8), timeline(2, 1, 4)
     rows = rows_of(picture(tmp_path, long, short), 4)
     drawn = [float(np.flatnonzero(is_idle(row) | (row.sum(-1) < 720)).max()) for row in rows]
@@ -100,7 +98,7 @@ def test_stacked_timelines_share_time_axis(tmp_path: Path) -> None:
     assert (drawn[2] - left) / (drawn[0] - left) == pytest.approx(15 / 27, abs=0.01)
 
 
-def test_second_chunk_of_v_placement_is_light(tmp_path: Path) -> None:
+def test_second_chunk_of_v_placement_is_light(tmp_path):
     row = rows_of(picture(tmp_path, timeline(2, 2, 1, "zb_v", backward=1)), 2)[1]
     forwards = [tuple(pixel) for pixel in row if shares(pixel[None])[BLUE]]
     # Rank 1 runs stage 1, its first chunk, and then stage 2.
@@ -112,34 +110,30 @@ EMPTY = Timeline(Schedule("empty", 1, 1, 1, ((),)), ((),))
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 3), (8, 4, 64), None])
 @pytest.mark.parametrize("memory", [False, True])
-def test_any_size_can_be_drawn(
-    tmp_path: Path, sizes: tuple[int, int, int] | None, memory: bool
-) -> None:
+def test_any_size_can_be_drawn(tmp_path, sizes, memory):
     drawn = timeline(*sizes) if sizes else EMPTY
     titled: dict[str, Any] = {"titles": ["a title"], "measured": True} if sizes else {}
     draw_timelines([drawn], tmp_path / "timeline.png", memory=memory, **titled)
     assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 
-def test_memory_curve_increases_plot_height(tmp_path: Path) -> None:
+def test_memory_curve_increases_plot_height(tmp_path):
     without, with_ = (picture(tmp_path, timeline(), memory=memory) for memory in (False, True))
     assert with_.shape[0] > without.shape[0] + 100
 
 
-def test_drawing_does_not_import_pyplot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_does_not_import_pyplot(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would fail
     draw_timelines([timeline()], tmp_path / "timeline.png")
 
 
-def test_missing_matplotlib_error_names_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_matplotlib_error_names_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
         draw_timelines([timeline()], tmp_path / "timeline.png")
 
 
-def test_trace_contains_every_span() -> None:
+def test_trace_contains_every_span():
     drawn = timeline(reduce=3)
     trace = json.loads(json.dumps(chrome_trace(drawn)))
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -170,7 +164,7 @@ def test_trace_contains_every_span() -> None:
     assert max(held) == drawn.peak_in_flight[0]
 
 
-def test_several_timelines_are_processes_of_one_trace() -> None:
+def test_several_timelines_are_processes_of_one_trace():
     trace = chrome_trace(timeline(2, 1, 2), timeline(2, 1, 3), titles=["measured", "ideal"])
     names = {
         e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"

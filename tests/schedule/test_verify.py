@@ -1,7 +1,5 @@
 """Tests of the verifier on valid and damaged schedules, and against a slow oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -119,7 +117,7 @@ def accepted(schedule: Schedule) -> bool:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_oracle_accepts_valid_schedules(size: tuple[str, int, int, int]) -> None:
+def test_oracle_accepts_valid_schedules(size):
     schedule = build(*size)
     assert is_legal(schedule)
     assert verify_schedule(schedule) == tuple(
@@ -140,7 +138,7 @@ def places(draw: st.DrawFn) -> Place:
 
 @given(places())
 @settings(max_examples=150, deadline=None)
-def test_missing_action_is_rejected(place: Place) -> None:
+def test_missing_action_is_rejected(place):
     schedule, rank, position = place
     program = list(schedule.programs[rank])
     del program[position]
@@ -149,7 +147,7 @@ def test_missing_action_is_rejected(place: Place) -> None:
 
 @given(places(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_repeated_action_is_rejected(place: Place, data: st.DataObject) -> None:
+def test_repeated_action_is_rejected(place, data):
     schedule, rank, position = place
     program = list(schedule.programs[rank])
     program.insert(data.draw(st.integers(0, len(program))), program[position])
@@ -158,7 +156,7 @@ def test_repeated_action_is_rejected(place: Place, data: st.DataObject) -> None:
 
 @given(places(), st.data())
 @settings(max_examples=400, deadline=None)
-def test_verifier_agrees_with_oracle_on_swapped_actions(place: Place, data: st.DataObject) -> None:
+def test_verifier_agrees_with_oracle_on_swapped_actions(place, data):
     schedule, rank, position = place
     program = list(schedule.programs[rank])
     # Swaps of close actions are the interesting ones: some of them are legal.
@@ -173,9 +171,7 @@ def test_verifier_agrees_with_oracle_on_swapped_actions(place: Place, data: st.D
 
 @given(compute_orders(max_ranks=3, max_microbatches=3), st.data())
 @settings(max_examples=150, deadline=None)
-def test_verifier_agrees_with_oracle_on_swaps_in_random_orders(
-    order: Schedule, data: st.DataObject
-) -> None:
+def test_verifier_agrees_with_oracle_on_swaps_in_random_orders(order, data):
     schedule = lower(order)
     assert is_legal(schedule)
     rank = data.draw(st.integers(0, schedule.pipeline_parallel_size - 1))
@@ -192,7 +188,7 @@ SENDS = (K.SEND_FORWARD, K.SEND_BACKWARD)
 
 @given(places())
 @settings(max_examples=150, deadline=None)
-def test_action_too_late_or_too_early_is_rejected(place: Place) -> None:
+def test_action_too_late_or_too_early_is_rejected(place):
     """A receive after its use, a weight gradient before its backward, a reduction before the last
     gradient."""
     schedule, rank, position = place
@@ -218,7 +214,7 @@ def test_action_too_late_or_too_early_is_rejected(place: Place) -> None:
 
 @given(places(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_reordered_sends_or_receives_are_rejected(place: Place, data: st.DataObject) -> None:
+def test_reordered_sends_or_receives_are_rejected(place, data):
     schedule, rank, _ = place
     program = list(schedule.programs[rank])
     kinds = (*SENDS, *USE)
@@ -237,7 +233,7 @@ def test_reordered_sends_or_receives_are_rejected(place: Place, data: st.DataObj
 
 @given(places(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_action_on_wrong_rank_is_rejected(place: Place, data: st.DataObject) -> None:
+def test_action_on_wrong_rank_is_rejected(place, data):
     schedule, rank, position = place
     other = (rank + 1) % schedule.pipeline_parallel_size
     if other == rank:
@@ -255,9 +251,7 @@ def test_action_on_wrong_rank_is_rejected(place: Place, data: st.DataObject) -> 
     st.integers(0, 9),
 )
 @settings(max_examples=120, deadline=None)
-def test_generators_pass_verification_at_any_size(
-    name: str, p: int, v: int, m: int, extra: int
-) -> None:
+def test_generators_pass_verification_at_any_size(name, p, v, m, extra):
     v = (
         1
         if p == 1 or name in ("1f1b", "zb_h1")
@@ -303,7 +297,7 @@ GOOD = ("F0.0 RB0.0 SF0.0 B0.0 R0", "RF1.0 F1.0 B1.0 SB1.0 R1")
         ("F0.0 SF0.0", "RF1.0 F1.0", "B0.0 is missing"),
     ],
 )
-def test_error_names_each_fault(first: str, second: str, words: str) -> None:
+def test_error_names_each_fault(first, second, words):
     verify_schedule(from_text("hand", 2, 1, 1, *GOOD), training=True)
     refuse(from_text("hand", 2, 1, 1, first, second), words)
 
@@ -330,14 +324,12 @@ def test_error_names_each_fault(first: str, second: str, words: str) -> None:
         ),
     ],
 )
-def test_fault_between_two_ranks_is_marked_on_both(
-    lines: tuple[str, str], words: list[str]
-) -> None:
+def test_fault_between_two_ranks_is_marked_on_both(lines, words):
     with raises_with(words, ScheduleError):
         verify_schedule(from_text("hand", 2, 1, 2, *lines))
 
 
-def test_receives_posted_just_before_use_can_deadlock() -> None:
+def test_receives_posted_just_before_use_can_deadlock():
     schedule = build("interleaved_1f1b", 2, 2, 4)
     programs = []
     for program in schedule.programs:
@@ -357,7 +349,7 @@ def test_receives_posted_just_before_use_can_deadlock() -> None:
         verify_schedule(dataclasses.replace(schedule, programs=tuple(programs)))
 
 
-def test_split_backward_holds_activations_until_weight_gradient() -> None:
+def test_split_backward_holds_activations_until_weight_gradient():
     lines = (
         "F0.0 RB0.0 SF0.0 F0.1 RB0.1 SF0.1 B0.0 B0.1 W0.0 W0.1 R0",
         "RF1.0 RF1.1 F1.0 B1.0 SB1.0 F1.1 B1.1 SB1.1 W1.0 W1.1 R1",
@@ -365,21 +357,21 @@ def test_split_backward_holds_activations_until_weight_gradient() -> None:
     assert verify_schedule(from_text("split", 2, 1, 2, *lines)) == (2, 2)
 
 
-def test_stages_on_single_rank_need_no_messages() -> None:
+def test_stages_on_single_rank_need_no_messages():
     one = from_text("one", 1, 2, 1, "F0.0 F1.0 B1.0 R1 B0.0 R0")
     assert verify_schedule(one, training=True) == (2,)
     with pytest.raises(ScheduleError, match=r"F1\.0 needs F0\.0"):
         verify_schedule(from_text("one", 1, 2, 1, "F1.0 F0.0 B1.0 R1 B0.0 R0"))
 
 
-def test_backward_in_evaluation_or_missing_program_is_refused() -> None:
+def test_backward_in_evaluation_or_missing_program_is_refused():
     with pytest.raises(ScheduleError, match="not for training"):
         verify_schedule(build("1f1b", 2, 1, 2), training=False)
     with pytest.raises(ScheduleError, match="one per rank"):
         verify_schedule(from_text("short", 2, 1, 1, "F0.0"))
 
 
-def test_error_shows_long_programs_only_near_fault() -> None:
+def test_error_shows_long_programs_only_near_fault():
     schedule = build("1f1b", 4, 1, 40)
     program = list(schedule.programs[2])
     del program[60]

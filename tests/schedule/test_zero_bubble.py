@@ -1,7 +1,5 @@
 """Zero-bubble schedules and DualPipeV have exactly the bubbles and memory of their papers."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest
@@ -33,7 +31,7 @@ def idle_in_the_middle(timeline: Timeline) -> list[object]:
     ("forward", "backward", "weight"),
     [(1, 1, 1), (2, 1, 1), (1, 3, 1), (2, 3, 2), (4, 5, 3), (1, 1, 0)],
 )
-def test_zb_h1_bubble_matches_paper(forward: int, backward: int, weight: int) -> None:
+def test_zb_h1_bubble_matches_paper(forward, backward, weight):
     costs = Costs(forward=forward, backward=backward, weight=weight)
     # arXiv 2401.10241, section 3: (p-1)(T_F + T_B - T_W) per rank.
     for p in range(2, 7):
@@ -47,7 +45,7 @@ def test_zb_h1_bubble_matches_paper(forward: int, backward: int, weight: int) ->
             assert timeline.bubble_fraction == Fraction(bubble, work)
 
 
-def test_zb_h1_has_third_of_1f1b_bubble_with_same_memory() -> None:
+def test_zb_h1_has_third_of_1f1b_bubble_with_same_memory():
     for p in range(2, 7):
         for m in range(1, 3 * p):
             mine, other = (
@@ -61,7 +59,7 @@ def test_zb_h1_has_third_of_1f1b_bubble_with_same_memory() -> None:
                 assert 3 * mine.bubble_fraction == other.bubble_fraction
 
 
-def test_zb_v_has_zero_bubble_between_first_and_last_action() -> None:
+def test_zb_v_has_zero_bubble_between_first_and_last_action():
     for p in range(2, 7):
         for m in range(2 * p - 1, max(12, 4 * p)):
             timeline = simulated("zb_v", p, 2, m, **UNIT)
@@ -71,7 +69,7 @@ def test_zb_v_has_zero_bubble_between_first_and_last_action() -> None:
             assert timeline.peak_in_flight == (2 * p,) * p
 
 
-def test_zb_v_step_time_is_minimal_with_p_or_more_microbatches() -> None:
+def test_zb_v_step_time_is_minimal_with_p_or_more_microbatches():
     for p in range(2, 7):
         for m in range(1, 3 * p):
             timeline = simulated("zb_v", p, 2, m, **UNIT)
@@ -89,9 +87,7 @@ def test_zb_v_step_time_is_minimal_with_p_or_more_microbatches() -> None:
 @pytest.mark.parametrize(
     ("forward", "backward", "weight"), [(1, 1, 1), (2, 2, 1), (1, 1, 0), (3, 3, 2)]
 )
-def test_dualpipe_v_memory_and_bubble_match_docstring(
-    forward: int, backward: int, weight: int
-) -> None:
+def test_dualpipe_v_memory_and_bubble_match_docstring(forward, backward, weight):
     for p in range(2, 6):
         for m in range(2 * p, 3 * p + 2):
             schedule = build("dualpipe_v", p, 2, m)
@@ -102,7 +98,7 @@ def test_dualpipe_v_memory_and_bubble_match_docstring(
             assert timeline.peak_in_flight == (2 * p + 1,) * p
 
 
-def test_dualpipe_v_defers_only_last_weight_gradients() -> None:
+def test_dualpipe_v_defers_only_last_weight_gradients():
     for p in range(2, 7):
         for m in range(2 * p, 3 * p):
             for rank, order in enumerate(dualpipe_v(p, 2, m)):
@@ -120,7 +116,7 @@ def test_dualpipe_v_defers_only_last_weight_gradients() -> None:
                 ), (rank, waiting)
 
 
-def test_step_time_and_memory_grow_with_microbatches() -> None:
+def test_step_time_and_memory_grow_with_microbatches():
     for name in ("zb_h1", "zb_v", "dualpipe_v"):
         for p in range(2, 7):
             before: Timeline | None = None
@@ -131,7 +127,7 @@ def test_step_time_and_memory_grow_with_microbatches() -> None:
                 before = now
 
 
-def test_single_rank_finishes_each_microbatch_before_next() -> None:
+def test_single_rank_finishes_each_microbatch_before_next():
     for m in (1, 2, 5):
         (order,) = zb_h1(1, 1, m)
         assert [str(action) for action in order[:3]] == ["F0.0", "B0.0", "W0.0"]
@@ -142,7 +138,7 @@ def test_single_rank_finishes_each_microbatch_before_next() -> None:
         assert simulated("zb_v", 1, 1, m).peak_in_flight == (1,)
 
 
-def test_weights_in_gaps_respects_memory_limit() -> None:
+def test_weights_in_gaps_respects_memory_limit():
     orders = one_f_one_b(2, 1, 3)
     roomy = weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=9)
     tight = weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=2)
@@ -152,7 +148,7 @@ def test_weights_in_gaps_respects_memory_limit() -> None:
         weights_in_gaps(orders, num_stages=2, num_microbatches=3, limit=1)
 
 
-def test_evaluation_bubble_of_v_placement_matches_docstring() -> None:
+def test_evaluation_bubble_of_v_placement_matches_docstring():
     for p in range(2, 6):
         for m in range(1, 12):
             schedule = build("zb_v", p, 2, m, training=False)

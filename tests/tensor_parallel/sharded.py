@@ -1,7 +1,5 @@
 """Tensor parallelism by a plan alone, without the other steps of ``parallelize``."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from lightning_ptdp.parameters.placement import Placement

@@ -1,13 +1,10 @@
 """Differentiable collectives, against the same arithmetic in a single process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from lightning_ptdp.tensor_parallel import collectives
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_same, counted_collectives, own_slice, tensor_group
 
 
@@ -96,12 +93,12 @@ def check_shared_values_survive(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_collectives_match_single_process(pool: Pool, size: int) -> None:
+def test_collectives_match_single_process(pool, size):
     pool.run(check_all, world_size=size)
     pool.run(check_shared_values_survive, world_size=size)
 
 
-def test_group_of_one_does_not_communicate() -> None:
+def test_group_of_one_does_not_communicate():
     x = torch.randn(2, 3, 4)
     with counted_collectives() as counts:
         for function in (

@@ -1,7 +1,5 @@
 """Key/value heads with copies on several ranks: slices, gradients and norms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +14,6 @@ from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.data_parallel.managed import managed
-from tests.pool import Pool
 from tests.tensor_parallel.toy import assemble_full
 
 PARTS, HEADS = (16, 4, 4), (8, 2, 2)  # head size 2
@@ -26,9 +23,7 @@ PARTS, HEADS = (16, 4, 4), (8, 2, 2)  # head size 2
     ("size", "copies"), [(1, (1, 1, 1)), (2, (1, 1, 1)), (4, (1, 2, 2)), (8, (1, 4, 4))]
 )
 @pytest.mark.parametrize("dim", [0, 1])
-def test_rank_has_its_queries_and_their_kv_heads(
-    size: int, copies: tuple[int, ...], dim: int
-) -> None:
+def test_rank_has_its_queries_and_their_kv_heads(size, copies, dim):
     kind = Column(parts=PARTS, heads=HEADS, copy_heads=True)
     assert kind.copies(size) == copies
     full = torch.arange(24.0 * 3).view(24, 3)
@@ -84,5 +79,5 @@ def check_gradients(rank: int) -> None:
         torch.testing.assert_close(norm, torch.tensor(2 * full_square**0.5))
 
 
-def test_gradients_of_copies_are_summed_and_counted_once(pool: Pool) -> None:
+def test_gradients_of_copies_are_summed_and_counted_once(pool):
     pool.run(check_gradients, world_size=4)

@@ -1,8 +1,6 @@
 """Vocabulary-parallel cross-entropy against ``F.cross_entropy``: values, gradients, corner cases,
 communication."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import Tensor
 
 from lightning_ptdp.tensor_parallel import VocabularyRange, vocabulary_parallel_cross_entropy
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group, with_z_loss
 
 pytestmark = pytest.mark.thorough
@@ -150,13 +147,13 @@ def check_corners(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_vocabulary_parallel_loss_matches_torch(pool: Pool, size: int) -> None:
+def test_vocabulary_parallel_loss_matches_torch(pool, size):
     pool.run(check_options, world_size=size)
     pool.run(check_random_cases, world_size=size)
     pool.run(check_corners, world_size=size)
 
 
-def test_loss_in_group_of_one_matches_torch() -> None:
+def test_loss_in_group_of_one_matches_torch():
     check_options(0)
     check_random_cases(0)
     check_corners(0)

@@ -1,7 +1,5 @@
 """Compiled loss formulas against eager ones, and the conditions for compilation."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -33,9 +31,7 @@ def _inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 1e-2)])
-def test_compiled_loss_formulas_match_eager(
-    smoothing: float, z_loss: float, dtype: torch.dtype
-) -> None:
+def test_compiled_loss_formulas_match_eager(smoothing, z_loss, dtype):
     formula = TokenLoss(VocabularyRange(size=20), smoothing, z_loss)
     logits_nk, column_n, log_sum_n, grad_n = _inputs(dtype)
     for function, arguments in (
@@ -54,7 +50,7 @@ def test_compiled_loss_formulas_match_eager(
             assert_same(found, expected)
 
 
-def test_gradient_overwrites_logits_in_place() -> None:
+def test_gradient_overwrites_logits_in_place():
     formula, (logits_nk, column_n, *rest) = (
         TokenLoss(VocabularyRange(size=20), 0.0, 0.0),
         _inputs(torch.float64),
@@ -65,7 +61,7 @@ def test_gradient_overwrites_logits_in_place() -> None:
     assert_same(found, expected)
 
 
-def test_functions_are_compiled_only_on_gpu_with_compiler() -> None:
+def test_functions_are_compiled_only_on_gpu_with_compiler():
     gpu = torch.device("cuda")
     assert fused(_double, torch.device("cpu")) is _double
     with mock.patch.object(fused_functions, "missing_compiler", return_value="a C compiler"):

@@ -1,14 +1,12 @@
 """A user-defined kind, used in a plan like the package's own kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan
@@ -17,7 +15,6 @@ from lightning_ptdp.tensor_parallel.kinds import ModulePlace, check_divides
 from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import assert_gradients, assert_same, tensor_group
 
@@ -56,17 +53,17 @@ class _OwnOutputs(nn.Module):
         super().__init__()
         self.weight, self.bias, self.group = weight, bias, group
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+    def forward(self, left, right):
         left, right = copy(left, self.group), copy(right, self.group)
         return gather_last(nn.functional.bilinear(left, right, self.weight, self.bias), self.group)
 
 
 class _Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mix, self.last = nn.Bilinear(4, 5, 6), nn.Linear(6, 3)
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+    def forward(self, left, right):
         return self.last(self.mix(left, right).relu())
 
 
@@ -94,12 +91,12 @@ def _compare(rank: int) -> None:
         assert_same(got.grad, whole.grad)
 
 
-def test_user_defined_kind_matches_single_process(pool: Pool) -> None:
+def test_user_defined_kind_matches_single_process(pool):
     pool.run(_compare, world_size=2)
     assert "(6/t, 4, 5)  by output, gathered" in PLAN.explain(_Model())
 
 
-def test_user_defined_kind_refuses_unsupported_modules() -> None:
+def test_user_defined_kind_refuses_unsupported_modules():
     with pytest.raises(
         ValueError,
         match=r"'last' is a Linear, which cannot be sharded as ByOutput\(\): that takes "

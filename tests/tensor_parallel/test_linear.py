@@ -1,8 +1,6 @@
 """Column and row layers against ``nn.Linear`` in a single process: output, gradients and
 collectives."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest
@@ -17,7 +15,6 @@ from lightning_ptdp.tensor_parallel import (
     shard_module,
 )
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.tensor_parallel.toy import (
     assert_gradients,
     assert_same,
@@ -187,18 +184,18 @@ def saved_elements(module: nn.Module, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_parallel_linear_matches_single_process(pool: Pool, size: int) -> None:
+def test_parallel_linear_matches_single_process(pool, size):
     pool.run(check_layers, world_size=size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_linear_autocast_frozen_weight_and_invalid_input(pool: Pool, size: int) -> None:
+def test_linear_autocast_frozen_weight_and_invalid_input(pool, size):
     pool.run(check_autocast, world_size=size)
     pool.run(check_details, world_size=size)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_group_of_one_leaves_linear_unchanged(sequence_parallel: bool) -> None:
+def test_group_of_one_leaves_linear_unchanged(sequence_parallel):
     reference = nn.Linear(4, 6)
     for kind in (Column(), Row()):
         same, shardings = shard_module(

@@ -1,8 +1,6 @@
 """Fused head and loss against ``F.cross_entropy`` of the head's output: values, gradients, memory,
 communication."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from lightning_ptdp.tensor_parallel import (
     linear_cross_entropy,
 )
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.tensor_parallel.toy import (
     assert_same,
     counted_collectives,
@@ -131,13 +128,13 @@ def _check(rank: int) -> None:
     assert not head.weight.grad.any()
 
 
-def test_linear_cross_entropy_matches_torch(pool: Pool) -> None:
+def test_linear_cross_entropy_matches_torch(pool):
     _check(0)
     pool.run(_check, world_size=2)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_half_precision_loss_is_computed_in_float32(autocast: bool) -> None:
+def test_half_precision_loss_is_computed_in_float32(autocast):
     weight, x, target = _draw(_V, _H, seed=1), _draw(8, _H, seed=3), torch.arange(8)
     dtype = torch.float32 if autocast else torch.bfloat16
     results = []
@@ -158,9 +155,9 @@ def test_half_precision_loss_is_computed_in_float32(autocast: bool) -> None:
         torch.testing.assert_close(found, value, rtol=2e-2, atol=2e-3)
 
 
-def test_head_with_hook_or_custom_forward_is_called() -> None:
+def test_head_with_hook_or_custom_forward_is_called():
     class Capped(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return super().forward(x).tanh()
 
     seen, plain, capped = [], nn.Linear(_H, _V), Capped(_H, _V)
@@ -172,7 +169,7 @@ def test_head_with_hook_or_custom_forward_is_called() -> None:
     assert len(seen) == 2
 
 
-def test_compiled_loss_accumulates_gradients_like_eager() -> None:
+def test_compiled_loss_accumulates_gradients_like_eager():
     head, x, target = nn.Linear(_H, _V), _draw(8, _H, seed=3).float(), torch.arange(8)
     gradients = []
     for run in (
@@ -189,7 +186,7 @@ def test_compiled_loss_accumulates_gradients_like_eager() -> None:
 class _Peak(TorchDispatchMode):
     """Peak bytes of the tensors created under it, each storage counted once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.most = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -208,7 +205,7 @@ class _Peak(TorchDispatchMode):
         return result
 
 
-def test_chunked_loss_takes_under_an_eighth_of_peak_memory() -> None:
+def test_chunked_loss_takes_under_an_eighth_of_peak_memory():
     """The sizes are a vocabulary of 128k, a sequence of 4096 and 4096 channels, each divided by 32.
     The weight has a gradient already."""
     v, s, h = 4096, 128, 128

@@ -1,8 +1,6 @@
 """Losses and outputs for full logits on vocabulary-parallel ones: same values and gradients,
 gathered only if necessary."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from lightning_ptdp.tensor_parallel import VocabularyParallelLogits, VocabularyRange, gather_full
 from lightning_ptdp.tensor_parallel.logits import keeps_vocabulary
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group
 
 B, S, V = 2, 5, 13
@@ -250,18 +247,18 @@ def check_outputs_and_refusals(rank: int) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
-def test_losses_for_full_logits_match_single_process(pool: Pool, size: int) -> None:
+def test_losses_for_full_logits_match_single_process(pool, size):
     pool.run(check_losses, world_size=size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_parallel_logits_behave_like_full_tensor(pool: Pool, size: int) -> None:
+def test_parallel_logits_behave_like_full_tensor(pool, size):
     pool.run(check_metadata, world_size=size)
     pool.run(check_argmax, world_size=size)
     pool.run(check_outputs_and_refusals, world_size=size)
 
 
-def test_gather_full_keeps_plain_tensors() -> None:
+def test_gather_full_keeps_plain_tensors():
     x = torch.randn(2)
     assert gather_full([x])[0] is x
 
@@ -270,7 +267,7 @@ def test_gather_full_keeps_plain_tensors() -> None:
     "index",
     [0, slice(1, 3), (..., slice(None)), None, (slice(None), None), torch.tensor([0, 1]), ()],
 )
-def test_index_keeps_vocabulary(index: Any) -> None:
+def test_index_keeps_vocabulary(index):
     """In torch such an index keeps the last dimension complete and in order."""
     x = torch.arange(24).reshape(2, 3, 4)
     items = index if isinstance(index, tuple) else (index,)
@@ -291,7 +288,7 @@ def test_index_keeps_vocabulary(index: Any) -> None:
         (torch.tensor(True),),
     ],
 )
-def test_index_does_not_keep_vocabulary(index: tuple) -> None:
+def test_index_does_not_keep_vocabulary(index):
     assert not keeps_vocabulary(index, 3)
 
 
@@ -312,9 +309,7 @@ def test_index_does_not_keep_vocabulary(index: tuple) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["view", "reshape"])
-def test_views_match_torch_and_keep_vocabulary_if_possible(
-    name: str, shape: tuple[int, ...], keeps: bool
-) -> None:
+def test_views_match_torch_and_keep_vocabulary_if_possible(name, shape, keeps):
     """A shape that torch refuses is refused here too."""
     whole = torch.arange(42.0).view(6, 7)
     logits = VocabularyParallelLogits.wrap(whole, vocabulary=VocabularyRange(size=7), group=Group())

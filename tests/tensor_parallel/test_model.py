@@ -1,7 +1,5 @@
 """A transformer under a plan against a single process, and collectives per layer."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest
@@ -16,7 +14,6 @@ from lightning_ptdp.tensor_parallel import (
     VocabularyParallelHead,
 )
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import (
     Toy,
@@ -123,7 +120,7 @@ def check_swapping(rank: int) -> None:
     class Twice(nn.Module):
         """One module under two names."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.first = nn.Linear(8, 8)
             self.again = self.first
@@ -147,22 +144,22 @@ def check_swapping(rank: int) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
-def test_loss_and_gradients_match_single_process(pool: Pool, size: int, tied: bool) -> None:
+def test_loss_and_gradients_match_single_process(pool, size, tied):
     pool.run(check_model, world_size=size, args=(tied,))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_collectives_per_layer(pool: Pool, size: int) -> None:
+def test_collectives_per_layer(pool, size):
     pool.run(check_messages, world_size=size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_module_replacement_keeps_meta_device_and_aliases(pool: Pool, size: int) -> None:
+def test_module_replacement_keeps_meta_device_and_aliases(pool, size):
     pool.run(check_swapping, world_size=size)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_group_of_one_leaves_model_unchanged(sequence_parallel: bool) -> None:
+def test_group_of_one_leaves_model_unchanged(sequence_parallel):
     model = Toy()
     before = list(model.named_modules())
     shardings = apply_plan(model, toy_plan(), group=Group(), sequence_parallel=sequence_parallel)

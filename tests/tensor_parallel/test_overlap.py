@@ -1,7 +1,5 @@
 """Products in pieces of the sequence, overlapped with the collectives of other pieces."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -16,7 +14,6 @@ from lightning_ptdp.shims.torch_distributed import has_symmetric_products
 from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.queued import HOST
 from tests.tensor_parallel.toy import tensor_group
 
@@ -145,7 +142,7 @@ def check(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_overlapped_products_are_bitwise_equal(size: int, pool: Pool) -> None:
+def test_overlapped_products_are_bitwise_equal(size, pool):
     pool.run(check, world_size=size, backend="queued")
 
 
@@ -169,5 +166,5 @@ def check_symmetric(rank: int) -> None:
     library._destroy()
 
 
-def test_symmetric_memory_products_are_bitwise_equal(pool: Pool) -> None:
+def test_symmetric_memory_products_are_bitwise_equal(pool):
     pool.run(check_symmetric, world_size=2)

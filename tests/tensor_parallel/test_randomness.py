@@ -1,7 +1,5 @@
 """Dropout masks: equal on replicated activations, different on sharded ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as L
@@ -15,7 +13,6 @@ from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import Samples, make_model
 from tests.parity import make_trainer
-from tests.pool import Pool
 
 WIDTH = 32
 
@@ -23,7 +20,7 @@ WIDTH = 32
 class Mlp(nn.Module):
     """An MLP with dropout on a sharded and on a replicated activation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.inside, self.down, self.outside = (
             nn.Linear(WIDTH, WIDTH),
@@ -32,17 +29,17 @@ class Mlp(nn.Module):
             nn.Dropout(0.5),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.outside(self.down(self.inside(self.up(x))))
 
 
 class LitBase(L.LightningModule):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class LitMlp(LitBase):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(Mlp(), Mlp())
 
@@ -51,23 +48,23 @@ class LitMlp(LitBase):
             tensor={"blocks.*.up": "column", "blocks.*.down": "row"}, blocks="blocks"
         )
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return F.mse_loss(self.blocks(batch), batch.flip(-1))
 
 
 class Mixed(Mlp):
     """An MLP with dropout on a whole activation inside a split sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mix = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x + self.mix(x))
 
 
 class LitMixed(LitMlp):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(Mixed(), Mixed())
 
@@ -77,21 +74,21 @@ class LitMixed(LitMlp):
 
 
 class LitBert(LitBase):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = make_model("bert", hidden_dropout_prob=0.5)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return self.model(**batch).loss
 
 
 class Masks(L.Callback):
     """Callback that records dropout masks by module, in call order."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: dict[str, list[Tensor]] = {}
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer, module):
         for name, child in module.named_modules():
             if isinstance(child, nn.Dropout):
                 child.register_forward_hook(
@@ -122,9 +119,7 @@ def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
 @pytest.mark.parametrize(
     "options", [{}, {"pipeline_parallel_size": 2, "num_microbatches": 2}], ids=["t2", "t2p2"]
 )
-def test_dropout_masks_differ_only_inside_parallel_region(
-    options: dict[str, Any], pool: Pool
-) -> None:
+def test_dropout_masks_differ_only_inside_parallel_region(options, pool):
     world_size = 4 if options else 2
     ranks = [
         seen
@@ -143,14 +138,14 @@ def test_dropout_masks_differ_only_inside_parallel_region(
             )
 
 
-def test_recomputation_replays_dropout(pool: Pool) -> None:
+def test_recomputation_replays_dropout(pool):
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
     _, kept = pool.run(_fit, world_size=4, args=(LitMlp, layout, 4))[0]
     _, found = pool.run(_fit, world_size=4, args=(LitMlp, {**layout, "recompute": "full"}, 4))[0]
     assert all(torch.equal(found[name], value) for name, value in kept.items())
 
 
-def test_recomputation_replays_dropout_of_whole_module(pool: Pool) -> None:
+def test_recomputation_replays_dropout_of_whole_module(pool):
     layout = {"tensor_parallel_size": 2, "sequence_parallel": True}
     (first, kept), (second, _) = pool.run(_fit, world_size=2, args=(LitMixed, layout, 2))
     for name in first:
@@ -159,7 +154,7 @@ def test_recomputation_replays_dropout_of_whole_module(pool: Pool) -> None:
     assert all(torch.equal(found[name], value) for name, value in kept.items())
 
 
-def test_dropout_outside_sequence_parallel_blocks_is_equal(pool: Pool) -> None:
+def test_dropout_outside_sequence_parallel_blocks_is_equal(pool):
     """BERT's embeddings are replicated on all ranks. Its blocks get slices."""
     layout = {"tensor_parallel_size": 2, "sequence_parallel": True}
     (first, _), (second, _) = pool.run(_fit, world_size=2, args=(LitBert, layout, 2))

@@ -1,7 +1,5 @@
 """Placements: every element of the full tensor is in exactly one piece, and padding in none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -20,9 +18,7 @@ def full_tensor(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("parts", [(8,), (8, 4, 4), (16, 4, 4, 8)])
 @pytest.mark.parametrize("rest", [(), (3,)])
-def test_columns_split_each_part_separately(
-    size: int, parts: tuple[int, ...], rest: tuple[int, ...]
-) -> None:
+def test_columns_split_each_part_separately(size, parts, rest):
     full = full_tensor(sum(parts), *rest)
     shardings = [
         shard_columns(full.shape, parts=parts, size=size, index=index) for index in range(size)
@@ -39,7 +35,7 @@ def test_columns_split_each_part_separately(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_rows_split_second_dimension(size: int) -> None:
+def test_rows_split_second_dimension(size):
     full = full_tensor(3, 8)
     shardings = [
         shard_columns((3, 8), parts=(8,), size=size, index=index, dim=1) for index in range(size)
@@ -54,9 +50,7 @@ def test_rows_split_second_dimension(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("vocabulary", [1, 5, 8, 37])
 @pytest.mark.parametrize("rest", [(), (3,)])
-def test_vocabulary_is_padded_with_zeros_outside_pieces(
-    size: int, vocabulary: int, rest: tuple[int, ...]
-) -> None:
+def test_vocabulary_is_padded_with_zeros_outside_pieces(size, vocabulary, rest):
     full = full_tensor(vocabulary, *rest) + 1
     ranges = [VocabularyRange(size=vocabulary, parts=size, index=index) for index in range(size)]
     shardings = [shard_vocabulary(full.shape, words) for words in ranges]
@@ -73,7 +67,7 @@ def test_vocabulary_is_padded_with_zeros_outside_pieces(
     assert sum(sharding.num_padding for sharding in shardings) == together.numel() - full.numel()
 
 
-def test_slices_are_copies_with_same_dtype_and_device() -> None:
+def test_slices_are_copies_with_same_dtype_and_device():
     full = torch.ones(4, 2, dtype=torch.bfloat16, requires_grad=True)
     local = slice_full(full, Placement.replicated(full.shape))
     assert local.dtype is torch.bfloat16
@@ -88,7 +82,7 @@ def test_slices_are_copies_with_same_dtype_and_device() -> None:
     assert meta.shape == (3, 2)
 
 
-def test_placement_of_replicated_scalar() -> None:
+def test_placement_of_replicated_scalar():
     sharding = Placement.replicated((), partial=("tensor",))
     assert sharding.partial
     assert not sharding.sharded
@@ -98,7 +92,7 @@ def test_placement_of_replicated_scalar() -> None:
     assert slice_full(torch.tensor(3.0), sharding).item() == 3.0
 
 
-def test_piece_outside_tensor_is_refused() -> None:
+def test_piece_outside_tensor_is_refused():
     with pytest.raises(AssertionError, match=r"\[2:5\] is outside the shape \(4,\)"):
         Placement(
             full_shape=(4,), local_shape=(3,), pieces=(Piece(local=(0,), full=(2,), size=(3,)),)

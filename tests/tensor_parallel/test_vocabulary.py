@@ -1,8 +1,6 @@
 """Embeddings, output head and positions against a single process, with divisible and indivisible
 vocabularies."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest
@@ -20,7 +18,6 @@ from lightning_ptdp.tensor_parallel import (
     shard_module,
 )
 from lightning_ptdp.world.mesh import Group
-from tests.pool import Pool
 from tests.tensor_parallel.toy import (
     assert_gradients,
     assert_same,
@@ -162,7 +159,7 @@ def check_tied(rank: int) -> None:
     group = tensor_group(rank)
     embedding, head = nn.Embedding(5, H), nn.Linear(H, 5, bias=False)
     head.weight = embedding.weight
-    embedding.weight.no_decay = True  # type: ignore[attr-defined]
+    embedding.weight.no_decay = True
     shared: dict[int, nn.Parameter] = {}
     first, _ = shard_module(
         embedding.eval(), Vocabulary(), group=group, sequence_parallel=False, shared=shared
@@ -171,7 +168,7 @@ def check_tied(rank: int) -> None:
         head, Vocabulary(), group=group, sequence_parallel=False, shared=shared
     )
     assert first.weight is second.weight
-    assert first.weight.no_decay  # type: ignore[union-attr]
+    assert first.weight.no_decay
     assert not first.training
     assert second.training
     meta, shardings = shard_module(
@@ -188,12 +185,12 @@ def check_tied(rank: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_vocabulary_layers_match_single_process(pool: Pool, size: int) -> None:
+def test_vocabulary_layers_match_single_process(pool, size):
     pool.run(check_all, world_size=size)
     pool.run(check_tied, world_size=size)
 
 
-def test_group_of_one_leaves_vocabulary_layers_unchanged() -> None:
+def test_group_of_one_leaves_vocabulary_layers_unchanged():
     for module, kind in (
         (nn.Embedding(5, H), Vocabulary()),
         (nn.Linear(H, 5), Vocabulary()),

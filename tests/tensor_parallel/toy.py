@@ -1,7 +1,5 @@
 """Helpers of the tensor parallel tests: a tensor group, comparisons and a transformer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -140,7 +138,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(hidden, hidden)
         self.q_norm = nn.LayerNorm(self.head_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         qkv = self.qkv(x)
         width = qkv.size(-1) // (self.queries + 2)
         q, k, v = (
@@ -160,7 +158,7 @@ class Layer(nn.Module):
         self.attention = Attention(hidden, heads, kv_heads)
         self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.attention(self.norm_1(x))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
@@ -185,7 +183,7 @@ class Toy(nn.Module):
         if tied:
             self.head.weight = self.wte.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.wte(ids) + self.wpe(torch.arange(ids.size(1)))
         for layer in self.layers:
             x = layer(x)

@@ -1,7 +1,5 @@
 """``PTDPStrategy(verify="first_step")``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +28,21 @@ def trainer(folder: Path, **options: Any) -> L.Trainer:
     )
 
 
-def test_difference_aborts_before_training(tmp_path: Path) -> None:
+def test_difference_aborts_before_training(tmp_path):
     started = trainer(tmp_path, devices=1)
     with pytest.raises(VerificationError, match="sum over samples"):
         started.fit(Summed(), loader())
     assert started.global_step == 0
 
 
-def test_equal_layout_trains(tmp_path: Path) -> None:
+def test_equal_layout_trains(tmp_path):
     started, module = trainer(tmp_path, devices=1, gradient_clip_val=0.1), Lit()
     started.fit(module, loader())
     assert started.global_step == 2
     assert not list(tmp_path.iterdir())
 
 
-def test_first_step_is_refused_on_several_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_step_is_refused_on_several_nodes(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     with pytest.raises(
         MisconfigurationException, match=r"verify='first_step' forks processes .* num_nodes=2"
@@ -54,6 +50,6 @@ def test_first_step_is_refused_on_several_nodes(
         trainer(tmp_path, devices=1, num_nodes=2).fit(Lit(), loader())
 
 
-def test_unknown_verify_value_is_refused() -> None:
+def test_unknown_verify_value_is_refused():
     with pytest.raises(ValueError, match="verify"):
         PTDPStrategy(verify="always")

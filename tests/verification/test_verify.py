@@ -1,8 +1,5 @@
 """``lightning_ptdp.verify``: correct modules are equal, wrong ones are reported with a cause."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,7 +32,7 @@ def report(module: Any, layout: dict[str, Any], **trainer: Any) -> Report:
 
 
 @pytest.fixture(autouse=True)
-def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_batches(monkeypatch):
     """Fix the seed by which loaders shuffle; other tests in this process set it."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")
 
@@ -107,9 +104,7 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         "recomputed, clipped by value p",
     ],
 )
-def test_correct_module_is_equal(
-    module: Any, layout: dict[str, Any], trainer: dict[str, Any]
-) -> None:
+def test_correct_module_is_equal(module, layout, trainer):
     found = report(module(), layout, **trainer)
     assert found.equal, str(found)
     kinds = {one.kind for one in found.compared}
@@ -124,7 +119,7 @@ def test_correct_module_is_equal(
     } <= kinds
 
 
-def test_gpt_with_token_counts_and_warmup_is_equal() -> None:
+def test_gpt_with_token_counts_and_warmup_is_equal():
     layout = {**T2, **P2, "virtual_pipeline_size": 2, "num_microbatches": 4}
     data = {"train_dataloaders": tokens(), "val_dataloaders": tokens(8)}
     found = report(LitValidated(Run()), layout, gradient_clip_val=0.05, **data)
@@ -149,9 +144,7 @@ def test_gpt_with_token_counts_and_warmup_is_equal() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
 )
-def test_wrong_module_is_reported_with_cause(
-    module: Any, layout: dict[str, Any], cause: str
-) -> None:
+def test_wrong_module_is_reported_with_cause(module, layout, cause):
     try:
         data = {"train_dataloaders": tokens(), "val_dataloaders": None} if layout is C2 else {}
         found = report(module(), layout, **data)
@@ -170,13 +163,13 @@ def test_wrong_module_is_reported_with_cause(
     assert cause in str(found)
 
 
-def test_logged_time_is_excluded_with_note() -> None:
+def test_logged_time_is_excluded_with_note():
     found = report(LitClocked(), M2)
     assert found.equal, str(found)
     assert any("clock" in note for note in found.notes)
 
 
-def test_unjoinable_batches_are_accumulated() -> None:
+def test_unjoinable_batches_are_accumulated():
     data = {"train_dataloaders": loader(collate_fn=toys.Graph), "val_dataloaders": None}
     found = report(Lit(), D2, **data, accumulate_grad_batches=2)
     assert found.equal, str(found)
@@ -184,7 +177,7 @@ def test_unjoinable_batches_are_accumulated() -> None:
     assert {"loss", "gradient", "weight"} <= {one.kind for one in found.compared}
 
 
-def test_verify_takes_arguments_of_fit() -> None:
+def test_verify_takes_arguments_of_fit():
     assert verify(
         Lit(),
         loader(),
@@ -201,12 +194,12 @@ def test_verify_takes_arguments_of_fit() -> None:
         verify(Lit(), loader(), strategy=PTDPStrategy(), trainer={"devices": 2})
 
 
-def test_returned_label_count_is_no_cause() -> None:
+def test_returned_label_count_is_no_cause():
     found = report(toys.ContrastiveCounted(), M2)
     assert [one.name for one in found.causes] == ["coupled samples"], str(found)
 
 
-def test_report_draws_png(tmp_path: Path) -> None:
+def test_report_draws_png(tmp_path):
     pytest.importorskip("matplotlib")
     found = report(toys.Summed(), M2)
     found.draw(tmp_path / "report.png")
@@ -214,7 +207,7 @@ def test_report_draws_png(tmp_path: Path) -> None:
     assert "only m" in str(found)
 
 
-def test_reduced_number_of_blocks_is_noted() -> None:
+def test_reduced_number_of_blocks_is_noted():
     found = report(Lit(), P2, blocks=2)
     assert found.equal, str(found)
     assert any("2 blocks" in note for note in found.notes)
@@ -228,7 +221,7 @@ class Waiting(Lit):
         return super().loss(batch)
 
 
-def test_verify_leaves_no_processes_and_module_unchanged() -> None:
+def test_verify_leaves_no_processes_and_module_unchanged():
     module, here = Lit(), psutil.Process()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     children = set(here.children(recursive=True))
@@ -240,12 +233,12 @@ def test_verify_leaves_no_processes_and_module_unchanged() -> None:
     assert "training_step" not in vars(module)
 
 
-def test_training_over_time_limit_is_aborted() -> None:
+def test_training_over_time_limit_is_aborted():
     with pytest.raises(VerificationError, match="limit_s"):
         report(Lit(), D2, limit_s=0.02)
 
 
-def test_impossible_layouts_are_refused() -> None:
+def test_impossible_layouts_are_refused():
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         report(Lit(), {**T2, "devices": 3})
     with pytest.raises(ValueError, match="steps=0"):

@@ -34,7 +34,7 @@ class Samples(Dataset):
     def __len__(self) -> int:
         return len(self.x)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index):
         return {"x": self.x[index], "y": self.y[index], "labels": self.labels[index]}
 
 
@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
@@ -72,7 +72,7 @@ class Lit(L.LightningModule):
             blocks="blocks", tensor={"blocks.*.up": "column", "blocks.*.down": "row"}
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -81,27 +81,27 @@ class Lit(L.LightningModule):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(self(batch["x"]), batch["y"])
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val_loss", F.mse_loss(self(batch["x"]), batch["y"]), sync_dist=True)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class LitAdam(Lit):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class LitCounted(Lit):
     """Ignores some labels, and returns the number of the others."""
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         loss = F.cross_entropy(
             self(batch["x"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
         )
@@ -119,22 +119,22 @@ class LitNoisy(Lit):
 class LitRecurrent(Lit):
     """Has dropout between the layers of an LSTM, inside one call of torch."""
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if not hasattr(self, "recurrent"):
             self.recurrent = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.5, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(self.recurrent(x)[0])
 
 
 class LitRounding(Lit):
     """Computes a term in float32 for any dtype, with cancellation."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.full((WIDTH,), 1e3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         scale = self.scale.float()
         return super().forward(x) + (
             torch.cos(scale * x.float()) - torch.cos(scale * x.float() + 1e-3)
@@ -159,7 +159,7 @@ class Graph:
 class LitClocked(Lit):
     """Logs the time."""
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         # values differ much even after a short time
         self.log("clock", float(time.perf_counter_ns() % 1_000_003))
         return super().training_step(batch, batch_idx)
@@ -168,7 +168,7 @@ class LitClocked(Lit):
 class LitLayered(Lit):
     """Has a separate learning rate for each block."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         groups = [
             {"params": block.parameters(), "lr": 0.1 / (1 + index)}
             for index, block in enumerate(self.blocks)
@@ -181,7 +181,7 @@ class LitLayered(Lit):
 class LitDecayed(Lit):
     """Decays matrices, but not vectors."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         matrices = [p for p in self.parameters() if p.ndim > 1]
         vectors = [p for p in self.parameters() if p.ndim < 2]
         return torch.optim.AdamW(
@@ -191,7 +191,7 @@ class LitDecayed(Lit):
 
 
 class LitFrozen(Lit):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first.requires_grad_(False)
 
@@ -199,7 +199,7 @@ class LitFrozen(Lit):
 class LitTied(Lit):
     """Ties the weight of the last layer to that of the first."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.last.weight = self.first.weight
 
@@ -209,20 +209,20 @@ class LitAveraged(Lit):
 
     average: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("average", torch.zeros(WIDTH, WIDTH))
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_):
         self.average.lerp_(self.last.weight.detach(), 0.5)
 
 
 class LitManual(Lit):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         optimizer: Any = self.optimizers()
         loss = self.loss(batch)
         self.log("train_loss", loss)
@@ -235,7 +235,7 @@ class LitManual(Lit):
 class LitScheduled(Lit):
     """Halves the learning rate after each step."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, nesterov=True)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         return {
@@ -247,11 +247,11 @@ class LitScheduled(Lit):
 class LitMeasured(Lit):
     """Logs a metric of the whole epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.error = MeanSquaredError()
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.error(self(batch["x"]).flatten(), batch["y"].flatten())
         self.log("val_error", self.error, on_epoch=True)
 
@@ -282,7 +282,7 @@ class Penalty(Lit):
 class ClippedByHand(Lit):
     """Clips manually, by the norm of the local gradients."""
 
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
         for gradient in gradients:
@@ -292,10 +292,10 @@ class ClippedByHand(Lit):
 class Shifted(LitTiny):
     """Shifts the labels in the step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(Run())
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         logits = self.model(batch["input_ids"])[:, :-1]
         return F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
 
@@ -311,7 +311,7 @@ class Contrastive(Lit):
 class ContrastiveCounted(Contrastive):
     """Returns the number of labels, which is not the cause of different losses."""
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return {
             "loss": super().training_step(batch, batch_idx),
             "num_tokens": (batch["labels"] != -100).sum(),
@@ -326,14 +326,14 @@ class Summed(Lit):
 class ScaledRate(Lit):
     """Scales the learning rate with the world size."""
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1 * self.trainer.world_size)
 
 
 class Counting(Lit):
     """Counts the calls in a plain attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls = 0
 
@@ -343,14 +343,14 @@ class Counting(Lit):
 
 
 class Uncounted(LitCounted):
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+    def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx)["loss"]
 
 
 class NormalizedSGD(torch.optim.SGD):
     """Divides the gradients by the norm of all of them."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         loss = None if closure is None else closure()
         for group in self.param_groups:
             gradients = [p.grad for p in group["params"] if p.grad is not None]
@@ -362,13 +362,13 @@ class NormalizedSGD(torch.optim.SGD):
 
 
 class Normalized(Lit):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return NormalizedSGD(self.parameters(), lr=0.1)
 
 
 class Data(L.LightningDataModule):
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self):
         return loader(shuffle=True)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self):
         return loader(8)

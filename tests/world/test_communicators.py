@@ -1,7 +1,5 @@
 """Communicators of each rank, derived from the layout."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -11,7 +9,6 @@ import torch.distributed as dist
 from lightning_ptdp.world.communicators import channel_rounds, communicators
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -36,12 +33,12 @@ T8P8D8C2E8: dict[str, Any] = {
         (T8P8D8C2E8, {12, 14}),
     ],
 )
-def test_number_of_communicators(options: dict[str, Any], numbers: set[int]) -> None:
+def test_number_of_communicators(options, numbers):
     layout = ParallelLayout(**options)
     assert {len(communicators(layout, rank)) for rank in range(layout.world_size)} == numbers
 
 
-def test_communicator_members_in_large_layout() -> None:
+def test_communicator_members_in_large_layout():
     every = communicators(ParallelLayout(**T8P8D8C2E8), 200)
     # world, t p e, t p c, d c, t, p, d, e, c, expert replicas, channels
     assert [len(ranks) for ranks in every] == [1024, 512, 128, 16, 8, 8, 8, 8, 2, 2, 2, 2, 2, 2]
@@ -73,7 +70,7 @@ def _created(rank: int, layout: ParallelLayout) -> list[tuple[int, ...]]:
         {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "context_parallel_size": 2},
     ],
 )
-def test_mesh_creates_each_communicator_once(options: dict[str, int], pool: Pool) -> None:
+def test_mesh_creates_each_communicator_once(options, pool):
     layout = ParallelLayout(world_size=8, **options)
     ranks = pool.run(_created, world_size=8, args=(layout,))
     assert len({len(created) for created in ranks}) == 1, "torch counts the groups of each rank"

@@ -1,7 +1,5 @@
 """Numbers of processes and nodes in the variables of launchers."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_ptdp.world.rendezvous_address import launched_processes
@@ -27,5 +25,5 @@ from lightning_ptdp.world.rendezvous_address import launched_processes
         ({"WORLD_SIZE": "two", "LOCAL_WORLD_SIZE": "2"}, None),
     ],
 )
-def test_sizes_in_variables(variables: dict[str, str], sizes: tuple[int, int] | None) -> None:
+def test_sizes_in_variables(variables, sizes):
     assert launched_processes(variables) == sizes

@@ -1,13 +1,10 @@
 """Layouts compared with brute force."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 
 from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.stage_placement import StagePlacement
 from tests.errors import raises_with
 
 pytestmark = pytest.mark.pure
@@ -33,7 +30,7 @@ def brute_force(layout: ParallelLayout, *moving: str) -> set[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("t", "p", "c", "d"), SIZES)
-def test_groups_equal_brute_force(t: int, p: int, c: int, d: int) -> None:
+def test_groups_equal_brute_force(t, p, c, d):
     layout = ParallelLayout(
         world_size=t * p * c * d,
         tensor_parallel_size=t,
@@ -62,7 +59,7 @@ def test_groups_equal_brute_force(t: int, p: int, c: int, d: int) -> None:
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 @pytest.mark.parametrize("placement", ["loop", "v"])
-def test_every_stage_is_on_one_rank(p: int, placement: StagePlacement) -> None:
+def test_every_stage_is_on_one_rank(p, placement):
     layout = ParallelLayout(
         world_size=p,
         pipeline_parallel_size=p,
@@ -75,14 +72,14 @@ def test_every_stage_is_on_one_rank(p: int, placement: StagePlacement) -> None:
     assert layout.last_stage_rank == (0 if placement == "v" else p - 1)
 
 
-def test_v_placement_turns_at_last_rank() -> None:
+def test_v_placement_turns_at_last_rank():
     layout = ParallelLayout(
         world_size=4, pipeline_parallel_size=4, virtual_pipeline_size=2, placement="v"
     )
     assert [layout.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
 
 
-def test_tensor_parallel_is_innermost_and_pipeline_outermost() -> None:
+def test_tensor_parallel_is_innermost_and_pipeline_outermost():
     layout = ParallelLayout(world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert layout.group_of("tensor", 4) == (4, 5)
     assert layout.group_of("data", 4) == (4, 6)
@@ -91,7 +88,7 @@ def test_tensor_parallel_is_innermost_and_pipeline_outermost() -> None:
 
 
 @pytest.mark.parametrize("rank", range(24))
-def test_rank_and_coordinates_are_inverse(rank: int) -> None:
+def test_rank_and_coordinates_are_inverse(rank):
     layout = ParallelLayout(
         world_size=24, tensor_parallel_size=2, pipeline_parallel_size=3, context_parallel_size=2
     )
@@ -118,11 +115,11 @@ def test_rank_and_coordinates_are_inverse(rank: int) -> None:
         ),
     ],
 )
-def test_impossible_layout_names_field_and_fix(kwargs: dict, words: list[str]) -> None:
+def test_impossible_layout_names_field_and_fix(kwargs, words):
     with raises_with(words):
         ParallelLayout(**kwargs)
 
 
-def test_rank_outside_world_is_refused() -> None:
+def test_rank_outside_world_is_refused():
     with pytest.raises(ValueError, match="rank=8"):
         ParallelLayout(world_size=8).coordinates(8)

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from lightning_ptdp.world.axes import SETS
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from lightning_ptdp.world.stage_placement import StagePlacement
-from tests.pool import Pool
 
 
 def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, tuple[int, ...]]]:
@@ -64,9 +62,7 @@ def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, t
         (8, 2, 1, 2, 1, "loop"),
     ],
 )
-def test_every_group_sums_over_its_ranks(
-    world_size: int, t: int, p: int, c: int, v: int, placement: StagePlacement, pool: Pool
-) -> None:
+def test_every_group_sums_over_its_ranks(world_size, t, p, c, v, placement, pool):
     layout = ParallelLayout(
         world_size=world_size,
         tensor_parallel_size=t,
@@ -126,7 +122,7 @@ def _options(
 @pytest.mark.skipif(
     not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are looked at"
 )
-def test_groups_on_critical_path_have_high_priority(pool: Pool) -> None:
+def test_groups_on_critical_path_have_high_priority(pool):
     layout = ParallelLayout(
         world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2, context_parallel_size=2
     )
@@ -143,9 +139,7 @@ def test_groups_on_critical_path_have_high_priority(pool: Pool) -> None:
     not dist.is_nccl_available(), reason="torch was built without NCCL, whose options are looked at"
 )
 @pytest.mark.parametrize(("accepted", "expected"), [(True, 4), (False, None)])
-def test_channel_thread_blocks_are_limited_if_supported(
-    pool: Pool, accepted: bool, expected: int | None
-) -> None:
+def test_channel_thread_blocks_are_limited_if_supported(pool, accepted, expected):
     layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
     for given in pool.run(_options, world_size=2, args=(layout, None, accepted)):
         ctas = {axis: lane[1] for (axis, ranks), lane in given.items() if len(ranks) > 1}

@@ -1,7 +1,5 @@
 """Reserved ports for the rendezvous of ranks."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from lightning_ptdp.world.rendezvous_address import LOOPBACK, reserved_port
 
 
-def test_reserved_port_is_bound_only_with_reuse_address() -> None:
+def test_reserved_port_is_bound_only_with_reuse_address():
     with reserved_port() as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind((LOOPBACK, port))
