@@ -204,7 +204,7 @@ def cut_step(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
     Each stage's backward runs after all forwards.
     """
     model, ranges = make_gpt(), ((0, 1), (1, 2), (2, 3), (3, 4))
-    parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
+    parts = find_parts(model, PLAN)
     cut = PipelineCut(model, parts=parts, ranges=ranges, stages=range(4))
     blocks = list(model.blocks)
     apply_recomputation(
@@ -453,7 +453,7 @@ def test_first_layers_of_each_stage_are_recomputed(layers, expected):
 
 def test_blocks_of_other_stages_are_skipped():
     model = make_gpt()
-    parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
+    parts = find_parts(model, PLAN)
     ranges = ((0, 2), (2, 3), (3, 4))
     PipelineCut(model, parts=parts, ranges=ranges, stages=[0, 2])
     apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges, layers=1)

@@ -8,13 +8,13 @@ error at the first microbatch (``stage.py``), which names the list that the modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
 
-from lightning_ptdp.pipeline.containers import Blocks, ModelParts, as_names, layers_of
+from lightning_ptdp.pipeline.containers import ModelParts, as_names, layers_of
 from lightning_ptdp.pipeline.dry_run import call_order, used_uncalled
 from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.tensor_parallel import ParallelPlan
@@ -114,15 +114,10 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
     return size < _SHARE * other_size
 
 
-def find_parts(
-    model: nn.Module,
-    *,
-    blocks: Blocks | None = None,
-    before: Iterable[str] = (),
-    between: Iterable[str] = (),
-    after: Iterable[str] = (),
-    everywhere: Iterable[str] = (),
-) -> ModelParts:
+_EMPTY = ParallelPlan()
+
+
+def find_parts(model: nn.Module, plan: ParallelPlan = _EMPTY) -> ModelParts:
     """Return the positions of the modules with parameters relative to the containers.
 
     With several containers, a module that runs before the first one is assumed to be needed before
@@ -131,25 +126,20 @@ def find_parts(
 
     Args:
         model: The whole, uncut module.
-        blocks: Names of the containers; found if None.
-        before: Modules known to run before the containers, regardless of their order of
-            registration.
-        between: Modules known to run before a further container.
-        after: Modules known to run after the containers.
-        everywhere: Modules known to be used without being called; uses that an example shows are
-            added.
+        plan: Its ``blocks`` are found if None. Modules in ``before``, ``between`` and ``after`` are
+            known to run there, regardless of their order of registration. Those in ``everywhere``
+            are known to be used without being called; uses that an example shows are added.
 
     Raises:
         ValueError: A named module does not exist (the message lists the nearest names); or the
             forward does not call the layers one after the other; or it calls a module on both sides
             of them.
     """
-    names = find_blocks(model) if blocks is None else as_names(blocks)
+    names = find_blocks(model) if plan.blocks is None else as_names(plan.blocks)
     for name in names:
         _check_container(model, name)
-    parts = {"before": list(before), "between": list(between), "after": list(after)}
-    everywhere = tuple(everywhere)
-    for field, members in {**parts, "everywhere": everywhere}.items():
+    parts = {name: list(getattr(plan, name)) for name in ("before", "between", "after")}
+    for field, members in {**parts, "everywhere": plan.everywhere}.items():
         for name in members:
             _named(model, name, field)
     guessed = _by_registration(
@@ -174,10 +164,9 @@ def find_parts(
         for name in used_uncalled(model)
         if any(f"{name}.".startswith(f"{top}.") for top in outside)
     }
-    replicated = tuple(sorted({*everywhere, *uncalled}))
     return ModelParts(
         blocks=names,
-        everywhere=replicated,
+        everywhere=tuple(sorted({*plan.everywhere, *uncalled})),
         **{field: tuple(items) for field, items in parts.items()},
     )
 
@@ -333,15 +322,12 @@ class KnownParts:
         Raises:
             ValueError: See ``find_parts``.
         """
-        options = {
-            name: getattr(plan, name)
-            for name in ("blocks", "before", "between", "after", "everywhere")
-        }
         modules = (
             f"{name}: {type(child).__qualname__}"
             for name, child in module.named_modules(remove_duplicate=False)
         )
-        found_for = (*options.values(), *modules)
+        fields = (plan.blocks, plan.before, plan.between, plan.after, plan.everywhere)
+        found_for = (*fields, *modules)
         if known is not None and known.found_for == found_for:
             return known
-        return cls(find_parts(module, **options), plan, image_token_of(module), found_for)
+        return cls(find_parts(module, plan), plan, image_token_of(module), found_for)

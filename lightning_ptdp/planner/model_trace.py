@@ -66,14 +66,7 @@ def trace_shape(
         ValueError: There are no blocks, or the forward does not run without data. The message names
             the module where it stopped.
     """
-    parts = find_parts(
-        module,
-        blocks=plan.blocks,
-        before=plan.before,
-        between=plan.between,
-        after=plan.after,
-        everywhere=plan.everywhere,
-    )
+    parts = find_parts(module, plan)
     small, large = (
         Following(
             module,

@@ -11,6 +11,7 @@ from lightning_ptdp.pipeline.crossing import StageError
 from lightning_ptdp.pipeline.discover import find_blocks, find_parts
 from lightning_ptdp.pipeline.placeholders import stub_shape
 from lightning_ptdp.pipeline.stage import PipelineCut
+from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.pipeline.crossing_models import crossing_of
 
 
@@ -106,7 +107,7 @@ def test_chunks_of_one_rank_match_whole_model(model, before):
     whole, ids = model(), torch.randint(0, 11, (2, 5))
     expected = whole(ids)
     part, middle = copy.deepcopy(whole), copy.deepcopy(whole)
-    parts = find_parts(whole, before=before)
+    parts = find_parts(whole, ParallelPlan(before=before))
     ends = PipelineCut(part, parts=parts, ranges=RANGES, stages=(0, 2))
     between = PipelineCut(middle, parts=parts, ranges=RANGES, stages=(1,))
     first = ends.run(0, None, lambda: part(ids), training=True)
@@ -207,8 +208,8 @@ def test_block_container_is_found_or_error_names_option():
     with pytest.raises(ValueError, match="blocks="):
         find_blocks(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nearest names: layers"):
-        find_parts(Net(), blocks="layer")
-    assert find_parts(Net(), before=("norm",)) == ModelParts(
+        find_parts(Net(), ParallelPlan(blocks="layer"))
+    assert find_parts(Net(), ParallelPlan(before=("norm",))) == ModelParts(
         blocks=("layers",), before=("norm", "embedding"), after=("head",)
     )
 
