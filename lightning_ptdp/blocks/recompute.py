@@ -65,10 +65,9 @@ def check_recompute_options(policy: str, layers: Layers = None, *, num_stages: i
             f"recompute_layers={_shown(layers)} has no effect with recompute='none'. Use "
             "recompute='full', 'selective' or 'offload', or leave recompute_layers out"
         )
-    counts = list(layers) if isinstance(layers, Sequence) else [layers]
-    if not isinstance(layers, int) and len(counts) != num_stages:
+    if isinstance(layers, Sequence) and len(layers) != num_stages:
         raise ValueError(
-            f"recompute_layers={counts} has {len(counts)} entries, but pipeline_parallel_size "
+            f"recompute_layers={_shown(layers)} has {len(layers)} entries, but pipeline_parallel_size "
             f"* virtual_pipeline_size = {num_stages}. Give one number per stage, or one number "
             "for all stages"
         )

@@ -36,8 +36,6 @@ from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.world.mesh import Group
 
-PADDING_KEYS = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
-
 
 @dataclass(kw_only=True)
 class ContextForward(Supplier, SliceFunctions):
@@ -87,7 +85,6 @@ class ContextParallel(Surrounding):
         group: The context group, preferably without other communication.
         attention: "ring" or "all_to_all".
         sequence_dims: See ``sequence_batch.py``.
-        padding_keys: Names of the batch's tensors (b, s) that mark padding.
         needs_positions: Refuse a model that does not accept the positions of its tokens in the full
             sequence. False for a model that needs no positions.
         sequence_parallel_size: t under sequence parallelism, else 1.
@@ -97,7 +94,6 @@ class ContextParallel(Surrounding):
     group: Group
     attention: AttentionKind = "ring"
     sequence_dims: SequenceDims = field(default_factory=dict)
-    padding_keys: tuple[str, ...] = PADDING_KEYS
     needs_positions: bool = True
     sequence_parallel_size: int = 1
     attending: Container[int] = (0,)
@@ -139,7 +135,7 @@ class ContextParallel(Surrounding):
 
     def moved(self, before: Any, after: Any) -> None:
         """Note the padding masks that hide nothing, while no device has to be read."""
-        here, there = (padding_masks(batch, self.padding_keys) for batch in (before, after))
+        here, there = (padding_masks(batch) for batch in (before, after))
         pairs = zip(here, there, strict=True) if len(here) == len(there) else ()
         self._full = {_identity(mask) for read, mask in pairs if not may_hide(read)}
 
@@ -169,7 +165,7 @@ class ContextParallel(Surrounding):
                 "context_parallel_positions=False"
             )
         pos_ids = positions(length, rank, size, device=next(iterate_tensors(local)).device)[None]
-        masks = padding_masks(batch, self.padding_keys)
+        masks = padding_masks(batch)
         padded = any(may_hide(mask) and _identity(mask) not in self._full for mask in masks)
         known = self._known(batch, seen, padded=padded)
         return ContextForward(

@@ -9,7 +9,7 @@ are the same on all ranks. Exceptions to the rule are given by name::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from lightning_ptdp.base.nested import map_named, named_tensors
 
 SequenceDims = Mapping[str, int | None]
 _IGNORED_LABEL = -100
+_PADDING = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
 
 
 def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> int:
@@ -88,12 +89,12 @@ def shard_batch(
     return batch if size == 1 else map_named(batch, cut)
 
 
-def padding_masks(batch: Any, names: Sequence[str]) -> list[Tensor]:
-    """Return the tensors (b, s) under ``names``, which may mark tokens as padding."""
+def padding_masks(batch: Any) -> list[Tensor]:
+    """Return the tensors (b, s) that may mark tokens as padding."""
     return [
         tensor
         for name, tensor in named_tensors(batch)
-        if name in names and tensor.dim() == 2 and tensor.numel()
+        if name in _PADDING and tensor.dim() == 2 and tensor.numel()
     ]
 
 

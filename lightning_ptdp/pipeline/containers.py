@@ -87,7 +87,7 @@ class BlockPlace:
 
     container: int
     inside: bool
-    entrance: str = ""
+    entrance: str
 
     @property
     def received(self) -> int:
@@ -209,10 +209,10 @@ def layer_ranges(
         sum(multiply_adds(module.get_submodule(name)) for name in names)
         for names in (parts.before, parts.between, parts.after)
     )
-    costs = [multiply_adds(module.get_submodule(layer.name)) or 1.0 for layer in layers]
     costs = [
-        cost + between * (layer.is_first and layer.container > 0)
-        for cost, layer in zip(costs, layers, strict=True)
+        (multiply_adds(module.get_submodule(layer.name)) or 1.0)
+        + between * (layer.is_first and layer.container > 0)
+        for layer in layers
     ]
     return partition_layers(costs, num_stages=layout.num_stages, first_cost=before, last_cost=after)
 
@@ -223,15 +223,11 @@ _LOOKUP_COST = 1 / 8
 
 def multiply_adds(module: nn.Module) -> float:
     """Return the multiply-adds per token, with memory traffic converted to multiply-adds."""
-    matrices = [
-        (m, p.numel())
-        for m in module.modules()
-        for p in m._parameters.values()
-        if p is not None and p.dim() > 1
-    ]
     return sum(
-        elements * (_LOOKUP_COST if isinstance(m, nn.Embedding) else _visited(m, module))
-        for m, elements in matrices
+        p.numel() * (_LOOKUP_COST if isinstance(m, nn.Embedding) else _visited(m, module))
+        for m in module.modules()
+        for p in m.parameters(recurse=False)
+        if p.dim() > 1
     )
 
 

@@ -16,7 +16,6 @@ from its layers.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -103,16 +102,6 @@ class Form:
     extras: tuple[tuple[Path, int], ...] = ()
     collected: object = None
     past: tuple[Form, ...] = ()
-
-    def encode(self) -> bytes:
-        """Serialize the form for another rank."""
-        return pickle.dumps(self)
-
-    @staticmethod
-    def decode(data: bytes) -> Form:
-        """Return the form that ``encode`` wrote."""
-        form: Form = pickle.loads(data)
-        return form
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors)) or "no tensors"

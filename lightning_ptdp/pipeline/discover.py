@@ -60,16 +60,11 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     candidates = [
         name
         for name in sizes
-        if name != best
-        and sizes[name] >= _SHARE * sizes[best]
-        # Neither is inside the other.
+        if sizes[name] >= _SHARE * sizes[best]
+        # Neither is the other, or inside it.
         and not f"{name}.".startswith(f"{best}.")
         and not f"{best}.".startswith(f"{name}.")
-    ]
-    candidates = [
-        name
-        for name in candidates
-        if len({type(child) for child in containers[name].children()}) == 1
+        and len({type(child) for child in containers[name].children()}) == 1
     ]
     return _in_order(
         [name for name in sizes if name == best or name in candidates],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp.base.nested import map_tensors
+from lightning_ptdp.base.nested import iterate_tensors, map_tensors
 from lightning_ptdp.parameters.shadow import without_tensors
 from lightning_ptdp.pipeline.containers import ModelParts, layers_of
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
@@ -128,13 +128,10 @@ class _Uses(TorchFunctionMode):
         # Models read dtype or device from the first parameter that they find, but read the shape of
         # a specific parameter. Of these reads, only that of the shape counts as a use.
         if name != "__get__" or function == _SHAPE:
-            for value in (*args, *(kwargs or {}).values()):
-                for tensor in value if isinstance(value, list | tuple) else (value,):
-                    owners = (
-                        self._owners.get(id(tensor), ()) if isinstance(tensor, nn.Parameter) else ()
-                    )
-                    if owners and not any(self._running[owner] for owner in owners):
-                        self.uncalled.update(owners)
+            for tensor in iterate_tensors((args, kwargs)):
+                owners = self._owners.get(id(tensor), [])
+                if not any(self._running[owner] for owner in owners):
+                    self.uncalled.update(owners)
         return function(*args, **(kwargs or {}))
 
 

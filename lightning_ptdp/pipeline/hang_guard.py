@@ -193,13 +193,13 @@ class HangGuard:
         self._finalizer = weakref.finalize(self, closing.set)
         self._finalizer.atexit = False
 
-    def close(self, limit_s: float = 1.0) -> None:
-        """Stop the thread and wait for it for at most ``limit_s``.
+    def close(self) -> None:
+        """Stop the thread and wait for it for at most a second.
 
         The thread may hang in ``look``, in a call to a frozen store.
         """
         self._finalizer()
-        self._thread.join(limit_s)
+        self._thread.join(1.0)
 
 
 def _watch(look: Callable[[], bool], interval_s: float, closing: threading.Event) -> None:

@@ -134,14 +134,14 @@ class StatusBoard:
             return meeting.result(2 * limit_s)
         return False
 
-    def close(self, limit_s: float = 1.0) -> None:
-        """Publish once more, end the thread and wait for it for at most ``limit_s``.
+    def close(self) -> None:
+        """Publish once more, end the thread and wait for it for at most a second.
 
         The thread may hang in a call to a frozen store.
         """
         if self._is_mine:
             self.end()
-            self._thread.join(limit_s)
+            self._thread.join(1.0)
 
     def end(self) -> None:
         """Make the thread publish once more and end."""
