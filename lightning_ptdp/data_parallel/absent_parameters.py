@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.base.function_replacement import PartialModelError
 from lightning_ptdp.base.nested import iterate_tensors
-from lightning_ptdp.shims.quantization import class_of
+from lightning_ptdp.shims.quantization import class_of, set_elements
 from lightning_ptdp.shims.torch import compares_storages
 
 Access = Callable[[str | None], bool]
@@ -51,7 +51,8 @@ class AbsentParameter(nn.Parameter):
             if func == _SETS_DATA and args[1] is parameter:
                 return None
             if func in _COPIES:
-                value = super().__torch_function__(func, types, args, kwargs)
+                plain = vars(parameter).get("qdata", parameter)  # torchao's class is gone
+                value = super().__torch_function__(func, types, (plain, *args[1:]), kwargs)
                 value.__class__ = AbsentValue  # as_subclass would add a node to the graph
                 value._ptdp_access = parameter._ptdp_access
                 return value
@@ -102,14 +103,14 @@ def hide(parameter: nn.Parameter, nothing: Tensor) -> None:
     ``nothing`` is one element of its dtype on its device, which takes their place.
     """
     vars(parameter).setdefault("_ptdp_class", type(parameter))
-    parameter.data = nothing.expand(parameter.shape)
+    set_elements(parameter, nothing.expand(parameter.shape))
     parameter.__class__ = AbsentParameter
 
 
 def show(parameter: nn.Parameter, values: Tensor) -> None:
     """Give ``parameter`` its values."""
     parameter.__class__ = class_of(parameter)
-    parameter.data = values
+    set_elements(parameter, values)
 
 
 # ---- Functions that need no values ---------------------------------------------------------------

@@ -21,6 +21,7 @@ from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.parameters.materialize import put_values
 from lightning_ptdp.parameters.placement import Placement
+from lightning_ptdp.shims.quantization import elements_of, set_elements
 
 _ALIGNMENT = 32  # elements; keeps every view on a 128-byte boundary for float32
 
@@ -89,7 +90,7 @@ class FlatParameters:
 
         ``late_value`` returns those of parameters on the meta device, or None for zeros.
         """
-        whole = torch.zeros(size, dtype=parameters[0].parameter.dtype, device=device)
+        whole = torch.zeros(size, dtype=elements_of(parameters[0].parameter).dtype, device=device)
         flat = cls(
             parameters=parameters,
             offsets=offsets,
@@ -100,12 +101,14 @@ class FlatParameters:
             frees=frees,
         )
         for managed, view in flat._views():
-            values: Tensor | None = managed.parameter.detach()
+            values: Tensor | None = elements_of(managed.parameter)
             if managed.parameter.is_meta and late_value is not None:
                 values = late_value(managed)
             if values is not None:
                 view.copy_(values)
-            put_values(managed.parameter, view)
+            if managed.parameter.is_meta:
+                put_values(managed.parameter, view)
+            set_elements(managed.parameter, view)
         if frees:
             flat.own = flat.own.clone()
             flat.free()
@@ -188,9 +191,10 @@ class FlatParameters:
     def take_values(self) -> None:
         """Take the values of parameters that the user's step has moved to other memory."""
         for managed, view in self._views() if self.state is ParameterState.WHOLE else ():
-            if managed.parameter.data_ptr() != view.data_ptr():
-                view.copy_(managed.parameter)
-                managed.parameter.data = view
+            elements = elements_of(managed.parameter)
+            if elements.data_ptr() != view.data_ptr():
+                view.copy_(elements)
+                set_elements(managed.parameter, view)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the ranges of a flat tensor that belong to the parameters, in their shapes."""

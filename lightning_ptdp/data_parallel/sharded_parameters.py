@@ -44,7 +44,7 @@ from lightning_ptdp.forward.surroundings import Forward, Surrounding
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.parameters.rounded_weight import RoundedWeight
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.shims.quantization import PackedProduct, is_packed, release
+from lightning_ptdp.shims.quantization import PackedProduct, elements_of, is_packed, release
 
 Direction = Literal[-1, 0, 1]
 _Place = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -331,5 +331,5 @@ class PackedForward(OwnForward):
     def __call__(self, x: Tensor) -> Any:
         """Run the layer's forward."""
         layer: Any = self.module
-        elements = layer.weight.detach().as_subclass(Tensor)
+        elements = elements_of(layer.weight).as_subclass(Tensor)
         return PackedProduct.apply(x, elements, layer.bias, layer, self.original)

@@ -17,7 +17,7 @@ from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.data_parallel.rounded_parameters import RoundedParameters
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.shims.quantization import is_packed
+from lightning_ptdp.shims.quantization import elements_of, is_packed
 
 Gathered = FlatParameters | RoundedParameters
 """A storage, or its values in float8."""
@@ -109,7 +109,7 @@ def lay_out_unit(
         parameter = managed.parameter
         placement = managed.placement
         alone = managed if placement.tied else None
-        key = parameter.dtype, placement.data_axes, parameter.requires_grad, alone
+        key = elements_of(parameter).dtype, placement.data_axes, parameter.requires_grad, alone
         kinds.setdefault((*key, parameter in rounded, managed.stays_whole), []).append(managed)
     for (_, axes, *_, whole), alike in kinds.items():
         parameters = [managed.parameter for managed in alike]

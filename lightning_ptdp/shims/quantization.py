@@ -6,7 +6,7 @@ demand. tests/huggingface/test_quantized.py and tests/test_fp8.py check the name
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,24 @@ def class_of(parameter: nn.Parameter) -> Any:
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """Return True for a weight of bitsandbytes, whose elements are a plain tensor."""
+    """Return True for a quantized weight whose elements are a plain tensor of its shape."""
+    if "qdata" in vars(parameter):
+        return elements_of(parameter).shape == parameter.shape
     return class_of(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
+def elements_of(parameter: nn.Parameter) -> Tensor:
+    """Return the elements of a parameter, without the scales; torchao has them in ``qdata``."""
+    elements: Tensor = vars(parameter).get("qdata", parameter)
+    return elements.detach()
+
+
+def set_elements(parameter: nn.Parameter, elements: Tensor) -> None:
+    """Replace the elements of a parameter, which keeps its scales."""
+    if "qdata" in vars(parameter):
+        vars(parameter)["qdata"] = elements
+    else:
+        parameter.data = elements
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
@@ -87,10 +103,10 @@ def release(layer: Any) -> None:
 
 
 class PackedProduct(Function):
-    """Product of a layer of bitsandbytes whose graph saves the weight's elements.
+    """Product with a quantized weight whose graph saves the weight's elements.
 
-    The library's own graph refers to them directly. If replicas share them, they could then not be
-    freed between a forward and its backward.
+    The graph of bitsandbytes refers to them directly, so they could not be freed between a forward
+    and its backward. That of torchao saves the weight in the dtype of the product.
     """
 
     @staticmethod
@@ -98,31 +114,42 @@ class PackedProduct(Function):
         """Return the product, from input, elements, bias, layer and the layer's own forward."""
         x, elements, _, ctx.layer, product = args
         ctx.save_for_backward(elements)
-        state = getattr(ctx.layer, "state", None)
-        if state is None:
+        if hasattr(ctx.layer.weight, "quant_state"):
             ctx.layer.weight.quant_state.to(x.device)
+        if not hasattr(ctx.layer, "state"):
             return product(x)
-        state.CB = elements
+        ctx.layer.state.CB = elements
         y = product(x)
-        state.CB = None
+        ctx.layer.state.CB = None
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of input and bias."""
-        from bitsandbytes.functional import dequantize_4bit
-
         (gradient,) = gradients
         (elements,) = ctx.saved_tensors
         layer = ctx.layer
-        if hasattr(layer, "state"):
-            weight = elements * (layer.state.SCB / 127.0)[:, None]
-        else:
-            weight = dequantize_4bit(elements, layer.weight.quant_state)
+        weight = _dense(layer, elements)
         dtype = getattr(layer, "compute_dtype", None) or gradient.dtype
         of_input = (gradient.to(dtype) @ weight.to(dtype)).to(gradient.dtype)
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return of_input, None, of_bias, None, None
+
+
+def _dense(layer: Any, elements: Tensor) -> Tensor:
+    """Return the weight of a layer in floating point."""
+    weight = layer.weight
+    if hasattr(layer, "state"):
+        return elements * (layer.state.SCB / 127.0)[:, None]
+    if hasattr(weight, "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(elements, weight.quant_state)
+    kind = class_of(weight)
+    names, attributes = kind.__tensor_flatten__(weight)
+    parts = {name: getattr(weight, name) for name in names} | {"qdata": elements}
+    whole: Any = kind.__tensor_unflatten__(parts, attributes, weight.shape, weight.stride())
+    return cast(Tensor, whole.dequantize())
 
 
 Role = Literal["input", "weight", "grad_output"]

@@ -318,8 +318,14 @@ def test_replicated_adapter_weights_stay_equal_with_dropout(model, layout, pool)
 def test_sharing_of_quantized_weights_is_refused_before_training(tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
     refusal = r"q_proj.weight' is a Int8Tensor of torchao.quantization.* cannot share between"
+
+    def quantize(layers: Any) -> None:
+        quantization.quantize_(layers, quantization.Int8WeightOnlyConfig())
+        weight = layers[0].self_attn.q_proj.weight
+        weight.qdata = weight.qdata.flatten()  # as formats with several elements in a byte
+
     module = LitHuggingFace(Run(model="llama", eager=True))
-    quantization.quantize_(module.model.model.layers, quantization.Int8WeightOnlyConfig())
+    quantize(module.model.model.layers)
     strategy = PTDPStrategy(shard="parameters")
     with pytest.raises(ValueError, match=refusal):
         check_model(module, strategy.config, strategy.config.layout(2))
@@ -327,7 +333,7 @@ def test_sharing_of_quantized_weights_is_refused_before_training(tmp_path):
     class Late(LitHuggingFace):
         def configure_model(self):
             super().configure_model()
-            quantization.quantize_(self.model.model.layers, quantization.Int8WeightOnlyConfig())
+            quantize(self.model.model.layers)
 
     strategy = PTDPStrategy(pipeline_parallel_size=2, shard="parameters")
     with pytest.raises(ValueError, match=refusal):

@@ -1,6 +1,6 @@
 """Adapters on quantized weights (QLoRA, arXiv 2305.14314) train like in one process.
 
-The weights are those of bitsandbytes, which replicas can share, and of torchao."""
+The weights are those of bitsandbytes and of torchao."""
 
 import gc
 import os
@@ -35,10 +35,13 @@ def quantized_model(folder: str, kind: str) -> Any:
     config: Any
     if kind == "8 bits":
         config = transformers.BitsAndBytesConfig(load_in_8bit=True)
-    elif kind == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig
+    elif kind.startswith("torchao"):
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
-        config = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+        float8 = kind == "torchao float8"
+        config = transformers.TorchAoConfig(
+            Float8WeightOnlyConfig() if float8 else Int8WeightOnlyConfig()
+        )
     else:
         config = transformers.BitsAndBytesConfig(
             load_in_4bit=True,
@@ -86,8 +89,9 @@ def quantized(kind: str, folder: str) -> Run:
         ("fp4", "d2 sharded"),
         *(("nf4", layout) for layout in ("p2v2", "full", "c2", "d2 sharded gradients")),
         *(("8 bits", layout) for layout in ("d2", "p2v2", "d2 sharded")),
-        *((kind, "p2d2 sharded parameters") for kind in ("nf4", "8 bits")),
-        *(("torchao", layout) for layout in ("p2v2", "d2 sharded gradients")),
+        *((kind, "p2d2 sharded parameters") for kind in ("nf4", "8 bits", "torchao")),
+        ("torchao float8", "d2 sharded parameters"),
+        *(("torchao", layout) for layout in ("p2v2", "d2 sharded gradients", "d2 sharded")),
     ],
 )
 def test_adapters_on_quantized_weights_match_single_process(kind, layout, parity, folder):
@@ -95,11 +99,15 @@ def test_adapters_on_quantized_weights_match_single_process(kind, layout, parity
 
 
 @pytest.mark.parametrize(
-    ("world_size", "more"),
-    [(2, {"recompute": "full"}), (4, {"reshard_after": "block", P: 2, V: 2})],
+    ("kind", "world_size", "more"),
+    [
+        ("nf4", 2, {"recompute": "full"}),
+        ("nf4", 4, {"reshard_after": "block", P: 2, V: 2}),
+        ("torchao", 2, {"recompute": "full"}),
+    ],
 )
-def test_shared_quantized_weights_are_gathered_again(world_size, more, parity, folder):
-    parity.check(quantized("nf4", folder), (world_size, {"shard": "parameters", M: 2, **more}))
+def test_shared_quantized_weights_are_gathered_again(kind, world_size, more, parity, folder):
+    parity.check(quantized(kind, folder), (world_size, {"shard": "parameters", M: 2, **more}))
 
 
 def test_training_after_validation_is_the_same(parity, folder):
@@ -114,7 +122,7 @@ def test_training_after_validation_is_the_same(parity, folder):
         ("nf4", "p2v2", "d2 sharded parameters"),
         ("8 bits", "d2 sharded parameters", "p2v2"),
         ("8 bits", "p2v2", "d2 sharded gradients"),
-        ("torchao", "d2", "p2v2"),
+        ("torchao", "d2 sharded parameters", "p2v2"),
         ("torchao", "d2", "one"),
     ],
 )
@@ -181,7 +189,7 @@ class Measured(Run):
         return {"held": held.held, "most": held.most}
 
 
-@pytest.mark.parametrize(("kind", "width"), [("nf4", 0.5), ("8 bits", 1)])
+@pytest.mark.parametrize(("kind", "width"), [("nf4", 0.5), ("8 bits", 1), ("torchao", 1)])
 def test_replicas_share_elements_of_quantized_weights(kind, width, parity, folder):
     run = Measured(**vars(quantized(kind, folder)) | {"steps": 1, "validate_every": None})
     elements = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * width
@@ -201,7 +209,10 @@ def test_cut_of_quantized_weight_is_refused_before_launch(degrees, folder):
 def test_sharing_of_weights_of_torchao_is_refused_before_launch(folder):
     config = PTDPStrategy(shard="parameters").config
     module = LitQuantized(quantized("torchao", folder))
-    with pytest.raises(ValueError, match=r"Int8Tensor of torchao.* Use shard='gradients', or"):
+    check_model(module, config, config.layout(2))
+    weight: Any = module.model.base_model.model.model.layers[0].mlp.up_proj.weight
+    weight.qdata = weight.qdata.flatten()  # as formats with several elements in a byte
+    with pytest.raises(ValueError, match=r"Int8Tensor of torchao.* in Linear, .* one byte each"):
         check_model(module, config, config.layout(2))
 
 

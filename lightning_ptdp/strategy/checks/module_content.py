@@ -124,10 +124,13 @@ def check_quantized(model: nn.Module, config: PTDPConfig, layout: ParallelLayout
     """
     for name, parameter in quantized_parameters(model).items():
         kind = f"'{name}' is a {type(parameter).__name__} of {type(parameter).__module__}"
-        if config.shard == "parameters" and not is_packed(parameter):
+        layer = model.get_submodule(name.rpartition(".")[0])
+        packed = is_packed(parameter) and isinstance(layer, nn.Linear)
+        if config.shard == "parameters" and not packed:
             raise ValueError(
-                f"{kind}, which shard='parameters' cannot share between replicas. Use "
-                "shard='gradients', or quantize with transformers.BitsAndBytesConfig"
+                f"{kind} in {type(layer).__name__}, which shard='parameters' cannot share between "
+                "replicas: it shares the elements of linear layers, one byte each. Use "
+                "shard='gradients', Int8WeightOnlyConfig, or transformers.BitsAndBytesConfig"
             )
         if parameter.requires_grad:
             raise ValueError(
