@@ -93,9 +93,11 @@ class MatrixProduct:
 
         It is added here, in fewer passes, if the running backward would add it to ``weight.grad``.
         """
-        if torch.compiler.is_compiling():  # a graph has no effects other than its outputs
-            return self.weight_gradient(grad, x)
-        if self.weight.grad is None or not adds_to_gradient(self.weight):
+        if (
+            torch.compiler.is_compiling()  # a graph has no effects other than its outputs
+            or self.weight.grad is None
+            or not adds_to_gradient(self.weight)
+        ):
             return self.weight_gradient(grad, x)
         self.add_weight_gradient(grad, x)
         return None

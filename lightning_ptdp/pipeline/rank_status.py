@@ -209,15 +209,12 @@ class RankReport:
                     f"{self.heard[rank].status.place()}"
                 )
             text.append(f"No answer from rank {rank}, {detail}")
-        causes = {
-            rank: heard.status
+        causes = [
+            f"{_CAUSE} {rank}: {heard.status.failure} ({heard.status.raised_at})"
             for rank, heard in sorted(self.heard.items())
             if heard.status.failure and not heard.status.failure.startswith(LOST)
-        }
-        text += [
-            f"{_CAUSE} {rank}: {causes[rank].failure} ({causes[rank].raised_at})"
-            for rank in list(causes)[:1]
         ]
+        text += causes[:1]
         return "\n".join(text)
 
     def lost(self) -> str:

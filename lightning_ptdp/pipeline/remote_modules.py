@@ -88,11 +88,12 @@ def user_hooks(name: str, module: nn.Module, *, inside: bool = True) -> Iterator
             if not is_capture(hook) and not is_profiling(hook)
         }
         if selected:
-            owners = [owner for hook, _ in selected.values() if (owner := _owner(hook)) is not None]
+            owners = {id(_owner(hook)) for hook, _ in selected.values()} - {id(None)}
             registered, with_kwargs = forward_pre_hooks(child)
-            pre_hooks = [(hook, key in with_kwargs) for key, hook in registered.items()]
             before = tuple(
-                entry for entry in pre_hooks if any(_owner(entry[0]) is owner for owner in owners)
+                (hook, key in with_kwargs)
+                for key, hook in registered.items()
+                if id(_owner(hook)) in owners
             )
             yield UserHooks(full_name, child, selected, before)
 
