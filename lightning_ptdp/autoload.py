@@ -12,20 +12,22 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 from lightning_ptdp.base.requirements import check_core
 from lightning_ptdp.checkpoint_folders import (
-    find_last_remotely,
-    parse_folders,
-    read_folders,
-    upload_folders,
+    find_last,
+    load_file_or_folder,
+    parse_file_or_folder,
+    scan_files_and_folders,
+    upload_files_and_folders,
 )
 from lightning_ptdp.shims.lightning import (
     CLIS,
     LOADERS,
     SAVERS,
+    SCANNERS,
     TRAINERS,
     UPLOADERS,
     StrategyBase,
@@ -45,9 +47,8 @@ def install() -> None:
 
     Never raises, because torch's import must not fail."""
     try:
-        for name in _CHANGES:
-            if name in sys.modules:
-                _CHANGES[name](sys.modules[name])
+        for name in _CHANGED & sys.modules.keys():
+            _change(sys.modules[name])
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
     except Exception as error:
@@ -88,28 +89,35 @@ def _factory(namespace: str) -> Callable[..., StrategyBase]:
     return make_strategy
 
 
-def take_compiled(trainer: ModuleType) -> None:
-    """Let this package's strategy decide about compiled modules, in a module with a Trainer.
-
-    The strategy checks them before launch."""
-    replace_once(trainer, TRAINERS[trainer.__name__], _verify_others)
-
-
 def _verify_others(
     verify: Callable[[object, object], None], model: object, strategy: object
 ) -> None:
+    """Let this package's strategy decide about compiled modules, which it checks before launch."""
     if getattr(strategy, "strategy_name", None) != "ptdp":
         verify(model, strategy)
 
 
-_CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    **dict.fromkeys((*_REGISTRIES, *_FABRICS), register),
-    **dict.fromkeys(LOADERS, read_folders),
-    **dict.fromkeys(UPLOADERS, upload_folders),
-    **dict.fromkeys(CLIS, parse_folders),
-    **dict.fromkeys(SAVERS, find_last_remotely),
-    **dict.fromkeys(TRAINERS, take_compiled),
-}
+_REPLACEMENTS: tuple[tuple[Mapping[str, str], Callable[..., object]], ...] = (
+    (LOADERS, load_file_or_folder),
+    (SCANNERS, scan_files_and_folders),
+    (UPLOADERS, upload_files_and_folders),
+    (CLIS, parse_file_or_folder),
+    (SAVERS, find_last),
+    (TRAINERS, _verify_others),
+)
+"""Functions of Lightning, by module, and what is called in their place."""
+_CHANGED = {*_REGISTRIES, *_FABRICS}.union(*(places for places, _ in _REPLACEMENTS))
+
+
+def _change(module: ModuleType) -> None:
+    """Register the strategy in a module of Lightning, or replace functions of it."""
+    name = module.__name__
+    if name in _REGISTRIES or name in _FABRICS:
+        register(module)
+    for places, instead in _REPLACEMENTS:
+        if name in places:
+            owner, _, function = places[name].rpartition(".")
+            replace_once(getattr(module, owner, None) if owner else module, function, instead)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -118,7 +126,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _CHANGES:
+        if fullname not in _CHANGED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None:
@@ -128,5 +136,4 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _run_and_change(run: Callable[[ModuleType], None], module: ModuleType) -> None:
     run(module)
-    if module.__name__ in _CHANGES:  # one loader may run several modules
-        _CHANGES[module.__name__](module)
+    _change(module)  # nothing for the other modules that the same loader runs

@@ -1,7 +1,8 @@
-"""Changes of Lightning that make it read and upload checkpoint folders of this package.
+"""Functions that make Lightning read and upload checkpoint folders of this package.
 
-By default Lightning accepts only checkpoint files. This file imports nothing heavy: see
-autoload.py, which applies the changes when a module of Lightning is imported.
+By default Lightning accepts only checkpoint files. Each function gets the function of Lightning
+that it replaces as first argument. This file imports nothing heavy: see autoload.py, which replaces
+the functions when a module of Lightning is imported.
 """
 
 from __future__ import annotations
@@ -11,19 +12,9 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
-from lightning_ptdp.shims.lightning import (
-    CLIS,
-    LOADERS,
-    SAVERS,
-    UPLOADERS,
-    LightningCLI,
-    Trainer,
-    place_of_saves,
-    replace_once,
-)
+from lightning_ptdp.shims.lightning import LightningCLI, Trainer, place_of_saves
 
 # key checkpoint.single_file.TYPES, repeated here because that module imports torch
 _TYPES = "lightning_ptdp_types"
@@ -32,17 +23,13 @@ Found = tuple[float, str, object, str]
 """Time at which a checkpoint was written, its path, its score, and its kind."""
 
 
-def read_folders(reader: ModuleType) -> None:
-    """Let a module that reads checkpoints read folders too."""
-    replace_once(reader, LOADERS[reader.__name__], _load_file_or_folder)
-
-
-def _load_file_or_folder(
+def load_file_or_folder(
     load: Callable[..., object],
     path_or_url: object,
     map_location: Any = None,
     weights_only: bool | None = None,
 ) -> object:
+    """Return the content of a checkpoint that is a file or a folder."""
     path = (
         os.fspath(path_or_url).removeprefix("file://")
         if isinstance(path_or_url, str | os.PathLike)
@@ -60,13 +47,7 @@ def _load_file_or_folder(
     return read_whole(path, map_location, trusted=weights_only is False)
 
 
-def find_last_remotely(savers: ModuleType) -> None:
-    """Let ``ckpt_path="last"`` find checkpoints in object storage, in a module of savers."""
-    class_name, method = SAVERS[savers.__name__]
-    replace_once(getattr(savers, class_name, None), method, _find_last)
-
-
-def _find_last(find: Callable[..., set[str]], saver: Any, trainer: Trainer) -> set[str]:
+def find_last(find: Callable[..., set[str]], saver: Any, trainer: Trainer) -> set[str]:
     """Return the addresses of the last checkpoints of a saver.
 
     A folder is named by its ``metadata.json``, because folders in object storage have no time."""
@@ -83,39 +64,28 @@ def _find_last(find: Callable[..., set[str]], saver: Any, trainer: Trainer) -> s
     }
 
 
-def upload_folders(logger: ModuleType) -> None:
-    """Let a module with a logger that copies checkpoints (``log_model``) copy folders too."""
-    class_name, method = UPLOADERS[logger.__name__]
-    replace_once(logger, "_scan_checkpoints", _scan_files_and_folders)
-    if class_name == "WandbLogger":
-        replace_once(getattr(logger, class_name, None), method, _upload_files_and_folders)
-
-
-def _scan_files_and_folders(
+def scan_files_and_folders(
     scan: Callable[..., list[Found]],
     checkpoint_callback: object,
     logged_model_time: dict[str, float],
 ) -> list[Found]:
+    """Return the checkpoints that a logger is to copy, folders among them."""
     folders = _new_folders(checkpoint_callback, logged_model_time)
     return sorted(
         [*scan(checkpoint_callback, logged_model_time), *folders], key=lambda entry: entry[0]
     )
 
 
-def _upload_files_and_folders(upload: Callable[..., None], *args: object) -> None:
+def upload_files_and_folders(upload: Callable[..., None], *args: object) -> None:
+    """Let a logger that copies checkpoints (``log_model``) copy folders too."""
     with _artifacts_of_folders():
         upload(*args)
 
 
-def parse_folders(cli: ModuleType) -> None:
-    """Let a module with a command line take hyperparameters from a folder.
+def parse_file_or_folder(parse: Callable[[LightningCLI], None], cli: LightningCLI) -> None:
+    """Let a command line take hyperparameters from a folder.
 
-    The folder's hyperparameters are passed to it as a temporary file."""
-    class_name, method = CLIS[cli.__name__]
-    replace_once(getattr(cli, class_name, None), method, _parse_file_or_folder)
-
-
-def _parse_file_or_folder(parse: Callable[[LightningCLI], None], cli: LightningCLI) -> None:
+    They are passed to it as a temporary file."""
     subcommand = cli.config.get("subcommand")
     path = cli.config[subcommand].get("ckpt_path") if subcommand else None
     if not isinstance(path, str | os.PathLike) or not _is_checkpoint(os.fspath(path)):

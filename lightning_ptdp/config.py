@@ -287,6 +287,10 @@ class PTDPConfig(Degrees):
         """Return True if each replica keeps a part of the gradients."""
         return self.shard in ("gradients", "parameters")
 
+    def shared(self, layout: ParallelLayout) -> Sharding:
+        """Return what the replicas of a layout share; "none" if gradients have one rank only."""
+        return self.shard if layout.size("replica_sum") > 1 else "none"
+
     @property
     def reason_for_copies(self) -> str:
         """Return which option keeps copies of parameters for the optimizer, if one does."""

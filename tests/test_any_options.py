@@ -23,9 +23,9 @@ from lightning_ptdp.cli.generate import SampleOptions
 from lightning_ptdp.cli.launch_scripts import LaunchJob
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data import BertDataModule, IndexedDataModule, MixtureDataModule, TextDataModule
-from lightning_ptdp.data.batch_options import BatchOptions
 from lightning_ptdp.data.corpus import Corpus
-from lightning_ptdp.data.datamodule import PrepareConfig
+from lightning_ptdp.data.corpus_build import PrepareConfig
+from lightning_ptdp.data.stream_datamodule import BatchOptions
 from lightning_ptdp.models import BertConfig, GPTConfig
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.planner import DEVICES, SOFTWARE, Cluster, Device, Job, Link, Software, Space

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,15 +12,16 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.models import GPTConfig, LitGPT
 from lightning_ptdp.planner import find_device
-from lightning_ptdp.strategy import PTDPStrategy, auto
+from lightning_ptdp.strategy import PTDPStrategy, layout_choice
 from lightning_ptdp.strategy.layout_choice import (
     Forecast,
     Training,
     choose,
     fastest_layouts,
-    refuse_given,
+    wants_choice,
 )
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
@@ -216,7 +218,7 @@ def test_layout_refused_by_trainer_check_is_skipped(monkeypatch):
     for _ in range(2):
         with pytest.raises(ValueError, match="layout='auto' needs the batch size"):
             trainer.fit(LitTiny(Run()), DataLoader(PaddedTokens(4), batch_sampler=batches))
-    monkeypatch.setattr("lightning_ptdp.strategy.auto.check_trainer", refuse)
+    monkeypatch.setattr("lightning_ptdp.strategy.layout_choice.check_trainer", refuse)
     with pytest.raises(Stop):
         trainer.fit(LitCounted(Run()), DataLoader(PaddedTokens(64), batch_size=8))
     assert strategy.config.pipeline_parallel_size == 2
@@ -227,8 +229,9 @@ def test_gpu_name_is_read_in_child_process_before_fork(monkeypatch):
     """Once initialized in the main process, CUDA cannot be used in forked processes."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: str(os.getpid()))
     gpu = torch.device("cuda", 0)
-    assert auto._device_name(gpu, forks=True) != str(os.getpid())
-    assert auto._device_name(gpu, forks=False) == str(os.getpid())
+    ask = partial(device_name, gpu)
+    assert layout_choice._ask(ask, forks=True) != str(os.getpid())
+    assert layout_choice._ask(ask, forks=False) == str(os.getpid())
 
 
 def test_invalid_auto_layout_requests_are_refused():
@@ -241,7 +244,7 @@ def test_invalid_auto_layout_requests_are_refused():
         ValueError, match=r"layout='best' must be 'auto'\. To set sizes, leave it out"
     ):
         PTDPStrategy(layout="best")
-    refuse_given(PTDPStrategy(seed=3, compile="blocks").config)
+    assert wants_choice("auto", PTDPStrategy(seed=3, compile="blocks").config)
     with pytest.raises(ValueError, match=r"found no layout that fits on 4 x cpu with .* GiB each"):
         chosen_for(1e3)
     with pytest.raises(ValueError, match="the sizes of LightningModule cannot be determined"):

@@ -10,24 +10,20 @@ from lightning_ptdp.blocks.fp8 import Float8Linear
 from lightning_ptdp.blocks.recompute import Recomputed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings
-from lightning_ptdp.parallelize import ParallelModel
-from lightning_ptdp.strategy.block_passes import BLOCK_PASSES, BlockSetting, apply_block_passes
+from lightning_ptdp.parallel_model import ParallelModel
+from lightning_ptdp.parallelize import apply_block_passes
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
 
 def applied(module: nn.Module, **options: Any) -> ParallelModel:
-    config = PTDPConfig(**options)
-    parallel = ParallelModel(module=module, plan=ParallelPlan(blocks=""), notes=("first",))
     return apply_block_passes(
-        BlockSetting(
-            config=config,
-            mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0),
-            parallel=parallel,
-            surroundings=Surroundings(),
-            device=torch.device("cpu"),
-        )
+        ParallelModel(module=module, plan=ParallelPlan(blocks=""), notes=("first",)),
+        config=PTDPConfig(**options),
+        mesh=ProcessMesh.create(layout=ParallelLayout(world_size=1), rank=0),
+        surroundings=Surroundings(),
+        device=torch.device("cpu"),
     )
 
 
@@ -68,8 +64,7 @@ def test_run_without_float8_removes_earlier_float8():
         assert forwards(module[0]) == ([] if fp8 is None else [Float8Linear])
 
 
-def test_block_passes_are_options_and_off_by_default():
-    default = PTDPConfig(compile="none")
-    for each in BLOCK_PASSES:
-        assert hasattr(default, each.option)
-        assert not each.applies(default)
+def test_block_passes_are_off_by_default():
+    module = nn.Sequential(nn.Linear(2, 2))
+    assert applied(module).notes == ("first",)
+    assert forwards(module[0]) == []

@@ -96,6 +96,7 @@ def _kept_by_a_block(rank: int, compiled: bool) -> int:
         convert=lambda: None,
         plan=lambda _: plan,
         mesh=mesh,
+        config=PTDPConfig(),
         seed=0,
         device=torch.device("cpu"),
     )

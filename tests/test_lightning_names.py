@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning_ptdp.shims.lightning import (
     LOADERS,
     NAMESPACES,
     REPLACED,
+    SCANNERS,
     TRAINERS,
     UPLOADERS,
     fits,
@@ -100,25 +102,23 @@ def test_checkpoint_loaders_are_replaced(module):
     assert hasattr(load, REPLACED), "the function was not replaced at import"
 
 
-@pytest.mark.parametrize("module", UPLOADERS)
+@pytest.mark.parametrize("module", SCANNERS)
 def test_checkpoint_scan_of_uploading_loggers_is_replaced(module):
-    logger, method = UPLOADERS[module]
-    found = importlib.import_module(module)
-    assert hasattr(found._scan_checkpoints, REPLACED)
-    assert list(inspect.signature(found._scan_checkpoints).parameters) == [
-        "checkpoint_callback",
-        "logged_model_time",
-    ]
-    assert list(inspect.signature(getattr(getattr(found, logger), method)).parameters) == [
-        "self",
-        "checkpoint_callback",
-    ]
+    scan = pkgutil.resolve_name(f"{module}:{SCANNERS[module]}")
+    assert hasattr(scan, REPLACED)
+    assert list(inspect.signature(scan).parameters) == ["checkpoint_callback", "logged_model_time"]
+
+
+@pytest.mark.parametrize("module", UPLOADERS)
+def test_upload_of_loggers_is_replaced(module):
+    upload = pkgutil.resolve_name(f"{module}:{UPLOADERS[module]}")
+    assert hasattr(upload, REPLACED)
+    assert list(inspect.signature(upload).parameters) == ["self", "checkpoint_callback"]
 
 
 @pytest.mark.parametrize("module", CLIS)
 def test_checkpoint_path_parser_of_cli_is_replaced(module):
-    name, method = CLIS[module]
-    parse = getattr(getattr(importlib.import_module(module), name), method)
+    parse = pkgutil.resolve_name(f"{module}:{CLIS[module]}")
     assert hasattr(parse, REPLACED)
     assert list(inspect.signature(parse).parameters) == ["self"]
 

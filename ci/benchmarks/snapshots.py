@@ -35,7 +35,7 @@ def measure(rank: int, folder: str, size: str, rounds: int, steps: int) -> dict[
         "none": in_trainer(config, batch, lambda: plain),
     }
     times = alternate(engines, rounds=rounds, steps=steps, ours=engines)
-    taking.remove_snapshots()
+    taking.snapshots.remove()
     return times
 
 

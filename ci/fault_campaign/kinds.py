@@ -59,7 +59,7 @@ class Kind:
 _WRITE = ("lightning_ptdp.checkpoint.checksums:SummingFile.write",)
 _METADATA = (
     "lightning_ptdp.checkpoint.save:encode_index",
-    "lightning_ptdp.checkpoint.save:write_metadata",
+    "lightning_ptdp.checkpoint.save_folders:write_metadata",
 )
 _RENAME = ("os:rename",)
 _LATEST = ("os:symlink", "os:replace")
@@ -85,7 +85,7 @@ KINDS = {
     "data": Kind(calls=("fault_campaign.training:Tokens.__getitems__",), most=2),
     "validation": Kind(calls=_FORWARD, most=8, armed="validation"),
     "load": Kind(
-        calls=("lightning_ptdp.checkpoint.reader:read_rectangle",), most=30, armed="start"
+        calls=("lightning_ptdp.checkpoint.stored_tensor:read_rectangle",), most=30, armed="start"
     ),
     "forward": Kind(calls=_FORWARD, most=8),
     "backward": Kind(calls=("parameters:gradient",), most=12),

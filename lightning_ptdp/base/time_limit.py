@@ -1,14 +1,20 @@
-"""Time limits for code in this process: it is interrupted, or a thread with it is abandoned."""
+"""Time limits: code is interrupted, a thread with it is abandoned, or a file lock is given up."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import IO, TypeVar
 
+_POLL_S = 0.02
 T = TypeVar("T")
 
 
@@ -77,3 +83,48 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
     )
+
+
+# ---- File locks for processes that take turns in a folder ------------------------------------------
+
+
+@contextmanager
+def one_at_a_time(folder: Path | None, *, limit_s: float) -> Iterator[None]:
+    """Let only one process at a time run the context for ``folder``.
+
+    A process continues without the lock after ``limit_s``. Where the file system has no locks, it
+    continues at once. If ``folder`` is None, there is no lock.
+    """
+    if folder is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        wait_for_lock(handle, limit_s=limit_s)
+        yield
+    finally:
+        os.close(handle)
+
+
+def wait_for_lock(file: int | IO[bytes], *, limit_s: float) -> None:
+    """Lock a file, or give up at the time limit.
+
+    The call returns at once if the file system has no locks.
+    """
+    deadline = time.monotonic() + limit_s
+    with contextlib.suppress(OSError):
+        while not locked(file) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def locked(file: int | IO[bytes]) -> bool:
+    """Return True if this process holds the lock of a file now.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -39,7 +39,7 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.spans import Timeline
-from lightning_ptdp.strategy.checks.whole_model import whole_model
+from lightning_ptdp.strategy.checks.model import whole_model
 from lightning_ptdp.strategy.planning import described_choice, described_job
 
 

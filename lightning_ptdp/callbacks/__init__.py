@@ -6,9 +6,14 @@ from lightning_ptdp.callbacks.artifacts import SaveResolvedConfig
 from lightning_ptdp.callbacks.expert_load import ExpertLoad
 from lightning_ptdp.callbacks.export_huggingface import ExportHuggingFace
 from lightning_ptdp.callbacks.pipeline_timeline import PipelineTimeline
-from lightning_ptdp.callbacks.predictions import PredictionWriter
-from lightning_ptdp.callbacks.run_report import RunRecord, RunReport, ValidateAtEnd
-from lightning_ptdp.callbacks.run_start import InitFrom, LayoutSummary, LogDatasets
+from lightning_ptdp.callbacks.run_callbacks import (
+    InitFrom,
+    LayoutSummary,
+    LogDatasets,
+    RunRecord,
+    RunReport,
+    ValidateAtEnd,
+)
 from lightning_ptdp.callbacks.save_on_signal import SaveOnSignal
 from lightning_ptdp.callbacks.step_metrics import (
     Goodput,
@@ -18,7 +23,7 @@ from lightning_ptdp.callbacks.step_metrics import (
     TrainPerplexity,
 )
 from lightning_ptdp.callbacks.step_progress import StepProgress
-from lightning_ptdp.callbacks.write_samples import WriteSamples
+from lightning_ptdp.callbacks.written_outputs import PredictionWriter, WriteSamples
 
 __all__ = [
     "ExpertLoad",

@@ -71,13 +71,20 @@ def store_table(logger: Logger, table: Mapping[str, list[Any]], name: str, *, st
         logger.experiment.add_text(name, "\n".join(lines), step)
 
 
+def model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    """Return the ``ModelCheckpoint`` callbacks of a run."""
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+
+
 def checkpoint_dirs(trainer: Trainer) -> list[Place]:
     """Return the folders that a run's ``ModelCheckpoint`` callbacks have."""
-    return [
-        located(callback.dirpath)
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None
-    ]
+    folders = [callback.dirpath for callback in model_checkpoints(trainer)]
+    return [located(folder) for folder in folders if folder is not None]
+
+
+def mlflow_loggers(trainer: Trainer) -> list[MLFlowLogger]:
+    """Return the loggers of a run that are this package's ``MLFlowLogger``."""
+    return [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
 
 
 def keep_files(

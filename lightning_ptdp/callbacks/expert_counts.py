@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.tensor_parallel import Experts
@@ -69,9 +70,9 @@ class _Layer:
     """Counts of one local module of experts.
 
     Attributes:
-        counts: (E,) float64, number of choices of each expert.
-        entropy: (2,) float64, sum of the entropies of the router's probabilities, and the number of
-            tokens in it.
+        counts: (E,) float64, number of choices of each expert; a view into the table of all layers.
+        entropy: (2,) float64, another view: sum of the entropies of the router's probabilities, and
+            the number of tokens in it.
         scores: Last output before the experts that has the form of the router's scores, (..., E).
         scored_by: Module beside the experts that made the scores, itself or by a module inside of
             it.
@@ -82,7 +83,7 @@ class _Layer:
     scores: Tensor | None = None
     scored_by: nn.Module | None = None
 
-    def attach(self, experts: nn.Module, siblings: Sequence[nn.Module]) -> list[Callable[[], None]]:
+    def attach(self, experts: nn.Module, siblings: Sequence[nn.Module]) -> list[RemovableHandle]:
         position = list(inspect.signature(type(experts).forward).parameters)[2]
         hooks = [
             experts.register_forward_pre_hook(partial(self._chosen, position), with_kwargs=True)
@@ -92,7 +93,7 @@ class _Layer:
             for sibling in siblings
             for inner in sibling.modules()
         ]
-        return [hook.remove for hook in hooks]
+        return hooks
 
     def _scored(
         self, sibling: nn.Module, module: nn.Module, args: tuple[Any, ...], output: object
@@ -140,11 +141,13 @@ class ExpertCounts:
 
     Attributes:
         numbers: Number of experts of each module, by name, in the order of the model.
+        table: (modules, largest number + 2) float64. A row holds the counts of a module, and the
+            sums of its entropies in the last two columns; it is zero for modules of other ranks.
     """
 
     numbers: Mapping[str, int]
-    _layers: dict[str, _Layer] = field(default_factory=dict)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    table: Tensor
+    _hooks: list[RemovableHandle] = field(default_factory=list)
 
     @classmethod
     def attach(cls, trainer: Trainer, module: LightningModule) -> ExpertCounts:
@@ -152,35 +155,33 @@ class ExpertCounts:
         kind = Experts()
         modules = {name: child for name, child in module.named_modules() if kind.fits(child)}
         numbers = {name: _number(trainer, child) for name, child in modules.items()}
-        counts = cls(numbers=_of_all_stages(trainer, numbers))
+        numbers = _of_all_stages(trainer, numbers)
+        shape = (len(numbers), max(numbers.values(), default=0) + 2)
+        table = torch.zeros(shape, dtype=torch.float64, device=trainer.strategy.root_device)
+        counts = cls(numbers=numbers, table=table)
+        rows = dict(zip(numbers, table, strict=True))
         for name, experts in modules.items():
-            zeros = partial(torch.zeros, dtype=torch.float64, device=trainer.strategy.root_device)
-            layer = counts._layers[name] = _Layer(counts=zeros(numbers[name]), entropy=zeros(2))
+            layer = _Layer(counts=rows[name][: numbers[name]], entropy=rows[name][-2:])
             siblings = [
                 child
                 for child in module.get_submodule(name.rpartition(".")[0]).children()
                 if child is not experts
             ]
-            counts._undo += layer.attach(experts, siblings)
+            counts._hooks += layer.attach(experts, siblings)
         return counts
 
     def detach(self) -> None:
         """Stop counting."""
-        for undo in self._undo:
-            undo()
+        for hook in self._hooks:
+            hook.remove()
 
-    def aside(self) -> Callable[[], None]:
+    def aside(self) -> Callable[[], object]:
         """Set the counts aside and count from zero; return a function that restores them.
 
         The function discards the counts made meanwhile."""
-        saved = [tensor.clone() for tensor in self._tensors()]
-        self._clear()
-
-        def restore() -> None:
-            for tensor, value in zip(self._tensors(), saved, strict=True):
-                tensor.copy_(value)
-
-        return restore
+        saved = self.table.clone()
+        self.table.zero_()
+        return lambda: self.table.copy_(saved)
 
     def take(self, trainer: Trainer) -> list[LayerLoad]:
         """Return and reset the counts since the last call, over all ranks.
@@ -188,36 +189,18 @@ class ExpertCounts:
         The layers are in the order of the model. Collective, and waits for the device."""
         if not self.numbers:
             return []
-        width = max(self.numbers.values())
-        table = torch.zeros(
-            len(self.numbers), width + 2, dtype=torch.float64, device=trainer.strategy.root_device
-        )
-        for row, (name, number) in enumerate(self.numbers.items()):
-            if name in self._layers:
-                table[row, :number] = self._layers[name].counts
-                table[row, width:] = self._layers[name].entropy
-        self._clear()
+        table = self.table.clone()
+        self.table.zero_()
         rows = trainer.strategy.reduce(table, dist.group.WORLD, "sum").tolist()
         return [
             LayerLoad(
                 name=name,
                 loads=tuple(number * count / total for count in row[:number]),
-                router_entropy=row[width] / row[width + 1] / math.log(max(2, number))
-                if row[width + 1]
-                else None,
+                router_entropy=row[-2] / row[-1] / math.log(max(2, number)) if row[-1] else None,
             )
             for (name, number), row in zip(self.numbers.items(), rows, strict=True)
             if (total := sum(row[:number]))
         ]
-
-    def _tensors(self) -> list[Tensor]:
-        return [
-            tensor for layer in self._layers.values() for tensor in (layer.counts, layer.entropy)
-        ]
-
-    def _clear(self) -> None:
-        for tensor in self._tensors():
-            tensor.zero_()
 
 
 def _number(trainer: Trainer, experts: nn.Module) -> int:

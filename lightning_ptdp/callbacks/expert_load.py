@@ -48,7 +48,7 @@ class ExpertLoad(Callback):
         self.picture = picture
         self.dirpath = dirpath
         self._counts: ExpertCounts | None = None
-        self._go_on: Callable[[], None] | None = None
+        self._go_on: Callable[[], object] | None = None
         self._step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

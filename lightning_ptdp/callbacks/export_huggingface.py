@@ -13,11 +13,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.callbacks.artifacts import mlflow_loggers
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.local_copies import readable
 from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.loggers import MLFlowLogger
-from lightning_ptdp.loggers.model_registry import log_folder
+from lightning_ptdp.loggers.mlflow_entities import log_folder
 from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
 When = Literal["end", "checkpoint"]
@@ -94,7 +95,7 @@ class ExportHuggingFace(pl.Callback):
             ValueError: The folder cannot be made, the export would change a file or folder that the
                 run reads, or there is no logger that could log the model.
         """
-        if self._log_model and not _mlflow_loggers(trainer):
+        if self._log_model and not mlflow_loggers(trainer):
             raise ValueError(
                 "log_model=True needs an MLFlowLogger of lightning_ptdp.loggers. Add it to the "
                 "Trainer, or leave log_model out"
@@ -154,12 +155,8 @@ class ExportHuggingFace(pl.Callback):
             self._is_due = False
             rank_zero_info(f"exported:    {files.absolute(folder)}")
             if self._log_model and trainer.is_global_zero:
-                for logger in _mlflow_loggers(trainer):
+                for logger in mlflow_loggers(trainer):
                     _log(logger, folder)
-
-
-def _mlflow_loggers(trainer: pl.Trainer) -> list[MLFlowLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
 
 
 def _log(logger: MLFlowLogger, folder: Place) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.tensor_parallel import Experts
@@ -166,17 +166,13 @@ def _stages(parallel: ParallelModel, layout: ParallelLayout) -> tuple[StageSumma
         *((stage, parts.between) for stage in parallel.cut.starts),
         (last, parts.after),
     ]
-    extras = {
-        stage: ", ".join(name for owner, names in modules if owner == stage for name in names)
-        for stage, _ in modules
-    }
     return tuple(
         StageSummary(
             stage=stage,
             rank=layout.rank_of_stage(stage),
             first_layer=start,
             last_layer_exclusive=stop,
-            extra=extras.get(stage, ""),
+            extra=", ".join(name for owner, names in modules if owner == stage for name in names),
         )
         for stage, (start, stop) in enumerate(parallel.ranges)
     )

@@ -12,12 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ptdp.base.signals import HeldSignal, SignalNotes
-from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
+from lightning_ptdp.callbacks.artifacts import checkpoint_dirs, model_checkpoints
 from lightning_ptdp.checkpoint import CheckpointError, CheckpointMetadata, read_metadata
 from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.shims.lightning import requeue_handler
@@ -151,14 +150,9 @@ class SaveOnSignal(pl.Callback):
         _finish_saving(trainer)
         if not trainer.is_global_zero:
             return
-        callbacks = [
-            callback
-            for callback in trainer.checkpoint_callbacks
-            if isinstance(callback, ModelCheckpoint)
-        ]
         saved = {
             path
-            for saver in callbacks
+            for saver in model_checkpoints(trainer)
             for path in (saver.last_model_path, saver.best_model_path, *saver.best_k_models)
             if path
         }
@@ -200,10 +194,7 @@ def superseded(
         own: Checkpoints that are known to belong to this run.
         experiment: Experiment named in checkpoints of this run; None if they name none.
     """
-    newest = 0.0
-    for path in saved:
-        metadata = _metadata(path)
-        newest = max(newest, 0.0 if metadata is None else metadata.created)
+    times = [other.created for path in saved if (other := _metadata(path)) is not None]
     candidates = {}
     for path in found:
         metadata = _metadata(path)
@@ -212,7 +203,7 @@ def superseded(
         is_stated = experiment is not None and metadata.run.get("experiment") == experiment
         if path in own or is_stated:
             candidates[path] = metadata.created
-    newest = max([newest, *candidates.values()])
+    newest = max([*times, *candidates.values()], default=0.0)
     return [path for path, created in candidates.items() if created < newest]
 
 

@@ -147,7 +147,7 @@ class Throughput(Callback):
         pl_module: LightningModule,
         outputs: object,
         batch: object,
-        batch_idx: int,
+        *_: object,
     ) -> None:
         """Measure the step and log the rates."""
         now = time.perf_counter()

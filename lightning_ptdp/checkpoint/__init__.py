@@ -19,11 +19,6 @@ every rank.
 """
 
 from lightning_ptdp.checkpoint.background import BackgroundSaver
-from lightning_ptdp.checkpoint.checkpoint_error import (
-    CheckpointError,
-    MissingCheckpointError,
-    reading,
-)
 from lightning_ptdp.checkpoint.files import local_path
 from lightning_ptdp.checkpoint.latest import (
     OnDamage,
@@ -31,7 +26,7 @@ from lightning_ptdp.checkpoint.latest import (
     complete_checkpoints,
     mark_latest,
 )
-from lightning_ptdp.checkpoint.load import Stored, load_tensors
+from lightning_ptdp.checkpoint.load import InMemory, Stored, load_tensors
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, rectangles_of
 from lightning_ptdp.checkpoint.memory_folders import newest_checkpoint
 from lightning_ptdp.checkpoint.metadata import (
@@ -52,25 +47,27 @@ from lightning_ptdp.checkpoint.optimizer import (
 )
 from lightning_ptdp.checkpoint.reader import TensorReader, verify_checkpoint
 from lightning_ptdp.checkpoint.save import reshard_checkpoint, save_checkpoint, write_checkpoint
-from lightning_ptdp.checkpoint.save_agreement import same_outcome
+from lightning_ptdp.checkpoint.save_agreement import (
+    CheckpointError,
+    MissingCheckpointError,
+    reading,
+    same_outcome,
+)
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.saved_state import left_out, read_state
 from lightning_ptdp.checkpoint.single_file import (
     PARAMETER_NAMES,
     TYPES,
-    InMemory,
-    with_types,
-    write_file,
-)
-from lightning_ptdp.checkpoint.tagged_json import portable
-from lightning_ptdp.checkpoint.whole_checkpoint import (
     StoredOptimizers,
     StoredWeights,
     is_checkpoint,
     read_full,
     read_whole,
     to_lightning_file,
+    with_types,
+    write_file,
 )
+from lightning_ptdp.checkpoint.tagged_json import portable
 
 __all__ = [
     "PARAMETER_NAMES",

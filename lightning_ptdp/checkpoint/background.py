@@ -7,7 +7,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from multiprocessing import util
 from pathlib import Path
@@ -18,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.base.checked_json import Json
+from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
 from lightning_ptdp.checkpoint.remote_path import Place
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
-from lightning_ptdp.checkpoint.save_agreement import same_outcome
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, has_groups, same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.tagged_json import Encoded
 
@@ -56,14 +58,12 @@ class BackgroundSaver:
     ) -> None:
         self._limit, self._keeper = limit, keeper or SaveFolders()
         self._group: Any = group
-        if group is None and dist.is_available() and dist.is_initialized():
+        if group is None and has_groups():
             self._group = dist.new_group(backend="gloo", timeout=limit)
         self._copies = HostCopies()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._is_writing = False
+        self._saving: Future[None] | None = None
         self._lock = threading.Lock()
-        self._then: list[Callable[[], object]] = []
+        self._then: list[Callable[[], object]] | None = None  # None: no save is running
         self._target: Place = Path()
         # At exit, Python does not join daemon threads, and joins other threads without a time
         # limit. Processes of multiprocessing do not run atexit functions.
@@ -103,14 +103,10 @@ class BackgroundSaver:
             rectangles = rectangles_of(
                 {name: (copies[name], placement) for name, (_, placement) in tensors.items()}
             )
-        self._then, self._is_writing = [then], True
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(rectangles, content, metadata),
-            name=f"save {self._target.name}",
-            daemon=True,
+        self._then = [then]
+        self._saving = in_thread(
+            partial(self._write, rectangles, content, metadata), name=f"save {self._target.name}"
         )
-        self._thread.start()
 
     def after(self, action: Callable[[], object]) -> None:
         """Call ``action`` when the current save is complete, or at once if no save is running.
@@ -118,10 +114,10 @@ class BackgroundSaver:
         ``action`` is not called if the save fails.
         """
         with self._lock:
-            if self._is_writing:
+            if self._then is not None:
                 self._then.append(action)
                 return
-        if self._error is None:
+        if self._saving is None or self._saving.exception() is None:
             action()
 
     def wait(self, limit: timedelta | None = None) -> None:
@@ -134,16 +130,16 @@ class BackgroundSaver:
         """
         # The limit is doubled, because the thread began its own waits for other ranks later than
         # this one, and their errors say more.
-        thread, limit = self._thread, limit or 2 * self._limit
-        if thread is None:
+        seconds = (limit or 2 * self._limit).total_seconds()
+        if self._saving is None:
             return
-        thread.join(limit.total_seconds())
-        if thread.is_alive():
+        try:
+            error = self._saving.exception(seconds)
+        except TimeoutError:
             raise CheckpointError(
-                f"saving the checkpoint {self._target} did not end within "
-                f"{limit.total_seconds():g} s"
-            )
-        error, self._thread, self._error = self._error, None, None
+                f"saving the checkpoint {self._target} did not end within {seconds:g} s"
+            ) from None
+        self._saving = None
         if isinstance(error, CheckpointError):
             raise CheckpointError(str(error)) from error
         if error is not None:
@@ -165,11 +161,9 @@ class BackgroundSaver:
         self._at_exit.cancel()
 
     def _finish(self) -> None:
-        thread = self._thread
-        if thread is None:
+        if self._saving is None:
             return
-        thread.join(_TELL_S)
-        if thread.is_alive():
+        if wait([self._saving], _TELL_S).not_done:
             limit = self._limit.total_seconds()
             print(
                 f"waiting until the checkpoint {self._target} is complete, at most {limit:g} s",
@@ -197,17 +191,18 @@ class BackgroundSaver:
                 keeper=self._keeper,
                 group=self._group,
             )
-            while True:
-                with self._lock:
-                    if not self._then:
-                        self._is_writing = False
-                        return
-                    action = self._then.pop(0)
+            while action := self._next():
                 action()
-        except BaseException as error:
-            # The next ``wait`` raises the error in the main thread.
-            with self._lock:
-                self._error, self._is_writing = error, False
+        except BaseException:  # the next ``wait`` raises it in the main thread
+            self._then = None
+            raise
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._lock:
+            if self._then:
+                return self._then.pop(0)
+            self._then = None
+            return None
 
 
 # ---- Copies of tensors in the memory of the host, which stay there until the next copies ---------

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import bisect
 import functools
-import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import IO, Any
 
@@ -24,13 +23,14 @@ import numpy as np
 
 from lightning_ptdp.base.checked_json import Misfit
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 
 BLOCK = 16 * 1024
 DATA_SUFFIX, SUMS_SUFFIX = ".safetensors", ".crc"
 Sums = np.ndarray[Any, Any]
 """CRC-32 of every block of a file; (blocks) uint32."""
+PReadV = Callable[[Sequence[memoryview], int], int]
 _SUM = np.dtype("<u4")
 _REQUEST = 16 << 20  # bytes of one request, which are in memory
 
@@ -132,63 +132,50 @@ class FetchedRanges:
 
 
 class RawFile:
-    """An open file that is read in parts, into the same memory unless the caller provides some.
+    """An open file that is read in parts.
 
-    This memory is faster than new memory while it is in the processor's cache.
+    Args:
+        preadv: Reads bytes from a position into the first buffer, and returns their number.
+        path: The file.
     """
 
-    def __init__(self, stream: io.FileIO | FetchedRanges, path: Place) -> None:
-        self.path = path
-        self._preadv = (
-            stream.preadv
-            if isinstance(stream, FetchedRanges)
-            else functools.partial(os.preadv, stream.fileno())
-        )
-        self._scratch = np.empty(0, dtype=np.uint8)
+    def __init__(self, preadv: PReadV, path: Place) -> None:
+        self.path, self._preadv = path, preadv
 
-    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        """Return the bytes [start, stop), read into ``into`` if it is given.
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """Read the bytes [start, stop) into memory of that size.
 
         Raises:
             CheckpointError: The file is too short.
         """
-        if into is None and len(self._scratch) < stop - start:
-            self._scratch = np.empty(stop - start, dtype=np.uint8)
-        content = into if into is not None else self._scratch.data[: stop - start]
         at = start
         while at < stop:
-            count = self._preadv([content[at - start :]], at)
+            count = self._preadv([into[at - start :]], at)
             if not count:
                 raise CheckpointError(
                     f"{self.path} is damaged: it ends at byte {at} instead of {stop} or later"
                 )
             at += count
-        return content
 
 
 class SummedFile(RawFile):
     """A data file that returns only checked bytes.
+
+    Parts of blocks are read into the same memory, which is faster than new memory while it is in
+    the processor's cache.
 
     Attributes:
         path: The file.
         size: Size of the file in bytes.
     """
 
-    def __init__(
-        self, stream: io.FileIO | FetchedRanges, path: Place, sums: Sums, size: int
-    ) -> None:
-        super().__init__(stream, path)
+    def __init__(self, preadv: PReadV, path: Place, sums: Sums, size: int) -> None:
+        super().__init__(preadv, path)
         self._sums, self.size = sums, size
+        self._scratch = np.empty(0, dtype=np.uint8)
 
-    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        """Return the bytes [start, stop); whole blocks are read and compared with their sums.
-
-        Args:
-            start: First byte.
-            stop: Byte after the last one.
-            into: Memory of that many bytes. If the range consists of whole blocks, they are read
-                into this memory, which is returned. Otherwise the next call reuses the returned
-                memory.
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """Read the bytes [start, stop); whole blocks are read and compared with their sums.
 
         Raises:
             CheckpointError: The file is damaged in this range, or too short. The message names the
@@ -200,24 +187,31 @@ class SummedFile(RawFile):
                 f"has {self.size}"
             )
         begin, end = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.size)
-        into = into if (begin, end) == (start, stop) else None
-        content = super().read(begin, end, into)
+        content, is_part = into, (begin, end) != (start, stop)
+        if is_part:
+            if len(self._scratch) < end - begin:
+                self._scratch = np.empty(end - begin, dtype=np.uint8)
+            content = self._scratch.data[: end - begin]
+        super().read(begin, end, content)
         for at in range(begin, end, BLOCK):
             if zlib.crc32(content[at - begin : at - begin + BLOCK]) != self._sums[at // BLOCK]:
                 raise CheckpointError(
                     f"{self.path} is damaged: the CRC-32 of bytes {at} to "
                     f"{min(at + BLOCK, self.size)} differs from the stored one"
                 )
-        return content if into is not None else content[start - begin : stop - begin]
+        if is_part:
+            into[:] = content[start - begin : stop - begin]
 
-    def check(self, *, step: int = 1 << 20) -> None:
-        """Read and compare the whole file, ``step`` bytes at a time.
+    def check(self) -> None:
+        """Read and compare the whole file, one MiB at a time.
 
         Raises:
             CheckpointError: The file is damaged.
         """
-        for start in range(0, self.size, step):
-            self.read(start, min(start + step, self.size))
+        piece = memoryview(bytearray(1 << 20))
+        for start in range(0, self.size, len(piece)):
+            stop = min(start + len(piece), self.size)
+            self.read(start, stop, piece[: stop - start])
 
 
 @contextmanager
@@ -232,7 +226,7 @@ def open_summed(
         blocks = (
             (start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, size)) for start, stop in ranges
         )
-        yield SummedFile(FetchedRanges(path, blocks), path, sums, size)
+        yield SummedFile(FetchedRanges(path, blocks).preadv, path, sums, size)
         return
     with open(path, "rb", buffering=0) as stream:
-        yield SummedFile(stream, path, sums, size)
+        yield SummedFile(functools.partial(os.preadv, stream.fileno()), path, sums, size)

@@ -7,25 +7,31 @@ cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from threading import Lock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.checksums import BLOCK, DATA_SUFFIX, SUMS_SUFFIX, summing
 from lightning_ptdp.checkpoint.index import StoredRectangle
 from lightning_ptdp.checkpoint.local_rectangles import Held, LocalRectangle, check_held, share_out
 from lightning_ptdp.checkpoint.metadata import FileEntry, TensorEntry, write_small
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
 from lightning_ptdp.checkpoint.safetensors_file import header_of, is_storable
-from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank, same_outcome
-from lightning_ptdp.checkpoint.stored_tensor import pieces_of
+from lightning_ptdp.checkpoint.save_agreement import (
+    CheckpointError,
+    gather,
+    is_rank_zero,
+    own_rank,
+    same_outcome,
+)
+from lightning_ptdp.checkpoint.stored_tensor import PIECE, as_bytes, rows_at_once
 
 # In larger files, a header that fills whole blocks is negligible.
 _ALIGNED_BYTES = 1 << 20
@@ -109,14 +115,14 @@ def write_data_file(
     # Tensors of whole blocks come first, and the largest of the others next, to begin at a block.
     ordered = sorted(
         rectangles,
-        key=lambda rectangle: (rectangle.values.nbytes % BLOCK > 0, -rectangle.values.nbytes),
+        key=lambda rectangle: (rectangle.nbytes % BLOCK > 0, -rectangle.nbytes),
     )
-    align = BLOCK if sum(rectangle.values.nbytes for rectangle in ordered) > _ALIGNED_BYTES else 8
+    align = BLOCK if sum(rectangle.nbytes for rectangle in ordered) > _ALIGNED_BYTES else 8
     header, begins = header_of(
         {_key(rectangle): _entry(rectangle) for rectangle in ordered}, align=align
     )
     stored = []
-    ends = [begins[_key(rectangle)] + rectangle.values.nbytes for rectangle in ordered]
+    ends = [begins[_key(rectangle)] + rectangle.nbytes for rectangle in ordered]
     with summing(path, max(ends, default=len(header))) as file:
         with turn or nullcontext():
             file.write(header)
@@ -140,7 +146,7 @@ def _write(
         rectangles = [
             piece for rectangle in rectangles for piece in rectangle.pieces(_OBJECT_BYTES)
         ]
-        total = sum(rectangle.values.nbytes for rectangle in rectangles)
+        total = sum(rectangle.nbytes for rectangle in rectangles)
         num_files = max(num_files, -(-total // _OBJECT_BYTES))
     shares = [share for share in _shares(rectangles, num_files) if share]
     names = [f"rank{rank}-{number}{DATA_SUFFIX}" for number in range(len(shares))]
@@ -164,16 +170,12 @@ def _unseen(folder: Place, names: set[str]) -> list[str]:
 
 def _shares(rectangles: Sequence[LocalRectangle], count: int) -> list[list[LocalRectangle]]:
     """Return ``count`` lists of about as many bytes each."""
-    if count == 1:
-        return [list(rectangles)]
     shares: list[list[LocalRectangle]] = [[] for _ in range(count)]
     sizes = [0] * count
-    for rectangle in sorted(
-        rectangles, key=lambda rectangle: rectangle.values.nbytes, reverse=True
-    ):
+    for rectangle in sorted(rectangles, key=lambda rectangle: rectangle.nbytes, reverse=True):
         smallest = sizes.index(min(sizes))
         shares[smallest].append(rectangle)
-        sizes[smallest] += rectangle.values.nbytes
+        sizes[smallest] += rectangle.nbytes
     return shares
 
 
@@ -187,3 +189,64 @@ def _entry(rectangle: LocalRectangle) -> TensorEntry:
     if is_storable(dtype):
         return TensorEntry(shape=shape, dtype=dtype)
     return TensorEntry(shape=(*shape, dtype.itemsize), dtype=torch.uint8)
+
+
+# ---- Values of a tensor as bytes, in pieces that fit a processor's cache -------------------------
+
+
+_STAGED = 32 << 20  # bytes that a GPU copies at a time: enough for the speed of its bus
+
+
+def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the values row by row; every piece but the last ends where a block ends.
+
+    A piece is valid until the next one is requested.
+    """
+    if not values.numel():
+        return
+    if values.is_cpu and values.is_contiguous():
+        yield from _cut(values)
+        return
+    row_bytes = values[0].numel() * values.element_size()
+    if values.is_cuda:
+        for part in _staged(values, rows_at_once(row_bytes, _STAGED)):
+            yield from _cut(part)
+        return
+    count = rows_at_once(row_bytes)
+    buffer = torch.empty_like(values[:count], device="cpu", memory_format=torch.contiguous_format)
+    for rows in values.split(count):
+        part = buffer[: len(rows)]
+        if rows.is_cpu and rows.stride(-1) == 1:  # torch copies short rows at half the speed
+            np.copyto(part.view(torch.uint8).numpy(), rows.view(torch.uint8).numpy())
+        else:
+            part.copy_(rows)
+        yield as_bytes(part)
+
+
+def _cut(values: torch.Tensor) -> Iterator[memoryview]:
+    content = as_bytes(values)
+    for begin in range(0, len(content), PIECE):
+        yield content[begin : begin + PIECE]
+
+
+def _staged(values: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    """Yield ``count`` rows of a GPU's tensor at a time, while it copies the next ones.
+
+    Rows are valid until the next ones are requested. There are two buffers in page-locked memory.
+    """
+    shape, buffers = (min(count, len(values)), *values.shape[1:]), list[torch.Tensor]()
+    pending: torch.Tensor | None = None
+    event = torch.cuda.Event()
+    for index, rows in enumerate(values.split(count)):
+        if len(buffers) < 2:
+            buffers.append(torch.empty(shape, dtype=values.dtype, pin_memory=True))
+        if pending is not None:
+            event.synchronize()
+        part = buffers[index % 2][: len(rows)].copy_(rows, non_blocking=True)
+        event.record()
+        if pending is not None:
+            yield pending
+        pending = part
+    event.synchronize()
+    assert pending is not None
+    yield pending

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, is_url, located
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 
 EXPORT_MARK = ".lightning-ptdp"
 """Empty file in an exported folder.

@@ -21,7 +21,6 @@ from lightning_ptdp.base.checked_json import (
     text,
 )
 from lightning_ptdp.base.untrusted import parse_json
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.local_rectangles import check_cover
 from lightning_ptdp.checkpoint.metadata import (
     INDEX_FILE,
@@ -30,6 +29,7 @@ from lightning_ptdp.checkpoint.metadata import (
     read_verified,
 )
 from lightning_ptdp.checkpoint.remote_path import Place
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, reading
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 _FORMAT = "lightning-ptdp index"
@@ -57,30 +57,55 @@ class Index:
     The entry of a tensor is checked when it is read.
 
     Args:
-        file: File of the index, for messages.
+        folder: Folder of the index and of the data files.
         metadata: Metadata of the checkpoint.
-        files: Names of the data files, to which the rectangles refer by number.
-        tensors: Rectangles of every tensor, as lists of [file, begin, offset, shape].
+
+    Raises:
+        CheckpointError: The index is damaged.
     """
 
-    def __init__(
-        self,
-        file: Place,
-        metadata: CheckpointMetadata,
-        *,
-        files: Sequence[str],
-        tensors: Mapping[str, Json],
-    ) -> None:
+    def __init__(self, folder: Place, metadata: CheckpointMetadata) -> None:
         self.rectangles = functools.cache(self._rectangles)
-        self._file, self._metadata, self._files, self._tensors = file, metadata, files, tensors
-        if unlisted := sorted(set(files) - metadata.files.keys()):
+        self._file, self._metadata = folder / INDEX_FILE, metadata
+        stored_bytes = sum(entry.size for entry in metadata.files.values())
+        dimensions = max((len(entry.shape) for entry in metadata.tensors.values()), default=0)
+        # A rectangle is three lists with offset, extent, file and position, each followed by a
+        # comma.
+        limit = (
+            (8 + 2 * dimensions) * (stored_bytes // _SMALLEST + 1)
+            + 2 * len(metadata.tensors)
+            + 2 * len(metadata.files)
+            + 16
+        )
+        with reading(self._file):
+            content = read_verified(folder, metadata, INDEX_FILE)
+            fields = _FIELDS(parse_json(content, most_values=limit))
+        if fields["byteorder"] != sys.byteorder:
             raise CheckpointError(
-                f"{file} is damaged: it names {unlisted[0]}, which is missing in metadata.json"
+                f"{self._file}: the values are {fields['byteorder']}-endian, which this machine "
+                "cannot read"
             )
-        if unmatched := sorted(tensors.keys() ^ metadata.tensors.keys()):
+        self._files: list[str] = fields["files"]
+        self._tensors: dict[str, Json] = fields["tensors"]
+        if unlisted := sorted(set(self._files) - metadata.files.keys()):
             raise CheckpointError(
-                f"{file} is damaged: only one of it and metadata.json has {unmatched[0]!r}"
+                f"{self._file} is damaged: it names {unlisted[0]}, which is missing in "
+                "metadata.json"
             )
+        if unmatched := sorted(self._tensors.keys() ^ metadata.tensors.keys()):
+            raise CheckpointError(
+                f"{self._file} is damaged: only one of it and metadata.json has {unmatched[0]!r}"
+            )
+
+    def check(self) -> None:
+        """Check that the rectangles cover every tensor.
+
+        Raises:
+            CheckpointError: A tensor is not covered.
+        """
+        for name, entry in self._metadata.tensors.items():
+            places = (stored.place for stored in self.rectangles(name))
+            check_cover(name, entry.shape, places, f"in {self._file.parent}")
 
     def _rectangles(self, name: str) -> tuple[StoredRectangle, ...]:
         """Return the rectangles of a tensor, each of them inside the tensor and its file.
@@ -144,44 +169,6 @@ def encode_index(tensors: Mapping[str, Sequence[StoredRectangle]]) -> bytes:
         },
     }
     return json.dumps(content, separators=(",", ":")).encode()
-
-
-def open_index(folder: Place, metadata: CheckpointMetadata) -> Index:
-    """Return the positions of a checkpoint's tensors.
-
-    Raises:
-        CheckpointError: The index is damaged.
-    """
-    file = folder / INDEX_FILE
-    stored_bytes = sum(entry.size for entry in metadata.files.values())
-    dimensions = max((len(entry.shape) for entry in metadata.tensors.values()), default=0)
-    # A rectangle is three lists with offset, extent, file and position, each followed by a comma.
-    limit = (
-        (8 + 2 * dimensions) * (stored_bytes // _SMALLEST + 1)
-        + 2 * len(metadata.tensors)
-        + 2 * len(metadata.files)
-        + 16
-    )
-    with reading(file):
-        fields = _FIELDS(parse_json(read_verified(folder, metadata, INDEX_FILE), most_values=limit))
-    if fields["byteorder"] != sys.byteorder:
-        raise CheckpointError(
-            f"{file}: the values are {fields['byteorder']}-endian, which this machine cannot read"
-        )
-    return Index(file, metadata, files=fields["files"], tensors=fields["tensors"])
-
-
-def check_index(folder: Place, metadata: CheckpointMetadata) -> None:
-    """Check that the rectangles in the index cover every tensor.
-
-    Raises:
-        CheckpointError: A tensor is not covered.
-    """
-    index = open_index(folder, metadata)
-    for name, entry in metadata.tensors.items():
-        check_cover(
-            name, entry.shape, (stored.place for stored in index.rectangles(name)), f"in {folder}"
-        )
 
 
 _FIELDS = record(

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import (
+from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
+from lightning_ptdp.checkpoint.reader import verify_checkpoint
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
+from lightning_ptdp.checkpoint.save_agreement import (
     CheckpointError,
     MissingCheckpointError,
     StorageError,
 )
-from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
-from lightning_ptdp.checkpoint.reader import verify_checkpoint
-from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
 
 LATEST = "latest"
 _TRIES = 10

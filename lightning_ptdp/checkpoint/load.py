@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 
 from lightning_ptdp.base.errors import listed
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.local_rectangles import Tensors
+from lightning_ptdp.checkpoint.local_rectangles import Tensors, rectangles_of
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.reader import TensorReader
-from lightning_ptdp.checkpoint.save_agreement import gather, same_outcome
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, gather, same_outcome
 
 _SHOWN = 5
 
@@ -27,6 +26,26 @@ class Stored(Protocol):
 
     def fill(self, tensors: Tensors) -> None:
         """Read checked tensors in this process alone, converted to the dtype of their targets."""
+
+
+class InMemory:
+    """Whole tensors in memory by their global names, from which a rank copies its rectangles.
+
+    Attributes:
+        tensors: Shapes and dtypes of the tensors.
+    """
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._values = values
+        self.tensors = {
+            name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
+            for name, value in values.items()
+        }
+
+    def fill(self, tensors: Tensors) -> None:
+        """Fill checked tensors, converted to the dtype of each."""
+        for target in rectangles_of(tensors):
+            target.values.copy_(self._values[target.name][target.place.slices])
 
 
 def load_tensors(

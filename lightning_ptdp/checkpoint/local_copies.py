@@ -16,15 +16,15 @@ from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
-from lightning_ptdp.base.file_locks import one_at_a_time
+from lightning_ptdp.base.time_limit import one_at_a_time
 from lightning_ptdp.base.untrusted import inside
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import (
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
+from lightning_ptdp.checkpoint.save_agreement import (
     CheckpointError,
     MissingCheckpointError,
     reading,
 )
-from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
 
 SETTING_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 MODEL_FILES = (*SETTING_FILES, "*.safetensors")

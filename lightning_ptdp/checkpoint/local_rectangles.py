@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 
@@ -53,6 +53,11 @@ class LocalRectangle:
         """Return the position in the full tensor."""
         return Rectangle.at(self.offset, self.values.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the values in bytes."""
+        return self.values.nbytes
+
     def within(self, place: Rectangle) -> LocalRectangle:
         """Return the part of the rectangle at ``place`` of the full tensor."""
         return replace(
@@ -61,11 +66,11 @@ class LocalRectangle:
 
     def pieces(self, nbytes: int) -> Iterator[LocalRectangle]:
         """Yield the rectangle in pieces of whole rows, each of about ``nbytes``."""
-        if not self.offset or self.values.nbytes <= nbytes:
+        if not self.offset or self.nbytes <= nbytes:
             yield self
             return
         begin, end = self.place
-        rows = max(1, len(self.values) * nbytes // self.values.nbytes)
+        rows = max(1, len(self.values) * nbytes // self.nbytes)
         for first in range(begin[0], end[0], rows):
             last = min(first + rows, end[0])
             yield self.within(Rectangle((first, *begin[1:]), (last, *end[1:])))

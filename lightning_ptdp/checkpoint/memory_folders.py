@@ -21,11 +21,11 @@ import shutil
 import uuid
 from pathlib import Path
 
-from lightning_ptdp.base.file_locks import locked
+from lightning_ptdp.base.time_limit import locked
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.latest import checkpoint_times, written_at
 from lightning_ptdp.checkpoint.remote_path import Place, is_url
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 
 LINK = "memory"
 _ROOT = Path("/dev/shm")

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,11 +29,6 @@ from lightning_ptdp.base.checked_json import (
 )
 from lightning_ptdp.base.untrusted import parse_json, read_json, regular_size
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import (
-    CheckpointError,
-    MissingCheckpointError,
-    reading,
-)
 from lightning_ptdp.checkpoint.checksums import (
     DATA_SUFFIX,
     SUMS_SUFFIX,
@@ -42,6 +37,11 @@ from lightning_ptdp.checkpoint.checksums import (
     sums_bytes,
 )
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, located
+from lightning_ptdp.checkpoint.save_agreement import (
+    CheckpointError,
+    MissingCheckpointError,
+    reading,
+)
 from lightning_ptdp.version import __version__
 
 FORMAT = "lightning-ptdp checkpoint"
@@ -87,6 +87,15 @@ class FileEntry:
     sha256: str | None = None
 
 
+def _package_versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "lightning-ptdp": __version__,
+        "lightning": importlib.metadata.version("lightning"),
+        "torch": torch.__version__,
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
     """The content of ``metadata.json``.
@@ -101,11 +110,11 @@ class CheckpointMetadata:
             (save_folders.py).
         format_version: Version of the format.
         folder: Folder of the other files; "" for that of ``metadata.json``. In object storage every
-            save has a new one (pending_save.py).
+            save has a new one (save_folders.py).
     """
 
     run: Mapping[str, Json]
-    packages: Mapping[str, str]
+    packages: Mapping[str, str] = field(default_factory=_package_versions)
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileEntry]
     created: float
@@ -126,47 +135,31 @@ class CheckpointMetadata:
         return {name for name in self.tensors if name.startswith(prefix)}
 
 
-def write_metadata(
-    checkpoint: Place,
-    folder: str = "",
-    *,
-    run: Mapping[str, Json],
-    tensors: Mapping[str, TensorEntry],
-    entries: Mapping[str, FileEntry],
-    created: float,
-) -> None:
+def write_metadata(checkpoint: Place, metadata: CheckpointMetadata) -> None:
     """Write ``metadata.json``, with a digest of itself, into an otherwise complete checkpoint.
-
-    The other files, ``entries``, are in ``folder`` of the checkpoint.
 
     Raises:
         CheckpointError: The content could not be read back.
     """
-    versions = {"lightning": importlib.metadata.version("lightning"), "torch": torch.__version__}
     content = _plain(
         {
             "format": FORMAT,
-            "version": FORMAT_VERSION,
+            "version": metadata.format_version,
             # A checkpoint in the folder may have a time in the far future.
-            "created": min(created, _LAST_SECOND),
-            "run": run,
-            **({"folder": folder} if folder else {}),
-            "packages": {
-                "python": platform.python_version(),
-                "lightning-ptdp": __version__,
-                **versions,
-            },
-            "files": {name: vars(entry) for name, entry in sorted(entries.items())},
+            "created": min(metadata.created, _LAST_SECOND),
+            "run": metadata.run,
+            **({"folder": metadata.folder} if metadata.folder else {}),
+            "packages": metadata.packages,
+            "files": {name: vars(entry) for name, entry in sorted(metadata.files.items())},
             "tensors": {
                 name: {"shape": entry.shape, "dtype": str(entry.dtype).removeprefix("torch.")}
-                for name, entry in tensors.items()
+                for name, entry in metadata.tensors.items()
             },
         }
     )
     _parsed(content)
     text = json.dumps({**content, "sha256": _digest(content)}, indent=1)
-    with files.open_synced(checkpoint / METADATA_FILE) as stream:
-        stream.write(text.encode())
+    write_small(checkpoint / METADATA_FILE, text.encode())
 
 
 def write_small(path: Place, content: bytes) -> FileEntry:

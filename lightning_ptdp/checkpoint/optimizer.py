@@ -19,12 +19,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.load import Stored, load_tensors
+from lightning_ptdp.checkpoint.load import InMemory, Stored, load_tensors
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.reader import TensorReader
-from lightning_ptdp.checkpoint.save_agreement import same_outcome
-from lightning_ptdp.checkpoint.single_file import optimizer_by_name
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, same_outcome
 from lightning_ptdp.parameters.placement import Placement
 
 Names = Mapping[torch.nn.Parameter, str]
@@ -71,11 +69,7 @@ def optimizer_tensors(
         for key, value in {**optimizer.state.get(parameter, {}), **further}.items():
             if value is None:
                 continue
-            if isinstance(value, int | float):
-                key, value = (
-                    key + _NUMBER,
-                    torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None),
-                )
+            key, value = _as_tensor(key, value)
             if not isinstance(key, str) or "/" in key or not isinstance(value, torch.Tensor):
                 raise CheckpointError(
                     _unsupported(optimizer, key, name, f"is a {type(value).__name__}")
@@ -248,7 +242,7 @@ def load_indexed_optimizer(
         CheckpointError: As for :func:`load_optimizer`.
     """
     with same_outcome("reading the optimizer's state"):
-        stored, groups = optimizer_by_name(state, of_groups, prefix=_prefix(0), number=_NUMBER)
+        stored, groups = _by_name(state, of_groups)
     load_optimizer(
         "in one file",
         optimizer,
@@ -257,6 +251,53 @@ def load_indexed_optimizer(
         groups=groups,
         open_stored=lambda _: stored,
     )
+
+
+def _by_name(
+    state: Mapping[str, Any], names: Sequence[Sequence[str]]
+) -> tuple[InMemory, list[dict[str, Any]]]:
+    """Return the tensors of an optimizer's ``state_dict`` by parameter name, and its groups.
+
+    The groups have the names of their parameters too.
+
+    Args:
+        state: Result of ``optimizer.state_dict()``.
+        names: Names of the parameters of each group, in order.
+
+    Raises:
+        CheckpointError: The parameters do not match the names.
+    """
+    saved = state["param_groups"]
+    if [len(group["params"]) for group in saved] != [len(group) for group in names]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {[len(group['params']) for group in saved]} "
+            f"parameters, but {[len(group) for group in names]} names"
+        )
+    by_index = {
+        i: name
+        for group, params in zip(saved, names, strict=True)
+        for i, name in zip(group["params"], params, strict=True)
+    }
+    values: dict[str, torch.Tensor] = {}
+    for index, entries in state["state"].items():
+        if not isinstance(entries, Mapping) or index not in by_index:
+            raise CheckpointError(
+                "the checkpoint's optimizer has states that belong to none of its parameters"
+            )
+        for key, value in entries.items():
+            key, value = _as_tensor(key, value)
+            if isinstance(value, torch.Tensor):
+                values[f"{_prefix(0)}{key}/{by_index[index]}"] = value
+    groups = [{**group, "params": list(params)} for group, params in zip(saved, names, strict=True)]
+    return InMemory(values), groups
+
+
+def _as_tensor(key: Any, value: Any) -> tuple[Any, Any]:
+    """Return the key and the value of a state as they are stored: a number becomes a tensor."""
+    if not isinstance(value, int | float):
+        return key, value
+    dtype = torch.float64 if isinstance(value, float) else None
+    return key + _NUMBER, torch.tensor(value, dtype=dtype)
 
 
 def _prefix(index: int) -> str:

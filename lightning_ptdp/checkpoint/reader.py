@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, StorageError, reading
 from lightning_ptdp.checkpoint.checksums import SummedFile, open_summed
-from lightning_ptdp.checkpoint.index import StoredRectangle, check_index, open_index
+from lightning_ptdp.checkpoint.index import Index
 from lightning_ptdp.checkpoint.local_rectangles import (
     LocalRectangle,
     Tensors,
@@ -29,15 +29,12 @@ from lightning_ptdp.checkpoint.metadata import (
     read_sums,
     read_verified,
 )
-from lightning_ptdp.checkpoint.remote_path import each, located
-from lightning_ptdp.checkpoint.stored_tensor import read_rectangle, runs
-from lightning_ptdp.parameters.rectangle import Rectangle
+from lightning_ptdp.checkpoint.remote_path import Place, each, located
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, StorageError
+from lightning_ptdp.checkpoint.stored_tensor import Part, StoredTensor, read_stored, runs
 
 MODEL = "model/"
 """Prefix of the names of the model's tensors."""
-
-_Part = tuple[StoredRectangle, LocalRectangle, Rectangle]
-"""A stored rectangle, a requested rectangle, and their intersection in the full tensor."""
 
 
 class TensorReader:
@@ -56,7 +53,7 @@ class TensorReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.metadata = read_metadata(path)
         self._folder = self.metadata.folder_in(located(path))
-        self._index = open_index(self._folder, self.metadata)
+        self._index = Index(self._folder, self.metadata)
         self._sums = functools.cache(functools.partial(read_sums, self._folder, self.metadata))
 
     @property
@@ -77,11 +74,10 @@ class TensorReader:
         """
         entry = self.tensors[name]
         values = torch.empty(entry.shape if shape is None else tuple(shape), dtype=entry.dtype)
-        if values.numel():
-            place = tuple(offset)[: values.dim()] if offset is not None else (0,) * values.dim()
-            self.read_into(
-                [LocalRectangle(name=name, full_shape=entry.shape, offset=place, values=values)]
-            )
+        place = tuple(offset)[: values.dim()] if offset is not None else (0,) * values.dim()
+        self.read_into(
+            [LocalRectangle(name=name, full_shape=entry.shape, offset=place, values=values)]
+        )
         return values
 
     def on_disk(self, name: str, dtype: torch.dtype | None = None) -> LocalRectangle:
@@ -118,9 +114,7 @@ class TensorReader:
             name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
             for name in names
         }
-        self.read_into(
-            LocalRectangle.whole(name, value) for name, value in values.items() if value.numel()
-        )
+        self.read_into(LocalRectangle.whole(name, value) for name, value in values.items())
         return values
 
     def fill(self, tensors: Tensors) -> None:
@@ -138,48 +132,44 @@ class TensorReader:
             CheckpointError: Reading failed, the bytes that were read are damaged, or the stored
                 rectangles do not cover the requested ones.
         """
-        by_file: dict[str, list[_Part]] = {}
+        read_stored(self._parts(rectangles), self._opened)
+
+    def _parts(self, rectangles: Iterable[LocalRectangle]) -> Iterator[Part]:
         for target in rectangles:
-            parts = [
-                (stored, target, stored.place.common(target.place))
+            overlaps = [
+                (stored, common)
                 for stored in self._index.rectangles(target.name)
+                if (common := stored.place.common(target.place)).numel
             ]
-            parts = [part for part in parts if part[2].numel]
             check_cover(
                 target.name,
                 target.values.shape,
-                (part[2].seen_from(target.offset) for part in parts),
+                (common.seen_from(target.offset) for _, common in overlaps),
                 "to load",
             )
-            for part in parts:
-                by_file.setdefault(part[0].file, []).append(part)
-        each(self._folder, lambda item: self._read_file(*item), by_file.items())
+            dtype = self.tensors[target.name].dtype
+            for stored, common in overlaps:
+                tensor = StoredTensor(
+                    file=self._folder / stored.file,
+                    begin=stored.begin,
+                    entry=TensorEntry(shape=stored.place.shape, dtype=dtype),
+                )
+                offset = common.seen_from(stored.place.begin).begin
+                yield tensor, replace(target.within(common), offset=offset)
 
-    def _read_file(self, name: str, parts: list[_Part]) -> None:
-        path = self._folder / name
-        with reading(path):
-            sums, size = self._sums(name), self.metadata.files[name].size
-            with open_summed(path, sums, size=size, ranges=self._ranges(parts)) as file:
-                self._read_parts(file, parts)
-
-    def _ranges(self, parts: list[_Part]) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of bytes in a file that the parts need."""
-        for stored, target, common in parts:
-            begin = common.seen_from(stored.place.begin).begin
-            itemsize = self.tensors[target.name].dtype.itemsize
-            for start, stop in runs(stored.place.shape, begin, common.shape, itemsize=itemsize):
-                yield stored.begin + start, stored.begin + stop
-
-    def _read_parts(self, file: SummedFile, parts: list[_Part]) -> None:
-        for stored, target, common in sorted(parts, key=lambda part: part[0].begin):
-            read_rectangle(
-                file,
-                target.values[common.seen_from(target.offset).slices],
-                begin=stored.begin,
-                dtype=self.tensors[target.name].dtype,
-                shape=stored.place.shape,
-                offset=common.seen_from(stored.place.begin).begin,
+    def _opened(self, path: Place, parts: Sequence[Part]) -> AbstractContextManager[SummedFile]:
+        size = self.metadata.files[path.name].size
+        ranges = (
+            (stored.begin + start, stored.begin + stop)
+            for stored, target in parts
+            for start, stop in runs(
+                stored.entry.shape,
+                target.offset,
+                target.values.shape,
+                itemsize=stored.entry.dtype.itemsize,
             )
+        )
+        return open_summed(path, self._sums(path.name), size=size, ranges=ranges)
 
 
 # ---- Verification of every byte of a checkpoint --------------------------------------------------
@@ -226,5 +216,5 @@ def verify_checkpoint(
     errors = dict.fromkeys(filter(None, each(folder, error_of, names)))
     if errors:
         raise CheckpointError("; ".join(errors))
-    check_index(folder, metadata)
+    Index(folder, metadata).check()
     return metadata

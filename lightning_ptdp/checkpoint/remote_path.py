@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from lightning_ptdp.base.requirements import check_url
 from lightning_ptdp.base.time_limit import in_thread
-from lightning_ptdp.checkpoint.checkpoint_error import (
+from lightning_ptdp.checkpoint.save_agreement import (
     CheckpointError,
     MissingCheckpointError,
     StorageError,

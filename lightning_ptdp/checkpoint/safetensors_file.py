@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lightning_ptdp.base.untrusted import parse_json, regular_size
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
-from lightning_ptdp.checkpoint.checksums import RawFile
-from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
+from lightning_ptdp.checkpoint.files import open_synced
 from lightning_ptdp.checkpoint.metadata import TensorEntry
-from lightning_ptdp.checkpoint.stored_tensor import read_rectangle
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
+from lightning_ptdp.checkpoint.stored_tensor import StoredTensor, as_bytes
 
 _CODES = {
     torch.float64: "F64",
@@ -45,21 +43,6 @@ _CODES = {
     torch.complex64: "C64",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """A tensor of a file.
-
-    Attributes:
-        file: The file.
-        begin: Byte of the file at which the values begin.
-        entry: Shape and dtype.
-    """
-
-    file: Path
-    begin: int
-    entry: TensorEntry
 
 
 def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
@@ -90,32 +73,6 @@ def list_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         )
         for name, fields in header.items()
     }
-
-
-def read_stored(wanted: Iterable[tuple[StoredTensor, LocalRectangle]]) -> None:
-    """Fill rectangles of tensors, converted to the dtype of each rectangle.
-
-    Little more than their bytes is read, in the order of the files. No file is memory-mapped.
-
-    Raises:
-        CheckpointError: A file cannot be read, or has become shorter.
-    """
-    by_file: dict[Path, list[tuple[StoredTensor, LocalRectangle]]] = {}
-    for stored, rectangle in wanted:
-        by_file.setdefault(stored.file, []).append((stored, rectangle))
-    for path, parts in sorted(by_file.items()):
-        with reading(path), open(path, "rb", buffering=0) as stream:
-            file = RawFile(stream, path)
-            for stored, target in sorted(parts, key=lambda part: (part[0].begin, part[1].offset)):
-                shape, dtype = stored.entry.shape, stored.entry.dtype
-                read_rectangle(
-                    file,
-                    target.values,
-                    begin=stored.begin,
-                    dtype=dtype,
-                    shape=shape,
-                    offset=target.offset,
-                )
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -202,11 +159,9 @@ def write_safetensors(
         CheckpointError: The format has no code for a dtype.
     """
     head, _ = header_of(entries, metadata=metadata)
-    with open(path, "wb") as stream:
+    with open_synced(path) as stream:
         stream.write(head)
         for name, entry in entries.items():
             tensor = read(name).contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), name
-            stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())
+            stream.write(as_bytes(tensor))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 
 from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.checkpoint import data_files, files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.files import check_apart
 from lightning_ptdp.checkpoint.index import encode_index
 from lightning_ptdp.checkpoint.local_rectangles import (
@@ -27,16 +25,20 @@ from lightning_ptdp.checkpoint.metadata import (
     METADATA_FILE,
     README_FILE,
     STATE_FILE,
+    CheckpointMetadata,
     check_json,
-    write_metadata,
     write_small,
 )
-from lightning_ptdp.checkpoint.pending_save import new_save_name, pending_save
 from lightning_ptdp.checkpoint.reader import MODEL, TensorReader, verify_checkpoint
 from lightning_ptdp.checkpoint.remote_path import Place, each
-from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, is_rank_zero, same_outcome
-from lightning_ptdp.checkpoint.save_folders import SaveFolders
-from lightning_ptdp.checkpoint.saved_state import STATE, encode_state, read_state
+from lightning_ptdp.checkpoint.save_agreement import (
+    CheckpointError,
+    from_rank_zero,
+    is_rank_zero,
+    same_outcome,
+)
+from lightning_ptdp.checkpoint.save_folders import SaveFolders, new_save_name, pending_save
+from lightning_ptdp.checkpoint.saved_state import STATE, TRAINING, encode_state, read_state
 from lightning_ptdp.checkpoint.tagged_json import Encoded
 
 README = """\
@@ -111,12 +113,10 @@ def write_checkpoint(
     Raises:
         CheckpointError: As for :func:`save_checkpoint`.
     """
-    content = checked_content(path, state=state, metadata=metadata)
-    target = files.absolute(path)
     save_rectangles(
-        target,
+        files.absolute(path),
         rectangles=rectangles,
-        content=content,
+        content=checked_content(path, state=state, metadata=metadata),
         metadata=metadata,
         keeper=keeper or SaveFolders(),
         num_files=num_files,
@@ -139,14 +139,14 @@ def checked_content(
         CheckpointError: The state or the metadata cannot be stored, or ``path`` cannot be replaced.
             Raised on every rank.
     """
+    content = Encoded(text=b"", tensors=[], is_plain=True)
     with same_outcome(_doing(path), group):
-        if not is_rank_zero(group):
-            return Encoded(text=b"", tensors=[], is_plain=True)
-        # A file of the same name, such as Lightning's, may be replaced.
-        files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
-        check_json(metadata)
-        return encode_state(state)
-    raise AssertionError("same_outcome raises what it catches")
+        if is_rank_zero(group):
+            # A file of the same name, such as Lightning's, may be replaced.
+            files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
+            check_json(metadata)
+            content = encode_state(state)
+    return content
 
 
 def save_rectangles(
@@ -192,18 +192,17 @@ def save_rectangles(
                     README_FILE: README.encode(),
                     INDEX_FILE: encode_index(written.rectangles),
                 }
-                sent = each(
-                    target, lambda name: (name, write_small(save.part / name, small[name])), small
+                sent = each(target, lambda name: write_small(save.part / name, small[name]), small)
+                if created is None:
+                    created = keeper.time_of_next(target.parent)
+                save.commit(
+                    CheckpointMetadata(
+                        run=metadata,
+                        tensors=written.tensors,
+                        files={**written.entries, **dict(zip(small, sent, strict=True))},
+                        created=created,
+                    )
                 )
-                time = keeper.time_of_next(target.parent) if created is None else created
-                write = partial(
-                    write_metadata,
-                    run=metadata,
-                    tensors=written.tensors,
-                    entries={**written.entries, **dict(sent)},
-                    created=time,
-                )
-                save.commit(write)
                 save.release()
     except CheckpointError:
         with same_outcome(f"cleaning up after {doing}", group):
@@ -220,9 +219,6 @@ def _doing(path: str | os.PathLike[str]) -> str:
 
 
 # ---- Rewriting of a checkpoint: other number of files, other dtype, or without optimizer ---------
-
-
-_TRAINING = ("optimizer_states", "lr_schedulers")
 
 
 def reshard_checkpoint(
@@ -259,17 +255,15 @@ def reshard_checkpoint(
     state = {
         key: value
         for key, value in read_state(source, types="keep").items()
-        if not (weights_only and key in _TRAINING)
+        if not (weights_only and key in TRAINING)
     }
-    rectangles = _rectangles(reader, dtype, weights_only)
-    run, created = dict(reader.metadata.run), reader.metadata.created
     write_checkpoint(
         destination,
-        rectangles=rectangles,
+        rectangles=_rectangles(reader, dtype, weights_only),
         state=state,
-        metadata=run,
+        metadata=reader.metadata.run,
         num_files=num_files,
-        created=created,
+        created=reader.metadata.created,
     )
 
 

@@ -17,14 +17,16 @@ from torch import Tensor
 
 from lightning_ptdp.base.checked_json import integer, list_of, map_of, optional, record, text
 from lightning_ptdp.base.errors import listed
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError, reading
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, read_verified
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, reading
 from lightning_ptdp.checkpoint.tagged_json import Encoded, decode, encode
 
 STATE = "state/"
 """Prefix of the names of the state's tensors."""
+TRAINING = ("optimizer_states", "lr_schedulers")
+"""Keys of the state that belong to the optimizers, and are not part of a model."""
 MapLocation = Callable[..., Any] | torch.device | str | Mapping[str, str] | None
 _SHOWN = 5
 
@@ -123,7 +125,7 @@ _STATE = record(
 
 
 LEFT_OUT, _PICKLED = "lightning_ptdp_left_out", "lightning_ptdp_objects"
-_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _TYPE = "hparams_type"
 _MOST_BYTES = 1 << 24
 
@@ -143,7 +145,7 @@ def left_out(hyperparameters: object) -> dict[str, str]:
 def separate_objects(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with the objects among the hyperparameters as bytes, and their names."""
     names = {
-        key: kinds for key in _HYPERPARAMETERS if key in state and (kinds := left_out(state[key]))
+        key: kinds for key in HYPERPARAMETERS if key in state and (kinds := left_out(state[key]))
     }
     if not names:
         return state

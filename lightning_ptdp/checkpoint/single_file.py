@@ -1,15 +1,19 @@
-"""Lightning's single file, for layouts in which one rank holds the whole model.
+"""Lightning's single file: written where one rank holds the whole model, or made from a folder.
 
 The file is written like Lightning's own, and any layout can read it. Its optimizer states are keyed
 by position. The file also stores the names of the parameters, so that a layout that holds only a
-part of the parameters finds its own states.
+part of the parameters finds its own states. A folder is read in one process as if it were such a
+file, with the whole model under ``"state_dict"``.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import os
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +22,21 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
-from lightning_ptdp.checkpoint.local_rectangles import Tensors, rectangles_of
-from lightning_ptdp.checkpoint.metadata import METADATA_FILE, TensorEntry
-from lightning_ptdp.checkpoint.saved_state import warn_unread
-from lightning_ptdp.checkpoint.tagged_json import decode, encode
+from lightning_ptdp.checkpoint.metadata import METADATA_FILE, STATE_FILE
+from lightning_ptdp.checkpoint.reader import MODEL, TensorReader
+from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
+from lightning_ptdp.checkpoint.saved_state import (
+    HYPERPARAMETERS,
+    LEFT_OUT,
+    TRAINING,
+    MapLocation,
+    mapped,
+    read_state,
+    warn_unread,
+    with_objects,
+)
+from lightning_ptdp.checkpoint.tagged_json import decode, encode, portable
 
 PARAMETER_NAMES = "lightning_ptdp_parameters"
 """Key of the names of each optimizer's parameters, group by group."""
@@ -30,7 +44,6 @@ TYPES = "lightning_ptdp_types"
 """Key of the values whose types a plain file does not keep, encoded: key, name -> value."""
 _TENSORS = ("state_dict", "optimizer_states")
 _UNPICKLABLE = (AttributeError, TypeError, pickle.PicklingError)
-_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -51,7 +64,7 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
             except _UNPICKLABLE as error:
                 # Like Lightning, save the weights even if the user's objects cannot be pickled.
                 picklable = {
-                    key: value for key, value in checkpoint.items() if key not in _HYPERPARAMETERS
+                    key: value for key, value in checkpoint.items() if key not in HYPERPARAMETERS
                 }
                 _save(picklable, part)
                 warnings.warn(
@@ -117,66 +130,182 @@ def _save(content: Mapping[str, Any], path: Path) -> None:
         torch.save(dict(content), stream)
 
 
-class InMemory:
-    """Whole tensors in memory by their global names, from which a rank copies its rectangles.
-
-    Attributes:
-        tensors: Shapes and dtypes of the tensors.
-    """
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values = values
-        self.tensors = {
-            name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
-            for name, value in values.items()
-        }
-
-    def fill(self, tensors: Tensors) -> None:
-        """Fill checked tensors, converted to the dtype of each."""
-        for target in rectangles_of(tensors):
-            target.values.copy_(self._values[target.name][target.place.slices])
+# ---- A folder, read in one process like such a file ----------------------------------------------
 
 
-def optimizer_by_name(
-    state: Mapping[str, Any], names: Sequence[Sequence[str]], *, prefix: str, number: str
-) -> tuple[InMemory, list[dict[str, Any]]]:
-    """Return the tensors of an optimizer's ``state_dict`` by parameter name, and its groups.
+class StoredWeights(MutableMapping[str, Tensor]):
+    """The ``state_dict`` of the whole model, read tensor by tensor on access.
 
-    The groups have the names of their parameters too.
+    Tied parameters have all their names.
 
     Args:
-        state: Result of ``optimizer.state_dict()``.
-        names: Names of the parameters of each group, in order.
-        prefix: Prefix of the tensors' names.
-        number: Suffix of the key of a state that is a Python number.
+        path: The checkpoint folder.
+
+    Attributes:
+        path: The checkpoint folder.
+        touched: True if an entry was read or changed, so that the stored values may differ from the
+            intended ones.
 
     Raises:
-        CheckpointError: The parameters do not match the names.
+        CheckpointError: The folder is not a checkpoint, or its index is damaged.
     """
-    saved = state["param_groups"]
-    if [len(group["params"]) for group in saved] != [len(group) for group in names]:
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path, self.touched = located(path), False
+        reader = TensorReader(path)
+        self._stored = reader.model_names()
+        self._values: dict[str, Tensor | None] = dict.fromkeys(self._stored)
+        # Tied parameters stay one tensor.
+        self._read = functools.cache(reader.read)
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self._values[name]
+        self.touched = True
+        if value is None:
+            value = self._values[name] = self._read(self._stored[name])
+        return value
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self.touched, self._values[name] = True, value
+
+    def __delitem__(self, name: str) -> None:
+        del self._values[name]
+        self.touched = True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
+
+    def __repr__(self) -> str:
+        return f"StoredWeights({len(self)} tensors of {self.path})"
+
+    def copy(self) -> dict[str, Tensor]:
+        """Return an ordinary dictionary."""
+        return dict(self)
+
+    def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
+        return dict, (self.copy(),)
+
+
+class StoredOptimizers(list[dict[str, Any]]):
+    """The parameter groups of a checkpoint's optimizers.
+
+    Their tensors are in the folder ``path``, under the names of the parameters.
+    """
+
+    def __init__(self, states: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
+        super().__init__(states)
+        self.path = located(path)
+
+
+class _RefusedOptimizers(StoredOptimizers):
+    """Stored optimizer states that refuse the access by position of Lightning's strategies."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         raise CheckpointError(
-            f"the checkpoint's optimizer has groups of {[len(group['params']) for group in saved]} "
-            f"parameters, but {[len(group) for group in names]} names"
+            f"{self.path} stores optimizer states under the names of their parameters, which "
+            'this strategy cannot read. Resume from it with Trainer(strategy="ptdp"), which '
+            "also runs on one device"
         )
-    by_index = {
-        i: name
-        for group, params in zip(saved, names, strict=True)
-        for i, name in zip(group["params"], params, strict=True)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return True if a folder is a checkpoint of this package, possibly a torn one."""
+    return any((located(path) / name).exists() for name in (METADATA_FILE, STATE_FILE))
+
+
+def read_whole(
+    path: str | os.PathLike[str], map_location: MapLocation = None, *, trusted: bool = False
+) -> dict[str, Any]:
+    """Return a checkpoint folder like ``torch.load`` returns Lightning's single file.
+
+    The function needs no process group. The folder keys optimizer states by name, so that iterating
+    over the entry ``"optimizer_states"`` raises an error that says so.
+
+    Args:
+        path: The checkpoint folder.
+        map_location: Devices of the tensors, as for ``torch.load``. The stored tensors count as the
+            CPU's.
+        trusted: True to unpickle hyperparameters that are objects, which executes their content.
+
+    Raises:
+        CheckpointError: The folder is not a whole checkpoint, or is damaged.
+    """
+    state = read_state(path, map_location=map_location)
+    if trusted:
+        state = with_objects(state)
+    for key, names in state.get(LEFT_OUT, {}).items():
+        objects = ", ".join(
+            f"{name} (a {kind})" if name else f"all (a {kind})" for name, kind in names.items()
+        )
+        warnings.warn(
+            f"{path} is read without these {key}, which are objects: {objects}. Pass them by name "
+            "(load_from_checkpoint(path, name=...)), or use weights_only=False if you trust "
+            "the checkpoint",
+            stacklevel=2,
+        )
+    if state.get("optimizer_states") is not None:
+        state["optimizer_states"] = _RefusedOptimizers(state["optimizer_states"], path)
+    moved: dict[int, Tensor] = {}  # Tied parameters stay one tensor.
+    weights = read_full(path)
+    return {
+        **state,
+        "state_dict": {
+            n: moved.setdefault(id(value), mapped(value, map_location))
+            for n, value in weights.items()
+        },
     }
-    values: dict[str, Tensor] = {}
-    for index, entries in state["state"].items():
-        if not isinstance(entries, Mapping) or index not in by_index:
-            raise CheckpointError(
-                "the checkpoint's optimizer has states that belong to none of its parameters"
-            )
-        for key, value in entries.items():
-            if isinstance(value, int | float):
-                key, value = (
-                    key + number,
-                    torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None),
-                )
-            if isinstance(value, Tensor):
-                values[f"{prefix}{key}/{by_index[index]}"] = value
-    groups = [{**group, "params": list(params)} for group, params in zip(saved, names, strict=True)]
-    return InMemory(values), groups
+
+
+def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, torch.Tensor]:
+    """Return the full tensors whose global names begin with ``prefix``; not collective.
+
+    The tensors are on the CPU, and their names lack the prefix. With the model's prefix, the result
+    is its ``state_dict``: tied parameters have all their names, and share their tensor.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or no name has the prefix.
+    """
+    reader = TensorReader(path)
+    names = {name.removeprefix(prefix): name for name in sorted(reader.metadata.names(prefix))}
+    names = reader.model_names() if prefix == MODEL else names
+    if not names:
+        kinds = sorted({name.split("/", 1)[0] + "/" for name in reader.tensors})
+        raise CheckpointError(
+            f"{path} has no tensor whose name starts with {prefix!r}; it has {kinds}"
+        )
+    stored = reader.read_all(set(names.values()))
+    return {name: stored[full] for name, full in names.items()}
+
+
+def to_lightning_file(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
+    """Write Lightning's single-file checkpoint from a checkpoint folder.
+
+    ``LightningModule.load_from_checkpoint`` reads the file. It holds the weights, the
+    hyperparameters, and the state of loops and callbacks. It does not hold the optimizer states,
+    which Lightning keys by position and this package by name.
+
+    Args:
+        source: A checkpoint folder.
+        destination: The file to write. An existing file is replaced.
+
+    Raises:
+        CheckpointError: The source is damaged, or the destination is a folder.
+    """
+    target = Path(os.path.abspath(files.local_path(destination)))
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
+    checkpoint = {
+        key: portable(value, key)
+        for key, value in read_state(source).items()
+        if not key.startswith("lightning_ptdp") and key not in TRAINING
+    }
+    checkpoint.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))
+    checkpoint["state_dict"] = read_full(source)
+    with files.replacing(target) as part, files.open_synced(part) as stream:
+        torch.save(checkpoint, stream)

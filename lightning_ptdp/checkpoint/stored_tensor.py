@@ -1,4 +1,4 @@
-"""Rectangles of one stored tensor, read with little more than their bytes, and values as bytes.
+"""Rectangles of stored tensors, read with little more than their bytes.
 
 A file holds the values of a tensor row by row. Only the runs of bytes that the rectangle touches
 are read."""
@@ -6,27 +6,88 @@ are read."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from lightning_ptdp.checkpoint.checksums import BLOCK
+from lightning_ptdp.checkpoint.checksums import BLOCK, RawFile
+from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
+from lightning_ptdp.checkpoint.metadata import TensorEntry
+from lightning_ptdp.checkpoint.remote_path import Place, each
+from lightning_ptdp.checkpoint.save_agreement import reading
+from lightning_ptdp.parameters.rectangle import Rectangle
+
+PIECE = 1 << 20  # bytes that are read or written at a time, in the processor's cache
 
 
-class ReadFile(Protocol):
-    """A file with random access to its bytes."""
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor in a file, or a rectangle of one.
 
-    def read(self, start: int, stop: int, into: memoryview | None = None) -> memoryview:
-        """Return the bytes [start, stop).
+    Attributes:
+        file: The file.
+        begin: Byte of the file at which the values begin.
+        entry: Shape and dtype.
+    """
 
-        If the returned memory is not ``into``, the next call may reuse it.
-        """
+    file: Place
+    begin: int
+    entry: TensorEntry
+
+
+Part = tuple[StoredTensor, LocalRectangle]
+"""A stored tensor, and a rectangle of it to fill, whose offset is that in the stored tensor."""
+
+
+@contextmanager
+def _open_unchecked(path: Place, _: Sequence[Part]) -> Iterator[RawFile]:
+    with open(path, "rb", buffering=0) as stream:
+        yield RawFile(partial(os.preadv, stream.fileno()), path)
+
+
+def read_stored(
+    wanted: Iterable[Part],
+    open_file: Callable[[Place, Sequence[Part]], AbstractContextManager[RawFile]] = _open_unchecked,
+) -> None:
+    """Fill rectangles of stored tensors, converted to the dtype of each rectangle.
+
+    Little more than their bytes is read, in the order of the files. No file is memory-mapped.
+
+    Args:
+        wanted: The rectangles.
+        open_file: Opens a file for the rectangles that are read from it.
+
+    Raises:
+        CheckpointError: A file cannot be read, has become shorter, or is damaged.
+    """
+    by_file: dict[Place, list[Part]] = {}
+    for stored, target in wanted:
+        by_file.setdefault(stored.file, []).append((stored, target))
+
+    def read(path: Place) -> None:
+        parts = sorted(by_file[path], key=lambda part: (part[0].begin, part[1].offset))
+        with reading(path), open_file(path, parts) as file:
+            for stored, target in parts:
+                read_rectangle(
+                    file,
+                    target.values,
+                    begin=stored.begin,
+                    dtype=stored.entry.dtype,
+                    shape=stored.entry.shape,
+                    offset=target.offset,
+                )
+
+    each(next(iter(by_file), Path()), read, sorted(by_file))
 
 
 def read_rectangle(
-    file: ReadFile,
+    file: RawFile,
     target: torch.Tensor,
     *,
     begin: int,
@@ -34,7 +95,10 @@ def read_rectangle(
     shape: Sequence[int],
     offset: Sequence[int],
 ) -> None:
-    """Fill ``target`` with a rectangle of a stored tensor.
+    """Fill ``target`` with a rectangle of a stored tensor, a few rows at a time.
+
+    Whole rows are read into the target, if it has their dtype. Other parts are placed at their
+    positions in whole rows, and copied from there while in the processor's cache.
 
     Args:
         file: The file.
@@ -51,65 +115,25 @@ def read_rectangle(
         return
     if not target.dim():
         target, shape, offset = target.unsqueeze(0), (1,), (0,)
-    if target.shape[1:] == tuple(shape[1:]):
-        _read_rows(file, target, begin, dtype, first=offset[0])
-    else:
-        _read_runs(file, target, begin, dtype, shape, offset)
-
-
-def _read_rows(
-    file: ReadFile, target: torch.Tensor, data: int, dtype: torch.dtype, *, first: int
-) -> None:
-    """Read whole rows in pieces, each checked and copied while in the processor's cache."""
-    row_bytes = math.prod(target.shape[1:]) * dtype.itemsize
-    count = rows_at_once(row_bytes)
-    begin, last = first, first + len(target)
-    while begin < last:
-        end = min((begin // count + 1) * count, last)  # end of a block of the file
-        rows = target[begin - first : end - first]
-        buffer = (
-            as_bytes(rows) if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype else None
-        )
-        content = file.read(data + begin * row_bytes, data + end * row_bytes, into=buffer)
-        if content is not buffer:
-            values = np.frombuffer(content, dtype=np.uint8)
-            # Small tensors begin anywhere in a block, so their values may not be aligned.
-            values = values.copy() if values.ctypes.data % dtype.itemsize else values
-            rows.copy_(torch.from_numpy(values).view(dtype).view(rows.shape))
-        begin = end
-
-
-def _read_runs(
-    file: ReadFile,
-    target: torch.Tensor,
-    data: int,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    offset: Sequence[int],
-) -> None:
-    """Read parts of rows, a few rows at a time.
-
-    The parts are placed at their positions in whole rows, and copied from there.
-    """
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    count = min(rows_at_once(row_bytes), len(target))
-    scratch = np.empty(count * row_bytes, dtype=np.uint8)
-    columns = tuple(
-        slice(begin, begin + extent)
-        for begin, extent in zip(offset[1:], target.shape[1:], strict=True)
-    )
-    for first in range(0, len(target), count):
-        rows = target[first : first + count]
-        start = data + (offset[0] + first) * row_bytes
-        for begin, end in runs(
-            (len(rows), *shape[1:]), (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize
-        ):
-            buffer = scratch[begin:end].data
-            content = file.read(start + begin, start + end, into=buffer)
-            if content is not buffer:
-                buffer[:] = content
-        values = torch.from_numpy(scratch).view(dtype).view(count, *shape[1:])
-        rows.copy_(values[slice(len(rows)), *columns])
+    count = rows_at_once(row_bytes)
+    is_whole = target.is_cpu and target.is_contiguous() and target.shape[1:] == tuple(shape[1:])
+    is_direct = is_whole and target.dtype == dtype
+    scratch = np.empty(0 if is_direct else min(count, len(target)) * row_bytes, dtype=np.uint8)
+    columns = Rectangle.at(offset[1:], target.shape[1:]).slices
+    first, last = offset[0], offset[0] + len(target)
+    while first < last:
+        end = min((first // count + 1) * count, last)  # end of a block of the file
+        rows = target[first - offset[0] : end - offset[0]]
+        rows_shape = (len(rows), *shape[1:])
+        buffer = as_bytes(rows) if is_direct else scratch[: len(rows) * row_bytes].data
+        for start, stop in runs(rows_shape, (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize):
+            position = begin + first * row_bytes
+            file.read(position + start, position + stop, buffer[start:stop])
+        if not is_direct:
+            values = torch.from_numpy(scratch[: len(buffer)]).view(dtype).view(rows_shape)
+            rows.copy_(values[slice(None), *columns])
+        first = end
 
 
 def runs(
@@ -143,75 +167,13 @@ def runs(
         yield begin, end
 
 
-# ---- Values of a tensor as bytes, in pieces that fit a processor's cache -------------------------
-
-
-_PIECE = 1 << 20
-_STAGED = 32 << 20  # bytes that a GPU copies at a time: enough for the speed of its bus
-
-
-def rows_at_once(row_bytes: int, nbytes: int = _PIECE) -> int:
+def rows_at_once(row_bytes: int, nbytes: int = PIECE) -> int:
     """Return the number of rows of ``row_bytes`` bytes that are about ``nbytes``.
 
     They end at the end of a block if the first of them begins at the beginning of one.
     """
     aligned_rows = BLOCK // math.gcd(BLOCK, row_bytes)
     return aligned_rows * max(1, nbytes // (aligned_rows * row_bytes))
-
-
-def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the values row by row; every piece but the last ends where a block ends.
-
-    A piece is valid until the next one is requested.
-    """
-    if not values.numel():
-        return
-    if values.is_cpu and values.is_contiguous():
-        yield from _cut(values)
-        return
-    row_bytes = values[0].numel() * values.element_size()
-    if values.is_cuda:
-        for part in _staged(values, rows_at_once(row_bytes, _STAGED)):
-            yield from _cut(part)
-        return
-    count = rows_at_once(row_bytes)
-    buffer = torch.empty_like(values[:count], device="cpu", memory_format=torch.contiguous_format)
-    for rows in values.split(count):
-        part = buffer[: len(rows)]
-        if rows.is_cpu and rows.stride(-1) == 1:  # torch copies short rows at half the speed
-            np.copyto(part.view(torch.uint8).numpy(), rows.view(torch.uint8).numpy())
-        else:
-            part.copy_(rows)
-        yield as_bytes(part)
-
-
-def _cut(values: torch.Tensor) -> Iterator[memoryview]:
-    content = as_bytes(values)
-    for begin in range(0, len(content), _PIECE):
-        yield content[begin : begin + _PIECE]
-
-
-def _staged(values: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """Yield ``count`` rows of a GPU's tensor at a time, while it copies the next ones.
-
-    Rows are valid until the next ones are requested. There are two buffers in page-locked memory.
-    """
-    shape, buffers = (min(count, len(values)), *values.shape[1:]), list[torch.Tensor]()
-    pending: torch.Tensor | None = None
-    event = torch.cuda.Event()
-    for index, rows in enumerate(values.split(count)):
-        if len(buffers) < 2:
-            buffers.append(torch.empty(shape, dtype=values.dtype, pin_memory=True))
-        if pending is not None:
-            event.synchronize()
-        part = buffers[index % 2][: len(rows)].copy_(rows, non_blocking=True)
-        event.record()
-        if pending is not None:
-            yield pending
-        pending = part
-    event.synchronize()
-    assert pending is not None
-    yield pending
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:

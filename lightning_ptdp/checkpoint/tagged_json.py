@@ -31,8 +31,8 @@ from torch import Tensor
 
 from lightning_ptdp.base.checked_json import Json, Misfit
 from lightning_ptdp.base.untrusted import parse_json
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
 from lightning_ptdp.checkpoint.metadata import DTYPES
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 from lightning_ptdp.checkpoint.torch_file import load_saved
 
 _MOST_VALUES, _MOST_DEPTH = 20_000_000, 100

@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 
 from lightning_ptdp.base.checked_json import Misfit
-from lightning_ptdp.checkpoint.checkpoint_error import CheckpointError
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 
 _MOST_PICKLE, _SPARE = 1 << 26, 1 << 26
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from lightning_ptdp.base.file_locks import locked, wait_for_lock
+from lightning_ptdp.base.time_limit import locked, wait_for_lock
 from lightning_ptdp.checkpoint import files
 
 _TOUCHED_EVERY_S = 5.0

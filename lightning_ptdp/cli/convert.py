@@ -69,7 +69,7 @@ def run(verb: str, arguments: list[str]) -> int:
         )
         print(f"verified: {report}")
     if registry is not None:
-        from lightning_ptdp.loggers.model_registry import log_folder
+        from lightning_ptdp.loggers.mlflow_entities import log_folder
 
         uri, run_id = registry
         call = log_folder(
@@ -88,7 +88,7 @@ def run(verb: str, arguments: list[str]) -> int:
 
 def _registry(name: str, source: str, store: str | None) -> tuple[str, str | None]:
     """Return the MLflow store in which the model is registered, and the run in it."""
-    from lightning_ptdp.loggers.model_registry import store_of
+    from lightning_ptdp.loggers.mlflow_entities import store_of
     from lightning_ptdp.loggers.tracking_store import check_store
 
     registry = store_of(source) if store is None else (store, None)

@@ -100,7 +100,7 @@ def _followed(
     from lightning.pytorch import LightningModule
 
     from lightning_ptdp.config import PTDPConfig
-    from lightning_ptdp.strategy.checks.whole_model import whole_model
+    from lightning_ptdp.strategy.checks.model import whole_model
     from lightning_ptdp.strategy.planning import described
 
     parser = ArgumentParser(exit_on_error=False)

@@ -66,7 +66,8 @@ def check_run(
     _check_sizes(model, datamodule)
     if hasattr(trainer.strategy, "check"):
         if writes:
-            check_numbers(trainer.strategy, trainer)
+            for reason in check_numbers(trainer.strategy, trainer):
+                raise trainer.strategy.refusal(reason)
             trainer.strategy.check_processes()
         trainer.strategy.check_machine()
         trainer.strategy.check(model, datamodule)

@@ -23,7 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import instantiate_module
 
 from lightning_ptdp.base.signals import handled
-from lightning_ptdp.callbacks.write_samples import on_rank_zero
+from lightning_ptdp.callbacks.written_outputs import on_rank_zero
 from lightning_ptdp.checkpoint import CheckpointError, read_state
 from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.cli.child_processes import ending_workers

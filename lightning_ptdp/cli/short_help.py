@@ -90,7 +90,7 @@ _STREAM: Sequence[_Shown] = (
     ),
     (
         "",
-        "data/batch_options.py",
+        "data/stream_datamodule.py",
         "BatchOptions",
         ("micro_batch_size", "num_microbatches", "global_batch_size"),
     ),
@@ -121,11 +121,11 @@ _DATA: Mapping[str, Sequence[_Shown]] = {
         *_STREAM,
     ),
     "PreferenceDataModule": (
-        ("", "data/preference_datamodule.py", "PreferenceDataModule", ("path", "columns")),
+        ("", "data/chat_datamodule.py", "PreferenceDataModule", ("path", "columns")),
         ("", "data/chat_datamodule.py", "ChatDataModule", _PREPARED),
         *_STREAM,
     ),
-    "MixtureDataModule": (("", "data/mixture_datamodule.py", "MixtureDataModule", ()), *_STREAM),
+    "MixtureDataModule": (("", "data/mixture.py", "MixtureDataModule", ()), *_STREAM),
     "IndexedDataModule": (("", "data/indexed_datamodule.py", "IndexedDataModule", ()), *_STREAM),
 }
 

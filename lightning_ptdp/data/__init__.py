@@ -15,21 +15,19 @@ litdata, sentencepiece, transformers and datasets are imported on first use.
 """
 
 from lightning_ptdp.data.bert_datamodule import BertDataModule, BertStream
-from lightning_ptdp.data.chat_datamodule import ChatDataModule
+from lightning_ptdp.data.chat_datamodule import ChatDataModule, PreferenceDataModule
 from lightning_ptdp.data.chat_stream import ChatStream
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
+from lightning_ptdp.data.corpus_build import PrepareConfig
 from lightning_ptdp.data.data_error import CorpusError, DataError, StoreError, TokenizerError
-from lightning_ptdp.data.datamodule import PrepareConfig, TextDataModule
+from lightning_ptdp.data.datamodule import PreparedDataModule, TextDataModule, fetch
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.image_chat_datamodule import ImageChatDataModule
 from lightning_ptdp.data.indexed_datamodule import IndexedDataModule, IndexedFile, indexed_stream
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
-from lightning_ptdp.data.mixture_datamodule import CorpusOptions, MixtureDataModule
-from lightning_ptdp.data.mixture_stream import MixtureStream
-from lightning_ptdp.data.preference_datamodule import PreferenceDataModule
+from lightning_ptdp.data.mixture import CorpusOptions, MixtureDataModule, MixtureStream
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
-from lightning_ptdp.data.prepared_datamodule import PreparedDataModule, fetch
 from lightning_ptdp.data.stream import TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 from lightning_ptdp.data.tokenizer import Tokenizer

@@ -210,26 +210,23 @@ class BertStream(SampleStream):
             np.int32
         )
         # A word never continues from one segment into the next. [CLS] and [SEP] are not words.
-        first_end = len(first) + 2
+        first_end, length = len(first) + 2, len(tokens)
         starts = np.concatenate(
-            (1 + vocab.word_starts(first), first_end + vocab.word_starts(second))
+            (
+                1 + vocab.word_starts(first),
+                [first_end - 1],
+                first_end + vocab.word_starts(second),
+            )
         )
-        starts = np.sort(np.append(starts, first_end - 1))
-        return self._masked(tokens, starts, first_end, label, draws)
-
-    def _masked(
-        self, tokens: np.ndarray, starts: np.ndarray, first_end: int, label: int, draws: Draws
-    ) -> np.ndarray:
-        row = self._padding()
-        s, length = self.sequence_length, len(tokens)
-        ids, labels, positions, facts = np.split(row, np.cumsum((s, s, self.num_predictions)))
-        budget = number_to_predict(length - _SPECIAL, self.mask_probability)
         sizes = np.diff(starts, append=length - 1)
         is_word = starts != first_end - 1
+        budget = number_to_predict(length - _SPECIAL, self.mask_probability)
         chosen = choose_words(starts[is_word], sizes[is_word], budget=budget, draws=draws)
+        row, s = self._padding(), self.sequence_length
+        ids, labels, positions, facts = np.split(row, np.cumsum((s, s, self.num_predictions)))
         ids[:length] = tokens
         labels[chosen] = tokens[chosen]
-        ids[chosen] = replace_tokens(tokens[chosen], draws=draws, vocabulary=self._vocabulary)
+        ids[chosen] = replace_tokens(tokens[chosen], draws=draws, vocabulary=vocab)
         positions[: len(chosen)] = chosen
         facts[:] = first_end, length, label
         return row

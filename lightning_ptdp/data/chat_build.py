@@ -26,16 +26,15 @@ from lightning_ptdp.data.data_error import CorpusError, TokenizerError
 from lightning_ptdp.data.file_pieces import CorpusFile
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, HuggingFaceTokenizer
 from lightning_ptdp.data.manifest import SPLITS, Form, SplitRecord
+from lightning_ptdp.data.preparation_work import Reporter, ordered_map
 from lightning_ptdp.data.prepare import Preparation
 from lightning_ptdp.data.split import score
 from lightning_ptdp.data.token_store import CHUNK_TOKENS, mark_sample, write_chunks
-from lightning_ptdp.data.worker_processes import Reporter, ordered_map
 
 ROWS_AT_ONCE = 256
 """Rows that a process tokenizes together, and in which columns are looked for."""
 IMAGES_FILE = "images.json"
 """File of a split that lists the images of every sample, each with its size in bytes."""
-_LEAVE_OUT = "To leave such rows out, use faulty: drop"
 
 Encoded = tuple[int, int, np.ndarray, list[Any]]
 """Hash and number of characters of a conversation, its tokens with their marks, and its images."""
@@ -155,7 +154,7 @@ class ChatConfig(Preparation):
             try:
                 self.content(columns, row)
             except FaultyRow as error:
-                raise CorpusError(f"path={file}, row {number}: {error}. {_LEAVE_OUT}") from error
+                raise _refused(file, number, error) from error
 
     def build(
         self, work: Path, folder: Path, report: Reporter
@@ -268,12 +267,18 @@ def _encode(
             content, tokens, images = config.encode(form, config.content(columns, row))
         except FaultyRow as error:
             if config.faulty == "error":
-                raise CorpusError(f"path={path}, row {number}: {error}. {_LEAVE_OUT}") from error
+                raise _refused(path, number, error) from error
             reasons.append(str(error))
             continue
         text = json.dumps(content, sort_keys=True, default=str)
         samples.append((score(text, config.split_seed), len(text), tokens, images))
     return samples, reasons
+
+
+def _refused(path: str | Sequence[str] | None, number: int, error: FaultyRow) -> CorpusError:
+    return CorpusError(
+        f"path={path}, row {number}: {error}. To leave such rows out, use faulty: drop"
+    )
 
 
 def _listed(path: str | list[str] | None) -> list[str]:

@@ -117,8 +117,7 @@ class ChatStream(SampleStream):
 
     def __getitems__(self, visits: Sequence[int]) -> Any:
         """Return inputs, labels and positions, int32 of shape (b, 3, s)."""
-        numbers = [visit if visit == PADDING else visit % self._size for visit in visits]
-        return self._rows(numbers)
+        return self._rows(self.numbers(visits))
 
     def _rows(self, numbers: Sequence[int]) -> np.ndarray:
         """Return the rows of sequences by number, or of ``PADDING``."""

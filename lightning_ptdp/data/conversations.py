@@ -19,7 +19,7 @@ from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import RequirementError, import_optional
 from lightning_ptdp.base.untrusted import parse_json, read_bytes, reason, regular_size
 from lightning_ptdp.checkpoint.local_copies import local_copy
-from lightning_ptdp.data.corpus import Corpus, list_files
+from lightning_ptdp.data.corpus import JSON_LINES, Corpus, list_files
 from lightning_ptdp.data.data_error import CorpusError
 from lightning_ptdp.data.file_pieces import parse_row
 
@@ -35,7 +35,7 @@ _ALSO = {
 """Additional names under which a column is found."""
 _SHARED = {"human": "user", "gpt": "assistant", "system": "system"}
 """Roles in data of the form {"from": ..., "value": ...}."""
-_JSON = (".jsonl", ".ndjson", ".json")
+_JSON = (*JSON_LINES, ".json")
 _SUFFIXES = (*_JSON, ".parquet")
 _DOCSTRINGS = 2000
 _LONGEST_LINE = 1 << 26  # bytes
@@ -114,15 +114,28 @@ class Columns:
             messages = _messages(row.get(names["messages"]), names["messages"])
         elif "prompt" in names:
             messages = [
-                *said(row.get(names["prompt"]), "user", names["prompt"]),
-                *said(row.get(names["response"]), "assistant", names["response"]),
+                *self.said(row, "prompt", "user"),
+                *self.said(row, "response", "assistant"),
             ]
         else:
-            question = said(row.get(names["instruction"]), "user", names["instruction"])
+            question = self.said(row, "instruction", "user")
             if "input" in names and row.get(names["input"]):
                 question[0]["content"] += f"\n\n{row[names['input']]}"
-            messages = [*question, *said(row.get(names["output"]), "assistant", names["output"])]
+            messages = [*question, *self.said(row, "output", "assistant")]
         return self._checked(row, messages)
+
+    def said(self, row: Mapping[str, Any], key: str, role: str) -> Conversation:
+        """Return the text in a column as one message, and a list of messages unchanged."""
+        column = self.names[key]
+        value = row.get(column)
+        if isinstance(value, str):
+            return [{"role": role, "content": value}]
+        if isinstance(value, list):
+            return _messages(value, column)
+        raise FaultyRow(
+            f"column {column!r} is {'empty' if value is None else 'a ' + type(value).__name__}, "
+            "but must be text"
+        )
 
     def _checked(self, row: Mapping[str, Any], messages: Conversation) -> Conversation:
         """Return the messages after the row's system message, if it has one.
@@ -132,7 +145,7 @@ class Columns:
         """
         column = self.names.get("system", "")
         if row.get(column) and messages[0]["role"] != "system":
-            messages = [*said(row[column], "system", column), *messages]
+            messages = [*self.said(row, "system", "system"), *messages]
         roles = dict.fromkeys(str(message["role"]) for message in messages)
         if "assistant" not in roles:
             raise FaultyRow(
@@ -264,18 +277,6 @@ def _find(key: str, present: Sequence[str], given: Mapping[str, str]) -> str | N
 
 def _has(present: Sequence[str]) -> str:
     return f"it has {', '.join(map(repr, present)) or 'none'}"
-
-
-def said(value: object, role: str, column: str) -> Conversation:
-    """Return a text as one message, and a list of messages unchanged."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if isinstance(value, list):
-        return _messages(value, column)
-    raise FaultyRow(
-        f"column {column!r} is {'empty' if value is None else 'a ' + type(value).__name__}, "
-        "but must be text"
-    )
 
 
 def texts_of(content: object) -> list[str]:

@@ -49,7 +49,7 @@ DEFAULT_SUFFIXES = (
     ".lua",
     ".sh",
 )
-_JSON_LINES = (".jsonl", ".ndjson")
+JSON_LINES = (".jsonl", ".ndjson")
 _NOT_LIBRARY = {
     "site-packages",
     "dist-packages",
@@ -155,28 +155,24 @@ class Corpus:
 
     def documents(self, report: ReadReport | None = None) -> Iterator[Document]:
         """Yield every document that has text, and fill ``report`` during the pass."""
-        report = ReadReport() if report is None else report
-        for piece in self.pieces(self.files()):
-            yield from self.read(piece, report)
+        return self.read(self.pieces(self.files()), ReadReport() if report is None else report)
 
     def pieces(self, files: Iterable[CorpusFile]) -> Iterator[FilePiece]:
         """Cut the files into pieces that can be read separately."""
         for file in files:
-            cut = cut_lines if file.path.suffix.lower() in _JSON_LINES else cut_text
+            cut = cut_lines if file.path.suffix.lower() in JSON_LINES else cut_text
             with reading(f"source file {file.path}", CorpusError):
                 yield from cut(file, self.document_bytes)
 
-    def read(self, piece: FilePiece, report: ReadReport) -> Iterator[Document]:
-        """Yield the documents of a piece."""
-        with reading(f"source file {piece.file.path}", CorpusError):
-            data = piece.read()
-        for document in (
-            self._whole(piece, data, report)
-            if piece.line is None
-            else self._json_lines(piece, data, report)
-        ):
-            report.documents += 1
-            yield document
+    def read(self, pieces: Iterable[FilePiece], report: ReadReport) -> Iterator[Document]:
+        """Yield the documents of pieces, and fill ``report``."""
+        for piece in pieces:
+            with reading(f"source file {piece.file.path}", CorpusError):
+                data = piece.read()
+            documents = self._whole if piece.line is None else self._json_lines
+            for document in documents(piece, data, report):
+                report.documents += 1
+                yield document
 
     def _whole(self, piece: FilePiece, data: bytes, report: ReadReport) -> Iterator[Document]:
         text = self._decode(data, piece.name, report, piece.start)

@@ -1,4 +1,4 @@
-"""The stages of a preparation: survey, tokenizer, tokens of each part, and chunks.
+"""Preparation of text: settings, and the stages survey, tokenizer, tokens of each part, and chunks.
 
 A part is some megabytes of consecutive text. Any number of processes read parts. Their results are
 combined in the order of the parts, so the result does not depend on the assignment of parts to
@@ -15,28 +15,140 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from lightning_ptdp.base.option_types import Count, Size, check_fraction, check_integer
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
-from lightning_ptdp.data.data_error import CorpusError
+from lightning_ptdp.data.data_error import CorpusError, TokenizerError
 from lightning_ptdp.data.file_pieces import FilePiece, grouped
-from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
+from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import SPLITS, SplitRecord
+from lightning_ptdp.data.preparation_work import (
+    Reporter,
+    apart,
+    ordered_map,
+    read_record,
+    write_record,
+)
+from lightning_ptdp.data.prepare import Preparation
 from lightning_ptdp.data.split import Scan, Split, Survey, scan, survey
-from lightning_ptdp.data.token_store import TokenType, token_dtype, write_chunks
+from lightning_ptdp.data.token_store import CHUNK_TOKENS, TokenType, token_dtype, write_chunks
 from lightning_ptdp.data.tokenizer import Tokenizer
-from lightning_ptdp.data.work_folder import read_record, write_record
-from lightning_ptdp.data.worker_processes import Reporter, apart, ordered_map
-
-if TYPE_CHECKING:
-    from lightning_ptdp.data.datamodule import PrepareConfig
-
 
 Part = tuple[FilePiece, ...]
 Result = TypeVar("Result")
 _BATCH_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig(Corpus, Preparation):
+    """Source, destination and options of a preparation of text.
+
+    Args:
+        output: Folder to create.
+        vocabulary_size: Number of ids of the tokenizer, special ones included. None: that of
+            ``tokenizer_dir``.
+        validation_fraction: Fraction of the characters used for validation, more than 0 and at most
+            0.5.
+        seed: Seed of the division into splits and of the sample from which the tokenizer learns.
+        chunk_tokens: Tokens of a chunk file. A training sample never spans two chunks.
+        control_symbols: Pieces such as ``[MASK]`` that no text produces. They count towards
+            ``vocabulary_size``.
+        tokenizer_dir: Folder whose tokenizer is used: another prepared folder, so that the two can
+            be mixed, or a Hugging Face folder with a tokenizer, such as a model's. Default: learn
+            one from the text.
+        tokenizer_characters: Maximum amount of training text from which the tokenizer learns (lines
+            drawn at random).
+        overwrite: Replace a folder that was prepared with other settings or is damaged.
+        num_workers: Number of processes that read and tokenize. With 1, this process does both, and
+            its tokenizer uses as many threads as there are processors. The result does not depend
+            on this number.
+        part_bytes: Text that a process takes at a time. A larger part needs more memory, and more
+            work is lost when a process is killed.
+        source, suffixes, text_field, undecodable, document_bytes: See ``Corpus``.
+
+    Raises:
+        ValueError: A number is out of range; the message names it.
+    """
+
+    vocabulary_size: int | None = 8192
+    seed: Count = 0
+    chunk_tokens: int = CHUNK_TOKENS
+    control_symbols: tuple[str, ...] = ()
+    tokenizer_characters: Size = 20_000_000
+    part_bytes: Size = 1 << 24
+
+    form = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not str(self.output):
+            raise ValueError("output='' (data_dir) must be the path of a folder")
+        if "://" in str(self.output):
+            raise ValueError(
+                f"output={str(self.output)!r} is a URL. Give a local folder, and copy it to "
+                "the store afterwards. To train on data in a store, set remote to its URL and "
+                "data_dir to a local folder for the copy"
+            )
+        symbols = self.control_symbols
+        if not all(symbols) or len(set(symbols)) < len(symbols):
+            raise ValueError(
+                f"control_symbols={symbols!r} must be different pieces, such as ['[CLS]', "
+                "'[SEP]', '[MASK]']"
+            )
+        if self.vocabulary_size is not None:
+            check_integer("vocabulary_size", self.vocabulary_size, least=262, most=(1 << 31) - 1)
+        elif self.tokenizer_dir is None:
+            raise ValueError(
+                "vocabulary_size=None is the vocabulary size of tokenizer_dir, which is not "
+                "set. Give a number"
+            )
+        check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
+        check_integer("document_bytes", self.document_bytes, least=1 << 10)
+        check_fraction("validation_fraction", self.validation_fraction)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that determine the contents of the folder."""
+        return self._settings(source=self.roots)
+
+    def given_tokenizer(self) -> AnyTokenizer | None:
+        """Return the tokenizer in ``tokenizer_dir``, if the settings name one.
+
+        Raises:
+            TokenizerError: Its size or its control symbols are not those of the settings.
+        """
+        if self.tokenizer_dir is None:
+            return None
+        tokenizer = load_tokenizer(self.tokenizer_dir)
+        if self.vocabulary_size not in (None, tokenizer.vocabulary_size):
+            raise TokenizerError(
+                f"tokenizer_dir={self.tokenizer_dir} has a vocabulary of "
+                f"{tokenizer.vocabulary_size}, but vocabulary_size={self.vocabulary_size}. Use "
+                "that of the tokenizer"
+            )
+        _ = tokenizer.eos_id  # a Hugging Face tokenizer may have none
+        for symbol in self.control_symbols:
+            tokenizer.control_id(symbol)
+        return tokenizer
+
+    def build(
+        self, work: Path, folder: Path, report: Reporter
+    ) -> tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]:
+        """Divide the text, learn the tokenizer unless one is given, and write the tokens."""
+        builder = Builder(config=self, work=work, report=report)
+        found = builder.survey()
+        tokenizer = self.given_tokenizer() or builder.tokenizer(found)
+        splits = builder.tokens(found, tokenizer, folder)
+        counts = {
+            "documents": found.documents,
+            "characters": found.characters,
+            "content": found.digest,
+            "undecodable": len(found.undecodable),
+        }
+        return tokenizer, splits, counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +177,7 @@ class Builder:
             result = Survey.from_json(saved)
             self.report.say(f"continuing with {result.documents:,} documents that were read before")
             return result
-        task = partial(_scan_part, self.config, self.config.seed)
+        task = partial(_scan_part, self.config)
         result = survey(
             self._each(task, "read"),
             validation_fraction=self.config.validation_fraction,
@@ -91,7 +203,7 @@ class Builder:
         with open(sample, "wb") as stream:
             for text in self.sample(found):
                 stream.write(f"{text}\n".encode())
-        learn = partial(_learn, self.config.vocabulary_size, tuple(self.config.control_symbols))
+        learn = partial(_learn, self.config.vocabulary_size, self.config.control_symbols)
         in_process = (
             self.config.num_workers == 1 and found.characters <= self.config.tokenizer_characters
         )
@@ -108,7 +220,7 @@ class Builder:
         """
         left = self.config.tokenizer_characters
         fraction = left / found.characters
-        task = partial(_sample_part, self.config, self.config.seed, found.split, fraction)
+        task = partial(_sample_part, self.config, found.split, fraction)
         with closing(self._each(task, "sample")) as samples:
             for texts in samples:
                 for text in texts:
@@ -126,10 +238,8 @@ class Builder:
             CorpusError: The text has changed since the survey.
         """
         dtype = token_dtype(tokenizer.vocabulary_size)
-        threads = (os.cpu_count() or 1) if self.config.num_workers == 1 else 1
-        task = partial(
-            _tokenize_part, self.config, found.split, tokenizer, dtype, self.work / "parts", threads
-        )
+        parts = self.work / "parts"
+        task = partial(_tokenize_part, self.config, found.split, tokenizer, dtype, parts)
         records = list(self._each(task, "tokenize"))
         seen = sum(record["seen"] for record in records)
         if seen != found.documents:
@@ -140,7 +250,7 @@ class Builder:
         splits: dict[str, SplitRecord] = {}
         for split in SPLITS:
             runs = (
-                np.fromfile(_part_file(self.work / "parts", number, split), dtype)
+                np.fromfile(_part_file(parts, number, split), dtype)
                 for number in range(len(records))
             )
             tokens = write_chunks(
@@ -165,24 +275,25 @@ class Builder:
                     yield result
 
 
-def _scan_part(corpus: Corpus, seed: int, item: tuple[int, Part]) -> Scan:
+def _scan_part(config: PrepareConfig, item: tuple[int, Part]) -> Scan:
     report = ReadReport()
-    return scan(_documents(corpus, item[1], report), seed=seed, undecodable=report.undecodable)
+    documents = config.read(item[1], report)
+    return scan(documents, seed=config.seed, undecodable=report.undecodable)
 
 
 def _sample_part(
-    corpus: Corpus, seed: int, split: Split, fraction: float, item: tuple[int, Part]
+    config: PrepareConfig, split: Split, fraction: float, item: tuple[int, Part]
 ) -> list[str]:
     """Return training texts, or lines of them, each with the probability ``fraction``."""
     texts = []
-    for document in _documents(corpus, item[1], ReadReport()):
+    for document in config.read(item[1], ReadReport()):
         text = split.parts(document)[0]
         if fraction >= 1:
             texts.append(text)
             continue
         # One generator per document makes the draws independent of the division into parts. Python
         # guarantees that random() of a seed stays the same.
-        draw = random.Random(f"{seed}/{document.name}")
+        draw = random.Random(f"{config.seed}/{document.name}")
         texts += [line for line in text.split("\n") if draw.random() < fraction]
     return texts
 
@@ -196,12 +307,11 @@ def _learn(vocabulary_size: int, control_symbols: tuple[str, ...], sample: Path)
 
 
 def _tokenize_part(
-    corpus: Corpus,
+    config: PrepareConfig,
     split: Split,
     tokenizer: AnyTokenizer,
     dtype: TokenType,
     folder: Path,
-    threads: int,
     item: tuple[int, Part],
 ) -> dict[str, Any]:
     """Write the tokens of one part, unless an earlier run has written them."""
@@ -212,42 +322,33 @@ def _tokenize_part(
     if record is not None and record["bytes"] == _sizes(files):
         return dict(record)
     documents: dict[str, int] = dict.fromkeys(SPLITS, 0)
-    seen = 0
+    report = ReadReport()
+    threads = (os.cpu_count() or 1) if config.num_workers == 1 else 1
     with ExitStack() as stack:
         streams = {name: stack.enter_context(open(file, "wb")) for name, file in files.items()}
-        for batch, count in _batches(_documents(corpus, part, ReadReport()), split):
-            seen += count
+        for batch in _batches(config.read(part, report), split):
             for name, texts in batch.items():
                 documents[name] += len(texts)
                 for ids in tokenizer.encode_many(texts, num_threads=threads):
                     np.array([*ids, tokenizer.eos_id], dtype).tofile(streams[name])
-    record = {"seen": seen, "documents": documents, "bytes": _sizes(files)}
+    record = {"seen": report.documents, "documents": documents, "bytes": _sizes(files)}
     write_record(record_file, record)
     return record
 
 
-def _documents(corpus: Corpus, part: Part, report: ReadReport) -> Iterator[Document]:
-    for piece in part:
-        yield from corpus.read(piece, report)
-
-
-def _batches(
-    documents: Iterable[Document], split: Split
-) -> Iterator[tuple[dict[str, list[str]], int]]:
-    """Yield texts by split, and their number of documents, a few megabytes at a time."""
+def _batches(documents: Iterable[Document], split: Split) -> Iterator[dict[str, list[str]]]:
+    """Yield texts by split, a few megabytes at a time."""
     batch: dict[str, list[str]] = {name: [] for name in SPLITS}
-    characters = count = 0
+    characters = 0
     for document in documents:
         for texts, part in zip(batch.values(), split.parts(document), strict=True):
             if part:
                 texts.append(part)
         characters += len(document.text)
-        count += 1
         if characters >= _BATCH_CHARACTERS:
-            yield batch, count
-            batch, characters, count = {name: [] for name in SPLITS}, 0, 0
-    if count:
-        yield batch, count
+            yield batch
+            batch, characters = {name: [] for name in SPLITS}, 0
+    yield batch
 
 
 def _part_file(folder: Path, number: int, split: str) -> Path:

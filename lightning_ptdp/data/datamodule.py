@@ -1,29 +1,101 @@
-"""Data module for text, prepared once, and the settings of its preparation."""
+"""Data module for text, and the base of those that prepare a folder, or copy one from a store."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+import shutil
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_ptdp.base.option_types import (
-    Count,
-    Size,
-    check_arguments,
-    check_fraction,
-    check_integer,
-)
-from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES, Corpus
-from lightning_ptdp.data.corpus_build import Builder
-from lightning_ptdp.data.data_error import TokenizerError
+from lightning_ptdp.base.option_types import check_arguments
+from lightning_ptdp.base.untrusted import MOST_BYTES, inside, reason, regular_size
+from lightning_ptdp.checkpoint.remote_path import RemotePath, check_address, is_url
+from lightning_ptdp.data.corpus import DEFAULT_SUFFIXES
+from lightning_ptdp.data.corpus_build import PrepareConfig
+from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
-from lightning_ptdp.data.manifest import SplitName, SplitRecord, verify_store
-from lightning_ptdp.data.prepare import Preparation
-from lightning_ptdp.data.prepared_datamodule import PreparedDataModule
+from lightning_ptdp.data.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Manifest,
+    SplitName,
+    check_file,
+    verify_store,
+)
+from lightning_ptdp.data.preparation_work import work_folder
+from lightning_ptdp.data.prepare import Preparation, check_prepare, prepare
 from lightning_ptdp.data.stream import SampleStream, TokenStream
-from lightning_ptdp.data.token_store import CHUNK_TOKENS
-from lightning_ptdp.data.worker_processes import Reporter
+from lightning_ptdp.data.stream_datamodule import StreamDataModule
+
+
+class PreparedDataModule(StreamDataModule):
+    """Batches of a folder that the first training process prepares or copies.
+
+    Args:
+        prepare_config: Configuration of the preparation.
+        remote: Address of a prepared folder to copy instead.
+        verify_hashes: Compare the hash of every file before training, not only its size.
+        kwargs: Arguments of ``StreamDataModule``.
+    """
+
+    def __init__(
+        self,
+        *,
+        prepare_config: Preparation,
+        remote: str | None = None,
+        verify_hashes: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.prepare_config = prepare_config
+        self.data_dir = Path(prepare_config.output)
+        self.remote = remote
+        self.verify_hashes = verify_hashes
+
+    def check(self, *, num_replicas: int = 1) -> None:
+        """Check source and folder before a process is started; write nothing.
+
+        If the data are already prepared, check also that they hold the samples of a step of
+        ``num_replicas`` replicas.
+
+        Raises:
+            DataError: See ``check_prepare`` and ``TokenLoader``.
+            ValueError: The batch sizes do not divide for this number of replicas.
+        """
+        self.batch_plans(num_replicas=num_replicas)
+        if self.remote is not None:
+            available = self.data_dir.exists()
+            if not available:
+                check_address(f"{self.remote.rstrip('/')}/{MANIFEST_FILE}")
+        else:
+            available = check_prepare(self.prepare_config, hashes=self.verify_hashes) is not None
+        if available:
+            super().check(num_replicas=num_replicas)
+
+    def prepare_data(self) -> None:
+        """Prepare or copy ``data_dir``; Lightning calls this in one process per node.
+
+        Raises:
+            DataError: See ``prepare`` and ``fetch``.
+        """
+        if self.remote is not None:
+            fetch(self.remote, self.data_dir, hashes=self.verify_hashes)
+        else:
+            prepare(self.prepare_config, hashes=self.verify_hashes)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Check in every process that ``data_dir`` matches its manifest.
+
+        Raises:
+            DataError: It does not match.
+        """
+        verify_store(self.data_dir, hashes=False)
+
+    def _places(self) -> list[str]:
+        return [str(self.data_dir)]
+
+    def _text(self) -> list[str]:
+        return Manifest.read(self.data_dir).corpus.source
 
 
 class TextDataModule(PreparedDataModule):
@@ -127,113 +199,90 @@ class TextDataModule(PreparedDataModule):
         )
 
 
-# ---- Checked settings of a preparation of text ---------------------------------------------------
+# ---- Copies of prepared folders in remote stores -------------------------------------------------
+#
+# The whole folder is copied before training, file by file, and checked against its manifest. Training
+# therefore reads only checked data, and a rank never waits for a network.
+
+_LOCAL = "local:"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrepareConfig(Corpus, Preparation):
-    """Source, destination and options of a preparation of text.
+def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
+    """Copy a prepared folder, or verify an existing copy.
+
+    After an interrupted call, only the missing files are copied.
 
     Args:
-        output: Folder to create.
-        vocabulary_size: Number of ids of the tokenizer, special ones included. None: that of
-            ``tokenizer_dir``.
-        validation_fraction: Fraction of the characters used for validation, more than 0 and at most
-            0.5.
-        seed: Seed of the division into splits and of the sample from which the tokenizer learns.
-        chunk_tokens: Tokens of a chunk file. A training sample never spans two chunks.
-        control_symbols: Pieces such as ``[MASK]`` that no text produces. They count towards
-            ``vocabulary_size``.
-        tokenizer_dir: Folder whose tokenizer is used: another prepared folder, so that the two can
-            be mixed, or a Hugging Face folder with a tokenizer, such as a model's. Default: learn
-            one from the text.
-        tokenizer_characters: Maximum amount of training text from which the tokenizer learns (lines
-            drawn at random).
-        overwrite: Replace a folder that was prepared with other settings or is damaged.
-        num_workers: Number of processes that read and tokenize. With 1, this process does both, and
-            its tokenizer uses as many threads as there are processors. The result does not depend
-            on this number.
-        part_bytes: Text that a process takes at a time. A larger part needs more memory, and more
-            work is lost when a process is killed.
-        source, suffixes, text_field, undecodable, document_bytes: See ``Corpus``.
+        remote: Address of the folder; a path, or ``local:/path``, for a mounted store.
+        folder: Folder of the copy. It appears complete or not at all.
+        hashes: Compare the hashes of an existing copy, not only the sizes. The hashes of copied
+            files are always compared.
 
     Raises:
-        ValueError: A number is out of range; the message names it.
+        StoreError: A file cannot be fetched or does not match the manifest; the message names it.
     """
+    output = Path(folder)
+    if output.exists():
+        return verify_store(output, hashes=hashes)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with work_folder(output, {"remote": remote}) as work:
+            copy, incoming = work / "store", work / "incoming"
+            shutil.rmtree(incoming, ignore_errors=True)
+            incoming.mkdir()
+            transfer = partial(_transfer, remote.rstrip("/"), incoming)
+            # Fetch the manifest in every call: the store may have been repaired since.
+            manifest_file = transfer(MANIFEST_FILE)
+            for name, path, record in Manifest.read(incoming).paths(copy):
+                if not _is_there(path, record):
+                    fetched = transfer(name, record.size)
+                    check_file(fetched, record, said=f"{remote}/{name}")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    fetched.replace(path)
+            manifest_file.replace(copy / MANIFEST_FILE)
+            manifest = verify_store(copy, hashes=False)  # the hashes were compared one by one
+            copy.rename(output)
+    except OSError as error:
+        if output.exists():  # another process was faster
+            return verify_store(output)
+        raise StoreError(
+            f"{output} cannot be written: {error}. Copied files are kept for the next call"
+        ) from error
+    return manifest
 
-    vocabulary_size: int | None = 8192
-    seed: Count = 0
-    chunk_tokens: int = CHUNK_TOKENS
-    control_symbols: tuple[str, ...] = ()
-    tokenizer_characters: Size = 20_000_000
-    part_bytes: Size = 1 << 24
 
-    form = "text"
+def _transfer(remote: str, incoming: Path, name: str, size: int | None = None) -> Path:
+    """Fetch a file into a folder of its own, and return its path there.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not str(self.output):
-            raise ValueError("output='' (data_dir) must be the path of a folder")
-        if "://" in str(self.output):
-            raise ValueError(
-                f"output={str(self.output)!r} is a URL. Give a local folder, and copy it to "
-                "the store afterwards. To train on data in a store, set remote to its URL and "
-                "data_dir to a local folder for the copy"
-            )
-        symbols = self.control_symbols
-        if not all(symbols) or len(set(symbols)) < len(symbols):
-            raise ValueError(
-                f"control_symbols={symbols!r} must be different pieces, such as ['[CLS]', "
-                "'[SEP]', '[MASK]']"
-            )
-        if self.vocabulary_size is not None:
-            check_integer("vocabulary_size", self.vocabulary_size, least=262, most=(1 << 31) - 1)
-        elif self.tokenizer_dir is None:
-            raise ValueError(
-                "vocabulary_size=None is the vocabulary size of tokenizer_dir, which is not "
-                "set. Give a number"
-            )
-        check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
-        check_integer("document_bytes", self.document_bytes, least=1 << 10)
-        check_fraction("validation_fraction", self.validation_fraction)
+    Its name there does not depend on the store. The size is checked before the transfer: it must
+    be ``size``, or small if ``size`` is None.
+    """
+    target = incoming / (MANIFEST_FILE if name == MANIFEST_FILE else "file")
+    try:
+        if is_url(remote):
+            source = RemotePath(f"{remote}/{name}")
+            _check_size(source.size(), size)
+            target.write_bytes(source.read_bytes())
+        else:
+            file = inside(remote.removeprefix(_LOCAL), name)
+            _check_size(regular_size(file), size)
+            shutil.copyfile(file, target)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{remote}/{name} cannot be fetched: {reason(error)}") from error
+    return target
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that determine the contents of the folder."""
-        return self._settings(source=self.roots)
 
-    def given_tokenizer(self) -> AnyTokenizer | None:
-        """Return the tokenizer in ``tokenizer_dir``, if the settings name one.
+def _is_there(path: Path, record: FileRecord) -> bool:
+    try:
+        check_file(path, record)
+    except StoreError:
+        return False
+    return True
 
-        Raises:
-            TokenizerError: Its size or its control symbols are not those of the settings.
-        """
-        if self.tokenizer_dir is None:
-            return None
-        tokenizer = load_tokenizer(self.tokenizer_dir)
-        if self.vocabulary_size not in (None, tokenizer.vocabulary_size):
-            raise TokenizerError(
-                f"tokenizer_dir={self.tokenizer_dir} has a vocabulary of "
-                f"{tokenizer.vocabulary_size}, but vocabulary_size={self.vocabulary_size}. Use "
-                "that of the tokenizer"
-            )
-        _ = tokenizer.eos_id  # a Hugging Face tokenizer may have none
-        for symbol in self.control_symbols:
-            tokenizer.control_id(symbol)
-        return tokenizer
 
-    def build(
-        self, work: Path, folder: Path, report: Reporter
-    ) -> tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]:
-        """Divide the text, learn the tokenizer unless one is given, and write the tokens."""
-        builder = Builder(config=self, work=work, report=report)
-        survey = builder.survey()
-        tokenizer = self.given_tokenizer() or builder.tokenizer(survey)
-        splits = builder.tokens(survey, tokenizer, folder)
-        counts = {
-            "documents": survey.documents,
-            "characters": survey.characters,
-            "content": survey.digest,
-            "undecodable": len(survey.undecodable),
-        }
-        return tokenizer, splits, counts
+def _check_size(actual: int, size: int | None) -> None:
+    if actual != size and (size is not None or actual > MOST_BYTES):
+        raise ValueError(
+            f"it has {actual} bytes, but must have "
+            f"{f'at most {MOST_BYTES}' if size is None else size}"
+        )

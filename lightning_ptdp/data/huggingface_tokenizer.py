@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers behind the interface of ``Tokenizer``.
+"""Hugging Face tokenizers behind the interface of ``Tokenizer``, and processors of images.
 
 The tokenizer comes from a folder, such as a model's; its files are copied unchanged.
 """
@@ -11,7 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+import torch
+from torch import Tensor
+
 from lightning_ptdp.base.errors import one_line
+from lightning_ptdp.base.nested import IMAGE_FIELDS, images_by_sample
 from lightning_ptdp.base.requirements import RequirementError, import_optional
 from lightning_ptdp.base.untrusted import (
     MOST_SETTINGS,
@@ -52,6 +56,7 @@ class HuggingFaceTokenizer:
             model's.
 
     Attributes:
+        files: Contents of the tokenizer's files, by name.
         fingerprint: Hash of the files.
 
     Raises:
@@ -74,14 +79,14 @@ class HuggingFaceTokenizer:
         with reading(
             f"tokenizer folder {folder}", TokenizerError, "Replace them with files of a tokenizer"
         ):
-            self._files = read_files(self.folder, (*self.patterns, "config.json"))
+            self.files = read_files(self.folder, (*self.patterns, "config.json"))
             small_files(self.folder, _READ)
-            parse_json(self._files[_SETTINGS], most_values=MOST_SETTINGS)
-            for name, content in self._files.items():
+            parse_json(self.files[_SETTINGS], most_values=MOST_SETTINGS)
+            for name, content in self.files.items():
                 if name.endswith(".json"):
                     check_values(content, _MOST_VALUES)
         digest = hashlib.sha256()
-        for name, content in sorted(self._files.items()):
+        for name, content in sorted(self.files.items()):
             if name != "config.json":
                 digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
         self.fingerprint = digest.hexdigest()
@@ -118,16 +123,11 @@ class HuggingFaceTokenizer:
                 f"tokenizer folder {self.folder} cannot be read: {one_line(reason(error))}"
             ) from error
 
-    @property
-    def files(self) -> dict[str, bytes]:
-        """Contents of the tokenizer's files, by name."""
-        return dict(self._files)
-
     def save(self, folder: str | Path) -> None:
         """Copy the files into ``folder/tokenizer``."""
         target = Path(folder, TOKENIZER_FOLDER)
         target.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files.items():
+        for name, content in self.files.items():
             (target / name).write_bytes(content)
 
     @cached_property
@@ -203,3 +203,90 @@ def load_tokenizer(folder: str | Path) -> AnyTokenizer:
         if Path(folder, _SETTINGS).is_file()
         else Tokenizer.load(folder)
     )
+
+
+# ---- Processors of vision-language models: tokenizer, image processor and chat template ----------
+
+
+_PROCESSOR_SETTINGS = "processor_config.json"
+
+
+class HuggingFaceProcessor(HuggingFaceTokenizer):
+    """Processor in a folder that ``save_pretrained`` wrote, usually that of the model."""
+
+    patterns = (*HuggingFaceTokenizer.patterns, f"*{_PROCESSOR_SETTINGS}")
+    auto_class = "AutoProcessor"
+
+    @cached_property
+    def processor(self) -> Any:
+        """The processor of transformers.
+
+        Raises:
+            TokenizerError: transformers cannot read the files, or they have no image processor.
+        """
+        processor = self._load()
+        if not hasattr(processor, "image_token"):
+            raise TokenizerError(
+                f"{self.folder} has no processor for images, only a {type(processor).__name__}. "
+                f"Give the folder of a vision-language model with its {_PROCESSOR_SETTINGS}"
+            )
+        return processor
+
+    @cached_property
+    def of_transformers(self) -> Any:
+        """The tokenizer of the processor."""
+        return self.processor.tokenizer
+
+    @property
+    def chat_template(self) -> object:
+        """The processor's chat template; None if there is none."""
+        return self.processor.chat_template
+
+    def spelled(self, images: Sequence[Any]) -> list[str]:
+        """Return the text that the processor writes in the place of each image.
+
+        Its length depends on the image, which is therefore processed.
+        """
+        if not images:
+            return []
+        output = self.processor(
+            text=[self.processor.image_token * len(images)],
+            images=[images],
+            return_text_replacement_offsets=True,
+        )
+        return [place["replacement"] for place in output["text_replacement_offsets"][0]]
+
+    def features(self, samples: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        """Return the tensors of a batch's images of PIL, by sample; empty without images.
+
+        A model that has the samples along dimension 0 gets zeros for samples without images.
+        """
+        shown = [index for index, images in enumerate(samples) if images]
+        if not shown:
+            return {}
+        images = [samples[index] for index in shown]
+        output = self.processor(images=images, return_tensors="pt", padding=True)
+        tensors = {name: output[name] for name in IMAGE_FIELDS if name in output}
+        if not images_by_sample(tensors):
+            return tensors
+        return {
+            name: value.new_zeros(len(samples), *value.shape[1:]).index_copy(
+                0, torch.tensor(shown), value
+            )
+            for name, value in tensors.items()
+        }
+
+    def token_types(self, ids: Tensor, learned: Tensor) -> dict[str, Tensor]:
+        """Return the tensors (b, s) with which some models build their attention masks.
+
+        They are 1 for the tokens of images (Gemma 3, Qwen2.5-VL), or from the first answer on
+        (PaliGemma).
+
+        Args:
+            ids: ``input_ids`` (b, s).
+            learned: Mask (b, s) of the tokens in answers.
+        """
+        if not self.processor.return_mm_token_type_ids:
+            return {"token_type_ids": learned.cumsum(1).clamp(max=1)}
+        shown = torch.isin(ids, torch.tensor(self.processor.image_token_ids)).long()
+        return {"token_type_ids": shown, "mm_token_type_ids": shown}

@@ -8,6 +8,7 @@ the bytes of a compressed image, and processing takes a few milliseconds in the 
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,14 +34,7 @@ from lightning_ptdp.data.conversations import (
     texts_of,
 )
 from lightning_ptdp.data.data_error import StoreError
-from lightning_ptdp.data.huggingface_processor import (
-    HuggingFaceProcessor,
-    absolute,
-    image_size,
-    images_of,
-    open_image,
-)
-from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER
+from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER, HuggingFaceProcessor
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
 from lightning_ptdp.data.token_store import mark_sample
@@ -86,7 +80,7 @@ class ImageChatFormat(ChatFormat):
                 f"{len(parts) - 1} places for them. Use a template that writes every image, and "
                 f"texts without {processor.image_token}"
             )
-        spelled = ["", *self._processor.spelled(images)]
+        spelled = ["", *self._processor.spelled([open_image(image) for image in images])]
 
         def expanded(prefix: str) -> str:
             pieces = prefix.split(processor.image_token)
@@ -196,7 +190,9 @@ class ImageChatStream(ChatStream):
 
     def __getitems__(self, visits: Sequence[int]) -> Any:
         """Return inputs, labels and positions, int32 (b, 3, s), and the image tensors."""
-        samples = [[] if visit == PADDING else self._sample(visit) for visit in visits]
+        samples = [
+            [] if number == PADDING else self._sample(number) for number in self.numbers(visits)
+        ]
         return super().__getitems__(visits), self._processor.features(samples)
 
     def as_batch(self, rows: Any) -> dict[str, Tensor]:
@@ -210,16 +206,16 @@ class ImageChatStream(ChatStream):
         learned = F.pad(batch["labels"] != IGNORE_INDEX, (1, 0))[:, :-1]
         return {**batch, **self._processor.token_types(batch["input_ids"], learned), **images}
 
-    def _sample(self, visit: int) -> list[str]:
-        """Return the images of a sample."""
-        images = self._images[int(self._order[visit % self._size])]
+    def _sample(self, number: int) -> list[Any]:
+        """Return the images of a sample, of PIL."""
+        images = self._images[int(self._order[number])]
         for image, size in images:
             if image_size(image) != size:
                 raise StoreError(
                     f"image {image} has changed or is gone since the preparation. Put it back, or "
                     "prepare the data again with overwrite"
                 )
-        return [image for image, _ in images]
+        return [open_image(image) for image, _ in images]
 
 
 class ImageChatDataModule(ChatDataModule):
@@ -271,3 +267,65 @@ class ImageChatDataModule(ChatDataModule):
 
     def _make_config(self, **options: Any) -> ChatConfig:
         return ImageChatConfig(max_images=self._max_images, **options)
+
+
+# ---- Images, named by their files, or small ones as text (``data:image/...``) ---------------------
+
+
+_IMAGE_KEYS = ("path", "image", "url")
+_INLINE = "data:image/"
+
+
+def absolute(value: Any, folder: Path) -> Any:
+    """Return a row in which every image has the form ``{"type": "image", "path": ...}``.
+
+    A path that is relative to ``folder`` becomes absolute.
+    """
+    if isinstance(value, list):
+        return [absolute(item, folder) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.get("type") != "image":
+        # Tables store None for a key that other parts have.
+        return {k: absolute(item, folder) for k, item in value.items() if item is not None}
+    named = next((value[key] for key in _IMAGE_KEYS if value.get(key)), None)
+    if isinstance(named, str) and not named.startswith(_INLINE):
+        named = str((folder / named).absolute())
+    return {"type": "image", "path": named}
+
+
+def images_of(conversation: Conversation) -> list[str]:
+    """Return the images of a conversation in their order."""
+    parts = (part for message in conversation for part in message["content"])
+    return [part["path"] for part in parts if part["type"] == "image"]
+
+
+def image_size(image: str) -> int:
+    """Return the bytes of an image; -1 if its file is missing."""
+    if image.startswith(_INLINE):
+        return len(image)
+    return Path(image).stat().st_size if Path(image).is_file() else -1
+
+
+def open_image(image: object, *, decode: bool = True) -> Any:
+    """Return an image of PIL in RGB, upright. Without ``decode``, only check how it begins.
+
+    Raises:
+        FaultyRow: The image is missing or broken, or has no path.
+    """
+    from PIL import Image, ImageOps
+
+    if not isinstance(image, str):
+        raise FaultyRow("an image has no path. Use {'type': 'image', 'path': 'file.png'}")
+    source: Any = image
+    if image.startswith(_INLINE):
+        source = io.BytesIO(base64.b64decode(image.partition(",")[2]))
+    elif not Path(image).is_file():
+        raise FaultyRow(f"image {image} is not a file. Paths are relative to the data file")
+    try:
+        with Image.open(source) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB") if decode else None
+    except Exception as error:  # PIL's decoders raise many types
+        raise FaultyRow(
+            f"image {image[:200]} is broken ({type(error).__name__}). Replace it"
+        ) from error

@@ -185,7 +185,8 @@ class Manifest:
                 f"contains. {_REMEDY}"
             )
         with reading(path, StoreError, _REMEDY):
-            return cls._of({name: value for name, value in values.items() if name != "format"})
+            del values["format"]
+            return cls._of(values)
 
     @classmethod
     def _of(cls, values: dict[str, Any]) -> Manifest:

@@ -110,7 +110,7 @@ def draw_pair(
     """
     cut = _draw_cut(tokens, draws, vocabulary)
     first, second = tokens[:cut], tokens[cut:]
-    if not draws.chance(0.5):
+    if draws.uniform(1)[0] >= 0.5:
         return first, second, 0
     if other is None:
         return second, first, 1
@@ -145,10 +145,6 @@ class Draws:
         """Return the next ``count`` numbers, float64 in [0, 1)."""
         raw = np.asarray(self._bits.random_raw(count), np.uint64)
         return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-    def chance(self, probability: float) -> bool:
-        """Return True with this probability."""
-        return bool(self.uniform(1)[0] < probability)
 
     def below(self, limit: int, count: int = 1) -> np.ndarray:
         """Return ``count`` integers from 0 to ``limit - 1``, int64."""

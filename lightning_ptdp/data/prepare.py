@@ -11,7 +11,7 @@
 All kinds of data are stored in this form. A subclass of ``Preparation`` makes the tokens.
 
 The folder appears complete or not at all. Until then, the data are in a hidden folder beside it
-(``work_folder.py``). If a call is killed, the next call reuses the finished parts.
+(``preparation_work.py``). If a call is killed, the next call reuses the finished parts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import os
 import platform
 import shutil
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning_ptdp.base.option_types import Size, check_fraction, check_types
+from lightning_ptdp.checkpoint.files import replace
 from lightning_ptdp.data.data_error import DataError, StoreError
 from lightning_ptdp.data.file_pieces import CorpusFile, listing_digest
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
@@ -44,8 +44,7 @@ from lightning_ptdp.data.manifest import (
     record_files,
     verify_store,
 )
-from lightning_ptdp.data.work_folder import work_folder
-from lightning_ptdp.data.worker_processes import Reporter
+from lightning_ptdp.data.preparation_work import Reporter, work_folder
 
 Progress = Callable[[str], None]
 
@@ -324,17 +323,14 @@ def _publish(config: Preparation, folder: Path, manifest: Manifest) -> Manifest:
     If another process was faster, use its folder, provided that it has the same settings.
     """
     output = Path(config.output)
-    backup = output.with_name(f".{output.name}.{uuid.uuid4().hex[:12]}.replaced")
-    if config.overwrite and output.exists():
-        output.rename(backup)
     try:
-        folder.rename(output)
+        if config.overwrite:
+            replace(folder, output)
+        else:
+            folder.rename(output)
     except OSError:
         existing = check_prepare(config) if output.exists() else None
         if existing is None:
-            if backup.exists() and not output.exists():
-                backup.rename(output)
             raise
-        manifest = existing
-    shutil.rmtree(backup, ignore_errors=True)
+        return existing
     return manifest

@@ -72,7 +72,12 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
 
         The result is int64 of the same shape.
         """
-        return sample_visits(numbers, size=self._size, seed=seed, shuffle=shuffle)
+        samples = sample_order(numbers, size=self._size, seed=seed, shuffle=shuffle)
+        return numbers // self._size * self._size + samples
+
+    def numbers(self, visits: Sequence[int]) -> list[int]:
+        """Return the sample of each visit, or ``PADDING``."""
+        return [visit if visit == PADDING else visit % self._size for visit in visits]
 
     @abstractmethod
     def __getitems__(self, visits: Sequence[int]) -> Any:
@@ -134,9 +139,9 @@ class BlockStream(SampleStream):
         They have a quarter of the bytes of a batch, and need no shared memory.
         """
         blocks_bs = np.full((len(visits), self.sequence_length + 1), PADDING, np.int32)
-        for row, visit in enumerate(visits):
-            if visit != PADDING:
-                blocks_bs[row] = self._tokens.read(visit % self._size)
+        for row, number in enumerate(self.numbers(visits)):
+            if number != PADDING:
+                blocks_bs[row] = self._tokens.read(number)
         return blocks_bs
 
     def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
@@ -217,11 +222,6 @@ def sample_order(numbers: np.ndarray, *, size: int, seed: int, shuffle: bool = T
         mask = epochs == epoch
         result[mask] = _permute(positions[mask], size, _keys(seed, int(epoch)))
     return result
-
-
-def sample_visits(numbers: np.ndarray, *, size: int, seed: int, shuffle: bool = True) -> np.ndarray:
-    """Return ``epoch * size + sample``, with the samples of ``sample_order``."""
-    return numbers // size * size + sample_order(numbers, size=size, seed=seed, shuffle=shuffle)
 
 
 def _permute(positions: np.ndarray, size: int, keys: list[np.uint64]) -> np.ndarray:

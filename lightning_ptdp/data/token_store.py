@@ -12,7 +12,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
@@ -142,22 +142,20 @@ def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
         StoreError: The index or a chunk is missing or damaged.
     """
     path, width = Path(folder, INDEX_FILE), np.dtype(dtype).itemsize
+    chunks = []
     with reading(path, StoreError, "Prepare the data again with overwrite"):
-        files = [
-            (inside(folder, entry["filename"]), entry["dim"]) for entry in read_json(path)["chunks"]
-        ]
-        if any(type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS for _, tokens in files):
-            raise ValueError("a chunk has an invalid number of tokens")
-        for file, tokens in files:
-            info = file.stat()
-            if not stat.S_ISREG(info.st_mode) or info.st_size != _HEADER_BYTES + tokens * width:
-                raise ValueError(
-                    f"{file} has {info.st_size} bytes, but must have "
-                    f"{_HEADER_BYTES + tokens * width}"
-                )
-    return tuple(Chunk(file, tokens, dtype) for file, tokens in files)
+        for entry in read_json(path)["chunks"]:
+            file, tokens = inside(folder, entry["filename"]), entry["dim"]
+            if type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS:
+                raise ValueError("a chunk has an invalid number of tokens")
+            info, size = file.stat(), _HEADER_BYTES + tokens * width
+            if not stat.S_ISREG(info.st_mode) or info.st_size != size:
+                raise ValueError(f"{file} has {info.st_size} bytes, but must have {size}")
+            chunks.append(Chunk(file, tokens, dtype))
+    return tuple(chunks)
 
 
+@dataclass(eq=False)
 class ChunkMap:
     """Random access to the tokens of chunks, in blocks of ``block_size``.
 
@@ -173,24 +171,21 @@ class ChunkMap:
         StoreError: While reading: a chunk cannot be read, or a token is outside the vocabulary.
     """
 
-    def __init__(
-        self, chunks: Sequence[Chunk], *, vocabulary_size: int, block_size: int = 1, marks: int = 0
-    ) -> None:
-        self.chunks = chunks
-        self._vocabulary_size, self._block_size, self._marks = vocabulary_size, block_size, marks
-        self._sizes = np.array([chunk.tokens // block_size for chunk in chunks], np.int64)
+    chunks: Sequence[Chunk]
+    _: KW_ONLY
+    vocabulary_size: int
+    block_size: int = 1
+    marks: int = 0
+
+    def __post_init__(self) -> None:
+        self._sizes = np.array([chunk.tokens // self.block_size for chunk in self.chunks], np.int64)
         self._ends = np.cumsum(self._sizes)
         self._map = lru_cache(_MAPPED)(self._open)
 
-    def __reduce__(self) -> tuple[partial[ChunkMap], tuple[object]]:
+    def __reduce__(self) -> tuple[partial[ChunkMap], tuple[()]]:
         """Pickle only the arguments; the copy maps the chunks again."""
-        factory = partial(
-            ChunkMap,
-            vocabulary_size=self._vocabulary_size,
-            block_size=self._block_size,
-            marks=self._marks,
-        )
-        return factory, (self.chunks,)
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        return partial(ChunkMap, **arguments), ()
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -210,7 +205,7 @@ class ChunkMap:
         while start < stop:
             end = int(self._ends[number])
             first, part_end = end - int(self._sizes[number]), min(stop, end)
-            span = slice((start - first) * self._block_size, (part_end - first) * self._block_size)
+            span = slice((start - first) * self.block_size, (part_end - first) * self.block_size)
             tokens = self._map(number)[span]
             self._check(tokens, number)
             parts.append(tokens.astype(np.int32))
@@ -228,12 +223,12 @@ class ChunkMap:
                 self._check(tokens[start : start + _CHECKED], number)
 
     def _check(self, tokens: np.ndarray, number: int) -> None:
-        ids = tokens.astype(np.int64) & ~self._marks
+        ids = tokens.astype(np.int64) & ~self.marks
         for token in (int(ids.min()), int(ids.max())):
-            if not 0 <= token < self._vocabulary_size:
+            if not 0 <= token < self.vocabulary_size:
                 raise StoreError(
                     f"{self.chunks[number].path} has token {token}, but "
-                    f"vocabulary_size={self._vocabulary_size}. Give the size of the tokenizer "
+                    f"vocabulary_size={self.vocabulary_size}. Give the size of the tokenizer "
                     "that produced the tokens, or prepare the data again with overwrite"
                 )
 

@@ -114,7 +114,6 @@ def whole_outputs(
     *,
     length: int,
     weights: Sequence[float],
-    tokens: float | None,
     group: Group,
     device: torch.device,
 ) -> Nested:
@@ -127,7 +126,6 @@ def whole_outputs(
         outputs: Nested mappings and sequences of this rank.
         length: s, tokens of the whole sequence.
         weights: The ranks' shares in averages.
-        tokens: Value of ``num_tokens`` for the whole sequence, if the step counts them.
         group: The context group.
         device: Device of tensors in collectives.
 
@@ -157,12 +155,4 @@ def whole_outputs(
             )
         return tensor
 
-    if isinstance(outputs, dict) and "num_tokens" in outputs and tokens is not None:
-        combined = map_tensors(
-            {key: value for key, value in outputs.items() if key != "num_tokens"}, whole
-        )
-        return {
-            **combined,
-            "num_tokens": torch.tensor(tokens).to(device, torch.int64, non_blocking=True),
-        }
     return map_tensors(outputs, whole)

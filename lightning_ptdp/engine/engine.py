@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -15,19 +16,18 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import ReplicaBuffers
 from lightning_ptdp.engine.decoding import Decoding
-from lightning_ptdp.engine.first_batch import FirstBatchInspection
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
-from lightning_ptdp.engine.microbatches import microbatch_sizes, power_above, split_batch
+from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.engine.optimization import Optimization
-from lightning_ptdp.engine.rank_agreement import BatchAgreement, check_kept_alike, is_same_length
+from lightning_ptdp.engine.rank_agreement import RankAgreement
 from lightning_ptdp.engine.replica_step import (
     LightningJob,
     counted_loss,
     loss_and_weight,
     num_tokens,
 )
-from lightning_ptdp.engine.sharing import ReportMemory, share_report
-from lightning_ptdp.engine.step_habits import warn_of_loss
+from lightning_ptdp.engine.sharing import ReportSharing
+from lightning_ptdp.engine.step_habits import FirstBatchInspection, warn_of_loss
 from lightning_ptdp.engine.step_report import (
     LogRecorder,
     ReportStream,
@@ -37,7 +37,7 @@ from lightning_ptdp.engine.step_report import (
 )
 from lightning_ptdp.engine.step_state import apply_changes, find_owners
 from lightning_ptdp.forward.surroundings import Context, Forward, Surroundings
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
@@ -113,8 +113,10 @@ class Engine:
             sums_runs=config.sums_runs,
         )
         self._image_token = image_token_of(module)
-        self._memory = ReportMemory()
         self._stream = ReportStream(device)
+        self._sharing = ReportSharing(
+            pipeline, source=mesh.layout.last_stage_rank, stream=self._stream
+        )
         self._owners = find_owners(module)
         self._metrics = BatchMetrics(module, mesh.group("context"))
         self.optimization = Optimization(
@@ -122,7 +124,7 @@ class Engine:
         )
         self.gradients = self.optimization.gradients
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
-        self.agreement = BatchAgreement(mesh, sizes=self._sizes, device=device)
+        self.agreement = RankAgreement(mesh, sizes=self._sizes, device=device)
         self._inspection = FirstBatchInspection(
             config=config, mesh=mesh, module=module, owners=self._owners
         )
@@ -179,7 +181,7 @@ class Engine:
         if kept and batch and batch & (batch - 1) == 0:
             self.gradients.parameters_needed()
             with self._parallel.computing():
-                check_kept_alike(kept, group=self._mesh.group("pipeline"), device=self._device)
+                self.agreement.check_kept_alike(kept)
 
     def _scheduled_training_step(
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float
@@ -199,11 +201,10 @@ class Engine:
         )
         if self._mesh.layout.world_size == 1:
             job.spread = self.agreement.collect_alone(args[0], job.sizes)
-        job.expected_tokens = power_above(self.agreement.expected_tokens * replicas * windows)
-        habits = self._inspection.begin(job)
+        job.expected_tokens = _power_above(self.agreement.expected_tokens * replicas * windows)
+        warn_of_writes = self._inspection.begin(job)
         report = self._run(job, "training_step")
-        if habits is not None:
-            habits.warn_of_writes(job.count)
+        warn_of_writes()
         self.agreement.note_spread(report.spread)
         self.agreement.warn_of_uneven(args[0], counted=report.counted)
         self.optimization.losses = job.losses
@@ -278,7 +279,7 @@ class Engine:
         In that case they may communicate after each batch. The call is collective over the
         replicas. ``length`` is this rank's number of batches; None if its loader has no length.
         """
-        equal = is_same_length(length, group=self._mesh.group("replicas"), device=self._device)
+        equal = self.agreement.is_same_length(length)
         self._replicas_in_step &= equal
         return equal
 
@@ -354,15 +355,10 @@ class Engine:
             job.context = partial(sharing_casts, job.context)
         with self._parallel.computing(), casts:
             self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
-        pipeline = self._mesh.group("pipeline")
-        last = self._mesh.layout.last_stage_rank
-        sent = None
-        if pipeline.rank == last:
-            sent = job.report()
+        is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
+        sent = job.report() if is_last else None
         with self._watchdog.counting("the last stage"):
-            report = share_report(
-                sent, group=pipeline, source=last, memory=self._memory, stream=self._stream
-            )
+            report = self._sharing.share(sent)
         if sent is None:
             apply_changes(self._module, report.changes)
         replay(report.calls, self._module)
@@ -423,3 +419,8 @@ class Engine:
         # The batch index of an evaluation, and the index of its loader.
         batches = [number for number in args[1:] if isinstance(number, int)]
         return (self._seed, hook, *([self._step(hook)] if hook == "training_step" else batches))
+
+
+def _power_above(number: float) -> float:
+    """Return the least power of two that is not below ``number``; division by it is exact."""
+    return 2.0 ** math.ceil(math.log2(max(number, 1)))

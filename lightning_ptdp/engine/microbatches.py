@@ -1,25 +1,24 @@
-"""Splitting of a batch into microbatches along dimension 0, and their labels and outputs."""
+"""Splitting of a batch into microbatches along dimension 0, and merging of their outputs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_ptdp.base.nested import (
+    IMAGE_FIELDS,
     Nested,
     children,
+    images_by_sample,
     iterate_tensors,
     map_tensors,
-    named_tensors,
     rebuilt,
 )
-from lightning_ptdp.engine.image_batch import holds_images, split_images
 
 _T = TypeVar("_T")
 
@@ -51,8 +50,8 @@ def split_batch(
     """
     if len(sizes) == 1:
         return [batch]
-    if image_token is not None and holds_images(batch):
-        images = split_images(batch, sizes, image_token)
+    if image_token is not None and _holds_images(batch):
+        images = _split_images(batch, sizes, image_token)
         rest = {name: value for name, value in batch.items() if name not in images[0]}
         parts = split_batch(rest, sizes)
         return [rebuilt(batch, {**part, **own}) for part, own in zip(parts, images, strict=True)]
@@ -120,88 +119,73 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     return torch.where(scale > 0, stacked * scale, torch.zeros_like(stacked)).sum().to(dtype)
 
 
-# ---- Counts of the labels in a batch that are not ignored ----------------------------------------
+# ---- Images of a vision-language batch -----------------------------------------------------------
 #
-# They give the expected number of tokens, and show if equally weighted parts of a batch have
-# different numbers of labels.
+# A processor of transformers concatenates the images of all samples, so that dimension 0 of
+# ``pixel_values`` counts images, or patches of images (Qwen2.5-VL). The placeholder tokens in
+# ``input_ids`` tell how many of them belong to each sample. Only images that are padded to the same
+# number in every sample (Idefics3) have the samples along dimension 0.
 
 
-_IGNORED = -100
-_PARTS = 1_000_000
+def _holds_images(batch: Nested) -> bool:
+    """Return True for a vision-language batch with images."""
+    return isinstance(batch, Mapping) and all(
+        isinstance(batch.get(name), Tensor) for name in ("pixel_values", "input_ids")
+    )
 
 
-def expected_tokens(batch: Nested, samples: int) -> int:
-    """Return the expected number of tokens in a batch of this form.
+def _split_images(
+    batch: Mapping[str, Any], sizes: Sequence[int], image_token: int
+) -> list[dict[str, Tensor | None]]:
+    """Return the image tensors of each microbatch; None in a microbatch without images.
 
-    It is the number of elements of the batch's largest tensor of integers.
-    """
-    sizes = [
-        tensor.numel()
-        for _, tensor in named_tensors(batch)
-        if not tensor.is_floating_point() and tensor.dim() <= 2
-    ]
-    return max([samples, *sizes])
-
-
-def power_above(number: float) -> float:
-    """Return the least power of two that is not below ``number``; division by it is exact."""
-    return 2.0 ** math.ceil(math.log2(max(number, 1)))
-
-
-def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -> Tensor:
-    """Return the most labels per sample in a microbatch, and the negative of the least.
-
-    Ignored labels do not count. The values are in millionths, (2) int64 on ``device``.
+    Reads the counts back from the device. A step in microbatches has already waited for it at the
+    end of the previous step.
 
     Args:
-        batch: The whole batch.
-        sizes: Numbers of samples in its microbatches.
-        device: Device of the result.
+        batch: A batch with images.
+        sizes: Numbers of samples in the microbatches.
+        image_token: Id of the placeholder tokens.
+
+    Raises:
+        ValueError: The images cannot be assigned to the microbatches.
     """
-    labels = _labels(batch, sum(sizes)) if sizes else None
-    if labels is None:
-        return torch.zeros(2, dtype=torch.int64, device=device)
-    counts = (
-        (labels[1] != _IGNORED).flatten(1).sum(1)
-        if labels[1].dim() > 1
-        else (labels[1] != _IGNORED).long()
-    )
-    if len(set(sizes)) == 1:
-        shares = counts.view(len(sizes), -1).sum(1) * _PARTS // sizes[0]
-    else:
-        shares = torch.stack(
-            [part.sum() * _PARTS // len(part) for part in counts.split(list(sizes))]
-        )
-    return torch.stack([shares.amax(), -shares.amin()]).to(device, non_blocking=True)
-
-
-def is_uneven(most: float, negative_least: float) -> bool:
-    """Return True if ``label_spread``, or its maximum over ranks, shows unequal numbers."""
-    return most + negative_least > 1  # tolerates rounding
-
-
-def describe_uneven(batch: Nested, samples: int) -> str:
-    """Return the warning about the labels of ``batch``."""
-    name = (_labels(batch, samples) or ("", None))[0]
-    label_name = f"'{name}'" if name else "the labels"
-    return (
-        "the microbatches or replicas of a batch have different numbers of labels other than "
-        f"{_IGNORED} in {label_name}, and training_step returns no 'num_tokens'. The mean of each "
-        "microbatch has the same weight, so the loss is not the mean over all labels as in "
-        f"one process. Return {{'loss': loss, 'num_tokens': (labels != {_IGNORED}).sum()}} "
-        "from training_step"
-    )
-
-
-def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
-    """Return the tensor that seems to hold labels: by its name, else the last one of integers."""
-    tensors = [
-        (name, tensor)
-        for name, tensor in named_tensors(batch)
-        if tensor.dtype in (torch.int64, torch.int32)
-        and tensor.dim()
-        and tensor.size(0) == samples
-        and tensor.numel()
+    tokens = (batch["input_ids"] == image_token).sum(1).tolist()
+    samples = [0, *accumulate(sizes)]
+    pixels, images = samples, samples
+    if not images_by_sample(batch):
+        pixels, images = _ends(batch, [sum(tokens[:end]) for end in samples])
+    ends = {
+        name: pixels if name == "pixel_values" else images
+        for name in IMAGE_FIELDS
+        if isinstance(batch.get(name), Tensor)
+    }
+    return [
+        {
+            name: batch[name][rows[index] : rows[index + 1]] if any(tokens[start:stop]) else None
+            for name, rows in ends.items()
+        }
+        for index, (start, stop) in enumerate(pairwise(samples))
     ]
-    labels = [pair for pair in tensors if "label" in pair[0].lower() or "target" in pair[0].lower()]
-    return next(iter(labels), tensors[-1] if tensors else None)
+
+
+def _ends(batch: Mapping[str, Any], tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the rows of ``pixel_values`` and the images before each microbatch, and in total.
+
+    The number of rows is proportional to that of tokens, and an image has a whole number of rows.
+
+    Args:
+        batch: The batch.
+        tokens: Image tokens before each microbatch, and in total.
+    """
+    rows, grid = batch["pixel_values"].size(0), batch.get("image_grid_thw")
+    rows_of_images = [1] * rows if grid is None else grid.prod(1).tolist()
+    images_before = {end: index for index, end in enumerate([0, *accumulate(rows_of_images)])}
+    ends = [count * rows / max(tokens[-1], 1) for count in tokens]
+    if ends[-1] != sum(rows_of_images) or any(end not in images_before for end in ends):
+        raise ValueError(
+            f"pixel_values has {rows} rows for {tokens[-1]} image tokens, which cannot be "
+            f"split into {len(tokens) - 1} microbatches, because the images of a sample are "
+            "not known. Use num_microbatches=1"
+        )
+    return [int(end) for end in ends], [images_before[end] for end in ends]

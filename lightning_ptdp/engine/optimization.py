@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,10 +16,11 @@ from lightning_ptdp.data_parallel import Gradients, ManualGradients
 from lightning_ptdp.engine.gradient_checks import GradientChecks
 from lightning_ptdp.engine.replica_step import counted_loss
 from lightning_ptdp.forward.surroundings import Context
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.pipeline.program_observers import Observers
-from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.mesh import Group, ProcessMesh
+from lightning_ptdp.world.mesh import ProcessMesh
+
+Closure = Callable[[], Tensor | None]
 
 
 class Optimization:
@@ -104,18 +104,53 @@ class Optimization:
         return self.manual.backward(accumulates=self.gradients.accumulates)
 
     def evaluations(self, optimizer: Optimizer, closure: Closure) -> Closure:
-        """Return the closure of a step, for ``optimizer`` to call."""
-        if not may_evaluate_again(optimizer):
+        """Return the closure of a step, for ``optimizer`` to call.
+
+        An optimizer that evaluates the loss several times in a step moves between two points
+        depending on the losses. It gets the same loss on all ranks, so that all take the same path.
+        Of torch's own optimizers, only LBFGS does this.
+        """
+        is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+        if is_torchs and not isinstance(optimizer, torch.optim.LBFGS):
             return closure
-        check: Callable[[], None] = partial(self._check_evaluates_again, optimizer)
-        return counted_evaluations(
-            closure, scaled=self.scaled, group=self._mesh.group("replica_sum"), again=check
-        )
+        group = self._mesh.group("replica_sum")
+        evaluations = itertools.count()
+
+        def evaluate() -> Tensor | None:
+            if next(evaluations):
+                self._check_evaluates_again(optimizer)
+            loss = closure()
+            if loss is None:
+                return None
+            total = self.scaled(loss).detach().clone()
+            if group.size > 1:
+                dist.all_reduce(total, group=group.handle)
+            return total
+
+        return evaluate
 
     def _check_evaluates_again(self, optimizer: Optimizer) -> None:
-        check_evaluates_again(
-            optimizer, self._mesh.layout, steps_on_copies=self.gradients.stepped is not None
-        )
+        """Check that such an optimizer gets the same values on every rank as on one device.
+
+        Raises:
+            ValueError: It does not; the message names the optimizer, the reason and a fix.
+        """
+        name = type(optimizer).__name__
+        layout = self._mesh.layout
+        if layout.world_size > layout.num_replicas:
+            raise ValueError(
+                f"{name} evaluates the loss several times in a step and uses the gradient of all "
+                "parameters, but under tensor, pipeline or context parallelism a rank has only a "
+                "part of it. Use it with data parallelism and microbatches only, or use an "
+                "optimizer that evaluates the loss once (AdamW, SGD, ...)"
+            )
+        if self.gradients.stepped is not None:  # the model receives the new values after the step
+            raise ValueError(
+                f"{name} evaluates the loss several times in a step, but with a sharded optimizer, "
+                "or with copies of the parameters in float32 or on the host, the model receives "
+                "the new values only after the step. Use shard='none', master_weights=False and "
+                "offload_optimizer=False"
+            )
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss of a step, scaled by this replica's weight in the mean over replicas."""
@@ -140,79 +175,3 @@ class Optimization:
         self.gradients.close()
         if self.manual is not None:
             self.manual.close()
-
-
-# ---- Support for optimizers that evaluate the loss several times in a step -----------------------
-#
-# Such an optimizer moves between two points depending on the losses.
-
-
-Closure = Callable[[], Tensor | None]
-
-
-def may_evaluate_again(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer may call its closure more than once.
-
-    Of torch's own optimizers, only LBFGS does.
-    """
-    return (
-        isinstance(optimizer, torch.optim.LBFGS)
-        or type(optimizer).__module__.partition(".")[0] != "torch"
-    )
-
-
-def check_evaluates_again(
-    optimizer: Optimizer, layout: ParallelLayout, *, steps_on_copies: bool
-) -> None:
-    """Check that such an optimizer gets the same values on every rank as on one device.
-
-    Args:
-        optimizer: An optimizer that evaluates more than once in a step.
-        layout: The degrees of parallelism.
-        steps_on_copies: The model receives the new values only after the step.
-
-    Raises:
-        ValueError: It does not; the message names the optimizer, the reason and a fix.
-    """
-    name = type(optimizer).__name__
-    if layout.world_size > layout.num_replicas:
-        raise ValueError(
-            f"{name} evaluates the loss several times in a step and uses the gradient of all "
-            "parameters, but under tensor, pipeline or context parallelism a rank has only a "
-            "part of it. Use it with data parallelism and microbatches only, or use an "
-            "optimizer that evaluates the loss once (AdamW, SGD, ...)"
-        )
-    if steps_on_copies:
-        raise ValueError(
-            f"{name} evaluates the loss several times in a step, but with a sharded optimizer, or "
-            "with copies of the parameters in float32 or on the host, the model receives the new "
-            "values only after the step. Use shard='none', master_weights=False and "
-            "offload_optimizer=False"
-        )
-
-
-def counted_evaluations(
-    closure: Closure, *, scaled: Callable[[Tensor], Tensor], group: Group, again: Callable[[], None]
-) -> Closure:
-    """Return a closure with the same loss on all ranks, so that all ranks take the same path.
-
-    Args:
-        closure: Lightning's closure; returns the loss of this replica, or None.
-        scaled: Returns the contribution of this replica's loss to the total over replicas.
-        group: The replicas.
-        again: Called before every evaluation of a step except the first.
-    """
-    evaluations = itertools.count()
-
-    def evaluate() -> Tensor | None:
-        if next(evaluations):
-            again()
-        loss = closure()
-        if loss is None:
-            return None
-        total = scaled(loss).detach().clone()
-        if group.size > 1:
-            dist.all_reduce(total, group=group.handle)
-        return total
-
-    return evaluate

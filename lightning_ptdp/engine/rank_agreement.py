@@ -10,14 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors
-from lightning_ptdp.engine.microbatches import (
-    describe_uneven,
-    expected_tokens,
-    is_uneven,
-    label_spread,
-)
-from lightning_ptdp.world.mesh import Group, ProcessMesh
+from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors, named_tensors
+from lightning_ptdp.world.mesh import ProcessMesh
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ = 65536
@@ -33,32 +27,6 @@ class BatchMismatchError(PTDPError, RuntimeError):
 
 class KeptModuleError(PTDPError, RuntimeError):
     """A module that every pipeline stage keeps differs between the stages."""
-
-
-def check_kept_alike(tensors: Mapping[str, Tensor], *, group: Group, device: torch.device) -> None:
-    """Compare the parameters of modules that every stage keeps; collective over the stages.
-
-    Raises:
-        KeptModuleError: They differ. This happens with an average of the model's weights, which
-            each stage forms with its own weights only.
-    """
-    low = torch.stack(
-        [tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]
-    ).to(device)
-    high = low.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group.handle)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group.handle)
-    differs = (high - low > _ROUNDING * high).tolist()
-    name = next(
-        (name for name, differs_here in zip(tensors, differs, strict=True) if differs_here), None
-    )
-    if name is not None:
-        raise KeptModuleError(
-            f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but its "
-            "values differ between them. A hook or the step changes it with weights that only "
-            "one stage has, for example in an average of the model's weights (AveragedModel, "
-            "EMA). Use pipeline_parallel_size=1"
-        )
 
 
 def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.device) -> Tensor:
@@ -86,48 +54,92 @@ def _checksum(tensor: Tensor) -> Tensor:
     return (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum() + tensor.numel()
 
 
-def check_same_batch(agreed: Sequence[int]) -> None:
-    """Check the maximum over ranks of ``batch_sums``.
+# ---- Counts of the labels in a batch that are not ignored ----------------------------------------
+#
+# They give the expected number of tokens, and show if equally weighted parts of a batch have
+# different numbers of labels.
 
-    Raises:
-        BatchMismatchError: On all ranks: the ranks of a replica read different batches, which would
-            silently make the training meaningless.
+
+_IGNORED = -100
+_PARTS = 1_000_000
+
+
+def expected_tokens(batch: Nested, samples: int) -> int:
+    """Return the expected number of tokens in a batch of this form.
+
+    It is the number of elements of the batch's largest tensor of integers.
     """
-    for replica, (high, low) in enumerate(zip(agreed[::2], agreed[1::2], strict=True)):
-        if high != -low:
-            raise BatchMismatchError(
-                f"the ranks of replica {replica} read different batches, but all of them must read "
-                "the same samples with the same augmentation. Shard data by "
-                "trainer.strategy.distributed_sampler_kwargs (replica number and count) instead of "
-                "the global rank, and seed shuffling and augmentation by the replica"
-            )
+    sizes = [
+        tensor.numel()
+        for _, tensor in named_tensors(batch)
+        if not tensor.is_floating_point() and tensor.dim() <= 2
+    ]
+    return max([samples, *sizes])
 
 
-def is_same_length(length: int | None, *, group: Group, device: torch.device) -> bool:
-    """Return True if all loaders are known to give the same number of batches; collective.
+def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -> Tensor:
+    """Return the most labels per sample in a microbatch, and the negative of the least.
+
+    Ignored labels do not count. The values are in millionths, (2) int64 on ``device``.
 
     Args:
-        length: Batches of this rank's loader; None if it has no length.
-        group: The ranks that compare.
-        device: Device of the message.
+        batch: The whole batch.
+        sizes: Numbers of samples in its microbatches.
+        device: Device of the result.
     """
-    if group.size == 1:
-        return True
-    length = -1 if length is None else length
-    extremes = torch.tensor([length, -length], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
-    least, greatest = extremes.tolist()
-    return bool(length >= 0 and least == -greatest)
+    labels = _labels(batch, sum(sizes)) if sizes else None
+    if labels is None:
+        return torch.zeros(2, dtype=torch.int64, device=device)
+    counts = (labels[1] != _IGNORED).reshape(sum(sizes), -1).sum(1)
+    if len(set(sizes)) == 1:
+        shares = counts.view(len(sizes), -1).sum(1) * _PARTS // sizes[0]
+    else:
+        shares = torch.stack(
+            [part.sum() * _PARTS // len(part) for part in counts.split(list(sizes))]
+        )
+    return torch.stack([shares.amax(), -shares.amin()]).to(device, non_blocking=True)
 
 
-# ---- Agreement of the ranks about a batch before its step ----------------------------------------
+def is_uneven(most: float, negative_least: float) -> bool:
+    """Return True if ``label_spread``, or its maximum over ranks, shows unequal numbers."""
+    return most + negative_least > 1  # tolerates rounding
+
+
+def describe_uneven(batch: Nested, samples: int) -> str:
+    """Return the warning about the labels of ``batch``."""
+    name = (_labels(batch, samples) or ("", None))[0]
+    label_name = f"'{name}'" if name else "the labels"
+    return (
+        "the microbatches or replicas of a batch have different numbers of labels other than "
+        f"{_IGNORED} in {label_name}, and training_step returns no 'num_tokens'. The mean of each "
+        "microbatch has the same weight, so the loss is not the mean over all labels as in "
+        f"one process. Return {{'loss': loss, 'num_tokens': (labels != {_IGNORED}).sum()}} "
+        "from training_step"
+    )
+
+
+def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
+    """Return the tensor that seems to hold labels: by its name, else the last one of integers."""
+    tensors = [
+        (name, tensor)
+        for name, tensor in named_tensors(batch)
+        if tensor.dtype in (torch.int64, torch.int32)
+        and tensor.dim()
+        and tensor.size(0) == samples
+        and tensor.numel()
+    ]
+    labels = [pair for pair in tensors if "label" in pair[0].lower() or "target" in pair[0].lower()]
+    return next(iter(labels), tensors[-1] if tensors else None)
+
+
+# ---- Agreement of the ranks ----------------------------------------------------------------------
 #
-# All ranks of a replica must have the same samples. The ranks also compare how unevenly labels are
-# ignored.
+# Before a step, all ranks of a replica must have the same samples. The ranks also compare how
+# unevenly labels are ignored.
 
 
-class BatchAgreement:
-    """Collects numbers of each batch, and keeps the results that all ranks agree on.
+class RankAgreement:
+    """Comparison of batches, parameters and loaders, and the results that all ranks agree on.
 
     Args:
         mesh: This rank's place.
@@ -181,7 +193,14 @@ class BatchAgreement:
         if training and numbers:
             *numbers, self.expected_tokens, most, least = numbers
             self.note_spread((most, least))
-        check_same_batch(numbers)
+        for replica, (high, low) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
+            if high != -low:  # such a training would silently be meaningless
+                raise BatchMismatchError(
+                    f"the ranks of replica {replica} read different batches, but all of them must "
+                    "read the same samples with the same augmentation. Shard data by "
+                    "trainer.strategy.distributed_sampler_kwargs (replica number and count) "
+                    "instead of the global rank, and seed shuffling and augmentation by the replica"
+                )
 
     def collect_alone(self, batch: Nested, sizes: Sequence[int]) -> Tensor | None:
         """Return the spread of labels for a single process; None after the warning was issued."""
@@ -201,3 +220,41 @@ class BatchAgreement:
         if self._is_uneven and not counted and not self._warned and self._mesh.rank == 0:
             warnings.warn(describe_uneven(batch, batch_size(batch)), stacklevel=2)
         self._warned |= self._is_uneven
+
+    def check_kept_alike(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compare the parameters of modules that every stage keeps; collective over the stages.
+
+        Raises:
+            KeptModuleError: They differ. This happens with an average of the model's weights, which
+                each stage forms with its own weights only.
+        """
+        sums = [tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]
+        low = torch.stack(sums).to(self._device)
+        high = low.clone()
+        stages = self._mesh.group("pipeline").handle
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=stages)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=stages)
+        differs = (high - low > _ROUNDING * high).tolist()
+        for name, differs_here in zip(tensors, differs, strict=True):
+            if differs_here:
+                raise KeptModuleError(
+                    f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but its "
+                    "values differ between them. A hook or the step changes it with weights that "
+                    "only one stage has, for example in an average of the model's weights "
+                    "(AveragedModel, EMA). Use pipeline_parallel_size=1"
+                )
+
+    def is_same_length(self, length: int | None) -> bool:
+        """Return True if all loaders are known to give the same number of batches.
+
+        The call is collective over the replicas. ``length`` is the number of batches of this rank's
+        loader; None if it has no length.
+        """
+        group = self._mesh.group("replicas")
+        if group.size == 1:
+            return True
+        length = -1 if length is None else length
+        extremes = torch.tensor([length, -length], device=self._device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
+        least, greatest = extremes.tolist()
+        return bool(length >= 0 and least == -greatest)

@@ -324,64 +324,51 @@ class LightningJob(StepJob):
         self.metrics.settle()
         with self.stream.entered():
             microbatch_weights, part_weights = self._read(begun)
-        report.extras = self._extras(microbatch_weights)
-        if self._part is not None:
-            part = self._part
-            report.extras = whole_outputs(
-                report.extras,
-                length=part.length,
-                weights=part_weights,
-                tokens=sum(part_weights) if report.counted else None,
-                group=part.group,
-                device=self.device,
-            )
+        report.extras = self._extras(microbatch_weights, part_weights)
         if self._before is not None:
             report.changes = self._before.changes()
         return report
 
+    @torch.no_grad()
     def _begin_report(self) -> BegunReport:
-        with torch.no_grad(), self.stream.entered(after=True):
-            return self._numbers()
-
-    def _numbers(self) -> BegunReport:
         """Queue the computation of the report's numbers, which are on the device."""
-        counted = all(tokens is not None for tokens in self._tokens)
-        part = self._part
-        weights = numbers_on(self.device, self._tokens if counted else self.sizes)
-        shares = (
-            weights if counted or part is None else weights * numbers_on(self.device, self._shares)
-        )
-        logged = numbers_on(self.device, [call.value for calls in self._calls for call in calls])
-        losses = (
-            numbers_on(self.device, self.losses)
-            if self.training and counted and part is None
-            else None
-        )
-        calls = average_calls(
-            self._calls,
-            logged,
-            shares,
-            metric_path=self._metric_path,
-            counted=counted or part is not None,
-            losses=losses,
-        )
-        report = StepReport(weight=weights.sum(), counted=counted, calls=calls)
-        if self.training and not self.skipped:
-            losses = numbers_on(self.device, self.losses) if losses is None else losses
-            report.loss = torch.where(weights != 0, losses * weights, 0.0).sum()
-        parts = (
-            None
-            if part is None
-            else PartReports(report, weight=shares.sum(), group=part.group, device=self.device)
-        )
-        if counted and self.weigh is not None:
-            self.weigh(report)
-        spread = [] if self.spread is None else [*self.spread]
-        numbers = numbers_on(
-            self.device,
-            [report.loss, report.weight, *(call.value for call in report.calls), *spread],
-        )
-        return BegunReport(report, numbers, shares, parts)
+        with self.stream.entered(after=True):
+            counted = all(tokens is not None for tokens in self._tokens)
+            part = self._part
+            weights = numbers_on(self.device, self._tokens if counted else self.sizes)
+            shares = (
+                weights
+                if counted or part is None
+                else weights * numbers_on(self.device, self._shares)
+            )
+            logged = numbers_on(
+                self.device, [call.value for calls in self._calls for call in calls]
+            )
+            losses = numbers_on(self.device, self.losses)
+            calls = average_calls(
+                self._calls,
+                logged,
+                shares,
+                metric_path=self._metric_path,
+                counted=counted or part is not None,
+                losses=losses if self.training and counted and part is None else None,
+            )
+            report = StepReport(weight=weights.sum(), counted=counted, calls=calls)
+            if self.training and not self.skipped:
+                report.loss = torch.where(weights != 0, losses * weights, 0.0).sum()
+            parts = (
+                None
+                if part is None
+                else PartReports(report, weight=shares.sum(), group=part.group, device=self.device)
+            )
+            if counted and self.weigh is not None:
+                self.weigh(report)
+            spread = [] if self.spread is None else [*self.spread]
+            numbers = numbers_on(
+                self.device,
+                [report.loss, report.weight, *(call.value for call in report.calls), *spread],
+            )
+            return BegunReport(report, numbers, shares, parts)
 
     def _read(self, begun: BegunReport) -> tuple[list[float], list[float]]:
         """Read the report's numbers from the device into the report.
@@ -403,8 +390,13 @@ class LightningJob(StepJob):
         ]
         return microbatch_weights, [] if parts is None else parts.read(report, part_weights)
 
-    def _extras(self, weights: Sequence[float]) -> Nested:
+    def _extras(self, weights: Sequence[float], part_weights: Sequence[float]) -> Nested:
+        """Return the outputs for the whole batch; collective over the context group, if there is one.
+
+        Numbers of tokens are summed.
+        """
         outputs = self._outputs
+        part = self._part
         if self.training:
             if not isinstance(outputs[0], Mapping):
                 return None
@@ -414,13 +406,21 @@ class LightningJob(StepJob):
             if not outputs[0]:
                 return None
         merged = merge_outputs(outputs, self.sizes, weights)
-        if isinstance(merged, Mapping) and "num_tokens" in merged and len(outputs) > 1:
-            merged = {
-                **merged,
-                "num_tokens": torch.tensor(sum(weights)).to(
-                    self.device, torch.int64, non_blocking=True
-                ),
-            }
+        is_sum = part is not None or len(outputs) > 1
+        counts = is_sum and isinstance(merged, Mapping) and "num_tokens" in merged
+        if counts:
+            merged = {key: value for key, value in merged.items() if key != "num_tokens"}
+        if part is not None:
+            merged = whole_outputs(
+                merged,
+                length=part.length,
+                weights=part_weights,
+                group=part.group,
+                device=self.device,
+            )
+        if counts:
+            total = torch.tensor(sum(part_weights or weights))
+            merged["num_tokens"] = total.to(self.device, torch.int64, non_blocking=True)
         return merged
 
     def _metric_path(self, metric: object) -> str:

@@ -28,13 +28,6 @@ _CAPACITY = 62  # values that fit into the fixed-size message; longer reports ne
 _EXACT = 2**53  # integers up to here are exact in float64
 
 
-@dataclass
-class ReportMemory:
-    """Form of the last report, kept by sender and receivers so that it need not be sent again."""
-
-    form: bytes = b""
-
-
 @dataclass(frozen=True)
 class _TensorPlace:
     """Placeholder for a tensor in a form.
@@ -65,58 +58,91 @@ class _Form:
     numbers: int
 
 
-def share_report(
-    report: StepReport | None,
-    *,
-    group: Group,
-    source: int,
-    memory: ReportMemory,
-    stream: ReportStream,
-) -> StepReport:
-    """Broadcast the report of ``source`` over the pipeline group.
+class ReportSharing:
+    """Broadcasts reports over the ranks of a pipeline.
 
-    ``source`` is the member with the last stage. All other members pass None.
+    The form of the last report is kept, so that it need not be sent again.
+
+    Args:
+        group: The pipeline group.
+        source: Member of the group with the last stage.
+        stream: Stream on which reports are computed.
     """
-    if group.size == 1:
-        assert report is not None
-        return report
-    source = group.ranks[source]
-    device = stream.device
-    head = torch.zeros(_CAPACITY + 4, dtype=torch.float64)
-    numbers: list[float] = []
-    tensors: list[Tensor] = []
-    form_changed: float = False
-    if report is not None:
-        form, tensors, packed = _form_of(report, device)
-        numbers = [*(call.value or 0.0 for call in report.calls), *packed]
-        form_changed = form != memory.form
-        first = [report.loss, report.weight, report.counted, form_changed, *numbers[:_CAPACITY]]
-        head[: len(first)] = torch.tensor(first, dtype=torch.float64)
-        memory.form = form
-    with stream.entered():
-        head = head.to(device, non_blocking=True)
-        dist.broadcast(head, source, group=group.handle)
-        if report is None:  # the source has the values, and need not read its device
-            loss, weight, counted, form_changed, *numbers = head.tolist()
-    if form_changed:
-        memory.form = _broadcast_object(memory.form, source, group)
-    content: _Form = pickle.loads(memory.form)
-    if len(content.rows) + content.numbers > _CAPACITY:
-        numbers = _broadcast_object(numbers, source, group)
-    tensors = _broadcast_tensors(tensors, content.places, source=source, group=group, device=device)
-    if report is not None:
-        return report
-    tensors = [
-        tensor.cpu() if place.on_cpu else tensor
-        for tensor, place in zip(tensors, content.places, strict=True)
-    ]
-    numbered_rows = zip(numbers, content.rows, strict=False)
-    calls = [
-        LogCall(name, number if metric is None else None, options, metric)
-        for number, (name, options, metric) in numbered_rows
-    ]
-    extras, changes = unpack(content.rest, tensors, numbers[len(content.rows) :])
-    return StepReport(loss, weight, bool(counted), calls, extras, changes)
+
+    def __init__(self, group: Group, *, source: int, stream: ReportStream) -> None:
+        self._group = group
+        self._source = group.ranks[source]
+        self._stream = stream
+        self._form = b""
+
+    def share(self, report: StepReport | None) -> StepReport:
+        """Return the report of the source, which all other members call with None; collective."""
+        if self._group.size == 1:
+            assert report is not None
+            return report
+        device = self._stream.device
+        head = torch.zeros(_CAPACITY + 4, dtype=torch.float64)
+        numbers: list[float] = []
+        tensors: list[Tensor] = []
+        form_changed: float = False
+        if report is not None:
+            form, tensors, packed = _form_of(report, device)
+            numbers = [*(call.value or 0.0 for call in report.calls), *packed]
+            form_changed = form != self._form
+            first = [report.loss, report.weight, report.counted, form_changed, *numbers[:_CAPACITY]]
+            head[: len(first)] = torch.tensor(first, dtype=torch.float64)
+            self._form = form
+        with self._stream.entered():
+            head = head.to(device, non_blocking=True)
+            dist.broadcast(head, self._source, group=self._group.handle)
+            if report is None:  # the source has the values, and need not read its device
+                loss, weight, counted, form_changed, *numbers = head.tolist()
+        if form_changed:
+            self._form = self._broadcast_object(self._form)
+        content: _Form = pickle.loads(self._form)
+        if len(content.rows) + content.numbers > _CAPACITY:
+            numbers = self._broadcast_object(numbers)
+        tensors = self._broadcast_tensors(tensors, content.places)
+        if report is not None:
+            return report
+        tensors = [
+            tensor.cpu() if place.on_cpu else tensor
+            for tensor, place in zip(tensors, content.places, strict=True)
+        ]
+        calls = [
+            LogCall(name, number if metric is None else None, options, metric)
+            for number, (name, options, metric) in zip(numbers, content.rows, strict=False)
+        ]
+        extras, changes = unpack(content.rest, tensors, numbers[len(content.rows) :])
+        return StepReport(loss, weight, bool(counted), calls, extras, changes)
+
+    def _broadcast_object(self, value: _T) -> _T:
+        object_list = [value]
+        dist.broadcast_object_list(object_list, self._source, group=self._group.handle)
+        return object_list[0]
+
+    def _broadcast_tensors(
+        self, tensors: Sequence[Tensor], places: Sequence[_TensorPlace]
+    ) -> list[Tensor]:
+        """Return the tensors of the source, each with memory of its own.
+
+        All other ranks pass no tensors.
+        """
+        device = self._stream.device
+        received = []
+        for index, place in enumerate(places):
+            tensor = (
+                tensors[index].to(device, non_blocking=True)
+                if tensors
+                else torch.empty(place.shape, dtype=place.dtype, device=device)
+            )
+            if tensor.numel():
+                # Sent as bytes, because no backend takes every dtype. A tensor of one element may
+                # have any stride and still be contiguous.
+                flat = tensor.flatten().as_strided((tensor.numel(),), (1,))
+                dist.broadcast(flat.view(torch.uint8), self._source, group=self._group.handle)
+            received.append(tensor)
+        return received
 
 
 def _form_of(report: StepReport, device: torch.device) -> tuple[bytes, list[Tensor], list[float]]:
@@ -142,12 +168,6 @@ def _can_be_sent(change: Change) -> bool:
         )
         return False
     return True
-
-
-def _broadcast_object(value: _T, source: int, group: Group) -> _T:
-    object_list = [value]
-    dist.broadcast_object_list(object_list, source, group=group.handle)
-    return object_list[0]
 
 
 class _Packer(pickle.Pickler):
@@ -200,31 +220,3 @@ def pack(value: object) -> tuple[bytes, list[Tensor], list[float]]:
 def unpack(form: bytes, tensors: Sequence[Tensor], numbers: Sequence[float]) -> Any:
     """Return the object that was packed."""
     return _Unpacker(io.BytesIO(form), tensors, numbers).load()
-
-
-def _broadcast_tensors(
-    tensors: Sequence[Tensor],
-    places: Sequence[_TensorPlace],
-    *,
-    source: int,
-    group: Group,
-    device: torch.device,
-) -> list[Tensor]:
-    """Return the tensors of rank ``source``, each with memory of its own; collective.
-
-    All other ranks pass no tensors.
-    """
-    received = []
-    for index, place in enumerate(places):
-        tensor = (
-            tensors[index].to(device, non_blocking=True)
-            if tensors
-            else torch.empty(place.shape, dtype=place.dtype, device=device)
-        )
-        if tensor.numel():
-            # Sent as bytes, because no backend takes every dtype. A tensor of one element may have
-            # any stride and still be contiguous.
-            flat = tensor.flatten().as_strided((tensor.numel(),), (1,))
-            dist.broadcast(flat.view(torch.uint8), source, group=group.handle)
-        received.append(tensor)
-    return received

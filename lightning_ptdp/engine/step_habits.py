@@ -11,18 +11,25 @@ import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.base.errors import listed
-from lightning_ptdp.base.nested import named_tensors
+from lightning_ptdp.base.nested import Nested, batch_size, named_tensors
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.step_state import Owner, StepState
+from lightning_ptdp.forward.surroundings import Context
+from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
 from lightning_ptdp.shims.torch import is_compiled
+from lightning_ptdp.world.mesh import ProcessMesh
+
+if TYPE_CHECKING:
+    from lightning_ptdp.engine.replica_step import LightningJob
 
 _NORMS = (nn.modules.batchnorm._NormBase,)
 _SUM = 2
@@ -31,80 +38,113 @@ _THROUGH = frozenset(
     ("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0")
 )
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
-_DIM_AT = {"norm": 2, "normalize": 2} | dict.fromkeys(
-    (
-        "amax",
-        "amin",
-        "log_softmax",
-        "logsumexp",
-        "max",
-        "mean",
-        "median",
-        "min",
-        "prod",
-        "softmax",
-        "std",
-        "std_mean",
-        "sum",
-        "var",
-        "var_mean",
-    ),
-    1,
+_REDUCING = (
+    "amax amin log_softmax logsumexp max mean median min prod softmax std std_mean sum var var_mean"
 )
+_DIM_AT = {"norm": 2, "normalize": 2, **dict.fromkeys(_REDUCING.split(), 1)}
 """Functions that reduce dimensions -> position of their dimension argument."""
 _ROUNDING = 1e-5
 _SHOWN = 3
 _PAGE = 'docs/microbatches.md, "What a microbatch changes"'
 
 
-class StepHabits:
-    """Snapshot of the tensors of a module before a batch.
+class FirstBatchInspection:
+    """Inspection of the first batch of a fit that microbatches or replicas divide.
+
+    It runs on the ranks that warn.
 
     Args:
+        config: The strategy's options.
+        mesh: This rank's place and groups.
         module: This rank's part of the LightningModule.
         owners: Modules on which the step may leave state.
-        recomputes: Blocks run again in the backward.
-        tells_own: Also name the LightningModule's own attributes, which all stages hold.
     """
 
     def __init__(
-        self, module: nn.Module, owners: Sequence[Owner], *, recomputes: bool, tells_own: bool
+        self,
+        *,
+        config: PTDPConfig,
+        mesh: ProcessMesh,
+        module: LightningModule,
+        owners: Sequence[Owner],
     ) -> None:
+        self._config = config
+        self._mesh = mesh
         self._module = module
-        self._recomputes = recomputes
-        tensors = [
-            (name, value)
-            for name, value in _tensors(module)
-            if not value.is_inference() and (tells_own or "." in name)
-        ]
-        self._versions = {name: (value, value._version) for name, value in tensors}
-        self._state = StepState([owner for owner in owners if tells_own and not owner.name])
+        self._owners = owners
+        self._is_done = False
 
-    def warn_of_writes(self, count: int) -> None:
-        """Warn of the tensors that the step has written in ``count`` microbatches."""
-        names = dict.fromkeys(self._written(ignored=() if self._recomputes else _NORMS))
-        if not names:
-            return
-        again = " and recomputation runs blocks again" if self._recomputes else ""
-        warnings.warn(
-            f"training_step writes {listed(names, _SHOWN)}, but it runs once "
-            f"for each of {count} microbatches{again}. A run reads the value of the previous "
-            "microbatch, not of the previous batch. Write it in on_train_batch_end, or use "
-            f"num_microbatches=1 ({_PAGE})",
-            stacklevel=2,
-        )
+    def begin(self, job: LightningJob) -> Callable[[], None]:
+        """Prepare the inspection of a batch, if it is the first that is divided.
 
-    def _written(self, ignored: tuple[type[nn.Module], ...]) -> Iterator[str]:
+        Returns:
+            A function for the end of the batch. It warns of tensors that the step has written.
+        """
+        recomputes = self._config.recompute in ("full", "selective")
+        changes = job.count > 1 or recomputes
+        replicas = self._mesh.group("replica_sum").size
+        if not self.is_first(changes or replicas > 1):
+            return lambda: None
+        job.inspects = job.count > 1 or replicas > 1
+        job.watches = job.inspects and self._config.compile == "none"
+        if not changes:
+            return lambda: None
+        # All stages hold the LightningModule's own attributes. The last one warns of them.
+        is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
+        versions = {
+            name: (value, value._version)
+            for name, value in _tensors(self._module)
+            if not value.is_inference() and (is_last or "." in name)
+        }
+        state = StepState([owner for owner in self._owners if is_last and not owner.name])
+
+        def warn_of_writes() -> None:
+            names = dict.fromkeys(self._written(versions, state, () if recomputes else _NORMS))
+            if not names:
+                return
+            again = " and recomputation runs blocks again" if recomputes else ""
+            warnings.warn(
+                f"training_step writes {listed(names, _SHOWN)}, but it runs once "
+                f"for each of {job.count} microbatches{again}. A run reads the value of the "
+                "previous microbatch, not of the previous batch. Write it in on_train_batch_end, "
+                f"or use num_microbatches=1 ({_PAGE})",
+                stacklevel=2,
+            )
+
+        return warn_of_writes
+
+    def _written(
+        self,
+        versions: Mapping[str, tuple[Tensor, int]],
+        state: StepState,
+        ignored: tuple[type[nn.Module], ...],
+    ) -> Iterator[str]:
         current = dict(_tensors(self._module))
-        for name, (value, version) in self._versions.items():
+        for name, (value, version) in versions.items():
             owner = self._module.get_submodule(name.rpartition(".")[0])
             if not isinstance(owner, ignored) and (
                 current.get(name) is not value or value._version != version
             ):
                 yield f"self.{name}"
-        for change in self._state.changes():
+        for change in state.changes():
             if change.how == "set" and len(change.path) == 2 and named_tensors(change.value):
                 yield change.name
+
+    def is_first(self, divided: bool) -> bool:
+        """Return True on the ranks that warn, in the first batch that is ``divided``."""
+        first = divided and not self._is_done
+        self._is_done |= divided
+        return first and not any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor"))
+
+    def watched(self, batch: Nested) -> Context:
+        """Return the context of a step on a replica's whole batch.
+
+        It warns of reductions over the samples of the batch.
+        """
+        with contextlib.suppress(ValueError):  # batch without a number of samples
+            if self._config.compile == "none":
+                return watch_samples(self._module, batch_size(batch), replicas=True)
+        return contextlib.nullcontext()
 
 
 def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:

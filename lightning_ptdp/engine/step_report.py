@@ -214,7 +214,7 @@ def average_calls(
     merged = []
     for index, calls in enumerate(zip(*recorded, strict=True)):
         first = calls[0]
-        options = calls[0].options
+        options = first.options
         shares = weights
         batch_sizes = [call.options.get("batch_size") for call in calls]
         if all(size is not None for size in batch_sizes):
@@ -300,15 +300,11 @@ def weigh_over_replicas(
     Returns:
         All replicas' tokens and loss, (2) float64.
     """
-    count = weight.detach().double()
     chosen = [i for i, call in enumerate(calls) if call.is_shared_mean]
-    means = [
-        torch.as_tensor(calls[i].value, device=weight.device).detach().double().reshape(())
-        for i in chosen
-    ]
+    own = numbers_on(weight.device, [weight, loss])
+    means = numbers_on(weight.device, [calls[i].value for i in chosen])
     # Without a token a mean may be 0/0.
-    loss = loss if isinstance(loss, Tensor) else torch.full_like(count, loss)
-    row = torch.stack([count, loss, *(torch.where(count > 0, mean, 0.0) * count for mean in means)])
+    row = torch.cat([own, torch.where(own[0] > 0, means, 0.0) * own[0]])
     dist.all_reduce(row, group=group.handle)
     for i, total, mean in zip(chosen, row[2:], means, strict=True):
         calls[i] = replace(calls[i], value=torch.where(row[0] > 0, total / row[0], mean).float())

@@ -24,7 +24,7 @@ from lightning_ptdp.checkpoint import (
     rectangles_of,
 )
 from lightning_ptdp.checkpoint.local_rectangles import Tensors, check_cover
-from lightning_ptdp.checkpoint.safetensors_file import StoredTensor, read_stored
+from lightning_ptdp.checkpoint.stored_tensor import StoredTensor, read_stored
 from lightning_ptdp.exchange.model_folder import list_huggingface
 from lightning_ptdp.exchange.tensor_views import View, views_in_files
 from lightning_ptdp.shims.peft import plain_name

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import nn
 
 from lightning_ptdp.checkpoint import CheckpointError, Stored, reading, write_checkpoint
-from lightning_ptdp.checkpoint.safetensors_file import StoredTensor
+from lightning_ptdp.checkpoint.stored_tensor import StoredTensor
 from lightning_ptdp.exchange.folder_weights import HuggingFaceNames, HuggingFaceWeights, names_in
 from lightning_ptdp.exchange.known_models import HF_TIED, family_of_config_json
 from lightning_ptdp.exchange.model_folder import CONFIG_FILE, list_huggingface, read_config

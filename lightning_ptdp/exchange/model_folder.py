@@ -13,7 +13,8 @@ from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, reading
 from lightning_ptdp.checkpoint.remote_path import located
-from lightning_ptdp.checkpoint.safetensors_file import StoredTensor, list_safetensors
+from lightning_ptdp.checkpoint.safetensors_file import list_safetensors
+from lightning_ptdp.checkpoint.stored_tensor import StoredTensor
 from lightning_ptdp.models.checked_config import (
     CONFIG_FILE,
     INDEX_FILE,

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_ptdp.base.file_locks import one_at_a_time
+from lightning_ptdp.base.time_limit import one_at_a_time
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
-from lightning_ptdp.loggers.new_database import unsynchronized_if_new
-from lightning_ptdp.loggers.tracking_store import SilentServerError, sqlite_path
+from lightning_ptdp.loggers.tracking_store import (
+    SilentServerError,
+    sqlite_path,
+    unsynchronized_if_new,
+)
 
 # Import it when used. The import is repeated here because the parser reads such imports in the file
 # of its own class.
@@ -66,8 +69,6 @@ class RunOptions:
 
 class AbsentRun(DummyLogger):
     """Replacement of Lightning's logger for a server that does not answer; sends nothing."""
-
-    experiment_id = ""
 
     def __init__(self, run_id: str) -> None:
         super().__init__()
@@ -142,14 +143,10 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
 def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
     from mlflow.exceptions import MlflowException
 
-    name = (
-        options.run_name
-        or f"{options.experiment_name} {options.layout} {time.strftime('%Y-%m-%d %H:%M:%S')}".replace(
-            "  ", " "
-        )
-    )
-    arguments = {key: value for key, value in asdict(options).items() if key != "layout"}
-    inner = LightningMLFlowLogger(**{**arguments, "run_name": name}, run_id=run_id)
+    arguments = asdict(options)
+    parts = (options.experiment_name, arguments.pop("layout"), time.strftime("%Y-%m-%d %H:%M:%S"))
+    arguments["run_name"] = options.run_name or " ".join(filter(None, parts))
+    inner = LightningMLFlowLogger(**arguments, run_id=run_id)
     try:
         client = inner.experiment
         if (

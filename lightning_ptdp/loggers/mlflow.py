@@ -43,7 +43,7 @@ from lightning_ptdp.loggers.connection import (
     is_unanswered,
     start_monitor,
 )
-from lightning_ptdp.loggers.mlflow_names import (
+from lightning_ptdp.loggers.mlflow_entities import (
     allowed_name,
     as_input,
     grouped_name,
@@ -167,12 +167,13 @@ class MLFlowLogger(Logger):
 
         The address is on the server, or on the server of ``mlflow ui`` if the store is a file. If
         the server does not answer, return the path of the file of metrics. Global rank 0 only."""
-        if isinstance(self._open().inner, AbsentRun):
+        run = self._open().inner
+        if isinstance(run, AbsentRun):
             return str(unwritten_file(self._folder))
         server = (
             self.tracking_uri if self.tracking_uri.startswith("http") else "http://127.0.0.1:5000"
         )
-        page = f"experiments/{self._open().inner.experiment_id}/runs/{self.run_id}"
+        page = f"experiments/{run.experiment_id}/runs/{self.run_id}"
         return f"{server.rstrip('/')}/#/{page}?workflowType=machine_learning"
 
     def set_layout(self, layout: str) -> None:
@@ -208,12 +209,12 @@ class MLFlowLogger(Logger):
         Raises:
             ValueError: ``save_dir`` or ``tracking_uri`` cannot be used.
         """
-        self._check_folder()
         with contextlib.suppress(SilentServerError):
-            check_store(self.tracking_uri)
+            self._check_store()
 
-    def _check_folder(self) -> None:
+    def _check_store(self) -> None:
         check_writable_folder(Path(self._save_dir), f"save_dir={self._save_dir!r}")
+        check_store(self.tracking_uri)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -307,10 +308,10 @@ class MLFlowLogger(Logger):
         ``unwritten_metrics.jsonl`` of the run's folder, with a warning. If that file cannot be
         written either, for example on a full disk, the warning names the lost metrics."""
         run = self._here()
-        final_status = status
         if run is None:
             return
         run.finalized = True
+        final_status = status
         if status not in ("success", "finished"):
             # Lightning only tells loggers that a run failed.
             raised = {
@@ -349,8 +350,7 @@ class MLFlowLogger(Logger):
 
         If the server does not answer, return a run that keeps its metrics in a file."""
         try:
-            self._check_folder()
-            check_store(self.tracking_uri)
+            self._check_store()
             inner = connect(self._options, self._run_id, may_be_gone=self._may_be_gone)
         except Exception as error:
             if not is_unanswered(error):

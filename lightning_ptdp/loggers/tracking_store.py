@@ -1,4 +1,4 @@
-"""Checks of a tracking store that do not modify it.
+"""Tracking stores: addresses, checks that modify nothing, and creation of an SQLite database.
 
 MLflow itself retries an unusable store for up to 100 seconds, and creates a database even to read
 it."""
@@ -9,6 +9,8 @@ import contextlib
 import http.client
 import os
 import socket
+import sqlite3
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
@@ -29,8 +31,6 @@ _SCHEMES = (
     "uc",
 )
 _SQLITE_MAGIC = b"SQLite format 3\0"
-
-
 _SQLITE = "sqlite:///"
 
 
@@ -158,3 +158,42 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
         ) from error
     except (OSError, http.client.HTTPException):
         pass  # the server answered, or its handshake needs more than this one offers
+
+
+# ---- Fast creation of an SQLite database ---------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unsynchronized_if_new(path: Path | None) -> Iterator[None]:
+    """Do not wait for the disk while the tables of a new database are created.
+
+    MLflow creates them in about a hundred transactions. SQLite would wait several times in each.
+    Instead, the file is written to the disk once, at the end.
+
+    Args:
+        path: File of the database. Nothing changes if it exists already, or for None.
+    """
+    if path is None or path.exists():
+        yield
+        return
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    opened: list[sqlite3.Connection] = []
+
+    def relax(connection: object, _record: object) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.execute("PRAGMA synchronous=OFF")
+            opened.append(connection)
+
+    event.listen(Engine, "connect", relax)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "connect", relax)
+        for connection in opened:
+            with contextlib.suppress(sqlite3.ProgrammingError):  # closed in the meantime
+                connection.execute("PRAGMA synchronous=FULL")
+        if path.exists():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from lightning_ptdp.world.stage_placement import StagePlacement, Stages
+from lightning_ptdp.world.axes import StagePlacement, Stages
 
 Direction = Literal["forward", "backward"]
 
@@ -143,7 +143,7 @@ class Schedule(Stages):
         virtual_pipeline_size: v, stages per rank.
         num_microbatches: m.
         programs: Actions of each rank, in order.
-        placement: Placement of the stages on the ranks (world/stage_placement.py).
+        placement: Placement of the stages on the ranks (world/axes.py).
     """
 
     name: str

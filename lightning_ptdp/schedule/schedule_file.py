@@ -24,7 +24,7 @@ from lightning_ptdp.schedule.lowering import compute_order, lower
 from lightning_ptdp.schedule.schedule_error import ScheduleError
 from lightning_ptdp.schedule.unit_run import run_compute_order
 from lightning_ptdp.schedule.verifier import verify_schedule
-from lightning_ptdp.world.stage_placement import PLACEMENTS
+from lightning_ptdp.world.axes import PLACEMENTS
 
 
 @dataclass(frozen=True, slots=True)

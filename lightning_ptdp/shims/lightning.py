@@ -35,22 +35,26 @@ LOADERS = {
 }
 """Modules that read checkpoints, and the name of the reading function in them."""
 
-CLIS = {f"{namespace}.cli": ("LightningCLI", "_parse_ckpt_path") for namespace in NAMESPACES}
-"""Modules with a command line, its class, and its method for ``--ckpt_path``.
+CLIS = {f"{namespace}.cli": "LightningCLI._parse_ckpt_path" for namespace in NAMESPACES}
+"""Modules with a command line, and its method for ``--ckpt_path``.
 
 The method takes hyperparameters from the checkpoint file."""
 
-UPLOADERS = {
-    f"{namespace}.loggers.{module}": (logger, "_scan_and_log_checkpoints")
+SCANNERS = {
+    f"{namespace}.loggers.{module}": "_scan_checkpoints"
     for namespace in NAMESPACES
-    for module, logger in (("mlflow", "MLFlowLogger"), ("wandb", "WandbLogger"))
+    for module in ("mlflow", "wandb")
 }
-"""Modules of loggers that copy checkpoints, the logger, and its copying method.
+"""Modules of loggers that copy checkpoints, and the function by which they find them."""
 
-They find checkpoints by ``_scan_checkpoints``."""
+UPLOADERS = {
+    f"{namespace}.loggers.wandb": "WandbLogger._scan_and_log_checkpoints"
+    for namespace in NAMESPACES
+}
+"""Modules of loggers that copy only files, and the copying method."""
 
 SAVERS = {
-    f"{namespace}.callbacks.model_checkpoint": ("ModelCheckpoint", "_find_last_checkpoints")
+    f"{namespace}.callbacks.model_checkpoint": "ModelCheckpoint._find_last_checkpoints"
     for namespace in NAMESPACES
 }
 """Modules with ModelCheckpoint, and its method for ``ckpt_path="last"``.

@@ -42,6 +42,7 @@ from lightning_ptdp.strategy.restoring import (
     read_checkpoint,
 )
 from lightning_ptdp.strategy.saving import FolderSaves, optimizer_state
+from lightning_ptdp.strategy.snapshots import Snapshots
 from lightning_ptdp.strategy.world import World
 
 
@@ -59,12 +60,14 @@ class CheckpointHooks(World):
             weights.
         folder_callback: Class of a callback that needs checkpoint folders; "" if there is none.
         run_facts: Facts about the run for the metadata of its checkpoints, in JSON types.
+        snapshots: Snapshots of the training in memory.
     """
 
     ranks_failed = False
     returns_weights = True
     folder_callback = ""
     run_facts: Mapping[str, object] = MappingProxyType({})
+    snapshots: Snapshots
     _saves: FolderSaves
     _named_groups: list[list[list[str]]]
     _awaiting_values: tuple[Checkpoint, bool] | None = None
@@ -80,14 +83,9 @@ class CheckpointHooks(World):
             engine=self._engine,
             optimizers=self.optimizers,
             named_groups=self._named_groups,
-            shards_parameters=self.shards_parameters,
+            shards_parameters=self.config.shared(self.layout) == "parameters",
             waiting_in=self.waiting_in,
         )
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Return True if each replica has only a part of the parameters between their uses."""
-        return self.config.shard == "parameters" and self.layout.size("replica_sum") > 1
 
     # ---- saving ----------------------------------------------------------------------------------
 
@@ -176,7 +174,7 @@ class CheckpointHooks(World):
             return "async_save=True writes folders"
         if self.config.snapshot_every_n_steps:
             return f"snapshot_every_n_steps={self.config.snapshot_every_n_steps} writes folders"
-        if self.config.shards_optimizer and self.layout.size("replica_sum") > 1:
+        if self.config.shared(self.layout) != "none":
             return f"shard={self.config.shard!r} cuts the optimizer's states"
         return self.config.reason_for_copies if self.model_space.steps_on_copies else ""
 
@@ -202,7 +200,7 @@ class CheckpointHooks(World):
         self._saves.finish(self.waiting_in)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Wait for a background save, if it can end.
+        """Wait for a background save, and for a snapshot, if they can end.
 
         An error of torch's communication from outside the strategy's own waits gets a note with the
         last action of each rank."""
@@ -214,6 +212,7 @@ class CheckpointHooks(World):
                 # ask now, because the answer is known at the end of the run
                 self._run.interruption.is_of_this_rank_alone()
         self._saves.end(exception, self.config.timeout)
+        self.snapshots.keep(exception)
 
     def remove_checkpoint(self, filepath: PathLike) -> None:
         """Remove a checkpoint that is no longer among the best."""
@@ -253,7 +252,7 @@ class CheckpointHooks(World):
             trainer is not None and fits(trainer) and str(trainer.ckpt_path) == str(checkpoint_path)
         )
         if isinstance(path, Path):
-            path = self._located(path, resuming=resuming)
+            path = self.snapshots.located(path, resuming=resuming)
         if not path.is_file():
             return read_checkpoint(
                 path,
@@ -266,10 +265,6 @@ class CheckpointHooks(World):
         if resuming:
             check_trained(checkpoint, path)
         return checkpoint
-
-    def _located(self, path: Path, *, resuming: bool) -> Path:
-        """Return the path from which a checkpoint is read; ``resuming``: to continue a training."""
-        return path
 
     def load_model_state_dict(self, checkpoint: Checkpoint, strict: bool = True) -> None:
         """Fill this rank's part from the whole model's state.

@@ -1,29 +1,41 @@
 """Choice for ``layout="auto"``: the fastest possible layout by the planner's estimate.
 
-A layout is possible if it fits into memory, and if the model and the data accept it."""
+A layout is possible if it fits into memory, and if the model and the data accept it. The estimate
+is compared with the measured step time."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from lightning_ptdp.base.forked_processes import in_child
+from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import (
     RESERVE,
     Candidate,
     Device,
     Space,
+    device_here,
     figures_source,
     search,
 )
+from lightning_ptdp.shims.lightning import Trainer
+from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_ptdp.strategy.checks import check_data, check_model, check_trainer
+from lightning_ptdp.strategy.checks.data import replica_batches
+from lightning_ptdp.strategy.checks.model import whole_model
 from lightning_ptdp.strategy.planning import described_job
+from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -46,6 +58,7 @@ _TRIED = 8
 _OFF = 0.15
 _WARM_UP = 3
 _GIB = 2**30
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -101,13 +114,24 @@ class Forecast:
         """Return the median seconds of a step, or None after too few steps.
 
         The first three steps do not count."""
-        steps = [
-            after - before
-            for before, after in zip(
-                self.began[_WARM_UP:], self.began[_WARM_UP + 1 :], strict=False
-            )
-        ]
+        steps = [after - before for before, after in pairwise(self.began[_WARM_UP:])]
         return statistics.median(steps) if steps else None
+
+    def report(self, trainer: Trainer, device: torch.device) -> None:
+        """Log the forecast beside the measurements, and print a message if it was far off."""
+        if self.measured is None:
+            return
+        metrics = {
+            "predicted_step_s": self.seconds,
+            "measured_step_s": self.measured,
+            "predicted_bytes": self.memory,
+        }
+        if device.type == "cuda":
+            metrics["measured_bytes"] = float(torch.cuda.max_memory_allocated(device))
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+        if verdict := self.verdict():
+            print(verdict, flush=True)
 
     def verdict(self) -> str:
         """Return the message for the end of training; "" if the forecast was close."""
@@ -120,18 +144,91 @@ class Forecast:
         )
 
 
-def refuse_given(config: PTDPConfig) -> None:
-    """Check that no option is given that ``layout="auto"`` chooses.
+def wants_choice(layout: LayoutChoice | None, config: PTDPConfig) -> bool:
+    """Return True if the planner is to choose the layout.
 
     Raises:
-        ValueError: An option of the layout is given as well.
+        ValueError: ``layout`` is neither "auto" nor None, or options of the layout are given as
+            well.
     """
+    if layout not in ("auto", None):
+        raise ValueError(
+            f"layout={layout!r:.100} must be 'auto'. To set sizes, leave it out and use "
+            "options such as tensor_parallel_size=2"
+        )
+    if layout is None:
+        return False
     for option in fields(config):
         if option.name in _CHOSEN and (value := getattr(config, option.name)) != option.default:
             raise ValueError(
                 f"layout='auto' chooses {option.name}, but {option.name}={value!r} is set. "
                 "Leave one of them out"
             )
+    return True
+
+
+def chosen_layout(
+    strategy: CheckpointHooks, trainer: Trainer, sources: Sequence[object]
+) -> tuple[PTDPConfig, Forecast]:
+    """Return the strategy's options with the layout that the planner chooses, and its forecast.
+
+    Every process makes the same choice, because all read the same script, data and machine file.
+
+    Raises:
+        ValueError: The batch size or the device are unknown, or no layout fits.
+    """
+    rows = partial(_replica_rows, sources)
+    if all(rows(replicas) is None for replicas in divisors(strategy.world_size)):
+        raise ValueError(
+            "layout='auto' needs the batch size. Give fit a DataLoader or a data module "
+            "that has batch sizes"
+        )
+    options = strategy.config
+    root_device = strategy.root_device
+    forks = options.start_method == "fork" and strategy.world_size > 1
+    # Asking a GPU for its name starts CUDA.
+    name = _ask(partial(device_name, root_device), forks=forks and root_device.type != "cpu")
+    device = device_here(name)
+    if device is None:
+        raise ValueError(
+            f"layout='auto' does not know the device {name}. Run ptdp doctor "
+            "--calibrate to measure it"
+        )
+    model = whole_model(strategy.lightning_module, options)
+
+    def fits(config: PTDPConfig) -> None:
+        strategy.config = config
+        try:
+            check_trainer(strategy, trainer)
+        except strategy._names.MisconfigurationException as error:
+            raise ValueError(str(error)) from error
+        convert = replacing(strategy.precision_plugin, strategy._names)
+        check_model(
+            strategy.lightning_module, config, strategy.layout, convert=convert, whole=model
+        )
+        for source in sources:
+            check_data(source, config, strategy.layout)
+
+    lengths = (data.sequence_length for data in sources if hasattr(data, "sequence_length"))
+    training = Training(
+        module=model,
+        config=options,
+        world_size=strategy.world_size,
+        rows=rows,
+        length=next(lengths, None),
+        device=device,
+        precision=str(trainer.precision),
+        forks=forks,
+    )
+    try:
+        return choose(training, fits=fits)
+    finally:
+        strategy.config = options
+
+
+def _ask(question: Callable[[], _T], *, forks: bool) -> _T:
+    """Return the answer, from a child process if processes will be forked from this one."""
+    return in_child(question) if forks else question()
 
 
 def choose(
@@ -192,7 +289,7 @@ def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
         length=training.length,
         precision=training.precision,
     )
-    described = in_child(describe) if training.forks else describe()
+    described = _ask(describe, forks=training.forks)
     best = dict[str, tuple[float, Candidate]]()
     for replicas in divisors(training.world_size):
         size = training.rows(replicas)
@@ -233,23 +330,12 @@ def _shares(candidate: Candidate) -> dict[str, float]:
     return {name: value / candidate.time.total for name, value in candidate.time.parts.items()}
 
 
-def replica_rows(sources: Sequence[Any]) -> Callable[[int], int | None]:
-    """Return a function from the number of replicas to the samples of a replica's batch.
+def _replica_rows(sources: Sequence[Any], replicas: int) -> int | None:
+    """Return the samples of a replica's batch; None if it cannot be divided among so many.
 
-    It asks the first loader or data module that knows its batch size."""
-
-    def rows(replicas: int) -> int | None:
-        return next(_declared_rows(sources, replicas), None)
-
-    return rows
-
-
-def _declared_rows(sources: Sequence[Any], replicas: int) -> Iterator[int]:
+    The first loader or data module that knows its batch size is asked."""
     for source in sources:
-        if hasattr(source, "batch_plans"):
-            try:
-                yield max(plan.replica_batch for plan in source.batch_plans(num_replicas=replicas))
-            except ValueError:
-                continue
-        elif isinstance(size := getattr(source, "batch_size", None), int) and size > 0:
-            yield size
+        with contextlib.suppress(ValueError):
+            if sizes := replica_batches(source, replicas):
+                return max(sizes)
+    return None

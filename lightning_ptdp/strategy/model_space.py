@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.engine import Engine
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.lightning import LightningModule

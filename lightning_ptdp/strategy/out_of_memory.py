@@ -7,6 +7,7 @@ the device has failed."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import get_args
 
 import torch
@@ -16,7 +17,7 @@ from lightning_ptdp.base.output import columns
 from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Job, Precision, device_here, find_device, find_precision
+from lightning_ptdp.planner import Job, device_here, find_device, find_precision
 from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.planner.plan_report import strategy_arguments
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
@@ -47,23 +48,20 @@ def explain_memory(strategy: RunningStrategy) -> str:
             "smaller part"
         )
     trainer = strategy.lightning_module.trainer
+    precision = str(trainer.precision)
     batch = getattr(trainer.train_dataloader, "batch_size", None) if fits(trainer) else None
     b = config.micro_batch_size or (
         -(-batch // config.microbatches(batch)) if isinstance(batch, int) else None
     )
-    expected = _expected(
-        strategy.model,
-        config,
-        layout,
-        rank=layout.coordinates(strategy.global_rank)["pipeline"],
-        precision=str(trainer.precision),
-        micro_batch_size=b,
+    note = memory_note(
+        _expected(strategy, precision, b),
+        _found(strategy, engine.gradients.local()),
+        config=config,
+        layout=layout,
+        mixture=mixture,
     )
-    optimizers: Sequence[torch.optim.Optimizer] = strategy.optimizers
-    held = _found(strategy.model, engine.gradients.local(), optimizers, device=strategy.root_device)
     rows = batch if isinstance(batch, int) else (b or 1) * (config.usual_microbatches or 1)
-    note = memory_note(expected, held, config=config, layout=layout, mixture=mixture)
-    return note + _fitting_options(strategy, rows=rows, precision=str(trainer.precision))
+    return note + _fitting_options(strategy, rows=rows, precision=precision)
 
 
 def _fitting_options(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
@@ -93,19 +91,14 @@ def _fitting_options(strategy: RunningStrategy, *, rows: int, precision: str) ->
     return "\n".join(["\nlayouts that fit, by the planner's estimate:", *lines]) if lines else ""
 
 
-def _expected(
-    module: nn.Module,
-    config: PTDPConfig,
-    layout: ParallelLayout,
-    *,
-    rank: int,
-    precision: str,
-    micro_batch_size: int | None,
-) -> Parts:
+def _expected(strategy: RunningStrategy, precision: str, micro_batch_size: int | None) -> Parts:
     """Return the expected bytes of this rank's parts.
 
     The parts are parameters, gradients and Adam's state; for a GPT also the activations of its
     layers."""
+    module: nn.Module = strategy.model
+    config = strategy.config
+    layout = strategy.layout
     try:
         sizes = find_precision(precision, states=type_of_states(module))
     except ValueError:
@@ -123,17 +116,24 @@ def _expected(
         "gradients": sizes.gradient * (stepped if config.shards_gradients else trained),
         "optimizer": 0.0 if config.offload_optimizer else sizes.state * stepped,
     }
-    model = next(
-        (
-            child.config
-            for child in module.modules()
-            if isinstance(getattr(child, "config", None), GPTConfig)
-        ),
-        None,
-    )
+    configs = (getattr(child, "config", None) for child in module.modules())
+    model = next((one for one in configs if isinstance(one, GPTConfig)), None)
     schedule = schedule_name(config.schedule, config.virtual_pipeline_size)
-    if isinstance(model, GPTConfig) and micro_batch_size is not None and schedule in FAMILIES:
-        parts[_ACTIVATIONS] = _activations(model, config, layout, rank, sizes, micro_batch_size)
+    if model is not None and micro_batch_size is not None and schedule in FAMILIES:
+        m = config.usual_microbatches or 1
+        job = Job(
+            model=model,
+            world_size=layout.world_size,
+            global_batch_size=micro_batch_size * m * layout.data_parallel_size,
+            device=find_device("cpu"),
+            precision=sizes,
+        )
+        choice = described_choice(
+            config, layout, micro_batch_size=micro_batch_size, num_microbatches=m
+        )
+        stage_rank = layout.coordinates(strategy.global_rank)["pipeline"]
+        memory = rank_memory(job, choice, stage_rank)
+        parts[_ACTIVATIONS] = memory.activations + memory.logits + memory.working
     return parts
 
 
@@ -148,51 +148,19 @@ def _experts(module: nn.Module) -> Iterator[nn.Parameter]:
         )
 
 
-def _activations(
-    model: GPTConfig,
-    config: PTDPConfig,
-    layout: ParallelLayout,
-    rank: int,
-    sizes: Precision,
-    b: int,
-) -> float:
-    m = config.usual_microbatches or 1
-    job = Job(
-        model=model,
-        world_size=layout.world_size,
-        global_batch_size=b * m * layout.data_parallel_size,
-        device=find_device("cpu"),
-        precision=sizes,
-    )
-    choice = described_choice(config, layout, micro_batch_size=b, num_microbatches=m)
-    memory = rank_memory(job, choice, rank)
-    return memory.activations + memory.logits + memory.working
-
-
-def _found(
-    module: nn.Module,
-    gradients: Iterable[Tensor],
-    optimizers: Iterable[torch.optim.Optimizer],
-    *,
-    device: torch.device,
-) -> Parts:
+def _found(strategy: RunningStrategy, gradients: Iterable[Tensor]) -> Parts:
     """Return the bytes that are held now, by part.
 
     Activations are the remainder of the allocator's peak, where it is known."""
-    states = [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-    ]
-    copies = [
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    ]
-    grads = [p.grad for p in module.parameters()]
-    kinds: dict[str, list[object]] = {
-        "parameters": [*module.parameters()],
-        "gradients": [*gradients, *grads],
-        "optimizer": [*states, *copies],
+    device = strategy.root_device
+    parameters = [*strategy.model.parameters()]
+    optimizers: Sequence[torch.optim.Optimizer] = strategy.optimizers
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    kinds: dict[str, Iterable[object]] = {
+        "parameters": parameters,
+        "gradients": [*gradients, *(p.grad for p in parameters)],
+        "optimizer": chain(*(state.values() for state in states), *groups),
     }
     # Tied parameters, gradients that are views of buckets, and optimizer parameters that are views
     # share storage.

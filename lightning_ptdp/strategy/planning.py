@@ -27,7 +27,7 @@ from lightning_ptdp.planner.examples import Example, call_with, longest_sample
 from lightning_ptdp.planner.model_trace import trace_shape, with_images
 from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.shims.quantization import planned_elements
-from lightning_ptdp.strategy.checks.whole_model import CUT_MARK, plan_of, whole_model
+from lightning_ptdp.strategy.checks.model import CUT_MARK, plan_of, whole_model
 from lightning_ptdp.world.layout import ParallelLayout
 
 

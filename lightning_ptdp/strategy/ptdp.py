@@ -20,7 +20,6 @@ from typing import Any, get_type_hints
 import torch
 
 from lightning_ptdp.callbacks.run_summary import StrategySummary, summarize
-from lightning_ptdp.checkpoint.memory_folders import check_memory
 from lightning_ptdp.checkpoint.remote_path import check_address
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings
@@ -32,7 +31,6 @@ from lightning_ptdp.shims.lightning import (
     fits,
     lightning_names,
 )
-from lightning_ptdp.strategy.auto import chosen_layout, report_forecast, wants_choice
 from lightning_ptdp.strategy.checks import (
     check_first_batch,
     check_initial_weights,
@@ -45,12 +43,17 @@ from lightning_ptdp.strategy.checks import (
 from lightning_ptdp.strategy.checks.machine_limits import check_visible
 from lightning_ptdp.strategy.checks.trial_step import verify_first_step
 from lightning_ptdp.strategy.launch import make_launcher
-from lightning_ptdp.strategy.layout_choice import Forecast, LayoutChoice
+from lightning_ptdp.strategy.layout_choice import (
+    Forecast,
+    LayoutChoice,
+    chosen_layout,
+    wants_choice,
+)
 from lightning_ptdp.strategy.out_of_memory import explain_memory
 from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.strategy.saving import FolderSaves
 from lightning_ptdp.strategy.setup_hooks import SetupHooks
-from lightning_ptdp.strategy.snapshots import check_nodes
+from lightning_ptdp.strategy.snapshots import Snapshots
 
 
 def constructor(
@@ -84,7 +87,7 @@ class _PTDPStrategy(SetupHooks):
     """Lightning's hooks of the strategy before launch, around training, and at the end.
 
     The layers below it are, in order: ``RunningStrategy`` (collectives), ``World`` (ranks and
-    groups), ``CheckpointHooks``, ``SnapshotHooks``, ``StepHooks`` and ``SetupHooks``. The constructor
+    groups), ``CheckpointHooks``, ``StepHooks`` and ``SetupHooks``. The constructor
     takes the fields of ``PTDPConfig`` and the arguments of Lightning's own strategies."""
 
     strategy_name = "ptdp"
@@ -100,9 +103,10 @@ class _PTDPStrategy(SetupHooks):
         self._forecast: Forecast | None = None
         self.num_nodes = 1
         self._parent = os.getppid()
-        self._interfaces: list[str] = []
+        self._changes = contextlib.ExitStack()
         self._surroundings = Surroundings()
         self._saves = FolderSaves()
+        self.snapshots = Snapshots(self)
         self._named_groups = []
         super().__init__(**options)
 
@@ -134,7 +138,7 @@ class _PTDPStrategy(SetupHooks):
             self._choose_layout(trainer, sources)
         check_trainer(self, trainer)
         self.check_machine()
-        self._check_snapshots()
+        self.snapshots.check()
         if not self.model_space.is_cut:
             self.check(self.lightning_module)
         if not fits(trainer):
@@ -159,17 +163,6 @@ class _PTDPStrategy(SetupHooks):
             )
         if self.config.verify is not None:
             verify_first_step(self, trainer, arguments)
-
-    def _check_snapshots(self) -> None:
-        if self.config.snapshot_every_n_steps is None:
-            return
-        check_nodes(
-            self.layout,
-            shard=self.config.shard,
-            num_nodes=self.num_nodes,
-            replica_nodes=self.config.data_parallel_replicas,
-        )
-        check_memory(sum(parameter.nbytes for parameter in self.lightning_module.parameters()))
 
     def _choose_layout(self, trainer: Trainer, sources: Sequence[object]) -> None:
         if self._chooses_layout:  # a further fit continues in the same layout
@@ -204,7 +197,7 @@ class _PTDPStrategy(SetupHooks):
         """Compare the forecast of the layout with the measurements."""
         super().on_train_end()
         if self._forecast is not None and self.is_global_zero:
-            report_forecast(self._forecast, self.lightning_module.trainer, self.root_device)
+            self._forecast.report(self.lightning_module.trainer, self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
         """Add a memory report to an out-of-memory error, then let the layers below handle it."""
@@ -229,7 +222,7 @@ class _PTDPStrategy(SetupHooks):
 
     def _release(self) -> None:
         self.finish_saving()
-        self.remove_snapshots()
+        self.snapshots.remove()
         if self._engine is not None:
             with self.waiting_in("the last gathered parameters"):
                 self._engine.close()
@@ -244,12 +237,13 @@ class _PTDPStrategy(SetupHooks):
 
         ``setup_environment`` makes new ones."""
         state = super().__getstate__()
-        of_a_run = (
-            *("_run", "_parallel", "_engine", "_guard", "_heap", "_preempt"),
-            *("_snapshots", "_continued"),
-        )
-        saves = {"_surroundings": Surroundings(), "_saves": FolderSaves()}
-        return {**state, **dict.fromkeys(of_a_run), **saves}
+        return {
+            **state,
+            **dict.fromkeys(("_run", "_parallel", "_engine", "_guard", "_heap")),
+            "_changes": contextlib.ExitStack(),
+            "_surroundings": Surroundings(),
+            "_saves": FolderSaves(),
+        }
 
 
 @lru_cache(maxsize=2)

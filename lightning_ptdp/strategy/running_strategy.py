@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context, Surroundings
-from lightning_ptdp.parallelize import ParallelModel
+from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.lightning import (
     LightningNames,
@@ -25,7 +25,7 @@ from lightning_ptdp.shims.lightning import (
     set_last_validation,
     validation_times,
 )
-from lightning_ptdp.strategy.parameter_guard import ParameterGuard
+from lightning_ptdp.strategy.forward_contexts import ParameterGuard
 from lightning_ptdp.strategy.stopping import Interruption, StopRequest
 from lightning_ptdp.world.mesh import ProcessMesh
 

@@ -16,13 +16,12 @@ from lightning_ptdp.checkpoint import same_outcome
 from lightning_ptdp.data_parallel import check_elementwise, overlaps_gather
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context
-from lightning_ptdp.parallelize import parallelize
+from lightning_ptdp.parallelize import apply_block_passes, parallelize
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.parameters.uncut_view import UncutView
 from lightning_ptdp.pipeline.discover import KnownParts
 from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_model_summary
 from lightning_ptdp.shims.peft import set_magnitudes
-from lightning_ptdp.strategy.block_passes import BlockSetting, apply_block_passes, shard_parameters
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
     check_model,
@@ -36,9 +35,8 @@ from lightning_ptdp.strategy.checks import (
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
-from lightning_ptdp.strategy.forward_contexts import make_surroundings
+from lightning_ptdp.strategy.forward_contexts import ParameterGuard, make_surroundings
 from lightning_ptdp.strategy.optimizers import settle_groups
-from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import load_initial_weights, needs_initial_values
 from lightning_ptdp.strategy.steps import StepHooks
@@ -113,17 +111,12 @@ class SetupHooks(StepHooks):
             convert=self._convert,
             plan=partial(plan_of, config=self.config),
             mesh=self.mesh,
-            partition=self.config.partition,
+            config=self.config,
             seed=self.run.seed,
             device=self.root_device,
             left=() if weights is None else weights.names,
             known=self._known_parts,
-            late=self.shards_parameters,
         )
-        if self.shards_parameters:
-            self._parallel = shard_parameters(
-                self._parallel, config=self.config, mesh=self.mesh, device=self.root_device
-            )
         if self.layout.divides_model:
             module.__dict__[CUT_MARK] = self.layout.describe()
             self._guard = ParameterGuard(module, self.parallel.parameters, self.layout.describe())
@@ -135,13 +128,11 @@ class SetupHooks(StepHooks):
             device=self.root_device,
         )
         self._parallel = apply_block_passes(
-            BlockSetting(
-                config=self.config,
-                mesh=self.mesh,
-                parallel=self.parallel,
-                surroundings=self._surroundings,
-                device=self.root_device,
-            )
+            self.parallel,
+            config=self.config,
+            mesh=self.mesh,
+            surroundings=self._surroundings,
+            device=self.root_device,
         )
         # a checkpoint has all of the values
         resumes = (
@@ -224,7 +215,7 @@ class SetupHooks(StepHooks):
     def _prepare_optimization(self, trainer: Trainer) -> None:
         """Prepare the gradients, the values that the optimizer steps on, and the loss scale."""
         self._saves.in_background = self.config.async_save
-        self.start_snapshots(trainer)
+        self.snapshots.begin(trainer)
         for managed in self.parallel.parameters.values():
             managed.step_on(managed.parameter)
         self._named_groups = self.model_space.names_of_groups()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 from io import BufferedReader
 from pathlib import Path
@@ -18,15 +17,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.checkpoint import (
-    CheckpointError,
-    SaveFolders,
-    complete_checkpoints,
-    same_outcome,
-)
-from lightning_ptdp.checkpoint.memory_folders import MemoryFolder
+from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
+from lightning_ptdp.checkpoint import CheckpointError, complete_checkpoints, same_outcome
+from lightning_ptdp.checkpoint.memory_folders import LINK, MemoryFolder, check_memory, in_memory
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero, own_rank
-from lightning_ptdp.strategy.model_space import Checkpoint, ModelSpace
+from lightning_ptdp.shims.lightning import StrategyBase, Trainer, dump_checkpoint
 from lightning_ptdp.strategy.saving import FolderSaves
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
@@ -34,78 +29,124 @@ _CHUNK = 64 << 20  # bytes
 
 
 class Snapshots:
-    """Snapshots of one training.
+    """Snapshots of a strategy's trainings, and those from which a training continues.
 
     Args:
-        folder: Folder of the training's checkpoints, the same on all ranks.
-        ranks_per_node: Number of ranks of each node.
-        limit: Limit of every wait for another rank.
-        keeper: Folders of the training.
-        continued: Snapshots of the run that this one continues. They are removed when the first
-            snapshot is complete, and at the end.
+        strategy: The strategy, whose model is saved.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        ranks_per_node: int,
-        limit: timedelta,
-        keeper: SaveFolders,
-        continued: MemoryFolder | None,
-    ) -> None:
-        self._place = from_rank_zero(lambda: MemoryFolder.new(folder))
-        self._continued, self._limit = continued, limit
-        self._saves = FolderSaves(keeper=keeper, group=_node_group(ranks_per_node, limit))
-        self._leads = is_rank_zero(self._saves.group)
-        with same_outcome("creating the folder of snapshots"):
-            if self._leads:
-                self._place.create()
+    _callback: object = None
+    _last_step = -1
+    _place: MemoryFolder | None = None
+    _continued: MemoryFolder | None = None
+    _saves: FolderSaves
 
-    def take(
-        self, space: ModelSpace, checkpoint: Checkpoint, *, facts: Mapping[str, object]
-    ) -> None:
+    def __init__(self, strategy: StrategyBase) -> None:
+        self._strategy = strategy
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state without that of a run, whose process groups cannot be pickled."""
+        return {"_strategy": self._strategy}
+
+    def check(self) -> None:
+        """Check before launch that every node holds the training state and has memory for it.
+
+        Raises:
+            ValueError: The state is divided among nodes, or the memory is too small.
+        """
+        config = self._strategy.config
+        if config.snapshot_every_n_steps is not None:
+            check_nodes(
+                self._strategy.layout,
+                shard=config.shard,
+                num_nodes=self._strategy.num_nodes,
+                replica_nodes=config.data_parallel_replicas,
+            )
+            check_memory(sum(p.nbytes for p in self._strategy.lightning_module.parameters()))
+
+    def begin(self, trainer: Trainer) -> None:
+        """Let ``trainer`` take a snapshot after the optimizer steps that the option names."""
+        trainer.callbacks[:] = [one for one in trainer.callbacks if one is not self._callback]
+        self._place = None
+        self._last_step = trainer.global_step
+        if self._strategy.config.snapshot_every_n_steps is not None:
+            self._callback = self._strategy._names.LambdaCallback(on_train_batch_end=self._take)
+            trainer.callbacks.append(self._callback)
+
+    def _take(self, trainer: Trainer, *_: object) -> None:
         """Begin to save a snapshot, after the previous one is complete; collective.
-
-        Args:
-            space: The model.
-            checkpoint: Lightning's checkpoint after an optimizer step.
-            facts: Facts about the run, in JSON types.
 
         Raises:
             CheckpointError: The previous snapshot failed.
         """
-        target = self._place.path / f"step-{checkpoint['global_step']}"
-        self._saves.in_background = True
-        self._saves.save(
-            space,
-            checkpoint,
-            str(target),
-            facts=facts,
-            limit=self._limit,
-            done=lambda: self._publish(target),
-        )
+        strategy = self._strategy
+        step = trainer.global_step
+        if step % strategy.config.snapshot_every_n_steps or step == self._last_step:
+            return  # the batch did not end with an optimizer step
+        self._last_step = step
+        with strategy.waiting_in(f"taking a snapshot of step {step}"):
+            place = self._place = self._place or self._created(trainer)
+            target = place.path / f"step-{step}"
+            self._saves.in_background = True
+            self._saves.save(
+                strategy.model_space,
+                dump_checkpoint(trainer),
+                str(target),
+                facts=strategy.run_facts,
+                limit=strategy.config.timeout,
+                done=lambda: self._publish(place, target),
+            )
 
-    def keep(self, exception: BaseException) -> None:
-        """Complete the current snapshot after an exception, if the other ranks can."""
-        self._saves.end(exception, self._limit)
-        if is_rank_zero() and (kept := self._place.steps()):
-            newest = max(kept, key=lambda name: kept[name])
-            print(f"the snapshot {self._place.path / newest} is kept in memory", flush=True)
+    def _created(self, trainer: Trainer) -> MemoryFolder:
+        """Return the folder of a training's snapshots, after creating it on every node."""
+        strategy = self._strategy
+        folder = Path([*checkpoint_dirs(trainer), trainer.default_root_dir][0])
+        place = from_rank_zero(lambda: MemoryFolder.new(folder))
+        group = _node_group(strategy.num_processes, strategy.config.timeout)
+        self._saves = FolderSaves(keeper=strategy._saves.keeper, group=group)
+        with same_outcome("creating the folder of snapshots"):
+            if strategy.local_rank == 0:
+                place.create()
+        return place
 
-    def remove(self) -> None:
-        """Remove all snapshots at the end of the training."""
-        with contextlib.suppress(CheckpointError):
-            self._saves.finish(lambda _: contextlib.nullcontext())
-        if self._leads:
-            for place in filter(None, (self._place, self._continued)):
-                place.remove(linked=is_rank_zero())
-
-    def _publish(self, target: Path) -> None:
-        self._place.publish(target, linked=is_rank_zero())
+    def _publish(self, place: MemoryFolder, target: Path) -> None:
+        place.publish(target, linked=is_rank_zero())
         if self._continued is not None:
             self._continued.remove(linked=is_rank_zero())
             self._continued = None
+
+    def located(self, path: Path, *, resuming: bool) -> Path:
+        """Return the path from which a checkpoint is read; ``resuming``: to continue a training."""
+        strategy = self._strategy
+        place = None
+        if in_memory(path):
+            with strategy.waiting_in(f"looking for the snapshots of {path}"):
+                path, place = fetch_snapshot(
+                    path, ranks_per_node=strategy.num_processes, limit=strategy.config.timeout
+                )
+        elif in_memory(link := path.parent / LINK):
+            place = MemoryFolder.of(link)  # older than the checkpoint on the disk
+        self._continued = place if resuming else None
+        return path
+
+    def keep(self, exception: BaseException) -> None:
+        """Complete the current snapshot after an exception, if the other ranks can."""
+        if self._place is not None:
+            self._saves.end(exception, self._strategy.config.timeout)
+            if is_rank_zero() and (kept := self._place.steps()):
+                newest = max(kept, key=lambda name: kept[name])
+                print(f"the snapshot {self._place.path / newest} is kept in memory", flush=True)
+        self._place = self._continued = None
+
+    def remove(self) -> None:
+        """Remove the snapshots of a training that has ended normally."""
+        if self._place is not None:
+            with contextlib.suppress(CheckpointError):
+                self._saves.finish(lambda _: contextlib.nullcontext())
+        for place in filter(None, (self._place, self._continued)):
+            if self._strategy.local_rank == 0:
+                place.remove(linked=self._strategy.is_global_zero)
+        self._place = self._continued = None
 
 
 def check_nodes(

@@ -19,14 +19,14 @@ from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.pipeline.watchdog import OTHER_REPLICAS
 from lightning_ptdp.shims.lightning import Precision, fits, replace_after_closure
+from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.checks import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
-from lightning_ptdp.strategy.snapshot_hooks import SnapshotHooks
 
 _MOVES = ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class StepHooks(SnapshotHooks):
+class StepHooks(CheckpointHooks):
     """Layer of the strategy: training and evaluation steps, gradients and their norm."""
 
     def batch_to_device(

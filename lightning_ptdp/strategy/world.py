@@ -7,7 +7,6 @@ import os
 import subprocess
 import uuid
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -46,9 +45,9 @@ class World(RunningStrategy):
 
     _launcher: Launcher
     _parent: int
-    _interfaces: list[str]
+    _changes: contextlib.ExitStack
+    """Changes of this process that ``leave_environment`` undoes."""
     _heap: Heap | None = None
-    _preempt: Callable[[], None] | None = None
     _layout: tuple[PTDPConfig, int, ParallelLayout] | None = None
 
     @property
@@ -172,11 +171,12 @@ class World(RunningStrategy):
         self.set_world_ranks()
         layout = self.layout
         if layout.world_size > 1 and self.num_nodes == 1:
-            self._interfaces = [*self._interfaces, *listen_on_loopback()]
+            self._changes.callback(listen_anywhere, listen_on_loopback())
         self._run = self._begin(layout, self._run)
         if self._heap is None and self.root_device.type == "cpu":
             self._heap = Heap()
-            self._preempt = compute_without_preemption()
+            self._changes.callback(self._heap.close)
+            self._changes.callback(compute_without_preemption())
         if self.global_rank != 0:
             # Every rank would print this warning of ModelCheckpoint.
             warnings.filterwarnings("ignore", message="The dirpath has changed")
@@ -297,17 +297,8 @@ class World(RunningStrategy):
         """Restore the user's network interfaces, and the usual heap and scheduling.
 
         Groups that are made later use these interfaces."""
-        chosen = self._interfaces
-        self._interfaces = []
-        listen_anywhere(chosen)
-        heap = self._heap
         self._heap = None
-        if heap is not None:
-            heap.close()
-        preempt = self._preempt
-        self._preempt = None
-        if preempt is not None:
-            preempt()
+        self._changes.close()
 
     def _ended(self) -> str:
         """Return a message about ended child or parent processes; "" if there are none."""

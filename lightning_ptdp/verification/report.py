@@ -11,7 +11,7 @@ import torch
 
 from lightning_ptdp.base.nested import Nested, batch_size
 from lightning_ptdp.base.output import columns
-from lightning_ptdp.engine.microbatches import describe_uneven, is_uneven, label_spread
+from lightning_ptdp.engine.rank_agreement import describe_uneven, is_uneven, label_spread
 from lightning_ptdp.verification.compare import KINDS, Difference
 from lightning_ptdp.verification.record import Record
 

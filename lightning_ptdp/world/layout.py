@@ -20,8 +20,15 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from lightning_ptdp.base.option_types import Size, check_types
-from lightning_ptdp.world.axes import AXES, SETS, Axis, nearest_divisors
-from lightning_ptdp.world.stage_placement import StagePlacement, Stages, check_interleaving
+from lightning_ptdp.world.axes import (
+    AXES,
+    SETS,
+    Axis,
+    StagePlacement,
+    Stages,
+    check_interleaving,
+    nearest_divisors,
+)
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 """State that replicas share instead of each keeping all of it; a value includes those before it."""
@@ -74,7 +81,7 @@ class ParallelLayout(Degrees, Stages):
 
     Args:
         world_size: Number of processes.
-        placement: Placement of the stages on the ranks (stage_placement.py); decided by the
+        placement: Placement of the stages on the ranks (axes.py); decided by the
             schedule.
 
     The data-parallel size d is the remainder of the world: ``world_size / (t * p * c)``.

@@ -127,25 +127,18 @@ class ProcessMesh:
             channel_ctas: Maximum number of the GPU's thread blocks that NCCL may use for a message
                 between stages; None: ``CHANNEL_CTAS`` if NCCL accepts a number.
         """
-        groups: dict[str, Group] = {}
-        handles: dict[tuple[str, tuple[int, ...]], Any] = {}
+        mesh = cls(layout=layout, rank=rank, timeout=timeout, device=device)
+        shared: dict[tuple[str, tuple[int, ...]], Group] = {}
         if layout.world_size > 1:
             _connect(None, device)
         for axis in group_names(layout):
             ranks = layout.group_of(axis, rank)
             key = (shared_name(axis), ranks)
-            if key not in handles:
-                handles[key] = _new_group(ranks, timeout, device, axis) if len(ranks) > 1 else None
-            groups[axis] = Group(handles[key], ranks, ranks.index(rank))
-        channels = _channels(layout, rank, timeout, device, channel_ctas)
-        return cls(
-            layout=layout,
-            rank=rank,
-            timeout=timeout,
-            device=device,
-            groups=groups,
-            channels=channels,
-        )
+            if key not in shared:
+                shared[key] = mesh._new_group(ranks, axis) if len(ranks) > 1 else Group(None, ranks)
+            mesh.groups[axis] = shared[key]
+        mesh._open_channels(channel_ctas)
+        return mesh
 
     @property
     def where(self) -> str:
@@ -210,9 +203,39 @@ class ProcessMesh:
         """Return the group of ``ranks`` for this purpose, created on first use."""
         key = f"{name}{ranks}"
         if key not in self.groups:
-            handle = _new_group(ranks, self.timeout, self.device, key)
-            self.groups[key] = Group(handle, ranks, ranks.index(self.rank))
+            self.groups[key] = self._new_group(ranks, key)
         return self.groups[key]
+
+    def _new_group(self, ranks: tuple[int, ...], axis: str) -> Group:
+        """Return a connected group.
+
+        Groups that ranks create at the same time are disjoint, so that no group waits for another.
+        """
+        handle = _unconnected_group(ranks, self.timeout, axis)
+        if len(ranks) > 1:
+            _connect(handle, self.device)
+        return Group(handle, ranks, ranks.index(self.rank))
+
+    def _open_channels(self, max_ctas: int | None) -> None:
+        """Open a communicator for each (source, destination, direction) of neighbouring stages.
+
+        Sends and receives on one NCCL communicator run in the order in which they were issued. With
+        two directions of traffic on one communicator, ranks that each send before they receive wait
+        for each other for ever (most easily at p = 2, where the next and the previous rank are the
+        same). Therefore every channel has its own communicator. They are created and connected in
+        rounds of disjoint pairs, in which no rank can wait for a rank of another pair. A rank
+        without a pair in a round creates a group of itself, so that all ranks create the same
+        number of groups.
+        """
+        ranks = self.groups["pipeline"].ranks
+        for pairs in channel_rounds(self.layout):
+            channels = [(ranks[source], ranks[target], way) for source, target, way in pairs]
+            channel = next((one for one in channels if self.rank in one[:2]), None)
+            members = (self.rank,) if channel is None else tuple(sorted(channel[:2]))
+            handle = _unconnected_group(members, self.timeout, CHANNEL, max_ctas)
+            if channel is not None:
+                _connect_channel(*channel[:2], self.rank, handle, self.device)
+                self.channels[channel] = handle
 
 
 def default_group_options(backend: str, device: torch.device, limit: timedelta) -> dict[str, Any]:
@@ -220,19 +243,6 @@ def default_group_options(backend: str, device: torch.device, limit: timedelta) 
     if backend != "nccl":
         return {"timeout": limit}
     return {"timeout": _BEYOND_GUARD * limit, "device_id": device if binds_device() else None}
-
-
-def _new_group(
-    ranks: tuple[int, ...], timeout: timedelta | None, device: torch.device, axis: str
-) -> Any:
-    """Return a connected group.
-
-    Groups that ranks create at the same time are disjoint, so that no group waits for another.
-    """
-    group = _unconnected_group(ranks, timeout, axis)
-    if len(ranks) > 1:
-        _connect(group, device)
-    return group
 
 
 def _unconnected_group(
@@ -271,33 +281,3 @@ def _connect_channel(source: int, target: int, rank: int, group: Any, device: to
         dist.send(element, target, group=group)
     else:
         dist.recv(element, source, group=group)
-
-
-def _channels(
-    layout: ParallelLayout,
-    rank: int,
-    timeout: timedelta | None,
-    device: torch.device,
-    max_ctas: int | None,
-) -> dict[tuple[int, int, str], Any]:
-    """Return a communicator for each (source, destination, direction) of neighbouring stages.
-
-    Sends and receives on one NCCL communicator run in the order in which they were issued. With two
-    directions of traffic on one communicator, ranks that each send before they receive wait for
-    each other for ever (most easily at p = 2, where the next and the previous rank are the same).
-    Therefore every channel has its own communicator. They are created and connected in rounds of
-    disjoint pairs, in which no rank can wait for a rank of another pair. A rank without a pair in a
-    round creates a group of itself, so that all ranks create the same number of groups.
-    """
-    ranks = layout.group_of("pipeline", rank)
-    channels: dict[tuple[int, int, str], Any] = {}
-    for pairs in channel_rounds(layout):
-        pair = next((channel for channel in pairs if ranks.index(rank) in channel[:2]), None)
-        members = (rank,) if pair is None else tuple(sorted((ranks[pair[0]], ranks[pair[1]])))
-        handle = _unconnected_group(members, timeout, CHANNEL, max_ctas)
-        if pair is not None:
-            source = ranks[pair[0]]
-            target = ranks[pair[1]]
-            _connect_channel(source, target, rank, handle, device)
-            channels[source, target, pair[2]] = handle
-    return channels

@@ -29,9 +29,9 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from lightning_ptdp.checkpoint.checkpoint_error import StorageError
 from lightning_ptdp.checkpoint.files import discard
 from lightning_ptdp.checkpoint.remote_path import RemotePath, located
+from lightning_ptdp.checkpoint.save_agreement import StorageError
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.checkpoint import layouts
 from tests.checkpoint.interruption import UNLIMITED, Killed, save, step_of

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_ptdp.checkpoint import CheckpointError, files, stored_tensor
+from lightning_ptdp.checkpoint import CheckpointError, data_files, files
 from lightning_ptdp.checkpoint.checksums import (
     BLOCK,
     SummedFile,
     open_summed,
     parse_sums,
 )
-from lightning_ptdp.checkpoint.data_files import write_data_file
+from lightning_ptdp.checkpoint.data_files import pieces_of, write_data_file
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
-from lightning_ptdp.checkpoint.stored_tensor import pieces_of, read_rectangle, rows_at_once
+from lightning_ptdp.checkpoint.stored_tensor import read_rectangle, rows_at_once
 from tests.checkpoint.layouts import save
 from tests.fake_cuda import fake_cuda
 
@@ -123,7 +123,7 @@ def test_damaged_byte_is_found_in_its_block(tmp_path, at):
         with pytest.raises(CheckpointError, match="the CRC-32 of bytes"):
             file.check()
         with pytest.raises(CheckpointError, match=f"bytes {place // BLOCK * BLOCK} to"):
-            file.read(place, place + 1)
+            file.read(place, place + 1, memoryview(bytearray(1)))
 
 
 @pytest.mark.parametrize("row", [1, 12, 514, 1028, 2048, BLOCK, 40_000, 3 << 20])
@@ -151,8 +151,8 @@ def test_failed_fsync_fails_save_and_leaves_no_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 7, 64, 65])
 def test_gpu_rows_are_staged_in_two_pinned_buffers(rows, monkeypatch):
     """Each copy is synchronized before its buffer is read. Buffers have at least 32 MiB."""
-    assert stored_tensor._STAGED >= 32 * 2**20
-    monkeypatch.setattr(stored_tensor, "_STAGED", 2 * BLOCK)
+    assert data_files._STAGED >= 32 * 2**20
+    monkeypatch.setattr(data_files, "_STAGED", 2 * BLOCK)
     expected = torch.arange(rows * BLOCK // 8, dtype=torch.float64).view(rows, -1)
     empty = torch.empty
     made = list[torch.Tensor]()

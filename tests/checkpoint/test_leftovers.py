@@ -5,6 +5,7 @@ The next training finishes or removes them. A save of a running process is not t
 
 import contextlib
 import functools
+import importlib
 import json
 import multiprocessing
 import os
@@ -94,16 +95,17 @@ def test_complete_but_unrenamed_save_is_finished_on_resume(tmp_path, given):
     assert read_metadata(tmp_path / "step=2.ckpt").created == written
 
 
-@pytest.mark.parametrize(("name", "last"), [("write_metadata", 2), ("encode_index", 2)])
-def test_incomplete_save_is_removed_by_next_training(tmp_path, name, last):
-    from lightning_ptdp.checkpoint import save as save_module
-
+@pytest.mark.parametrize(
+    ("module", "name"), [("save_folders", "write_metadata"), ("save", "encode_index")]
+)
+def test_incomplete_save_is_removed_by_next_training(tmp_path, module, name):
     L.seed_everything(1, verbose=False)
-    _run_killed(functools.partial(fit_saving, tmp_path, 1), save_module, name)
+    at = importlib.import_module(f"lightning_ptdp.checkpoint.{module}")
+    _run_killed(functools.partial(fit_saving, tmp_path, 1), at, name)
     assert len(os.listdir(tmp_path)) == 2
     assert complete_checkpoints(tmp_path) == []
     (tmp_path / "step=1.ckpt.gone").mkdir()
-    fit_saving(tmp_path, last)
+    fit_saving(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == [
         "latest",
         "step=1.ckpt",

@@ -25,7 +25,7 @@ from lightning_ptdp.checkpoint import (
     remote_path,
     verify_checkpoint,
 )
-from lightning_ptdp.checkpoint.checkpoint_error import StorageError
+from lightning_ptdp.checkpoint.save_agreement import StorageError
 from lightning_ptdp.cli import main
 from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.parameters.rectangle import Rectangle

@@ -10,7 +10,7 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_ptdp.base.file_locks import locked
+from lightning_ptdp.base.time_limit import locked
 from lightning_ptdp.checkpoint import (
     complete_checkpoints,
     files,

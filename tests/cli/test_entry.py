@@ -26,7 +26,7 @@ from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 from lightning_ptdp.cli.short_help import options_in_source
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data import StreamDataModule, TextDataModule
-from lightning_ptdp.data.batch_options import BatchOptions
+from lightning_ptdp.data.stream_datamodule import BatchOptions
 from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert
 
 pytestmark = pytest.mark.thorough
@@ -304,7 +304,7 @@ def test_every_error_derives_from_ptdp_error():
 def test_worker_failure_reports_message_or_process():
     trace = TRACE
     ours = ProcessRaisedException(
-        trace + "lightning_ptdp.checkpoint.checkpoint_error.CheckpointError: no 'a'\nin here\n"
+        trace + "lightning_ptdp.checkpoint.save_agreement.CheckpointError: no 'a'\nin here\n"
     )
     failure = worker_failure(ours)
     assert failure is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ptdp.callbacks.predictions import _records
+from lightning_ptdp.callbacks.written_outputs import _records
 from tests.cli.commands import PTDP
 
 pytestmark = pytest.mark.thorough

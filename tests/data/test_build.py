@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ptdp.data import PrepareConfig, StoreError, corpus_build, prepare
-from lightning_ptdp.data.work_folder import work_folder
+from lightning_ptdp.data.preparation_work import work_folder
 from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents
 

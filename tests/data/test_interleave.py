@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ptdp.data.mixture_stream import Turns
+from lightning_ptdp.data.mixture import Turns
 
 WEIGHTS = st.lists(st.integers(1, 400).map(lambda number: number / 100), min_size=1, max_size=9)
 

@@ -23,8 +23,8 @@ from lightning_ptdp.data import (
 )
 from lightning_ptdp.data.corpus_build import Builder
 from lightning_ptdp.data.manifest import record_files
+from lightning_ptdp.data.preparation_work import Reporter
 from lightning_ptdp.data.token_store import ChunkMap, read_chunks
-from lightning_ptdp.data.worker_processes import Reporter
 from tests.data.conftest import config_of, write_corpus
 from tests.data.folders import contents, flip, listed, with_manifest
 

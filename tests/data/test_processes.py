@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from lightning_ptdp.data import DataError
-from lightning_ptdp.data.worker_processes import apart, ordered_map
+from lightning_ptdp.data.preparation_work import apart, ordered_map
 
 
 def square(number: int) -> int:

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from lightning_ptdp.data import PrepareConfig, StoreError, TextDataModule
-from lightning_ptdp.data.prepared_datamodule import fetch
+from lightning_ptdp.data.datamodule import fetch
 from tests.data.folders import contents, flip, listed, with_manifest
 
 

@@ -82,7 +82,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 ALLOWED = {
     ("engine/step_report.py read_numbers", "tolist"),  # on ranks with the last stage
-    ("engine/sharing.py share_report", "tolist"),  # on other ranks
+    ("engine/sharing.py share", "tolist"),  # on other ranks
     ("strategy/stopping.py _agree", "synchronize"),  # if nothing is read: for the last batch
 }
 
@@ -417,7 +417,7 @@ def test_finite_check_and_loss_scaler_wait_for_gradients(options, settings, pool
         report, decision = waits
         assert report.place in (
             "engine/step_report.py read_numbers",
-            "engine/sharing.py share_report",
+            "engine/sharing.py share",
         )
         assert report.queued
         assert not decision.queued

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_ptdp.engine.microbatches import is_uneven, label_spread
+from lightning_ptdp.engine.rank_agreement import is_uneven, label_spread
 from tests.letters import M, P
 from tests.parity import Place, Result, Training, fit
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.engine.sharing import ReportMemory, share_report
+from lightning_ptdp.engine.sharing import ReportSharing
 from lightning_ptdp.engine.step_report import (
     LogCall,
     LogRecorder,
@@ -82,7 +82,7 @@ def test_read_numbers_returns_rows_of_floats():
 
 def _share(rank: int) -> list[tuple[Any, ...]]:
     group = Group(dist.new_group([0, 1, 2]), (0, 1, 2), rank)
-    memory, seen = ReportMemory(), []
+    sharing, seen = ReportSharing(group, source=2, stream=ReportStream(CPU)), []
     reports = [
         StepReport(1.0, 2.0, False, [LogCall("a", 3.0, {"prog_bar": True})]),
         StepReport(1.5, 2.0, False, [LogCall("a", 4.0, {"prog_bar": True})]),  # only values change
@@ -100,13 +100,7 @@ def _share(rank: int) -> list[tuple[Any, ...]]:
         ),
     ]
     for report in reports:
-        shared = share_report(
-            report if rank == 2 else None,
-            group=group,
-            source=2,
-            memory=memory,
-            stream=ReportStream(CPU),
-        )
+        shared = sharing.share(report if rank == 2 else None)
         extras = (
             None
             if shared.extras is None
@@ -151,13 +145,8 @@ def _share_column(rank: int) -> list[float]:
     group = Group(dist.new_group([0, 1]), (0, 1), rank)
     report = StepReport(0.0, 0.0, False, [], {"column": torch.arange(6.0).view(2, 3)[:1, 1]})
     return (
-        share_report(
-            report if rank else None,
-            group=group,
-            source=1,
-            memory=ReportMemory(),
-            stream=ReportStream(CPU),
-        )
+        ReportSharing(group, source=1, stream=ReportStream(CPU))
+        .share(report if rank else None)
         .extras["column"]
         .tolist()
     )

@@ -5,7 +5,7 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.engine import Engine
 
 from lightning_ptdp.loggers import MLFlowLogger
-from lightning_ptdp.loggers.new_database import unsynchronized_if_new
+from lightning_ptdp.loggers.tracking_store import unsynchronized_if_new
 
 OFF, FULL = 0, 2
 

@@ -18,7 +18,7 @@ from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_model
 from lightning_ptdp.tensor_parallel import ParallelPlan
-from lightning_ptdp.world.stage_placement import stages_of_rank
+from lightning_ptdp.world.axes import stages_of_rank
 
 pytestmark = pytest.mark.thorough
 

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from lightning_ptdp.schedule import Action, ActionKind, Schedule
-from lightning_ptdp.world.stage_placement import StagePlacement
+from lightning_ptdp.world.axes import StagePlacement
 
 F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_ptdp.schedule.generators.orders import Orders, groups, in_groups, in_turns
-from lightning_ptdp.world.stage_placement import StagePlacement, stages_of_rank
+from lightning_ptdp.world.axes import StagePlacement, stages_of_rank
 
 
 def one_f_one_b(p: int, v: int, m: int) -> Orders:

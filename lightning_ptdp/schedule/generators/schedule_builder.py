@@ -28,7 +28,7 @@ from lightning_ptdp.schedule.generators.schedule_families import (
 from lightning_ptdp.schedule.lowering import lower, with_gathers
 from lightning_ptdp.schedule.schedule_file import load_schedule
 from lightning_ptdp.schedule.verifier import verify_schedule
-from lightning_ptdp.world.stage_placement import StagePlacement, check_interleaving
+from lightning_ptdp.world.axes import StagePlacement, check_interleaving
 
 SCHEDULES: tuple[str, ...] = (*FAMILIES, "auto")
 """The names that ``build_schedule`` takes.

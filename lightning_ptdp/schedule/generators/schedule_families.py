@@ -20,7 +20,7 @@ from lightning_ptdp.schedule.generators.one_forward_one_backward import (
     one_f_one_b,
 )
 from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
-from lightning_ptdp.world.stage_placement import StagePlacement
+from lightning_ptdp.world.axes import StagePlacement
 
 # ---- User-defined schedules ----------------------------------------------------------------------
 

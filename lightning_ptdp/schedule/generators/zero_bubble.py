@@ -6,7 +6,7 @@ No other computation needs the weight gradients as input.
 from __future__ import annotations
 
 from lightning_ptdp.schedule.generators.orders import Orders, in_turns, weights_in_gaps
-from lightning_ptdp.world.stage_placement import stages_of_rank
+from lightning_ptdp.world.axes import stages_of_rank
 
 
 def zb_h1(p: int, v: int, m: int) -> Orders:

@@ -4,9 +4,12 @@ Each error names the field, the value and what would work."""
 
 from lightning_ptdp.strategy.checks.data import check_data, check_source
 from lightning_ptdp.strategy.checks.model import (
+    CUT_MARK,
     check_initial_weights,
     check_model,
+    on_meta,
     open_initial_weights,
+    plan_of,
 )
 from lightning_ptdp.strategy.checks.module_content import (
     check_quantized,
@@ -21,7 +24,6 @@ from lightning_ptdp.strategy.checks.saved_content import (
 )
 from lightning_ptdp.strategy.checks.trainer import check_trainer
 from lightning_ptdp.strategy.checks.trial_step import check_first_batch
-from lightning_ptdp.strategy.checks.whole_model import CUT_MARK, on_meta, plan_of
 
 __all__ = [
     "CUT_MARK",

@@ -15,7 +15,7 @@ from lightning_ptdp.attention import check_sequence
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.lit_huggingface import LitHuggingFace
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.strategy.checks.whole_model import whole_model
+from lightning_ptdp.strategy.checks.model import whole_model
 from lightning_ptdp.world.layout import ParallelLayout
 
 
@@ -30,16 +30,25 @@ def check_data(data: object, config: PTDPConfig, layout: ParallelLayout) -> None
         ValueError: A replica's batch is smaller than ``num_microbatches`` or ``micro_batch_size``,
             the schedule does not accept the number of microbatches, or the length is not divisible.
     """
-    if hasattr(data, "batch_plans"):
-        sizes = [plan.replica_batch for plan in data.batch_plans(num_replicas=layout.num_replicas)]
-    else:
-        sizes = [getattr(data, "batch_size", None)]
-    for size in sizes:
-        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-            _check_batch(size, config)
+    for size in replica_batches(data, layout.num_replicas):
+        _check_batch(size, config)
     length = getattr(data, "sequence_length", None)
     if isinstance(length, int):
         _check_length(length, config)
+
+
+def replica_batches(data: Any, num_replicas: int) -> list[int]:
+    """Return the samples of a replica's batches; empty if the data do not say.
+
+    Raises:
+        ValueError: The batches cannot be divided among so many replicas.
+    """
+    if hasattr(data, "batch_plans"):
+        return [plan.replica_batch for plan in data.batch_plans(num_replicas=num_replicas)]
+    size = getattr(data, "batch_size", None)
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return [size]
+    return []
 
 
 def check_source(

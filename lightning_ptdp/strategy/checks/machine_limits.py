@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from lightning_ptdp.shims.torch import cuda_error
 from lightning_ptdp.shims.torch_distributed import nccl_creator, nccl_versions
-from lightning_ptdp.world.rendezvous_address import MPI, SLURM_TASKS, WORLD, number_in
+from lightning_ptdp.world.rendezvous_address import LOOPBACK, MPI, SLURM_TASKS, WORLD, number_in
 
-_LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 5.0
 # Measured with torch 2.15 and gloo, recipe gpt/nano: rank 0 of 4 has 85 open files, the other ranks
 # have 70. Each group connects all of its ranks with each other, so that the number grows with the
@@ -77,11 +76,11 @@ def _check_semaphores(start_method: str) -> None:
 def _check_loopback() -> None:
     """Connect to this machine, as the ranks do with each other."""
     try:
-        with socket.create_server((_LOOPBACK, 0)) as server:
+        with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_LOOPBACK_S).close()
     except OSError as error:
         raise ValueError(
-            f"processes on this machine cannot connect to {_LOOPBACK}: {error.strerror or error}. "
+            f"processes on this machine cannot connect to {LOOPBACK}: {error.strerror or error}. "
             "Start the loopback interface (ip link set lo up), or use devices=1"
         ) from error
 

@@ -1,11 +1,12 @@
 """Checks of options of the Trainer and the LightningModule that a schedule cannot honour.
 
-Each function checks one option; add new ones to ``_CHECKS``.
+Each function yields the reasons against one option; add new ones to ``_CHECKS``.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,78 +29,75 @@ def check_trainer(strategy: CheckpointHooks, trainer: Trainer) -> None:
         MisconfigurationException: Names the option, the reason, and what would work.
     """
     for check in _CHECKS:
-        check(strategy, trainer)
+        for reason in check(strategy, trainer):
+            raise strategy.refusal(reason)
 
 
-def check_numbers(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def check_numbers(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     """Refuse numbers that Lightning does not check.
 
     With a negative gradient norm, for example, clipping would reverse the gradients."""
     if trainer.gradient_clip_val is not None and not trainer.gradient_clip_val >= 0:
-        raise strategy.refusal(
+        yield (
             f"gradient_clip_val={trainer.gradient_clip_val} must be 0 or more. Use 1.0, for "
             "example, or None for no clipping"
         )
     if trainer.accumulate_grad_batches < 1:
-        raise strategy.refusal(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more"
-        )
+        yield f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be 1 or more"
     if trainer.log_every_n_steps < 0:
-        raise strategy.refusal(
-            f"log_every_n_steps={trainer.log_every_n_steps} must be 0 (never) or more"
-        )
+        yield f"log_every_n_steps={trainer.log_every_n_steps} must be 0 (never) or more"
     # Lightning leaves the attribute out when the interval is a time.
     interval = getattr(trainer, "val_check_interval", None)
     if isinstance(interval, int | float) and interval <= 0:
-        raise strategy.refusal(
+        yield (
             f"val_check_interval={interval} must be greater than 0. To disable validation, use "
             "limit_val_batches=0"
         )
 
 
-def _check_manual_optimization(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_manual_optimization(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     if strategy.lightning_module.automatic_optimization or not fits(trainer):
         return
     config = strategy.config
     if strategy.layout.divides_model:
-        raise strategy.refusal(
+        yield (
             "automatic_optimization=False (manual optimization) cannot run with a model that "
             f"is cut ({strategy.layout.describe()}), because the schedule decides when "
             "backward runs, not training_step. Use automatic optimization, or only data "
             "parallelism (validate, test and predict run in any layout)"
         )
-    if config.shards_optimizer and strategy.layout.size("replica_sum") > 1:
-        raise strategy.refusal(
+    if config.shared(strategy.layout) != "none":
+        yield (
             "automatic_optimization=False (manual optimization) cannot run with "
             f"shard={config.shard!r}, because several optimizers cannot step on shards of "
             "parameters that the step itself reads. Use shard='none'"
         )
     if config.reduce_dtype is not None and strategy.layout.size("replica_sum") > 1:
-        raise strategy.refusal(
+        yield (
             "automatic_optimization=False (manual optimization) ignores "
             f"reduce_dtype={config.reduce_dtype!r}, because its gradients are averaged in "
             "their own dtype. Leave reduce_dtype out"
         )
     if config.runs_backward:
-        raise strategy.refusal(
+        yield (
             "automatic_optimization=False (manual optimization) cannot run with "
             f"{_microbatches(config)}, because training_step would run, and step its optimizers, "
             "once per microbatch. Use automatic optimization, or leave the option out"
         )
     if config.check_finite is not None:
-        raise strategy.refusal(
+        yield (
             "automatic_optimization=False (manual optimization) cannot run with "
             f"check_finite={config.check_finite!r}, which checks the single backward of a "
             "batch. Check the loss in training_step, and leave check_finite out"
         )
     if config.offload_optimizer:
-        raise strategy.refusal(
+        yield (
             "automatic_optimization=False (manual optimization) cannot run with "
             "offload_optimizer=True, because toggle_optimizer and zero_grad would see the copies "
             "instead of the parameters. Use offload_optimizer=False"
         )
     if config.master_weights and _is_half(strategy, trainer):
-        raise strategy.refusal(
+        yield (
             "automatic_optimization=False (manual optimization) cannot run with parameters in "
             "half precision and master_weights=True, because toggle_optimizer and zero_grad "
             "would see the float32 copies instead of the parameters. Use "
@@ -120,13 +118,13 @@ def _microbatches(config: PTDPConfig) -> str:
     return f"schedule={config.schedule!r}, which has several microbatches"
 
 
-def _check_backward(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_backward(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     if (
         fits(trainer)
         and strategy.config.runs_backward
         and strategy._names.is_overridden("backward", strategy.lightning_module)
     ):
-        raise strategy.refusal(
+        yield (
             "LightningModule.backward is overridden, but with pipeline stages, microbatches "
             "or context parallelism the schedule runs the backward. Use torch.autograd hooks "
             "or on_after_backward instead, or num_microbatches=1 without a pipeline and "
@@ -134,7 +132,7 @@ def _check_backward(strategy: CheckpointHooks, trainer: Trainer) -> None:
         )
 
 
-def _check_iterators(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_iterators(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     hooks = ["training_step"] if fits(trainer) and strategy.config.runs_backward else []
     if strategy.config.cuts_forward:
         hooks += ["validation_step", "test_step", "predict_step"]
@@ -142,22 +140,22 @@ def _check_iterators(strategy: CheckpointHooks, trainer: Trainer) -> None:
         step = getattr(strategy.lightning_module, hook)
         # None disables a step.
         if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
-            raise strategy.refusal(
+            yield (
                 f"{hook}(dataloader_iter) fetches its own batches, but the schedule must split "
                 "them into microbatches or along the sequence. Use the signature (batch, "
                 "batch_idx), or num_microbatches=1 without a pipeline and context parallelism"
             )
 
 
-def _check_compiled(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_compiled(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     if is_compiled(strategy.lightning_module) and strategy.layout.divides_model:
-        raise strategy.refusal(
+        yield (
             "the Trainer was given torch.compile(module), which compiles its steps as a whole, but "
             "tensor, pipeline and context parallelism cut them and communicate inside. Compile "
             "each block in place instead: PTDPStrategy(compile='blocks')"
         )
     if is_compiled(strategy.lightning_module) and strategy.config.compiles != "none":
-        raise strategy.refusal(
+        yield (
             "the Trainer was given torch.compile(module), but "
             f"compile={strategy.config.compile!r} would compile the blocks inside again. Give "
             "it the module itself, or use compile='none'"
@@ -166,7 +164,7 @@ def _check_compiled(strategy: CheckpointHooks, trainer: Trainer) -> None:
         check_compiler(strategy.root_device, strategy.config.compile_options or {})
 
 
-def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     if strategy.config.tensor_overlap != "symmetric":
         return
     size = strategy.config.tensor_parallel_size
@@ -179,16 +177,14 @@ def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> None:
         reason = f"torch {torch.__version__} does not support it"
     else:
         return
-    raise strategy.refusal(
+    yield (
         "tensor_overlap='symmetric' lets GPUs of one node read each other's memory, but "
         f"{reason}. Use a number of pieces, such as tensor_overlap=4"
     )
 
 
-def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> None:
-    _check_pruning(strategy, trainer)
-    _check_finetuning(strategy, trainer)
-    if strategy.shards_parameters:
+def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
+    if strategy.config.shared(strategy.layout) == "parameters":
         reason = "with shard='parameters'"
         remedy = "shard='gradients'"
     elif strategy.layout.divides_model:
@@ -199,43 +195,43 @@ def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> None:
     unsupported = (*strategy._names.WeightAveragingCallbacks, *strategy._names.TunerCallbacks)
     for callback in trainer.callbacks:
         if isinstance(callback, unsupported):
-            raise strategy.refusal(
+            yield (
                 f"the callback {type(callback).__name__} copies or re-runs the whole model, "
                 f"which no rank has {reason}. Use it with {remedy}"
             )
 
 
-def _check_pruning(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_pruning(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     name = _name_of(trainer, strategy._names.ModelPruning)
     if name is None:
         return
     if strategy.layout.divides_model:
-        raise strategy.refusal(
+        yield (
             f"the callback {name} compares weights of the whole model, but a rank would see "
             "and prune only its own part. Use it with tensor_parallel_size=1 and "
             "pipeline_parallel_size=1, or prune before fit"
         )
     if _steps_on_copies(strategy, trainer):
-        raise strategy.refusal(
+        yield (
             f"the callback {name} writes new values into parameters, but the optimizer steps on "
             "shards or copies of them. Use shard='none', offload_optimizer=False "
             "and precision='32-true' or 'bf16-mixed', or prune before fit"
         )
 
 
-def _check_finetuning(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_finetuning(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     name = _name_of(trainer, strategy._names.BaseFinetuning)
     if name is None or not fits(trainer):
         return
     if strategy.layout.pipeline_parallel_size > 1:
-        raise strategy.refusal(
+        yield (
             f"the callback {name} adds a parameter group to the optimizer when it unfreezes "
             "parameters, but only some pipeline stages have these parameters. Use it with "
             "pipeline_parallel_size=1, or give the optimizer all parameters and set their "
             "requires_grad yourself"
         )
     if _steps_on_copies(strategy, trainer):
-        raise strategy.refusal(
+        yield (
             f"the callback {name} unfreezes parameters for which the optimizer has no shards "
             "or copies. Use shard='none', offload_optimizer=False, and "
             "precision='32-true', 'bf16-mixed', or master_weights=False"
@@ -251,41 +247,40 @@ def _name_of(trainer: Trainer, kind: type) -> str | None:
 
 
 def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer) -> bool:
-    shards = strategy.config.shards_optimizer and strategy.layout.size("replica_sum") > 1
     return (
-        shards
+        strategy.config.shared(strategy.layout) != "none"
         or strategy.config.offload_optimizer
         or (strategy.config.master_weights and _is_half(strategy, trainer))
     )
 
 
-def _check_graph(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_graph(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     if logs_graph(trainer) and strategy.layout.divides_model and fits(trainer):
-        raise strategy.refusal(
+        yield (
             "log_graph=True makes the logger trace the whole model, which no rank has under "
             "tensor, pipeline or context parallelism. Leave it out, or log the graph in one "
             "process: logger.log_graph(module)"
         )
 
 
-def _check_batch_norm(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_batch_norm(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     sync = layer_sync(strategy)
     if sync is None or not fits(trainer) or strategy.layout.size("replica_sum") == 1:
         return
     if type(sync) is not strategy._names.TorchSyncBatchNorm:
-        raise strategy.refusal(
+        yield (
             f"plugins=[{type(sync).__name__}()] synchronizes layers over all processes, but "
             "only replicas have the same layers. Use Trainer(sync_batchnorm=True)"
         )
     if strategy.root_device.type == "cpu":
-        raise strategy.refusal(
+        yield (
             "sync_batchnorm=True does not work on the CPU, because torch.nn.SyncBatchNorm "
             "needs an accelerator. Leave it out (each replica then has its own statistics), "
             "or use a normalization that does not depend on the batch"
         )
 
 
-def _check_checkpoint_plugin(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_checkpoint_plugin(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     plugin = strategy.checkpoint_io
     if not fits(trainer) or type(plugin) is strategy._names.TorchCheckpointIO:
         return
@@ -300,20 +295,20 @@ def _check_checkpoint_plugin(strategy: CheckpointHooks, trainer: Trainer) -> Non
     if strategy.folder_callback and strategy.config.checkpoint_format == "auto":
         fallback = f"{strategy.folder_callback} needs folders, unless checkpoint_format='file'"
     reason = strategy.why_no_file() or fallback
-    raise strategy.refusal(
+    yield (
         f"plugins=[{type(plugin).__name__}()] writes one file, but every rank writes its part "
         f"into a folder ({reason}). Leave it out, and use {alternative}"
     )
 
 
-def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     savers: list[object] = [*trainer.checkpoint_callbacks] if fits(trainer) else []
     if fits(trainer) and strategy.config.snapshot_every_n_steps is not None:
         savers.append(None)
     if savers and strategy.config.checkpoint_format == "file":
         copies = strategy.config.reason_for_copies if _steps_on_copies(strategy, trainer) else ""
         if reason := strategy.why_no_file() or copies:
-            raise strategy.refusal(
+            yield (
                 f"checkpoint_format='file', but {reason}. Use 'auto' or 'folder', into which "
                 "every rank writes its part"
             )
@@ -325,7 +320,7 @@ def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> None:
         if savers and not strategy.writes_file:
             check_extra_state(strategy.lightning_module)
     except ValueError as error:
-        raise strategy.refusal(str(error)) from None
+        yield str(error)
 
 
 def _check_place(strategy: CheckpointHooks, place: Place) -> None:
@@ -344,26 +339,26 @@ def _check_place(strategy: CheckpointHooks, place: Place) -> None:
     place.check_writable()
 
 
-def _check_replicas(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_replicas(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     nodes = strategy.config.data_parallel_replicas
     replicas = strategy.layout.num_replicas
     if replicas % nodes:
-        raise strategy.refusal(
+        yield (
             f"data_parallel_replicas={nodes} does not divide the data_parallel_size of "
             f"{replicas}, but every node must have the same number of replicas. Use one of "
             f"{nearest_divisors(replicas, nodes)}"
         )
 
 
-def _check_precision(strategy: CheckpointHooks, trainer: Trainer) -> None:
+def _check_precision(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     if str(trainer.precision) == "16-true" and not strategy.config.master_weights:
-        raise strategy.refusal(
+        yield (
             "precision='16-true' with master_weights=False would round away most updates of "
             "float16 parameters, and their gradients cannot be unscaled in float16. Use "
             "master_weights=True, precision='16-mixed' or precision='bf16-true'"
         )
     if strategy.config.offload_optimizer and str(trainer.precision).startswith("16-"):
-        raise strategy.refusal(
+        yield (
             f"precision={str(trainer.precision)!r} scales the loss, and torch unscales gradients on "
             "the GPU only, but with offload_optimizer=True the optimizer's are on the CPU. Use "
             "precision='bf16-mixed' or 'bf16-true', or offload_optimizer=False"
@@ -377,6 +372,8 @@ _CHECKS = (
     _check_iterators,
     _check_compiled,
     _check_overlap,
+    _check_pruning,
+    _check_finetuning,
     _check_callbacks,
     _check_graph,
     _check_batch_norm,
