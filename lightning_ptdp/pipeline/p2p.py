@@ -38,8 +38,6 @@ from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import ProcessMesh
 
 _MIN_OUTSTANDING = 4
-_SCATTER_MINIMUM = 1024
-"""Elements per rank below which a tensor is sent whole."""
 
 
 class PeerError(PTDPError, RuntimeError):
@@ -141,6 +139,7 @@ class Transport:
         mesh: Supplies the communicators.
         device: Device of received tensors.
         scatter: Send 1/t of each floating-point tensor that all t tensor-parallel ranks hold alike.
+        scatter_minimum: Elements per rank below which a tensor is sent whole.
         waiting: Called with (action, global rank) before a wait and (action, None) after it.
         explain: Returns the known state of the other ranks, for the error of a failed wait.
         known: Forms by (boundary, signature), sent in headers or received in them.
@@ -149,6 +148,7 @@ class Transport:
     mesh: ProcessMesh
     device: torch.device
     scatter: bool = False
+    scatter_minimum: int = 1024
     waiting: Callable[[str, int | None], None] = StepObserver().waiting
     explain: Callable[[], str] = str
     known: dict[tuple[str, Hashable] | None, Form] = field(default_factory=dict)
@@ -236,7 +236,7 @@ class Transport:
             return 1
         numel = math.prod(form.shape)
         size = self.mesh.group("tensor").size
-        return size if numel % size == 0 and numel >= size * _SCATTER_MINIMUM else 1
+        return size if numel % size == 0 and numel >= size * self.scatter_minimum else 1
 
     def buffer(self, form: TensorForm) -> Tensor:
         """Return a buffer for receiving a tensor, or for this rank's part of it (flat)."""
