@@ -288,7 +288,7 @@ class PTDPConfig(Degrees):
         return self.shard in ("gradients", "parameters")
 
     def shared(self, layout: ParallelLayout) -> Sharding:
-        """Return what the replicas of a layout share; "none" if gradients have one rank only."""
+        """Return what the ranks that sum gradients share; "none" if there is one such rank."""
         return self.shard if layout.size("replica_sum") > 1 else "none"
 
     @property

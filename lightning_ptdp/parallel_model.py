@@ -20,6 +20,7 @@ from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.tensor_parallel import (
+    SPLIT_AXES,
     Kind,
     ParallelPlan,
     is_in_region,
@@ -27,6 +28,7 @@ from lightning_ptdp.tensor_parallel import (
     shard_module,
     split_sequence,
 )
+from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
 
@@ -108,6 +110,26 @@ class ParallelModel:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the half-open layer ranges, one per stage; none without a pipeline."""
         return self.cut.ranges if self.cut is not None else ()
+
+
+def checked_kinds(
+    module: nn.Module, plan: ParallelPlan, layout: ParallelLayout, *, converted: bool
+) -> dict[str, Kind]:
+    """Return the kinds of the modules that a layout divides, by name, after checking the plan.
+
+    Args:
+        module: The whole module.
+        plan: Plan of its submodules.
+        layout: The degrees of parallelism.
+        converted: Whether precision plugins may have replaced modules.
+
+    Raises:
+        ValueError: The plan does not fit the module or the layout.
+    """
+    degrees = {axis: layout.size(axis) for axis in SPLIT_AXES}
+    tensor = degrees["tensor"]
+    plan.check(module, tensor, layout.sequence_parallel, converted=converted, **degrees)
+    return plan.divided(module, **degrees)
 
 
 def build_local(

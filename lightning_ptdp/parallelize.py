@@ -37,7 +37,7 @@ from lightning_ptdp.data_parallel.gradient_store import make_reductions
 from lightning_ptdp.data_parallel.sharded_parameters import GatheredForward, ShardedParameters
 from lightning_ptdp.forward.own_forward import give_back_forwards
 from lightning_ptdp.forward.surroundings import Surroundings
-from lightning_ptdp.parallel_model import ParallelModel, build_local
+from lightning_ptdp.parallel_model import ParallelModel, build_local, checked_kinds
 from lightning_ptdp.parameters.managed_parameter import (
     ManagedParameter,
     WholeParameters,
@@ -58,7 +58,6 @@ from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.shims.quantization import keep_format, parts_of, quantized_parameters
 from lightning_ptdp.shims.torch import keep_padded
 from lightning_ptdp.tensor_parallel import (
-    SPLIT_AXES,
     ParallelPlan,
     refuse_captured_parts,
     set_numbers,
@@ -101,9 +100,7 @@ def parallelize(  # noqa: PLR0913
     pipeline = mesh.group("pipeline")
     convert()
     planned = plan(module)
-    degrees = {axis: layout.size(axis) for axis in SPLIT_AXES}
-    kinds = planned.divided(module, **degrees)
-    planned.check(module, tensor.size, layout.sequence_parallel, converted=True, **degrees)
+    kinds = checked_kinds(module, planned, layout, converted=True)
     if layout.divides_model:
         set_numbers(module, planned.numbers, tensor_parallel_size=tensor.size)
         keep_padded(module)

@@ -102,6 +102,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "TorchSyncBatchNorm": "{core}.plugins:TorchSyncBatchNorm",
     "TorchCheckpointIO": "{core}.plugins.io:TorchCheckpointIO",
     "AsyncCheckpointIO": "{core}.plugins.io:AsyncCheckpointIO",
+    "MixedPrecision": "{core}.plugins.precision:MixedPrecision",
     # precision plugins that only change dtypes
     "casting": tuple(
         f"{{core}}.plugins.precision:{plugin}.convert_module"

@@ -44,6 +44,11 @@ class ExpectedRanks:
         return f"{self.address}:{self.port}"
 
     @property
+    def node_size(self) -> int:
+        """Return the number of ranks of a machine."""
+        return self.world_size // self.num_nodes
+
+    @property
     def keeper(self) -> str:
         """Return a description of the rank that holds the store."""
         return f"rank 0 (or torchrun), which hosts the store at {self.where},"
@@ -53,30 +58,28 @@ class ExpectedRanks:
         """Return the ranks of this machine whose processes this rank watches.
 
         The first rank of a machine watches all other ranks of it. They watch the first rank."""
-        node_size = self.world_size // self.num_nodes
-        first = self.rank // node_size * node_size
+        first = self.rank // self.node_size * self.node_size
         if self.rank == first:
-            return [rank for rank in range(first, first + node_size) if rank != self.rank]
+            return [rank for rank in range(first, first + self.node_size) if rank != self.rank]
         return [first]
 
     def missing(self, ranks: list[int]) -> str:
         """Return rank 0's message about ranks that have not joined."""
         if not ranks:
             return ""
-        node_size = self.world_size // self.num_nodes
-        nodes = sorted({rank // node_size for rank in ranks})
+        nodes = sorted({rank // self.node_size for rank in ranks})
         location = "" if self.num_nodes == 1 else f" on {numbered('node', nodes)}"
         joined = f"{self.world_size - len(ranks)} of {self.world_size} joined"
         return (
             f"for {numbered('rank', ranks)}{location}, "
-            f"{joined}{self._how([node for node in nodes if node * node_size in ranks])}"
+            f"{joined}{self._how([node for node in nodes if node * self.node_size in ranks])}"
         )
 
     def first_of_all(self) -> str:
         """Return the message of a rank that waits for rank 0.
 
         Only rank 1 and the first rank of each node return one; other ranks return ""."""
-        if self.rank != 1 and self.rank % (self.world_size // self.num_nodes):
+        if self.rank != 1 and self.rank % self.node_size:
             return ""
         return f"for rank 0 at {self.where}{self._how([0])}"
 

@@ -28,7 +28,11 @@ overflow in every first step."""
 
 
 def prepare_loss_scaling(
-    plugin: Precision, optimizers: Iterable[Optimizer], *, device: torch.device
+    plugin: Precision,
+    optimizers: Iterable[Optimizer],
+    *,
+    names: LightningNames,
+    device: torch.device,
 ) -> None:
     """Let all ranks agree on a scaler's decisions, and give "16-true" a dynamic loss scale.
 
@@ -43,11 +47,11 @@ def prepare_loss_scaling(
     if getattr(plugin, "precision", None) == "16-true" and getattr(plugin, "scaler", None) is None:
         plugin.scaler = torch.amp.GradScaler(device.type, init_scale=_INITIAL_SCALE)
         plugin.pre_backward = partial(_pre_backward, plugin, plugin.pre_backward)
-        plugin.optimizer_step = partial(_optimizer_step, plugin)
-        plugin.state_dict, plugin.load_state_dict = (
-            plugin.scaler.state_dict,
-            plugin.scaler.load_state_dict,
-        )
+        # In the order of "16-mixed": backward, unscale, hooks and clipping, then the step unless a
+        # gradient overflowed.
+        plugin.optimizer_step = partial(names.MixedPrecision.optimizer_step, plugin)
+        plugin.state_dict = plugin.scaler.state_dict
+        plugin.load_state_dict = plugin.scaler.load_state_dict
     for optimizer in optimizers:
         # Otherwise clipping and the other ranks would not see that. Lightning would refuse to clip
         # the gradients of a fused optimizer, even where nothing is scaled.
@@ -87,25 +91,6 @@ def _pre_backward(
     plugin: Precision, plain: Callable[..., Tensor], tensor: Tensor, module: LightningModule
 ) -> Tensor:
     return plain(plugin.scaler.scale(tensor), module)
-
-
-def _optimizer_step(
-    plugin: Precision,
-    optimizer: Optimizer,
-    model: LightningModule,
-    closure: Callable[[], object],
-    **kwargs: object,
-) -> object:
-    """Step in the order of Lightning's "16-mixed".
-
-    The order is: backward, unscale, hooks and clipping, then the step unless a gradient
-    overflowed."""
-    closure()
-    plugin.scaler.unscale_(optimizer)
-    plugin._after_closure(model, optimizer)
-    output = plugin.scaler.step(optimizer, **kwargs)
-    plugin.scaler.update()
-    return output
 
 
 # ---- Conversion of the whole model by Lightning's plugins, before it is cut ----------------------

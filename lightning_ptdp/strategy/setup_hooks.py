@@ -219,7 +219,9 @@ class SetupHooks(StepHooks):
         for managed in self.parallel.parameters.values():
             managed.step_on(managed.parameter)
         self._named_groups = self.model_space.names_of_groups()
-        prepare_loss_scaling(self.precision_plugin, self.optimizers, device=self.root_device)
+        prepare_loss_scaling(
+            self.precision_plugin, self.optimizers, names=self._names, device=self.root_device
+        )
         if not self.lightning_module.automatic_optimization:
             self.engine.optimization.prepare_manual()
             # Autograd makes the gradients, which are averaged over the replicas. The optimizers are

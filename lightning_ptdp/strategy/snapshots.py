@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 from datetime import timedelta
-from io import BufferedReader
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -230,14 +229,13 @@ def _copy(place: MemoryFolder, name: str, *, source: int, group: Any) -> None:
         place.create()
         part.mkdir()
     for file, size in sizes[0].items():
-        with open((target if sends else part) / file, "rb" if sends else "wb") as stream:
-            for begin in range(0, size, _CHUNK):
-                chunk = torch.empty(min(_CHUNK, size - begin), dtype=torch.uint8)
-                if sends:
-                    cast(BufferedReader, stream).readinto(chunk.numpy().data)
-                dist.broadcast(chunk, src=source, group=group)
-                if not sends:
-                    stream.write(chunk.numpy().data)
+        path = (target if sends else part) / file
+        if size == 0:  # cannot be mapped into memory
+            path.touch()
+            continue
+        content = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        for chunk in content.split(_CHUNK):
+            dist.broadcast(chunk, src=source, group=group)
     if not sends:
         os.rename(part, target)
 

@@ -8,6 +8,7 @@ import subprocess
 import uuid
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -250,7 +251,8 @@ class World(RunningStrategy):
         environment = self.cluster_environment
         limit = self.config.timeout
         assert environment is not None
-        one_machine, by_torchrun = self.num_nodes == 1, torchrun_keeps_store()
+        one_machine = self.num_nodes == 1
+        by_torchrun = torchrun_keeps_store()
         expected = ExpectedRanks(
             rank=self.global_rank,
             world_size=layout.world_size,
@@ -260,11 +262,14 @@ class World(RunningStrategy):
             started_by_hand=isinstance(environment, self._names.LightningEnvironment),
         )
 
-        def open_store() -> dist.Store:
-            keeps = expected.rank == 0 and not by_torchrun
-            return meeting_store(
-                expected.address, expected.port, keeps=keeps, one_machine=one_machine, limit=limit
-            )
+        open_store = partial(
+            meeting_store,
+            expected.address,
+            expected.port,
+            keeps=expected.rank == 0 and not by_torchrun,
+            one_machine=one_machine,
+            limit=limit,
+        )
 
         def make(store: dist.Store) -> tuple[ProcessMesh, dist.Store]:
             if self.root_device.type == "cuda":

@@ -17,6 +17,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.exchange import HuggingFaceWeights, names_in
 from lightning_ptdp.models.plans import find_plan, suggested_tensor
 from lightning_ptdp.models.pretrained_folder import InitialWeights, local_folder
+from lightning_ptdp.parallel_model import checked_kinds
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.pipeline.containers import Blocks, layer_ranges
 from lightning_ptdp.pipeline.discover import KnownParts, find_blocks
@@ -33,7 +34,7 @@ from lightning_ptdp.strategy.checks.module_content import (
     check_skipped_layers,
 )
 from lightning_ptdp.strategy.forward_contexts import check_surroundings
-from lightning_ptdp.tensor_parallel import SPLIT_AXES, ParallelPlan, check_captured
+from lightning_ptdp.tensor_parallel import ParallelPlan, check_captured
 from lightning_ptdp.world.layout import ParallelLayout
 
 CUT_MARK = "_ptdp_layout"
@@ -95,15 +96,11 @@ def check_model(
     check = getattr(whole, "check_parallel", None)
     if check is not None:
         check(layout)
-    degrees = {axis: layout.size(axis) for axis in SPLIT_AXES}
-    plan.check(
-        whole, degrees["tensor"], layout.sequence_parallel, converted=convert is not None, **degrees
-    )
-    kinds = plan.divided(whole, **degrees)
-    ep_axis = next((axis for axis in ("expert", "expert_tensor") if degrees[axis] > 1), None)
+    kinds = checked_kinds(whole, plan, layout, converted=convert is not None)
+    ep_axis = next((axis for axis in ("expert", "expert_tensor") if layout.size(axis) > 1), None)
     if ep_axis is not None and not any(kind.axis == "expert" for kind in kinds.values()):
         raise ValueError(
-            f"{ep_axis}_parallel_size={degrees[ep_axis]} distributes the experts of a mixture, but "
+            f"{ep_axis}_parallel_size={layout.size(ep_axis)} distributes the experts of a mixture, but "
             f"no experts were found in {type(whole).__name__}. Name their modules in a plan, "
             'ParallelPlan(tensor={"model.layers.*.mlp.experts": "experts"}), or use '
             f"{ep_axis}_parallel_size=1"
