@@ -1,11 +1,9 @@
 """Training with fewer devices in the Trainer than processes started by a launcher."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
@@ -37,10 +35,10 @@ class RayLike(LightningEnvironment):
     """Environment whose processes are started externally."""
 
     @property
-    def creates_processes_externally(self) -> bool:
+    def creates_processes_externally(self):
         return True
 
-    def world_size(self) -> int:
+    def world_size(self):
         return 2
 
 
@@ -50,7 +48,7 @@ def no_launcher(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def trainer(*, devices: Any = "auto", plugin: ClusterEnvironment | None = None) -> L.Trainer:
+def trainer(*, devices="auto", plugin=None):
     return make_trainer(PTDPStrategy(), devices, plugins=plugin, max_steps=1)
 
 
@@ -130,7 +128,7 @@ def test_matching_number_of_processes_is_accepted(monkeypatch):
         "SLURM_STEP_NUM_TASKS": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    strategy: Any = trainer(devices=2).strategy
+    strategy = trainer(devices=2).strategy
     strategy.check_processes()
 
 
@@ -145,7 +143,7 @@ def test_matching_number_of_processes_is_accepted(monkeypatch):
 def test_sizes_follow_launcher(monkeypatch, variables, sizes):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    strategy: Any = L.Trainer(
+    strategy = L.Trainer(
         strategy=PTDPStrategy(start_method="fork"), accelerator="cpu", logger=False
     ).strategy
     assert (strategy.num_processes, strategy.num_nodes) == sizes
@@ -155,7 +153,7 @@ def test_sizes_follow_launcher(monkeypatch, variables, sizes):
 @pytest.mark.parametrize(("visible", "processes"), [(1, 8), (8, 1)])
 def test_only_visible_gpu_belongs_to_one_of_several_processes(monkeypatch, visible, processes):
     """With several GPUs, all processes of the node would use the first one."""
-    strategy: Any = trainer().strategy
+    strategy = trainer().strategy
     for name, value in {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(RayLike, "world_size", lambda _: 8)
@@ -170,13 +168,13 @@ def test_sizes_in_trainer_remain(monkeypatch):
     variables = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1", "RANK": "5"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    strategy: Any = trainer(devices=2).strategy
+    strategy = trainer(devices=2).strategy
     assert (strategy.num_processes, strategy.num_nodes) == (2, 1)
 
 
 def test_one_process_per_node_needs_master_addr(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    strategy: Any = L.Trainer(
+    strategy = L.Trainer(
         strategy=PTDPStrategy(), accelerator="cpu", devices=2, num_nodes=2, logger=False
     ).strategy
     with pytest.raises(ValueError, match="num_nodes=2, but MASTER_ADDR is not set"):

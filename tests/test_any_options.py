@@ -9,10 +9,9 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -48,11 +47,11 @@ DEVICE = next(iter(DEVICES.values()))
 class Hostile:
     """Object whose ``repr`` raises."""
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         raise RuntimeError("no text of me")
 
 
-STRANGE: tuple[Any, ...] = (
+STRANGE = (
     *(
         None,
         True,
@@ -137,7 +136,7 @@ STRANGE: tuple[Any, ...] = (
         DEVICE,
     ),
 )
-GOOD: dict[str, tuple[Any, ...]] = {
+GOOD = {
     "schedule": (*SCHEDULES, CustomSchedule("mine", lambda p, v, m: gpipe(p, v, m))),
     "plan": (PLAN, None),
     "order": (gpipe, lambda p, v, m: 3, lambda: None),
@@ -165,19 +164,19 @@ INNER = dict.fromkeys(("samples", "num_replicas"), (1, 2, 3, 7, 64, 2**31, 10**1
 """Values that only the package itself passes."""
 
 
-def strategy(world_size: Any, samples: Any, **options: Any) -> None:
+def strategy(world_size, samples, **options):
     """Create a strategy, its layout and the microbatches of a batch."""
     config = PTDPStrategy(**options).config
     config.layout(world_size)
     config.microbatches(samples)
 
 
-def batches(num_replicas: Any, **options: Any) -> None:
+def batches(num_replicas, **options):
     """Create the batch plans of all steps."""
     BatchOptions(**options).plans(num_replicas)
 
 
-FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
+FRONT_DOORS = {
     "strategy": (strategy, PTDPConfig.__init__, ("world_size", "samples")),
     "config": (PTDPConfig, PTDPConfig.__init__, ()),
     "layout": (ParallelLayout, ParallelLayout.__init__, ()),
@@ -221,7 +220,7 @@ FRONT_DOORS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, 
 }
 
 
-def options_of(door: str) -> list[str]:
+def options_of(door):
     _, signature, further = FRONT_DOORS[door]
     hints = get_type_hints(signature)
     names = [
@@ -232,7 +231,7 @@ def options_of(door: str) -> list[str]:
     return [*names, *(name for name in further if name not in names)]
 
 
-def required(door: str) -> list[str]:
+def required(door):
     """Return the required options of a front door.
 
     The generator of random options gives each of them a usual value unless it draws another one.
@@ -257,7 +256,7 @@ def required(door: str) -> list[str]:
     ]
 
 
-def usual(name: str, hint: Any, draw: random.Random) -> Any:
+def usual(name, hint, draw):
     """Return a value that may be valid."""
     if name in GOOD:
         return draw.choice(GOOD[name])
@@ -273,7 +272,7 @@ def usual(name: str, hint: Any, draw: random.Random) -> Any:
     )
 
 
-def drawn(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def drawn(seed):
     """Generate random front doors with mostly usual and some strange options."""
     draw = random.Random(seed)
     hints = {door: get_type_hints(FRONT_DOORS[door][1]) for door in FRONT_DOORS}
@@ -294,7 +293,7 @@ def drawn(seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield door, values
 
 
-def verdict(door: str, values: dict[str, Any]) -> str:
+def verdict(door, values):
     """Call a front door with options and return the fault of its response, or "".
 
     It must quickly accept the options, or refuse them with a short message that names an option.
@@ -317,7 +316,7 @@ def verdict(door: str, values: dict[str, Any]) -> str:
     return f"says too much: {message[:200]}" if len(message) > 2000 else ""
 
 
-def campaign(count: int, seed: int) -> tuple[Counter[str], list[str]]:
+def campaign(count, seed):
     """Try random options and return the draws by front door and the faults."""
     wrong, doors = [], Counter[str]()
     with warnings.catch_warnings():

@@ -3,13 +3,11 @@
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.loggers import Logger
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.callbacks.step_metrics import device_name
@@ -33,18 +31,16 @@ class Metrics(Logger):
 
     def __init__(self):
         super().__init__()
-        self.logged: dict[str, float] = {}
+        self.logged = {}
 
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+    def log_metrics(self, metrics, step=None):
         self.logged |= metrics
 
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+    def log_hyperparams(self, *_, **__):
         pass
 
 
-def trained(
-    rank: int, options: dict[str, Any], world_size: int
-) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, float]]:
+def trained(rank, options, world_size):
     """Train and return all weights, the chosen options and the logged metrics."""
     logger, strategy = Metrics(), PTDPStrategy(**options)
     trainer = L.Trainer(
@@ -84,7 +80,7 @@ def test_auto_layout_trains_like_chosen_options(pool):
     assert "predicted_step_s" not in nothing
 
 
-def chosen_for(memory: float, *, world_size: int = 4, **options: Any) -> tuple[Any, Forecast]:
+def chosen_for(memory, *, world_size=4, **options):
     training = Training(
         module=LitTiny(Run(eager=True, layers=8, hidden=64)),
         config=PTDPStrategy(**options).config,
@@ -97,7 +93,7 @@ def chosen_for(memory: float, *, world_size: int = 4, **options: Any) -> tuple[A
     return choose(training, fits=lambda config: None)
 
 
-def on_two(module: L.LightningModule) -> Training:
+def on_two(module):
     return Training(
         module=module,
         config=PTDPStrategy().config,
@@ -122,7 +118,7 @@ def test_model_too_large_for_data_parallel_is_split():
 
 
 def test_unsupported_layout_is_skipped():
-    def no_data_parallel(config: Any) -> None:
+    def no_data_parallel(config):
         if config.tensor_parallel_size == 1:
             raise ValueError("this model is never whole")
 
@@ -131,7 +127,7 @@ def test_unsupported_layout_is_skipped():
     assert found.tensor_parallel_size == 2
     assert len(fastest_layouts(training)) == 3
 
-    def nothing(config: Any) -> None:
+    def nothing(config):
         raise ValueError("no")
 
     with pytest.raises(ValueError, match=r"supports none of the 3 fastest layouts. .*: no"):
@@ -164,7 +160,7 @@ def test_large_experts_are_distributed():
         precision="32-true",
     )
 
-    def stays_whole(config: Any) -> None:
+    def stays_whole(config):
         if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
             raise ValueError("this model is not cut")
 
@@ -193,10 +189,10 @@ def test_layout_refused_by_trainer_check_is_skipped(monkeypatch):
     The model is not built for each candidate. A failed choice is repeated by the next ``fit``.
     """
 
-    def stop(*_: Any, **__: Any) -> None:
+    def stop(*_, **__):
         raise Stop
 
-    def refuse(strategy: Any, trainer: L.Trainer) -> None:
+    def refuse(strategy, trainer):
         if strategy.config.pipeline_parallel_size == 1:
             raise strategy.refusal("this module wants stages")
 

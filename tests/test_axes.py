@@ -3,7 +3,7 @@
 import ast
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -36,10 +36,10 @@ class Spares(ParallelLayout):
     spare_parallel_size: Size = 2
 
 
-def with_layout(kind: type[ParallelLayout]) -> type[PTDPStrategy]:
+def with_layout(kind):
     class Strategy(PTDPStrategy):
         @property
-        def layout(self) -> ParallelLayout:
+        def layout(self):
             world = max(1, self.num_nodes * self.num_processes)
             return kind(world_size=world, **{key: getattr(self.config, key) for key in DEGREES})
 
@@ -72,7 +72,7 @@ class AxisRun(Run):
 
     kind: type[ParallelLayout]
 
-    def make_strategy(self) -> PTDPStrategy:
+    def make_strategy(self):
         return with_layout(self.kind)(**self.layout)
 
 
@@ -86,7 +86,7 @@ class AxisRun(Run):
     ],
 )
 def test_training_with_custom_axis_matches_single_process(kind, world_size, options, parity):
-    settings: dict[str, Any] = {"layers": 2, "steps": 4, "accumulate": 2}
+    settings = {"layers": 2, "steps": 4, "accumulate": 2}
     run = AxisRun(kind=kind, **settings)
     parity.check(run, (world_size, options), expected=parity.result(Run(**settings)))
 

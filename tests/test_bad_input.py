@@ -3,9 +3,6 @@
 The error names the field, its value and working alternatives.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.thorough
 def nothing_starts(monkeypatch, tmp_path):
     """Fail if the test starts a process or writes a file."""
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_, **__):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("torch.multiprocessing.start_processes", refuse)
@@ -77,11 +74,11 @@ class LitWrapped(LitLate):
 
 
 class LitWrongPlan(LitNet):
-    def configure_parallel(self) -> Any:
+    def configure_parallel(self):
         return {"net.0": "column"}
 
 
-def gpt(**sizes: Any) -> LitGPT:
+def gpt(**sizes):
     return LitGPT(
         GPTConfig.gpt2(
             **(
@@ -92,7 +89,7 @@ def gpt(**sizes: Any) -> LitGPT:
     )
 
 
-def stuck(p: int, v: int, m: int) -> list[list[Action]]:
+def stuck(p, v, m):
     """Return a schedule that starts with the backward of the first stage."""
     return [
         [Action.parse("B0.0"), Action.parse("F0.0")],
@@ -100,7 +97,7 @@ def stuck(p: int, v: int, m: int) -> list[list[Action]]:
     ]
 
 
-def plan(**tensor: str) -> ParallelPlan:
+def plan(**tensor):
     return ParallelPlan(tensor={name.replace("_", "."): kind for name, kind in tensor.items()})
 
 
@@ -162,7 +159,7 @@ class LitParametrized(LitNet):
         )
 
 
-CASES: dict[str, tuple[int, dict[str, Any], Callable[[], Any], int, list[str]]] = {
+CASES = {
     "world size": (3, {P: 2}, LitNet, 8, ["world_size=3", "tensor_parallel_size", "2 or 4"]),
     "nodes": (
         4,
@@ -421,9 +418,7 @@ class LitSkips(LitNet):
         super().training_step(batch, batch_idx)
 
 
-def error_of(
-    rank: int, module: Any, layout: dict[str, Any], options: dict[str, Any], data: Any
-) -> str:
+def error_of(rank, module, layout, options, data):
     """Return the type and message of the error that ``fit`` raises on this rank."""
     trainer = make_trainer(PTDPStrategy(**layout), 2, max_epochs=1, **options)
     try:
@@ -436,18 +431,18 @@ def error_of(
 class Tokens(torch.utils.data.Dataset):
     """Sequences of 7 tokens."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
     def __getitem__(self, index):
         return {"input_ids": torch.arange(7), "labels": torch.arange(7)}
 
 
-def odd_tokens() -> Any:
+def odd_tokens():
     return torch.utils.data.DataLoader(Tokens(), batch_size=4)
 
 
-def small_gpt() -> LitGPT:
+def small_gpt():
     return gpt(num_heads=4, hidden_size=16)
 
 
@@ -512,7 +507,7 @@ def test_invalid_module_is_refused_during_fit(name, pool):
 class LitWithoutValues(LitLate):
     """Module whose error is found after its layers were built on the meta device."""
 
-    def configure_parallel(self) -> ParallelPlan:
+    def configure_parallel(self):
         return plan(nut_0="column")
 
 

@@ -160,7 +160,7 @@ def test_invalid_microbatch_options_are_refused(fields, words):
 
 def test_batch_plans_are_checked_against_strategy(tmp_path):
     class Data:
-        def batch_plans(self, *, num_replicas: int) -> tuple[BatchPlan, ...]:
+        def batch_plans(self, *, num_replicas):
             ramp = RampUp(start=8, stop=16, increment=8, samples=90)
             return ramp.plans(data_parallel_size=num_replicas, micro_batch_size=2)
 

@@ -1,7 +1,5 @@
 """Block passes: order, options and repeated application."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -17,7 +15,7 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
 
-def applied(module: nn.Module, **options: Any) -> ParallelModel:
+def applied(module, **options):
     return apply_block_passes(
         ParallelModel(module=module, plan=ParallelPlan(blocks=""), notes=("first",)),
         config=PTDPConfig(**options),
@@ -27,7 +25,7 @@ def applied(module: nn.Module, **options: Any) -> ParallelModel:
     )
 
 
-def forwards(module: nn.Module) -> list[type]:
+def forwards(module):
     """Return the types that replace the forward, outermost first."""
     found, forward = [], vars(module).get("forward")
     while forward is not None:
@@ -40,7 +38,7 @@ def forwards(module: nn.Module) -> list[type]:
 def test_recomputation_wraps_compiled_forward():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     expected = module(torch.ones(1, 2))
-    compiled: dict[str, Any] = {"compile": "blocks", "compile_options": {"backend": "eager"}}
+    compiled = {"compile": "blocks", "compile_options": {"backend": "eager"}}
     for _ in range(2):  # a second application undoes the first
         parallel = applied(module, **compiled, recompute="full")
         assert [forwards(block) for block in module] == [[Recomputed, CompiledForward]] * 2

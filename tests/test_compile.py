@@ -5,7 +5,6 @@ import importlib.util
 import pickle
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -29,7 +28,7 @@ from tests.tiny_gpt import LitTiny, Run, gpt_config
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "d2 sharded": {"shard": "optimizer"},
     "t2": {T: 2, R: "selective"},
     "t2sp": {T: 2, SP: True},
@@ -39,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "p2v2": {P: 2, V: 2, M: 4, R: "full"},
     "p2 uneven": {P: 2, M: 3, R: "offload"},
 }
-USERS: dict[str, tuple[dict[str, Any], int]] = {
+USERS = {
     "t2sp": ({T: 2, SP: True}, 1),
     "p2 zb_h1": ({P: 2, M: 4, S: "zb_h1"}, 1),
     "p2 zb_h1 full": ({P: 2, M: 4, S: "zb_h1", R: "full"}, 0),
@@ -53,7 +52,7 @@ AOT = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
 class CompiledRun(Run):
     """Training of a module that is compiled by the user."""
 
-    def make_module(self) -> LitTiny:
+    def make_module(self):
         return LitCompiled(self)
 
 
@@ -67,7 +66,7 @@ class LitCompiled(LitTiny):
                 block.compile(backend="aot_eager")
 
 
-def fit_counted(rank: int, run: Run) -> dict[str, Any]:
+def fit_counted(rank, run):
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -79,7 +78,7 @@ def fit_counted(rank: int, run: Run) -> dict[str, Any]:
     }
 
 
-def _kept_by_a_block(rank: int, compiled: bool) -> int:
+def _kept_by_a_block(rank, compiled):
     """Return the bytes that a block saves for its backward, without its parameters.
 
     The block is one of two tensor-parallel shards.
@@ -100,14 +99,14 @@ def _kept_by_a_block(rank: int, compiled: bool) -> int:
         seed=0,
         device=torch.device("cpu"),
     )
-    block, kept = model.blocks[1], dict[int, int]()
+    block, kept = model.blocks[1], {}
     forward = (
         torch.compile(block.forward, backend="aot_eager", fullgraph=True)
         if compiled
         else block.forward
     )
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
+    def keep(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
@@ -124,7 +123,7 @@ def test_compiled_block_saves_no_more_memory_than_eager(pool):
     assert compiled <= eager  # the eager layers gather the sequence again in the backward
 
 
-def _order_in_a_block(rank: int) -> list[str]:
+def _order_in_a_block(rank):
     """Return the collectives, waits and products of a column layer's backward, in order.
 
     They are read from the generated code.
@@ -135,7 +134,7 @@ def _order_in_a_block(rank: int) -> list[str]:
     mesh = ProcessMesh.create(
         layout=ParallelLayout(world_size=2, tensor_parallel_size=2, sequence_parallel=True), rank=0
     )
-    options: dict[str, Any] = {"group": mesh.group("tensor"), "sequence_parallel": True}
+    options = {"group": mesh.group("tensor"), "sequence_parallel": True}
     model = nn.Sequential(
         nn.ModuleList([ColumnParallelLinear(nn.Parameter(torch.ones(4, 6)), **options)])
     )
@@ -190,8 +189,8 @@ class _Model(L.LightningModule):
         self.blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
 
 
-def _compiled(module: nn.Module, **given: Any) -> list[bool]:
-    options: dict[str, Any] = {
+def _compiled(module, **given):
+    options = {
         "policy": "blocks",
         "device": torch.device("cpu"),
         "options": AOT["compile_options"],

@@ -8,11 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -42,7 +40,7 @@ def place():
     """Host a store like torchrun."""
     # Unlike torch, listen on one interface: with slow name resolution, a store on all interfaces
     # blocks for every rank that connects.
-    store: Any = meeting_store("127.0.0.1", 0, keeps=True, one_machine=True, limit=LIMIT)
+    store = meeting_store("127.0.0.1", 0, keeps=True, one_machine=True, limit=LIMIT)
     yield Place(store.port)
     del store
 
@@ -50,10 +48,10 @@ def place():
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
 
 
-def joined(place: Place, rank: int, world_size: int, make: Callable[[Any], Any]) -> Any:
+def joined(place, rank, world_size, make):
     crowd = ExpectedRanks(rank=rank, world_size=world_size, address="127.0.0.1", port=place.port)
 
-    def open_store() -> Any:
+    def open_store():
         return meeting_store(
             "127.0.0.1",
             place.port,
@@ -65,25 +63,19 @@ def joined(place: Place, rank: int, world_size: int, make: Callable[[Any], Any])
     return join(crowd, open_store=open_store, make=make, limit=LIMIT)
 
 
-def together(
-    place: Place,
-    ranks: Sequence[int],
-    world_size: int,
-    dying: Sequence[int] = (),
-    error: Exception = GLOO,
-) -> dict[int, Any]:
+def together(place, ranks, world_size, dying=(), error=GLOO):
     """Join the ranks in threads and return the store or the error message of each.
 
     If there are ``dying`` ranks, group creation raises ``error`` on all others.
     """
-    found: dict[int, Any] = {}
+    found = {}
 
-    def make(rank: int, store: Any) -> Any:
+    def make(rank, store):
         if rank not in dying and dying:
             raise error
         return store
 
-    def run(rank: int) -> None:
+    def run(rank):
         try:
             found[rank] = joined(place, rank, world_size, functools.partial(make, rank))
         except PeerError as lost:
@@ -134,7 +126,7 @@ def test_absent_rank_is_named_though_store_ends_with_rank_0(place, monkeypatch):
     """Rank 0, which hosts the store, ends once rank 1's listening thread knows the reason."""
     missed = rendezvous._missed
 
-    def cut_off(life_store: Any, rank: int, world_size: int) -> str:
+    def cut_off(life_store, rank, world_size):
         if rank:
             life_store.wait([f"{rendezvous._KNOWS}/1"], timedelta(seconds=20))
             raise dist.DistNetworkError("Connection reset by peer")
@@ -187,7 +179,7 @@ def test_unresponsive_store_is_reported():
 
 
 def test_unrelated_error_is_raised_unchanged(place):
-    def make(store: Any) -> None:
+    def make(store):
         raise KeyError("mine")
 
     with pytest.raises(KeyError):
@@ -213,7 +205,7 @@ def test_process_lost_before_joining_is_reported_at_once(place):
 
 
 def test_ended_child_process_is_reported():
-    strategy: Any = PTDPStrategy()
+    strategy = PTDPStrategy()
     strategy._launcher = SimpleNamespace(
         procs=[subprocess.Popen(["sleep", "600"]), subprocess.Popen(["sleep", "600"])]
     )

@@ -2,9 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -29,7 +27,7 @@ class Samples(Dataset[dict[str, Tensor]]):
     def __init__(self):
         self.reads = 0
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 16
 
     def __getitem__(self, index):
@@ -109,12 +107,12 @@ class Data(L.LightningDataModule):
         return DataLoader(self.samples, batch_size=4)
 
 
-def graphs(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def graphs(samples):
     """Collate without a common first dimension."""
     return {"x": torch.stack([each["x"] for each in samples]), "y": torch.zeros(3)}
 
 
-def fit(module: L.LightningModule, data: Any, folder: Any = None) -> None:
+def fit(module, data, folder=None):
     L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -126,7 +124,7 @@ def fit(module: L.LightningModule, data: Any, folder: Any = None) -> None:
     ).fit(module, data)
 
 
-def refused(module: Callable[[], L.LightningModule], words: str, data: Any, folder: Any) -> None:
+def refused(module, words, data, folder):
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model = module()
@@ -140,11 +138,11 @@ def refused(module: Callable[[], L.LightningModule], words: str, data: Any, fold
     assert not getattr(getattr(data, "dataset", None), "reads", 0)
 
 
-def trained(module: Callable[[], L.LightningModule]) -> None:
+def trained(module):
     fit(module(), DataLoader(Samples(), batch_size=4))
 
 
-def launched(module: Callable[[], L.LightningModule], words: str) -> None:
+def launched(module, words):
     with pytest.raises(ProcessRaisedException, match=words):
         fit(module(), DataLoader(Samples(), batch_size=4))
 

@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import tempfile
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def test_result_of_child_process_is_returned():
 
 
 def test_error_and_exit_code_of_child_process_are_raised():
-    def fails() -> None:
+    def fails():
         raise ValueError("the model is a poem")
 
     with pytest.raises(ValueError, match="the model is a poem"):
@@ -35,7 +34,7 @@ def test_error_and_exit_code_of_child_process_are_raised():
         in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def _follows() -> None:
+def _follows():
     with without_data():
         nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
     in_child(torch.ones((), requires_grad=True).backward)
@@ -48,7 +47,7 @@ class _SharesTheParentsObjects(Callback):
         assert gc.get_freeze_count() > 10_000
 
 
-def _fits(*, returns_weights: bool = True, **options: Any) -> nn.Module:
+def _fits(*, returns_weights=True, **options):
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -64,11 +63,11 @@ def _fits(*, returns_weights: bool = True, **options: Any) -> nn.Module:
     return module
 
 
-def _chooses() -> None:
+def _chooses():
     _fits(layout="auto")
 
 
-def _comes_too_late() -> None:
+def _comes_too_late():
     torch._C._ensureCUDADeviceGuardSet()  # as on a machine with a GPU
     torch.ones((), requires_grad=True).backward()
     with pytest.raises(
@@ -77,7 +76,7 @@ def _comes_too_late() -> None:
         _fits()
 
 
-def _returns_weights_through_memory() -> None:
+def _returns_weights_through_memory():
     """Assert that no weights are left in the temporary folder, unlike with Lightning."""
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder

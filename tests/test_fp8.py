@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import lightning_ptdp
 from lightning_ptdp.base.requirements import RequirementError
 from lightning_ptdp.blocks.fp8 import apply_fp8, check_fp8
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.tensor_parallel import Column, ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.world.mesh import Group
 from tests.errors import raises_with
 from tests.letters import M, P, T, V
-from tests.parity import Place, assert_near, distance
+from tests.parity import assert_near, distance
 from tests.tensor_parallel.toy import tensor_group
 from tests.tiny_gpt import Run
 
@@ -47,7 +46,7 @@ class Conv1D(nn.Module):
 Conv1D.__module__ = "transformers.pytorch_utils"
 
 
-def spread(x: Tensor, *, first: int = -3) -> Tensor:
+def spread(x, *, first=-3):
     """Scale rows and columns so differently that each needs its own float8 scale."""
     rows, columns = (
         torch.logspace(first, -first, x.numel() // x.size(-1)),
@@ -56,7 +55,7 @@ def spread(x: Tensor, *, first: int = -3) -> Tensor:
     return x * rows.view(*x.shape[:-1], 1) * columns
 
 
-def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
+def results(layer, x):
     x = x.detach().clone().requires_grad_()
     y = layer(x)
     # Small where the input is large, so that all tokens contribute equally to sums.
@@ -126,8 +125,8 @@ def test_multihead_attention_is_not_converted_to_float8():
 # ---- every layout --------------------------------------------------------------------------------
 
 
-def shards(rank: int) -> None:
-    group: Group = tensor_group(rank)
+def shards(rank):
+    group = tensor_group(rank)
     torch.manual_seed(0)
     weight, bias, x = torch.randn(64, 32), torch.randn(64), torch.randn(2, 16, 32)
     whole = nn.Linear(32, 64)
@@ -154,7 +153,7 @@ def test_shards_are_scaled_locally(pool):
     pool.run(shards, world_size=2)
 
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "p2 zb_h1 full": (2, {P: 2, "schedule": "zb_h1", "recompute": "full"}),
     "p2v2 offload": (2, {P: 2, V: 2, "recompute": "offload"}),
     "t2sp": (2, {T: 2, "sequence_parallel": True}),
@@ -195,7 +194,7 @@ def test_float8_losses_are_close_to_bf16(scaling, parity):
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def blocks_of(*sizes: tuple[int, int]) -> nn.ModuleDict:
+def blocks_of(*sizes):
     return nn.ModuleDict(
         {"h": nn.ModuleList(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes)}
     )

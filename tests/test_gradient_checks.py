@@ -1,7 +1,6 @@
 """Reports of NaN losses, parameters without gradients and parameters frozen late."""
 
 import warnings
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -54,13 +53,7 @@ class LitFreezes(LitNet):
             next(self.parameters()).requires_grad_(False)
 
 
-def _fit(
-    rank: int,
-    module: type[L.LightningModule],
-    world_size: int,
-    layout: dict[str, Any],
-    accumulate: int = 1,
-) -> tuple[str, list[str], bool]:
+def _fit(rank, module, world_size, layout, accumulate=1):
     """Train and return the error, the warnings and whether all weights are finite."""
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -37,7 +36,7 @@ HANGS_S = 60.0
 """Time after which a test counts as hanging."""
 
 
-def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: int) -> None:
+def _join(rank, parent, port, limit_s, world_size):
     """Join the ranks and send the outcome and the log to the parent.
 
     Send "making" before group creation and wait for the parent's answer.
@@ -50,10 +49,10 @@ def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: 
     logged = io.StringIO()
     logging.getLogger("lightning_ptdp").addHandler(logging.StreamHandler(logged))
 
-    def open_store() -> dist.Store:
+    def open_store():
         return meeting_store("127.0.0.1", port, keeps=rank == 0, one_machine=True, limit=limit)
 
-    def make(store: dist.Store) -> ProcessMesh:
+    def make(store):
         parent.send("making")
         parent.recv()
         dist.init_process_group(
@@ -77,7 +76,7 @@ def _join(rank: int, parent: Connection, port: int, limit_s: float, world_size: 
     os._exit(0)
 
 
-def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size: int) -> None:
+def _train(rank, parent, port, limit_s, world_size):
     """Train and send the outcome to the parent.
 
     Send "joined" before creating the watchdog and wait for the parent's answer.
@@ -98,7 +97,7 @@ def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size:
     os.environ.update(sizes | place)
     create = Watchdog.create
 
-    def later(**kwargs: Any) -> Watchdog:
+    def later(**kwargs):
         parent.send("joined")
         parent.recv()
         return create(**kwargs)
@@ -114,7 +113,7 @@ def _train(rank: int, parent: Connection, port: int, limit_s: float, world_size:
     os._exit(0)
 
 
-def _begin(parent: Connection, what: Callable[..., None], *args: Any) -> None:
+def _begin(parent, what, *args):
     """Run ``what`` after the parent's signal, so that all ranks start together.
 
     On a busy machine, processes start seconds apart, as long as the limits for joining.
@@ -129,7 +128,7 @@ class Rank:
     process: Any
     connection: Connection
 
-    def says(self) -> str:
+    def says(self):
         assert self.connection.poll(HANGS_S), "the rank hangs"
         return str(self.connection.recv())
 
@@ -139,16 +138,9 @@ def ranks():
     """Start ranks that join, and kill them at the end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    started: list[Rank] = []
+    started = []
 
-    def start(
-        limit_s: float,
-        *,
-        world_size: int = 3,
-        come: Sequence[int] = (0, 1, 2),
-        what: Callable[..., None] = _join,
-        limit_of_0_s: float | None = None,
-    ) -> list[Rank]:
+    def start(limit_s, *, world_size=3, come=(0, 1, 2), what=_join, limit_of_0_s=None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -173,7 +165,7 @@ def ranks():
         rank.process.join(HANGS_S)
 
 
-def lose(ranks: list[Rank], doomed: int, how: int) -> dict[int, str]:
+def lose(ranks, doomed, how):
     """Send signal ``how`` to a rank before group creation and return the others' messages."""
     for rank in ranks:
         assert rank.says() == "making"

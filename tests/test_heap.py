@@ -18,12 +18,12 @@ pytestmark = [
 _MIB = 2**20
 
 
-def _resident_bytes() -> int:
+def _resident_bytes():
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _use(count: int) -> int:
+def _use(count):
     """Fill and free ``count`` tensors of 1 MiB; return the resident bytes while they exist."""
     tensors = [torch.ones(_MIB, dtype=torch.uint8) for _ in range(count)]
     resident = _resident_bytes()

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import time
-from multiprocessing.synchronize import Event
 
 import pytest
 
@@ -12,7 +11,7 @@ from tests.limits import Limit
 pytestmark = pytest.mark.thorough
 
 
-def _spin(core: int, stop: Event) -> None:
+def _spin(core, stop):
     os.sched_setaffinity(0, {core})
     while not stop.is_set():
         pass

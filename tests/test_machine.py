@@ -6,7 +6,6 @@ import os
 import resource
 import socket
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from lightning_ptdp.strategy.checks.machine_limits import (
 )
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 
-PLACE: dict[str, Any] = {"world_size": 4, "start_method": "fork", "accelerator": "cpu"}
+PLACE = {"world_size": 4, "start_method": "fork", "accelerator": "cpu"}
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_low_limit_of_open_files_is_refused(limits):
 
 
 def test_read_only_shared_memory_is_refused(monkeypatch):
-    def lock(_: object) -> None:
+    def lock(_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(multiprocessing.context.BaseContext, "Lock", lock)
@@ -66,7 +65,7 @@ def test_read_only_shared_memory_is_refused(monkeypatch):
 
 
 def test_missing_loopback_interface_is_refused_before_launch(monkeypatch):
-    def connect(*_: object, **__: object) -> None:
+    def connect(*_, **__):
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
     monkeypatch.setattr(socket, "create_connection", connect)
@@ -77,7 +76,7 @@ def test_missing_loopback_interface_is_refused_before_launch(monkeypatch):
         make_trainer(Place(world_size=2)).fit(LitNet(), loader())
 
 
-def _gpu(uuid: str, name: str = "NVIDIA H100") -> Any:
+def _gpu(uuid, name="NVIDIA H100"):
     return SimpleNamespace(uuid=uuid, name=name)
 
 
@@ -130,7 +129,7 @@ def test_too_few_visible_gpus_are_refused_before_launch(numbers, monkeypatch):
 
 
 def test_old_driver_is_refused_before_groups_exist(monkeypatch):
-    def init() -> None:
+    def init():
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 12080). Please update"
         )
@@ -160,7 +159,7 @@ def test_older_nccl_library_is_refused(monkeypatch):
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
 def test_unknown_nccl_is_refused(monkeypatch):
-    backend: Any = dist.Backend
+    backend = dist.Backend
     plugin = backend._BackendPlugin(test_unknown_nccl_is_refused, True)
     monkeypatch.setitem(backend._plugins, "NCCL", plugin)
     with pytest.raises(ValueError, match=r"^process_group_backend='nccl' is tests\..*'gloo'"):

@@ -3,8 +3,6 @@
 This happens only where nothing observes the separate gradient.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ class _Traffic(TorchDispatchMode):
         super().__init__()
         self.shape, self.bytes = shape, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         # Needed until torch 2.13: the meta kernel of this operation fails. It returns `out`.
         result = kwargs["out"] if func is torch.ops.aten.addmm.dtype_out else func(*args, **kwargs)
@@ -36,7 +34,7 @@ class _Traffic(TorchDispatchMode):
         return result
 
 
-def _microbatch(module: nn.Module, x: Tensor, *, splits: bool) -> None:
+def _microbatch(module, x, *, splits):
     store = WeightGradients()
     with store.intercepting():
         loss = module(x).sum()
@@ -76,7 +74,7 @@ def test_products_and_lookups_of_shared_weight_match_autograd():
     torch.manual_seed(0)
     weight, ids = nn.Parameter(torch.randn(5, 4, dtype=torch.float64)), torch.tensor([[1, 4, 1]])
 
-    def backward() -> None:
+    def backward():
         x = nn.functional.embedding(ids, weight)
         torch.autograd.backward(
             nn.functional.linear(x.tanh() @ weight.t() @ weight, weight).square().sum()
@@ -91,16 +89,15 @@ def test_products_and_lookups_of_shared_weight_match_autograd():
     torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=1e-12)
 
 
-def _by_hook(weight: nn.Parameter, loss: Tensor) -> Any:
-    seen: list[Tensor] = []
+def _by_hook(weight, loss):
+    seen = []
     weight.register_hook(lambda gradient: seen.append(gradient.clone()))
     torch.autograd.backward(loss)
     return seen[0]
 
 
-def _by_late_hook(weight: nn.Parameter, loss: Tensor) -> Any:
-    assert weight.grad is not None
-    before, seen = weight.grad.clone(), list[Tensor]()
+def _by_late_hook(weight, loss):
+    before, seen = weight.grad.clone(), []
     weight.register_post_accumulate_grad_hook(
         lambda parameter: seen.append(parameter.grad - before)
     )

@@ -7,11 +7,9 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -55,30 +53,30 @@ class StandIn(c10d.Backend):
     supports_splitting = True
 
     @property
-    def options(self) -> Any:
+    def options(self):
         """Return the options; torch's own property would recurse endlessly in Python."""
         return c10d.Backend.Options(self.getBackendName(), LIMIT)
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self):  # noqa: N802 - torch's name
         return "nccl2"
 
-    def eager_connect_single_device(self, device: torch.device) -> None: ...
+    def eager_connect_single_device(self, device): ...
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        done: Any = torch.futures.Future()
+    def allreduce(self, tensors, options):
+        done = torch.futures.Future()
         done.set_result(tensors)
         return c10d._create_work_from_future(done)
 
 
 @contextmanager
-def stand_in(rank: int, size: int, device: torch.device) -> Iterator[list[Created]]:
+def stand_in(rank, size, device):
     """Make ``dist`` create "nccl" groups with the stand-in.
 
     The default group uses the package's options.
     """
-    created = list[Created]()
+    created = []
 
-    def create(options: Any, given: Any) -> StandIn:
+    def create(options, given):
         one = Created(
             ranks=tuple(options.global_ranks_in_group),
             device=options.process_group.bound_device_id,
@@ -89,7 +87,7 @@ def stand_in(rank: int, size: int, device: torch.device) -> Iterator[list[Create
         created.append(one)
         return StandIn(options.group_rank, options.group_size)
 
-    backend: Any = distributed_c10d.Backend
+    backend = distributed_c10d.Backend
     backend._ensure_backend_registered("nccl")
     plugin = backend._BackendPlugin(create, True)
     accelerator = {
@@ -115,7 +113,7 @@ def stand_in(rank: int, size: int, device: torch.device) -> Iterator[list[Create
 
 def test_binds_device_matches_registered_nccl_backend():
     """With torch 2.15, "nccl" is nccl2, which needs the device."""
-    backend: Any = distributed_c10d.Backend
+    backend = distributed_c10d.Backend
     if hasattr(backend, "_ensure_backend_registered"):
         backend._ensure_backend_registered("nccl")
     plugin = backend._plugins.get("NCCL")  # None if torch itself creates it
@@ -125,9 +123,9 @@ def test_binds_device_matches_registered_nccl_backend():
 
 @pytest.mark.skipif(not binds_device(), reason="this torch takes the device from the tensors")
 def test_nccl2_uses_bound_device_or_infers_it_from_rank():
-    group: Any = mock.Mock(bound_device_id=torch.device("cuda", 3))
-    options: Any = mock.Mock(enable_reconfigure=False, process_group=group)
-    find: Any = distributed_c10d._nccl2_device
+    group = mock.Mock(bound_device_id=torch.device("cuda", 3))
+    options = mock.Mock(enable_reconfigure=False, process_group=group)
+    find = distributed_c10d._nccl2_device
     assert find(options) == torch.device("cuda", 3)
     group.bound_device_id, options.global_ranks_in_group, options.group_rank = None, [], 5
     with (
@@ -160,7 +158,7 @@ def test_torch_splits_only_eager_groups():
 )
 def test_groups_are_bound_to_device_and_not_split(options):
     layout = ParallelLayout(**{"world_size": 8, **options})
-    calls = list[int]()
+    calls = []
     for rank in range(layout.world_size):
         device = torch.device("cuda", 7 - rank)
         with (
@@ -214,7 +212,7 @@ def test_other_errors_are_not_communication_errors(message):
 
 @pytest.mark.skipif(not binds_device(), reason="NCCL of this torch records itself")
 def test_flight_record_is_read_from_backend_in_use():
-    def create(store: Any, rank: int, size: int, timeout: timedelta) -> StandIn:
+    def create(store, rank, size, timeout):
         return StandIn(rank, size)
 
     dist.Backend.register_backend("stand_in", create, devices=["cpu"])

@@ -23,7 +23,7 @@ from tests.schedule.streams import stuck_operations
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "d4": {},
     "d4 two levels": {
         "data_parallel_replicas": 2,
@@ -71,7 +71,7 @@ class LitWatched(LitGPT, StepObserver):
     def on_sanity_check_start(self):
         self.trainer.strategy.observers.add(self)
 
-    def began(self, schedule: Any) -> None:
+    def began(self, schedule):
         self.before = list(HOST.met) if self.before is None else self.before
 
 
@@ -84,7 +84,7 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def fit(rank: int, world_size: int, options: dict[str, Any], samples: int) -> Trained:
+def fit(rank, world_size, options, samples):
     """Train with all samples in every step.
 
     The assignment of samples to replicas therefore does not matter.
@@ -147,7 +147,7 @@ def test_training_obeys_nccl_ordering_rules(name, pool, expected):
         assert any(stuck_operations(others)), "a rank with a different order is not detected"
 
 
-def neighbours_in_one_group(calls: list[Call]) -> list[tuple[int, int]]:
+def neighbours_in_one_group(calls):
     """Return the first three pairs of different consecutive collectives in one group.
 
     A pair holds their indices in ``calls``.

@@ -4,7 +4,6 @@ The other ranks end too.
 """
 
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -33,13 +32,13 @@ class LitFull(LitTiny):
         if list(block.parameters()):  # not a placeholder
             block.register_forward_pre_hook(self._fill)
 
-    def _fill(self, *_: Any) -> None:
+    def _fill(self, *_):
         self.calls += 1
         if self.calls == 2:
             raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
 
-def error_of(rank: int, layout: dict[str, Any], world_size: int) -> tuple[str, list[str], float]:
+def error_of(rank, layout, world_size):
     """Return the error type, the notes and the time of a failing fit on this rank."""
     trainer = make_trainer(PTDPStrategy(**layout), world_size, max_steps=4, precision="bf16-true")
     start = time.monotonic()
@@ -79,7 +78,7 @@ def test_out_of_memory_in_step_is_explained(layout, pool):
 
 
 def test_out_of_memory_in_setup_is_explained(monkeypatch):
-    def full(self: Any) -> None:
+    def full(self):
         raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(PTDPStrategy, "model_to_device", full)

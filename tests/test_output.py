@@ -19,7 +19,7 @@ open(sys.argv[2], "w").write("the end")
 """
 
 
-def run_without_reader(write: str, mode: str, file: str, output: int) -> None:
+def run_without_reader(write, mode, file, output):
     """Run a program whose standard output has no reader.
 
     ``output`` is the write end.

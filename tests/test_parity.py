@@ -9,13 +9,13 @@ import pytest
 
 from lightning_ptdp.schedule import CustomSchedule, build_schedule, dump_schedule
 from tests.letters import SP, C, D, M, P, R, S, T, V, Z
-from tests.parity import Place, assert_near, assert_same
+from tests.parity import assert_near, assert_same
 from tests.pipeline.grid import weights_at_the_end
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "m4": (1, {M: 4}),
     "d2": (2, {}),
     "d2m2": (2, {M: 2}),
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, Place] = {
     "d2t2p2": (8, {T: 2, P: 2, M: 2}),
 }
 NAMES = ["model.blocks.0", "blocks.1", "3", "6"]
-SCHEDULES: dict[str, Place] = {
+SCHEDULES = {
     "p2 zb_h1": (2, {P: 2, M: 4, S: "zb_h1"}),
     "p4 zb_h1 m5": (4, {P: 4, M: 5, S: "zb_h1"}),
     "d2p2 zb_h1": (4, {P: 2, M: 3, S: "zb_h1"}),

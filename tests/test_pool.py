@@ -12,12 +12,12 @@ from tests.pool import Pool, WorkerFailure
 pytestmark = pytest.mark.thorough
 
 
-def restore_signal(rank: int) -> None:
+def restore_signal(rank):
     """Restore the default handler, as the end of a Trainer does."""
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-def wait_forever(rank: int) -> None:
+def wait_forever(rank):
     threading.Event().wait()
 
 
@@ -32,7 +32,7 @@ def test_stacks_of_hanging_ranks_are_reported():
         workers.close()
 
 
-def own_rank(rank: int) -> int:
+def own_rank(rank):
     return rank
 
 

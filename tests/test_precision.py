@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -13,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 from tests.letters import SP, D, M, P, S, T, V, Z
-from tests.parity import Place, assert_near, distance, make_trainer
+from tests.parity import assert_near, distance, make_trainer
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "m4": (1, {M: 4}),
     "d2": (2, {M: 2}),
     "d2 sharded": (2, {Z: "optimizer", M: 2}),
@@ -43,16 +42,14 @@ def test_half_precision_with_masters_matches_reference_runs(name, precision, par
         assert distance(found["final"], exact["final"]) < 2e-2
 
 
-def _overflow(
-    rank: int, world_size: int, layout: dict[str, Any], precision: str
-) -> tuple[list[float], list[bool]]:
+def _overflow(rank, world_size, layout, precision):
     """Return the scale, and whether the parameters changed, for every step.
 
     The last rank's gradient overflows in the second step.
     """
     L.seed_everything(1, verbose=False)
     module = LitNet()
-    seen: list[tuple[float, bool]] = []
+    seen = []
 
     class Watch(L.Callback):
         def on_train_batch_start(self, trainer, *_):
@@ -108,7 +105,7 @@ class _Casts(TorchDispatchMode):
         self._names = {p.untyped_storage()._cdata: name for name, p in module.named_parameters()}
         self.counts = Counter[str]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default and kwargs["dtype"] is torch.bfloat16:
             self.counts[self._names.get(args[0].untyped_storage()._cdata, "other")] += 1
         return func(*args, **(kwargs or {}))
@@ -132,10 +129,10 @@ def test_microbatches_share_cast_weights(recompute, casts):
 class CountedCasts(Run):
     """Counts the casts of this rank's matrices in its last step."""
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         return [_CountsCasts()]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         matrices = [name for name, p in module.model.blocks.named_parameters() if p.dim() > 1]
         (found,) = (c for c in trainer.callbacks if isinstance(c, _CountsCasts))
         return {"casts": {name: found.casts.counts[name] for name in matrices}}

@@ -1,7 +1,6 @@
 """Training with a growing global batch, in several layouts and resumed within the ramp."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -24,9 +23,9 @@ class Losses(L.Callback):
     """Callback that records loss, samples and learning rate of every step."""
 
     def __init__(self):
-        self.losses: list[float] = []
-        self.rows: list[int] = []
-        self.rates: list[float] = []
+        self.losses = []
+        self.rows = []
+        self.rates = []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.rows.append(len(batch["input_ids"]))
@@ -36,7 +35,7 @@ class Losses(L.Callback):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
-def data(folder: str) -> TextDataModule:
+def data(folder):
     return TextDataModule(
         data_dir=f"{folder}/store",
         source=f"{folder}/text",
@@ -49,14 +48,7 @@ def data(folder: str) -> TextDataModule:
     )
 
 
-def fit(
-    rank: int,
-    folder: str,
-    world_size: int,
-    layout: dict[str, Any],
-    steps: int = STEPS,
-    ckpt_path: str | None = None,
-) -> tuple[list[float], list[int], list[float], int]:
+def fit(rank, folder, world_size, layout, steps=STEPS, ckpt_path=None):
     """Train and return losses, rows, learning rates and the number of consumed samples.
 
     Without ``ckpt_path``, a checkpoint is saved after step 4.

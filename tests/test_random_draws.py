@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.blocks import recompute
 from lightning_ptdp.engine import step_random
@@ -65,10 +65,10 @@ def test_generators_are_switched_only_for_blocks_that_draw(dropout, switches):
     """Each microbatch switches once for the step, and for each block that draws."""
     rows = [{"input_ids": x[:-1], "labels": x[1:]} for x in torch.randint(32, (8, 9))]
     module = LitGPT(GPTConfig.gpt2(**SIZES, dropout=dropout), AdamWConfig(learning_rate=1e-3))
-    kept = list[bool]()
+    kept = []
     run = recompute.checkpoint
 
-    def checkpoint(*args: Tensor, preserve_rng_state: bool, **options: object) -> object:
+    def checkpoint(*args, preserve_rng_state, **options):
         kept.append(preserve_rng_state)
         return run(*args, preserve_rng_state=preserve_rng_state, **options)
 

@@ -6,14 +6,12 @@ This includes dropout, tensor parallelism and autocast.
 import copy
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_ptdp.blocks import offload
@@ -41,7 +39,7 @@ CONFIG = GPTConfig.gpt2(
     init_std=0.2,
 )
 PLAN = gpt_plan(CONFIG, prefix="")
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "full": {"policy": "full"},
     "full, 1 layer": {"policy": "full", "layers": 1},
     "selective": {"policy": "selective", "selective": PLAN.selective},
@@ -51,18 +49,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_gpt() -> GPT:
+def make_gpt():
     torch.manual_seed(3)
     return GPT(CONFIG)
 
 
-def ids(batch: int = 3, length: int = 12) -> Tensor:
+def ids(batch=3, length=12):
     return torch.randint(
         CONFIG.vocabulary_size, (batch, length), generator=torch.Generator().manual_seed(5)
     )
 
 
-def step(model: nn.Module, *, seed: int = 9) -> dict[str, Tensor]:
+def step(model, *, seed=9):
     """Run one training step and return its loss and gradients."""
     torch.manual_seed(seed)
     model.zero_grad()
@@ -74,22 +72,22 @@ def step(model: nn.Module, *, seed: int = 9) -> dict[str, Tensor]:
     return {"loss": loss.detach(), "random": torch.rand(1), **gradients}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 
 @contextmanager
-def counted_calls(*modules: nn.Module) -> Iterator[list[int]]:
+def counted_calls(*modules):
     """Count how often each module's forward runs.
 
     The hook is on the first child, or on the module itself if it has no children.
     """
     calls = [0] * len(modules)
 
-    def count(index: int) -> Callable[..., None]:
-        def note(*_: Any) -> None:
+    def count(index):
+        def note(*_):
             calls[index] += 1
 
         return note
@@ -117,7 +115,7 @@ def test_gradients_with_dropout_are_bitwise_equal(options, bf16):
         )
 
 
-def parallel_step(rank: int, sequence_parallel: bool) -> None:
+def parallel_step(rank, sequence_parallel):
     group = tensor_group(rank)
     results = []
     for options in (None, *OPTIONS.values(), {"policy": "full", "shard_input": group}):
@@ -174,7 +172,7 @@ class TupleModel(nn.Module):
         return x
 
 
-def replaced(module: nn.Module) -> list[str]:
+def replaced(module):
     """Return the names of the modules whose forward was replaced."""
     return [name for name, child in module.named_modules() if "forward" in vars(child)]
 
@@ -198,7 +196,7 @@ def test_blocks_with_keyword_arguments_and_tuple_outputs(by_keyword):
         assert torch.equal(found, expected)
 
 
-def cut_step(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
+def cut_step(recompute):
     """Return the gradients of four stages in one process and the runs of each block.
 
     Each stage's backward runs after all forwards.
@@ -212,7 +210,7 @@ def cut_step(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
     )
     batch = ids()
 
-    def forward() -> Tensor:
+    def forward():
         return nn.functional.cross_entropy(
             model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
         )
@@ -277,7 +275,7 @@ class Observed(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.made: list[StorageWeakRef] = []
+        self.made = []
 
     def forward(self, x, shared):
         inner = torch.tanh(self.up(x))  # its backward needs the output
@@ -287,7 +285,7 @@ class Observed(nn.Module):
         return x + mixed + self.down(inner)
 
     @property
-    def lives(self) -> list[bool]:
+    def lives(self):
         return [not made.expired() for made in self.made]
 
 
@@ -303,11 +301,11 @@ def test_offloaded_blocks_are_released_and_prefetched(layers, monkeypatch):
     apply_recomputation(model, policy="offload", blocks="", layers=layers)
     sending = [name for name, block in model.named_children() if block.forward.__self__.sends]
     assert sending == ["0", "1", "2", "3"][: layers or 4]
-    events: list[str] = []
+    events = []
     for name in ("send", "release", "fetch"):
         whole = getattr(offload._Block, name)
 
-        def noted(self: Any, name: str = name, whole: Any = whole) -> None:
+        def noted(self, name=name, whole=whole):
             before = sum(s.device is None for s in self._alive())
             whole(self)
             if change := sum(s.device is None for s in self._alive()) - before:
@@ -316,14 +314,14 @@ def test_offloaded_blocks_are_released_and_prefetched(layers, monkeypatch):
         monkeypatch.setattr(offload._Block, name, noted)
     unpack = offload._Block.unpack
 
-    def needed(self: Any, saved: Any) -> Tensor:
+    def needed(self, saved):
         if f"need {self.layer}" not in events:
             events.append(f"need {self.layer}")
         return unpack(self, saved)
 
     monkeypatch.setattr(offload._Block, "unpack", needed)
 
-    def run(blocks: nn.ModuleList) -> tuple[Tensor, Tensor]:
+    def run(blocks):
         torch.manual_seed(1)
         x, shared = torch.randn(8, 16, requires_grad=True), torch.rand(64)
         y = x
@@ -358,7 +356,7 @@ def test_offloaded_blocks_are_released_and_prefetched(layers, monkeypatch):
         assert torch.equal(found.grad, p.grad)
 
 
-def kept_with_parts(rank: int) -> list[int]:
+def kept_with_parts(rank):
     group = tensor_group(rank)
     found = []
     for shard in (None, group):
@@ -513,7 +511,7 @@ class OwnForward:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.calls = module, 0
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs):
         self.calls += 1
         return type(self.module).forward(self.module, *inputs)
 

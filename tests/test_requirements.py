@@ -1,11 +1,9 @@
 """Installed versions, checked against the declared ranges."""
 
 import os
-import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -31,18 +29,18 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCH = read_declared(["torch<3,>=2.11"])[0]
 
 
-def has(version: str) -> Callable[[str], str]:
+def has(version):
     return lambda name: version
 
 
-def has_nothing(name: str) -> str:
+def has_nothing(name):
     raise metadata.PackageNotFoundError(name)
 
 
-def declared_ranges() -> dict[str, dict[str, str]]:
+def declared_ranges():
     """Return the ranges of each library by extra ("" for the dependencies)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    ranges: dict[str, dict[str, str]] = defaultdict(dict)
+    ranges = defaultdict(dict)
     for extra, lines in {"": project["dependencies"], **project["optional-dependencies"]}.items():
         for requirement in map(Requirement, lines):
             ranges[requirement.name][extra] = str(requirement.specifier)
@@ -139,7 +137,7 @@ def old_torch(tmp_path):
     }
 
 
-def run(code: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run(code, environment):
     return processes.run([sys.executable, *code], env=environment)
 
 

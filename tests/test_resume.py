@@ -5,22 +5,20 @@ The same layout resumes bitwise equal; other layouts differ by the order of sums
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ptdp.checkpoint import read_metadata, to_lightning_file
 from tests.letters import SP, C, M, P, S, T, V
-from tests.parity import Parity, Place, assert_weights_near
+from tests.parity import Parity, assert_weights_near
 from tests.tiny_gpt import LitTiny, Run
 
 pytestmark = pytest.mark.thorough
 
 ZB_V = {P: 2, V: 2, M: 4, S: "zb_v"}
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "one": (1, {}),
     "d2": (2, {}),
     "t2sp": (2, {T: 2, SP: True}),
@@ -54,10 +52,10 @@ class Epochs(Run):
     folder: str | None = None
 
     @property
-    def trainer_options(self) -> dict[str, Any]:
+    def trainer_options(self):
         return {"max_epochs": self.epochs}
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         if self.folder is None:
             return []
         return [
@@ -71,13 +69,13 @@ class Trained:
     def __init__(self, parity: Parity, folder: Path) -> None:
         self.parity, self.folder = parity, folder
 
-    def whole(self, name: str, **options: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    def whole(self, name, **options):
         """Return the folder of both checkpoints and the weights; each case is trained once."""
         folder = self.folder / f"{name} {' '.join(map(str, options.values()))}"
         run = Epochs(folder=str(folder), **options)
         return folder, self.parity.result(run.on(LAYOUTS[name]))["final"]
 
-    def resumed(self, name: str, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    def resumed(self, name, folder, **options):
         """Resume after the first epoch and return the weights after the last."""
         run = Epochs(resume=str(folder / "epoch=0.ckpt"), **options)
         return self.parity.ranks(run.on(LAYOUTS[name]))[0]["final"]

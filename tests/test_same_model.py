@@ -29,7 +29,7 @@ class Wide(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(rank: int, width: int) -> str:
+def fit(rank, width):
     trainer = quiet_trainer(devices=2, strategy=PTDPStrategy(), max_steps=1)
     try:
         trainer.fit(Wide(8 if rank == 0 else width), DataLoader(torch.zeros(8, 4), batch_size=2))
@@ -63,7 +63,7 @@ class Described(DescribedData, L.LightningDataModule):
         super().__init__()
         self.digest = digest
 
-    def datasets(self) -> list[DatasetRecord]:
+    def datasets(self):
         return [
             DatasetRecord(name="x", context="training", digest=self.digest, source={}, profile={})
         ]
@@ -83,7 +83,7 @@ class Plain(L.LightningDataModule):
         return DataLoader(self.datasets["train"], batch_size=2)
 
 
-def fit_with_another_option(rank: int) -> list[str]:
+def fit_with_another_option(rank):
     trainer = quiet_trainer(devices=2, strategy=PTDPStrategy(), max_steps=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -100,9 +100,9 @@ def test_rank_with_another_option_warns(pool):
     ]
 
 
-def fit_other(rank: int, what: str, folder: str) -> str:
+def fit_other(rank, what, folder):
     other = what if rank else ""
-    module: L.LightningModule = Dropped(0.1, f"/node{rank}/cache")
+    module = Dropped(0.1, f"/node{rank}/cache")
     if what == "weights":
         module = LitCausalLM(f"{folder}/model{rank}")
     trainer = quiet_trainer(devices=2, strategy=PTDPStrategy(), max_steps=1)

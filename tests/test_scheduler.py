@@ -17,7 +17,7 @@ class Policies(L.Callback):
     """Callback that notes the policy during the training."""
 
     def __init__(self):
-        self.found: list[int] = []
+        self.found = []
 
     def on_train_batch_start(self, *_):
         self.found.append(os.sched_getscheduler(0))
@@ -35,7 +35,7 @@ def policy(request):
 
 
 def test_system_may_refuse(monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)

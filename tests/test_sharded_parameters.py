@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 from unittest import mock
 
 import lightning.pytorch as L
@@ -25,7 +25,7 @@ from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-SHARDED: dict[str, Any] = {Z: "parameters"}
+SHARDED = {Z: "parameters"}
 BY = "reshard_after"
 PLACES = {
     "d2": (2, {}),
@@ -92,10 +92,10 @@ class Measured(Run):
     layers: int = 8
     hidden: int = 64
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         return [Measurement()]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         (measurement,) = (c for c in trainer.callbacks if isinstance(c, Measurement))
         return {name: getattr(measurement, name) for name in ("held", "whole", "block", "unsummed")}
 
@@ -115,7 +115,7 @@ class Measurement(L.Callback):
 
         need = ShardedParameters.need
 
-        def watched(shards: ShardedParameters, unit: Any) -> None:
+        def watched(shards, unit):
             need(shards, unit)
             blocks = [unit.flats for unit in shards._units if unit.block is not None]
             self.block = sum(flat.size for flat in blocks[0])
@@ -124,7 +124,7 @@ class Measurement(L.Callback):
 
         start_sum = Bucket.start_sum
 
-        def counted(bucket: Bucket) -> Any:
+        def counted(bucket):
             buckets = trainer.strategy.engine.gradients._store.buckets()
             waiting = sum(bucket.unsummed is not None for bucket in buckets)
             self.unsummed = max(self.unsummed, waiting)
@@ -167,15 +167,13 @@ def test_meta_model_is_never_whole(parity):
         assert most < 0.55 * total
 
 
-def _largest_during_setup(rank: int) -> tuple[int, int]:
+def _largest_during_setup(rank):
     """Return the most bytes of living parameters during the set-up, and those of the model."""
-    seen: list[int] = []
-    alive: dict[int, int] = {}
+    seen = []
+    alive = {}
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             made = func(*args, **(kwargs or {}))
             for tensor in tree_iter(made):
                 if isinstance(tensor, Tensor) and not tensor.is_meta:
@@ -190,7 +188,7 @@ def _largest_during_setup(rank: int) -> tuple[int, int]:
     trainer, module = run.make_trainer(), run.make_module()
     setup = trainer.strategy._parallelize
 
-    def watched() -> None:
+    def watched():
         with Watch():
             setup()
 
@@ -205,7 +203,7 @@ def _largest_during_setup(rank: int) -> tuple[int, int]:
 class Plain(L.LightningModule):
     """A module whose step draws, penalizes its parameters, and may normalize a weight."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         super().__init__()
         self.options = options
         torch.manual_seed(3)
@@ -231,7 +229,7 @@ class Plain(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def _fit_plain(rank: int, shard: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
+def _fit_plain(rank, shard, options):
     torch.manual_seed(5)
     strategy = PTDPStrategy(shard=shard)
     trainer = make_trainer(strategy, 2, max_steps=4)
@@ -255,15 +253,15 @@ def test_step_may_read_and_write_parameters(options, pool):
             assert torch.equal(found[0][name], value), name
 
 
-def _norm(module: Plain) -> None:
+def _norm(module):
     module.head.weight.norm()
 
 
-def _clamp(module: Plain) -> None:
+def _clamp(module):
     module.head.weight.data.clamp_(-1, 1)
 
 
-def _state(module: Plain) -> None:
+def _state(module):
     float(module.state_dict()["head.weight"][0, 0])
 
 
@@ -290,10 +288,10 @@ class Summed(Run):
 
     steps: int = 1
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         return [SumCounter()]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         (counter,) = (c for c in trainer.callbacks if isinstance(c, SumCounter))
         return {"sums": counter.sums}
 
@@ -309,7 +307,7 @@ class SumCounter(L.Callback):
         counts = Counter[int]()
         start_sum = Bucket.start_sum
 
-        def counted(bucket: Bucket) -> Any:
+        def counted(bucket):
             counts[id(bucket)] += 1
             self.sums = max(counts.values())
             return start_sum(bucket)

@@ -6,12 +6,11 @@ tests/data_parallel tests them under every schedule.
 import pytest
 
 from tests.letters import SP, C, D, G, M, P, S, T, V, Z
-from tests.parity import Place
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "d2": (2, {Z: "optimizer"}),
     "d2 overlapped": (2, {Z: "optimizer", G: True}),
     "d2p2v2 overlapped": (4, {Z: "optimizer", G: True, P: 2, V: 2, M: 2}),

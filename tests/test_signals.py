@@ -2,7 +2,6 @@
 
 import os
 import signal
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ def now(monkeypatch):
     signal.signal(signal.SIGINT, before)
 
 
-def ctrl_c() -> None:
+def ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -55,16 +54,14 @@ def test_wait_with_ignored_sigint_can_be_interrupted(now):
 class Launcher:
     """Launcher that records the signals sent to its processes."""
 
-    def __init__(self, *procs: Any) -> None:
-        self.procs, self.told = procs, list[int]()
+    def __init__(self, *procs):
+        self.procs, self.told = procs, []
 
-    def kill(self, number: int) -> None:
+    def kill(self, number):
         self.told.append(number)
 
 
-def in_launcher(
-    launcher: Launcher, now: list[float], *, times: tuple[float, ...], error: BaseException
-) -> None:
+def in_launcher(launcher, now, *, times, error):
     with handing_on_ctrl_c(launcher):
         for time in times:
             now[0] = 100 + time

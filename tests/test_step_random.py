@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.letters import C, M, P, R, S, T, V
-from tests.parity import Place, Training
+from tests.parity import Training
 
 pytestmark = pytest.mark.thorough
 
@@ -55,7 +55,7 @@ class LitDrawing(L.LightningModule):
         self.head = nn.Linear(WIDTH, WIDTH)
         self.drop = nn.Dropout(0.2)
 
-    def loss(self, x: Tensor) -> Tensor:
+    def loss(self, x):
         mixed = float(np.random.beta(0.4, 0.4))
         x = mixed * x + (1 - mixed) * x[torch.randperm(len(x))]
         time = torch.rand(len(x), 1, 1)
@@ -80,7 +80,7 @@ class LitDrawing(L.LightningModule):
     def predict_step(self, batch, batch_idx):
         return self.loss(batch["x"])[None].expand(len(batch["x"]))
 
-    def configure_parallel(self) -> ParallelPlan:
+    def configure_parallel(self):
         return ParallelPlan(
             blocks="blocks", tensor={"blocks.*.[qkv]": "column", "blocks.*.out": "row"}
         )
@@ -98,7 +98,7 @@ class OwnGenerators(L.Callback):
     def on_train_batch_end(self, *_):
         assert self._state() == self.before
 
-    def _state(self) -> tuple[Any, ...]:
+    def _state(self):
         return (
             random.getstate(),
             np.random.get_state()[1].tolist(),
@@ -122,16 +122,16 @@ class Drawing(Training):
         "num_sanity_val_steps": 0,
     }
 
-    def make_module(self) -> LitDrawing:
+    def make_module(self):
         return LitDrawing(self.block_draws)
 
-    def make_strategy(self) -> PTDPStrategy:
+    def make_strategy(self):
         return PTDPStrategy(seed=7, **self.layout)
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         return [OwnGenerators()]
 
-    def make_loaders(self, trainer: L.Trainer) -> list[DataLoader]:
+    def make_loaders(self, trainer):
         # Each rank's generators start in a different state.
         random.seed(trainer.global_rank)
         np.random.seed(trainer.global_rank)
@@ -142,7 +142,7 @@ class Drawing(Training):
         rows = [{"x": row} for batch in x for row in batch.chunk(replicas)[replica]]
         return [DataLoader(rows, batch_size=SAMPLES // replicas)]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         (loader,) = self.make_loaders(trainer)
         (validated,) = trainer.validate(module, loader, verbose=False)
         predicted = trainer.predict(module, loader) if self.block_draws else []
@@ -152,7 +152,7 @@ class Drawing(Training):
         }
 
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "p2": (2, {P: 2}),
     "p2v2": (2, {P: 2, V: 2}),
     "p4": (4, {P: 4}),
@@ -184,7 +184,7 @@ def test_random_numbers_match_single_process(name, parity):
 class _Missing:
     """Stand-in for a missing package that raises on every attribute, like monai's."""
 
-    def __getattribute__(self, name: str) -> object:
+    def __getattribute__(self, name):
         raise ImportError("not installed")
 
 

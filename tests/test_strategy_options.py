@@ -1,7 +1,6 @@
 """Strategy options, whose signature and documentation come from one dataclass."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import fields
 from typing import get_type_hints
 
@@ -12,8 +11,6 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.ptdp import strategy_class
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])

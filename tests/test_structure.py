@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "lightning_ptdp"
 
 
-def imported(file: Path) -> set[str]:
+def imported(file):
     """Return the subpackages that a file imports, at module level or later."""
     nodes = list(ast.walk(ast.parse(file.read_bytes())))
     names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
@@ -23,7 +23,7 @@ def imported(file: Path) -> set[str]:
 
 
 def test_subpackages_have_no_import_cycle():
-    rooms: dict[str, set[str]] = {}
+    rooms = {}
     for file in PACKAGE.rglob("*.py"):
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         rooms.setdefault(room, set()).update(imported(file) - {room})
@@ -33,7 +33,7 @@ def test_subpackages_have_no_import_cycle():
 
 def test_module_names_are_unique():
     """Unique names avoid confusion. Commands of ``ptdp`` are exempt: each is a module."""
-    found: dict[str, list[Path]] = {}
+    found = {}
     for file in PACKAGE.rglob("*.py"):
         if file.parent.name != "cli" and file.stem != "__init__":
             found.setdefault(file.stem, []).append(file.relative_to(PACKAGE))
@@ -41,7 +41,7 @@ def test_module_names_are_unique():
 
 
 def test_class_names_are_unique():
-    found: dict[str, list[str]] = {}
+    found = {}
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.ClassDef):

@@ -1,7 +1,5 @@
 """Text of the start-up table."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 from torch.utils.data import DataLoader
@@ -110,7 +108,7 @@ class Told(L.Callback):
         self.summary = trainer.strategy.summary()
 
 
-def _summary(rank: int, layout: dict[str, Any], module: type[L.LightningModule]) -> StrategySummary:
+def _summary(rank, layout, module):
     told = Told()
     trainer = make_trainer(
         PTDPStrategy(**layout), 4 if layout else 1, max_steps=0, callbacks=[told]

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding, Surroundings
+from lightning_ptdp.forward.surroundings import Forward, Surrounding, Surroundings
 from lightning_ptdp.strategy import setup_hooks
 from tests.letters import C, M, P, R, S, T
 from tests.parity import fit
@@ -25,32 +24,32 @@ class Counting(Surrounding):
     """Entry that counts forwards and recomputations by hook, stage and microbatch."""
 
     def __init__(self):
-        self.forwards: Counter[tuple[str, int, int]] = Counter()
-        self.again: Counter[tuple[str, int, int]] = Counter()
+        self.forwards = Counter()
+        self.again = Counter()
         self.attached = self.most_attached = 0
 
-    def attach(self, module: nn.Module) -> Callable[[], None]:
+    def attach(self, module):
         self.attached += 1
         self.most_attached = max(self.attached, self.most_attached)
         return self.detach
 
-    def detach(self) -> None:
+    def detach(self):
         self.attached -= 1
 
-    def around(self, forward: Forward) -> contextlib.AbstractContextManager[None]:
+    def around(self, forward):
         assert forward.batch["input_ids"].size(0) == forward.whole["input_ids"].size(0)
         return self.counted(self.forwards, forward)
 
-    def recomputation(self, forward: Forward) -> Contexts | None:
+    def recomputation(self, forward):
         return contextlib.nullcontext(), self.counted(self.again, forward)
 
     @contextlib.contextmanager
-    def counted(self, counter: Counter[tuple[str, int, int]], forward: Forward) -> Iterator[None]:
+    def counted(self, counter, forward):
         counter[forward.hook, forward.stage, forward.microbatch] += 1
         yield
 
 
-def _fit_counted(rank: int, run: Run) -> tuple[Any, Any, dict[str, Any]]:
+def _fit_counted(rank, run):
     entry, make = Counting(), setup_hooks.make_surroundings
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -63,7 +62,7 @@ def _fit_counted(rank: int, run: Run) -> tuple[Any, Any, dict[str, Any]]:
     return entry.forwards, entry.again, found
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int, int]] = {
+LAYOUTS = {
     # processes, options, microbatches of training, of evaluation, stages
     "straight": (1, {R: "full"}, 1, 1, 1),
     "d2": (2, {R: "full"}, 1, 1, 1),
@@ -105,14 +104,14 @@ class Noting(Surrounding):
     def __init__(self, name: str, noted: list[str], *, fails: bool = False) -> None:
         self.name, self.noted, self.fails = name, noted, fails
 
-    def attach(self, module: nn.Module) -> Callable[[], None]:
+    def attach(self, module):
         if self.fails:
             raise ValueError(f"{self.name} cannot run this")
         self.noted.append(f"attach {self.name}")
         return lambda: self.noted.append(f"detach {self.name}")
 
     @contextlib.contextmanager
-    def around(self, forward: Forward) -> Iterator[None]:
+    def around(self, forward):
         self.noted.append(f"enter {self.name}")
         try:
             yield
@@ -123,12 +122,12 @@ class Noting(Surrounding):
 class Repeating(Noting):
     """Entry that is also entered in the recomputation."""
 
-    def recomputation(self, forward: Forward) -> Contexts | None:
+    def recomputation(self, forward):
         return None if forward.microbatch else (contextlib.nullcontext(), self.around(forward))
 
 
 def test_entries_keep_order_and_reenter_for_recomputation():
-    noted: list[str] = []
+    noted = []
     surroundings = Surroundings([Noting("a", noted), Repeating("b", noted), Repeating("c", noted)])
     x = torch.ones(2, requires_grad=True)
     for microbatch in range(2):
@@ -145,7 +144,7 @@ def test_entries_keep_order_and_reenter_for_recomputation():
 
 
 def test_attached_entry_is_detached_if_another_refuses_model():
-    noted: list[str] = []
+    noted = []
     with pytest.raises(ValueError, match="a cannot run this"):
         Surroundings([Noting("a", noted, fails=True), Noting("b", noted)]).attach(nn.Linear(1, 1))
     assert noted == ["attach b", "detach b"]

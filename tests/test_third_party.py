@@ -23,7 +23,7 @@ from lightning_ptdp.verification import Cause, Report
 from lightning_ptdp.verification.compare import Difference
 
 
-def traceback_of(file: Path, error: str) -> str:
+def traceback_of(file, error):
     return (
         'Traceback (most recent call last):\n  File "/elsewhere.py", line 1, in a\n  File '
         f'"{file}", line 2, in b\n{error}\n'

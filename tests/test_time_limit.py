@@ -7,7 +7,7 @@ import pytest
 from lightning_ptdp.base.time_limit import time_limit
 
 
-def _endless() -> None:
+def _endless():
     while True:
         try:
             while True:
@@ -19,9 +19,9 @@ def _endless() -> None:
 def test_endless_loop_is_interrupted_in_any_thread():
     with pytest.raises(TimeoutError, match=r"not finished after 0\.05 s"), time_limit(0.05):
         _endless()
-    said: list[str] = []
+    said = []
 
-    def work() -> None:
+    def work():
         try:
             with time_limit(0.05):
                 _endless()

@@ -48,7 +48,7 @@ from lightning_ptdp.shims.torch_distributed import (
 )
 
 
-def _collect(rank: int) -> tuple[list[float], list[float]]:
+def _collect(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a deprecated function would warn
         gathered = torch.empty(4)
@@ -65,11 +65,11 @@ def test_collectives_of_flat_tensors(pool):
     ]
 
 
-def _collect_traced(rank: int) -> list[list[float]]:
+def _collect_traced(rank):
     name = dist.group.WORLD.group_name
     assert resolve_group(name) is dist.group.WORLD
 
-    def collect(x: torch.Tensor) -> list[torch.Tensor]:
+    def collect(x):
         under_way = [
             start_traced("all_reduce", x, "sum", name),
             start_traced("all_gather_into_tensor", x, 2, name),
@@ -91,7 +91,7 @@ def test_traced_collectives_in_compiled_graph(pool):
     assert first[2] + second[2] == [1.0, 3.0]
 
 
-def _tell(rank: int) -> bytes:
+def _tell(rank):
     """Write and read through a second store connection, as the watchdog's thread does."""
     store = default_store().clone()
     store.set(f"key {rank}", f"value {rank}")
@@ -105,7 +105,7 @@ def test_default_store_accepts_second_connection(pool):
     assert pool.run(_tell, world_size=2) == [b"value 1", b"value 0"]
 
 
-def _abort(rank: int) -> bool:
+def _abort(rank):
     dist.new_group([0, 1])
     dist.barrier()
     abort_process_groups()
@@ -215,7 +215,6 @@ def test_backward_accepts_gradient_edge():
     x = torch.ones(3, requires_grad=True)
     edge = torch.autograd.graph.get_gradient_edge(x * 2)
     torch.autograd.backward(edge, torch.tensor([1.0, 2.0, 3.0]))
-    assert x.grad is not None
     assert x.grad.tolist() == [2.0, 4.0, 6.0]
 
 
@@ -265,7 +264,7 @@ def test_untraced_function_is_called_but_not_compiled():
     calls = []
 
     @untraced
-    def note(x: torch.Tensor) -> torch.Tensor:
+    def note(x):
         calls.append(torch.compiler.is_compiling())
         return x + 1
 
@@ -312,8 +311,8 @@ def test_traced_collective_output_allows_in_place_add():
 
         weight, bias = (torch.ones(size, requires_grad=True) for size in ((4, 4), (4,)))
 
-        def block(x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = Sum.apply(x @ weight)
+        def block(x):
+            y = Sum.apply(x @ weight)
             y += bias
             return y
 

@@ -1,13 +1,11 @@
 """Split backward passes, whose gradients equal those of a single backward."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp.blocks.recompute import apply_recomputation
@@ -41,7 +39,7 @@ class Products(nn.Module):
         return torch.einsum("bsi,io->bso", self.frozen(x), self.odd)
 
 
-def _whole(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _whole(module, x):
     x = x.clone().requires_grad_()
     module.zero_grad()
     module(x).square().sum().backward()
@@ -50,9 +48,7 @@ def _whole(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     }
 
 
-def _halves(
-    module: nn.Module, x: Tensor, between: Callable[[WeightGradients], None] = lambda _: None
-) -> Any:
+def _halves(module, x, between=lambda _: None):
     store = WeightGradients()
     x = x.clone().requires_grad_()
     module.zero_grad()
@@ -68,7 +64,7 @@ def _halves(
     }
 
 
-def _assert_same(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
+def _assert_same(found, expected, tolerance=1e-12):
     torch.testing.assert_close(found[0], expected[0], rtol=tolerance, atol=tolerance)
     assert found[1].keys() == expected[1].keys()
     for name, value in expected[1].items():
@@ -85,9 +81,9 @@ def test_split_backward_of_every_product_kind():
     torch.manual_seed(0)
     module = Products().double()
     x = torch.randn(3, 4, 6, dtype=torch.float64)
-    waiting: list[Tensor] = []
+    waiting = []
 
-    def between(store: WeightGradients) -> None:
+    def between(store):
         waiting.extend(store.parameters("key"))
         late = {"linear.weight", "linear.bias", "bare.weight", "matrix", "conv", "offset"}
         assert {
@@ -136,7 +132,7 @@ def test_intercepted_products_without_collecting_are_unchanged():
 
 def test_parameter_with_hook_is_not_deferred():
     module = nn.Linear(4, 4)
-    seen: list[Tensor] = []
+    seen = []
     module.weight.register_hook(seen.append)
     store = WeightGradients()
     with store.intercepting():
@@ -163,7 +159,7 @@ def test_split_backward_of_gpt_with_autocast_and_recomputation(recompute):
     surroundings = Surroundings([store])
     options = {"context_fn": surroundings.recomputation} if recompute == "ours" else {}
 
-    def loss() -> Tensor:
+    def loss():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = (
                 model(ids)
@@ -206,7 +202,7 @@ def test_graph_is_freed_between_backward_halves():
             outputs.append(weakref.ref(y))
             return y * 1.0
 
-    outputs: list[Any] = []
+    outputs = []
     module = nn.Sequential(nn.Linear(8, 8), Exponential(), nn.Linear(8, 8))
     store = WeightGradients()
     with store.intercepting():
@@ -219,7 +215,7 @@ def test_graph_is_freed_between_backward_halves():
     assert store.parameters(0) == []
 
 
-def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
+def _pair(rank, sequence_parallel, split):
     mesh = ProcessMesh.create(
         layout=ParallelLayout(
             world_size=2, tensor_parallel_size=2, sequence_parallel=sequence_parallel
@@ -229,7 +225,7 @@ def _pair(rank: int, sequence_parallel: bool, split: bool) -> dict[str, Tensor]:
     group = mesh.group("tensor")
     generator = torch.Generator().manual_seed(rank)
 
-    def parameter(*shape: int) -> nn.Parameter:
+    def parameter(*shape):
         return nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64))
 
     column = ColumnParallelLinear(

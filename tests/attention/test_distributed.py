@@ -1,14 +1,10 @@
 """Ring and all-to-all attention match unsharded attention in output and all gradients."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.attention import ATTENTIONS, ContextParallelError
 from lightning_ptdp.attention.attention_protocol import AttentionCall
-from lightning_ptdp.world.mesh import Group
 from tests.context_parallel.toy import (
     assert_close,
     context_group,
@@ -22,7 +18,7 @@ pytestmark = pytest.mark.thorough
 
 LENGTH = 24
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "plain": {},
     "grouped": {"heads": 4, "kv_heads": 2},
     "one kv head": {"heads": 4, "kv_heads": 1},
@@ -35,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_mask(name: str | None, heads: int, dtype: torch.dtype) -> Tensor | None:
+def make_mask(name, heads, dtype):
     """Return a mask of the whole sequence that broadcasts to (2, heads, s, s)."""
     generator = torch.Generator().manual_seed(1)
     if name is None:
@@ -51,9 +47,7 @@ def make_mask(name: str | None, heads: int, dtype: torch.dtype) -> Tensor | None
     return seen | torch.eye(LENGTH, dtype=torch.bool)
 
 
-def _compare(
-    rank: int, kind: str, case: dict[str, Any], causal: bool, dtype: torch.dtype, group: Group
-) -> None:
+def _compare(rank, kind, case, causal, dtype, group):
     options = {"scale": case["scale"]} if "scale" in case else {}
     heads = case.get("heads", 4)
     q, k, v, grad = qkv(
@@ -74,7 +68,7 @@ def _compare(
         assert_close(mine, own(whole, 2, group))
 
 
-def _all_cases(rank: int, kind: str, dtype: torch.dtype) -> None:
+def _all_cases(rank, kind, dtype):
     group = context_group(rank)
     for name, case in CASES.items():
         for causal in (True, False):
@@ -91,7 +85,7 @@ def test_context_parallel_attention_matches_unsharded(pool, kind, size, dtype):
     pool.run(_all_cases, world_size=size, args=(kind, dtype))
 
 
-def _bfloat16(rank: int) -> None:
+def _bfloat16(rank):
     group = context_group(rank)
     q, k, v, grad = qkv(heads=2, kv_heads=2, length=LENGTH, dtype=torch.bfloat16)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -110,7 +104,7 @@ def test_bfloat16_ring_matches_float64_reference(pool):
     pool.run(_bfloat16, world_size=4)
 
 
-def _value_width(rank: int) -> None:
+def _value_width(rank):
     group = context_group(rank)
     q, k, v, grad = qkv(heads=2, kv_heads=2, length=LENGTH, dtype=torch.float64)
     inputs = [x.requires_grad_() for x in (q, k, v[..., :5].detach())]
@@ -130,7 +124,7 @@ def test_values_narrower_than_keys(pool):
     pool.run(_value_width, world_size=2)
 
 
-def _dropout(rank: int) -> tuple[Tensor, Tensor]:
+def _dropout(rank):
     """Return derivatives from autograd and finite differences, and sums of kept weights."""
     group = context_group(rank)
     q, k, v, grad = (
@@ -138,7 +132,7 @@ def _dropout(rank: int) -> tuple[Tensor, Tensor]:
         for x in qkv(heads=2, kv_heads=1, length=8, dtype=torch.float64, samples=1, channels=3)
     )
 
-    def loss(*inputs: Tensor) -> Tensor:
+    def loss(*inputs):
         torch.manual_seed(7)
         return (
             ATTENTIONS["ring"](group)(AttentionCall(*inputs, causal=True, dropout_p=0.4)) * grad
@@ -170,7 +164,7 @@ def test_ring_dropout_gradient_matches_finite_differences(pool):
     assert not torch.equal(results[0][1], results[1][1]), "ranks with equal seeds drew equal masks"
 
 
-def _too_few_heads(rank: int) -> str:
+def _too_few_heads(rank):
     group = context_group(rank)
     q, k, v, _ = (own(x, 2, group) for x in qkv(heads=3, kv_heads=3, length=8, dtype=torch.float32))
     with pytest.raises(ContextParallelError) as error:

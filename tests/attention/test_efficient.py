@@ -5,13 +5,11 @@ that the kernels would refuse or read out of bounds.
 """
 
 import math
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.tensor  # assert_close imports it, which needs the real operators
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ptdp.attention import kernels
@@ -45,7 +43,7 @@ def test_private_operators_have_expected_arguments(name):
     assert " ".join(argument.name for argument in schema.arguments) == SIGNATURES[name]
 
 
-def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+def scores_of(q, k, bias, causal, scale):
     """Return the scores in float32, after checking the arguments as the kernel does."""
     assert q.dtype == k.dtype
     assert q.size(1) == k.size(1), "the kernel has no grouped heads"
@@ -62,17 +60,7 @@ def scores_of(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: fl
     return scores
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    needs_lse: bool,
-    dropout_p: float = 0.0,
-    causal: bool = False,
-    *,
-    scale: float,
-) -> tuple[Tensor, ...]:
+def forward(q, k, v, bias, needs_lse, dropout_p=0.0, causal=False, *, scale):
     """Stand-in of the forward, whose log-sum-exp is padded to 32 rows with inf."""
     assert needs_lse
     scores = scores_of(q, k, bias, causal, scale)
@@ -82,21 +70,8 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout_p: float,
-    wanted: list[bool],
-    causal: bool = False,
-    *,
-    scale: float,
-) -> tuple[Tensor | None, ...]:
+    grad, q, k, v, bias, out, lse, seed, offset, dropout_p, wanted, causal=False, *, scale
+):
     """Stand-in of the backward."""
     assert (wanted, dropout_p) == ([True, True, True, False], 0.0)
     assert grad.dtype == out.dtype == q.dtype
@@ -120,7 +95,7 @@ def stand_in():
     """Choose the kernel on a CPU, in place of the CPU's own, for all but float64."""
     choose = fused_kernel
 
-    def chosen(q: Tensor, *rest: Any) -> str | None:
+    def chosen(q, *rest):
         return "efficient" if choose(q, *rest) == "cpu" else None
 
     with (
@@ -131,7 +106,7 @@ def stand_in():
         yield
 
 
-def biases(queries: int, keys: int) -> dict[str, Tensor]:
+def biases(queries, keys):
     """Return biases of every form that broadcasts, with hidden keys and blind rows."""
     numbers = torch.randn(2, 4, queries, keys, generator=torch.Generator().manual_seed(3))
     hidden = numbers.masked_fill(torch.arange(keys) > 2 * keys // 3, -torch.inf)
@@ -211,7 +186,7 @@ GPU_BLOCKS = [
 ]
 
 
-def _run_on_gpu_without_data() -> None:
+def _run_on_gpu_without_data():
     for dtype, bias, causal, kernel in GPU_BLOCKS:
         q = torch.empty(2, 4, 13, 8, device="cuda", dtype=dtype)
         k = torch.empty(2, 2, 13, 8, device="cuda", dtype=dtype)
@@ -231,7 +206,7 @@ def _run_on_gpu_without_data() -> None:
     assert fused_kernel(double, double, double, AttentionBlock(scale=SCALE)) is None
 
 
-def _fake_gpu() -> None:
+def _fake_gpu():
     cuda = torch.backends.cuda
     with (
         FakeTensorMode(),

@@ -7,7 +7,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_ptdp.attention import kernels
 from lightning_ptdp.attention.kernels import (
@@ -22,7 +21,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 SCALE = 1 / math.sqrt(8)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+def reference(q, k, v, block):
     """Return output and log-sum-exp, computed from the definition."""
     heads = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
@@ -39,7 +38,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[T
     )
 
 
-def make_block(name: str) -> AttentionBlock:
+def make_block(name):
     bias = torch.randn(2, 1, 1, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     hidden = bias.masked_fill(torch.arange(12) > 4, -torch.inf)
     blind = torch.zeros(2, 1, 12, 12, dtype=torch.float64)

@@ -1,11 +1,10 @@
 """Single-process attention, masks and the table of attention kinds."""
 
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_ptdp.attention import (
     ATTENTIONS,
@@ -19,12 +18,12 @@ from lightning_ptdp.attention.attention_protocol import AttentionCall, plain_att
 from lightning_ptdp.base.function_replacement import Replacing
 
 
-def inputs(kv_heads: int = 4) -> list[Tensor]:
+def inputs(kv_heads=4):
     torch.manual_seed(0)
     return [torch.randn(2, heads, 6, 8).double() for heads in (4, kv_heads, kv_heads)]
 
 
-def hidden_keys(dtype: torch.dtype) -> Tensor:
+def hidden_keys(dtype):
     """Return a mask that hides the last key of the second sample."""
     seen = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     seen[1, ..., -1] = False
@@ -35,7 +34,7 @@ def hidden_keys(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bool, torch.float64])
 def test_keyed_attention_without_dropout_matches_plain_attention(dtype, causal, kv_heads):
-    options: dict[str, Any] = {"causal": causal, "scale": 0.3}
+    options = {"causal": causal, "scale": 0.3}
     if dtype is not None:
         options["mask"] = hidden_keys(dtype).to(dtype)
     qkv = inputs(kv_heads)
@@ -54,9 +53,9 @@ def test_mask_and_causal_mask_are_combined():
 
 def test_sdpa_call_is_intercepted_as_attention_call():
     q, k, v = inputs(2)
-    calls = list[AttentionCall]()
+    calls = []
 
-    def attention(call: AttentionCall) -> Tensor:
+    def attention(call):
         calls.append(call)
         return plain_attention(call)
 

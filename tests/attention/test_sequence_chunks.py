@@ -31,7 +31,6 @@ def test_unshard_inverts_shard(size, dim):
 def test_shard_is_differentiable():
     x = torch.zeros(8, requires_grad=True)
     shard_sequence(x, 0, rank=1, size=2).sum().backward()
-    assert x.grad is not None
     assert x.grad.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
 
 
@@ -56,7 +55,7 @@ def test_single_rank_accepts_any_length():
     check_sequence(7, 1)
 
 
-def _gather(rank: int) -> list[list[int]]:
+def _gather(rank):
     group = context_group(rank)
     x = torch.arange(16).view(2, 8)
     return gather_sequence(

@@ -1,20 +1,16 @@
 """Communication volume and activation memory of context parallelism."""
 
 import math
-from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.attention import ATTENTIONS
 from lightning_ptdp.attention.attention_protocol import AttentionCall
 from tests.context_parallel.toy import context_group, counted_messages, own, qkv
 
 
-def _count(
-    rank: int, kind: str, causal: bool, dtype: torch.dtype, kv_heads: int
-) -> tuple[Counter[str], Counter[str]]:
+def _count(rank, kind, causal, dtype, kv_heads):
     group = context_group(rank)
     q, k, v, grad = (
         own(x, 2, group) for x in qkv(heads=4, kv_heads=kv_heads, length=16, dtype=dtype)
@@ -49,15 +45,15 @@ def test_communication_volume_matches_formulas(pool, kind, size, dtype):
             assert tuple((one["bytes"], one["messages"]) for one in counted) == expected
 
 
-def _saved_bytes(rank: int, length: int) -> int:
+def _saved_bytes(rank, length):
     group = context_group(rank)
     q, k, v, _ = (
         own(x, 2, group)
         for x in qkv(heads=4, kv_heads=2, length=length, dtype=torch.float32, channels=16)
     )
-    kept: dict[int, int] = {}
+    kept = {}
 
-    def keep(x: Tensor) -> Tensor:
+    def keep(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 

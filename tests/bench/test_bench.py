@@ -1,7 +1,6 @@
 """Benchmark results and synthetic batches."""
 
 import json
-from typing import Any
 
 import torch
 
@@ -9,8 +8,8 @@ from lightning_ptdp.bench import BenchResult, SyntheticData, ranked, render, tab
 from lightning_ptdp.data import BertDataModule, TextDataModule
 
 
-def result(**changes: Any) -> BenchResult:
-    values: dict[str, Any] = {
+def result(**changes):
+    values = {
         "layout": "t2 p1 v1 d1",
         "device": "cpu",
         "precision": "32-true",
@@ -70,7 +69,7 @@ def test_layouts_are_ranked_next_to_planner_predictions():
 
 
 def test_synthetic_batches_have_sizes_of_data_module(tmp_path):
-    common: dict[str, Any] = {
+    common = {
         "data_dir": str(tmp_path),
         "vocabulary_size": 320,
         "sequence_length": 32,

@@ -28,7 +28,7 @@ def module(monkeypatch):
     return importlib.import_module
 
 
-def _run(*arguments: str) -> list[str]:
+def _run(*arguments):
     code = ALONE.format(absent=ABSENT, arguments=list(arguments), folder=str(BENCHMARKS))
     done = run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr[-4000:]
@@ -121,7 +121,7 @@ def test_rows_compare_with_measured_peers_and_paper(module):
     slice_, small = cases.CASES[2], cases.CASES[0]
     lora = next(case for case in cases.CASES if case.name == "LoRA 8B s=4096")
 
-    def job(case: object, engine: str, seconds: float, **options: object) -> tuple[object, object]:
+    def job(case, engine, seconds, **options):
         one = measure.Measured(seconds=(seconds,) * 3, peak_bytes=2**30, idle=0.1, parameters=1)
         return cases.Job(case=case, engine=engine, options=options), one
 

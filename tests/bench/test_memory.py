@@ -9,7 +9,7 @@ from lightning_ptdp.shims.torch import without_data
 MEBI = 2**20
 
 
-def peak(*, frees: bool) -> int:
+def peak(*, frees):
     kept = torch.nn.Parameter(torch.zeros(MEBI))
     kept.grad = torch.zeros(2 * MEBI)[:MEBI]  # a view of a larger tensor
     other = kept.detach()  # the same memory

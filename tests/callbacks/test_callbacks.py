@@ -3,7 +3,6 @@
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ class Keep(Callback):
     """
 
     def __init__(self):
-        self.steps: list[dict[str, float]] = []
+        self.steps = []
         self.validations = 0
 
     def on_train_batch_start(self, trainer, *_):
@@ -46,9 +45,9 @@ class Keep(Callback):
         self.validations += 1
 
 
-def fit(tmp_path: Path, *callbacks: Callback, **options: Any) -> Keep:
+def fit(tmp_path, *callbacks, **options):
     keep = Keep()
-    settings: dict[str, Any] = {
+    settings = {
         "max_steps": 5,
         "limit_val_batches": 0,
         "logger": False,
@@ -111,7 +110,7 @@ def test_throughput_excludes_first_step_and_validation(tmp_path, monkeypatch):
 
 def test_throughput_without_tokens_logs_samples_only(tmp_path):
     throughput = Throughput()
-    logged: dict[str, float] = {}
+    logged = {}
     throughput.log = lambda name, value, **_: logged.update({name: value})
     trainer = Trainer(
         accelerator="cpu",
@@ -133,7 +132,7 @@ def test_throughput_rejects_zero_window():
 
 
 def test_gradient_norm_is_measured_before_clipping(tmp_path):
-    seen: list[float] = []
+    seen = []
 
     class Expect(Callback):
         def on_before_optimizer_step(self, trainer, module, *_):
@@ -204,7 +203,6 @@ def test_run_report_lists_checkpoints_and_scores(tmp_path, capsys):
         enable_checkpointing=True,
     )
     record = RunReport.read(str(file))
-    assert record is not None
     assert record == RunRecord(
         folder=str(tmp_path),
         checkpoint=str(tmp_path / "checkpoints" / "last.ckpt"),
@@ -239,22 +237,22 @@ class MLFlowLogger(CSVLogger):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.tags: dict[str, Any] = {}
-        self.texts: dict[str, str] = {}
+        self.tags = {}
+        self.texts = {}
 
     @property
-    def experiment(self) -> Any:
+    def experiment(self):
         return self
 
-    def set_tag(self, run_id: str, name: str, value: object) -> None:
+    def set_tag(self, run_id, name, value):
         self.tags[name] = value
 
-    def log_text(self, run_id: str, text: str, artifact_file: str) -> None:
+    def log_text(self, run_id, text, artifact_file):
         self.texts[artifact_file] = text
 
-    def log_metrics(self, *_: Any, **__: Any) -> None: ...
+    def log_metrics(self, *_, **__): ...
 
-    def save(self) -> None: ...
+    def save(self): ...
 
 
 def test_layout_summary_is_printed_once_and_logged(tmp_path, capsys):

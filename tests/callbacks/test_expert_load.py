@@ -18,7 +18,6 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from PIL import Image
-from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -50,14 +49,14 @@ class MLFlowLogger(DummyLogger):
 
     def __init__(self):
         super().__init__()
-        self.metrics: dict[int, dict[str, float]] = {}
-        self.kept: list[tuple[str, str]] = []
+        self.metrics = {}
+        self.kept = []
 
     @property
-    def experiment(self) -> Any:
+    def experiment(self):
         return self
 
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+    def log_metrics(self, metrics, step=None):
         found = {
             name: float(value)
             for name, value in metrics.items()
@@ -66,7 +65,7 @@ class MLFlowLogger(DummyLogger):
         if found:
             self.metrics.setdefault(step or 0, {}).update(found)
 
-    def log_artifact(self, run_id: str, path: str, folder: str) -> None:
+    def log_artifact(self, run_id, path, folder):
         self.kept.append((Path(path).name, folder))
 
 
@@ -81,14 +80,14 @@ class OwnGPT(LitGPT):
     """A GPT with a capacity: each kept choice is dispatched as a separate token."""
 
     def __init__(self):
-        experts: Any = {
+        experts = {
             "num_experts": 4,
             "dense_layers": 1,
             "router_score": "sigmoid",
             "balance": "bias",
             "capacity_factor": 1.25,
         }
-        sizes: Any = {
+        sizes = {
             "vocabulary_size": VOCABULARY,
             "sequence_length": LENGTH,
             "num_layers": 3,
@@ -117,7 +116,7 @@ class OwnRun(Run):
     """A run that trains an ``OwnGPT``."""
 
 
-def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
+def fit(rank, run, folder):
     """Train with ``ExpertLoad`` and return the metrics and files that this rank recorded.
 
     "logged" and "kept" come from the rank's logger, "known" from the Trainer's callback metrics.
@@ -154,7 +153,7 @@ def fit(rank: int, run: Run | unseen.Run, folder: str) -> dict[str, Any]:
     return {"logged": store.metrics, "kept": store.kept, "known": known, "counted": counted}
 
 
-def _counted(module: LitMixture, ids: Tensor) -> dict[str, list[float]]:
+def _counted(module, ids):
     """Return the loads relative to the mean, recomputed from the router outputs."""
     x, found = module.embedding(ids[:, :-1]), {}
     for number, layer in enumerate(module.layers):
@@ -171,7 +170,7 @@ def _counted(module: LitMixture, ids: Tensor) -> dict[str, list[float]]:
     return found
 
 
-def _same(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+def _same(found, expected):
     assert list(expected["logged"]) == [EVERY - 1, STEPS - 1]
     assert set(expected["logged"][STEPS - 1]) == {*NAMES, *(f"val_{name}" for name in NAMES)}
     for step, values in expected["logged"].items():
@@ -237,7 +236,7 @@ def test_lit_gpt_loads_equal_single_process(pool, tmp_path):
     )
 
 
-def _fit_compiled(rank: int, compiled: bool, folder: str) -> dict[str, Any]:
+def _fit_compiled(rank, compiled, folder):
     layout = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}} if compiled else {}
     torch._dynamo.reset()
     counters.clear()
@@ -265,7 +264,7 @@ def test_compiled_blocks_count_without_graph_breaks(pool, tmp_path):
     }
 
 
-def _fit_by_lightning(rank: int, world_size: int, folder: str) -> dict[str, float]:
+def _fit_by_lightning(rank, world_size, folder):
     L.seed_everything(3, verbose=False)
     ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     trainer = L.Trainer(
@@ -320,14 +319,14 @@ def test_taken_and_set_aside_counts_are_excluded():
     module.configure_model()
     for layer in module.layers:
         layer.experts.reset_parameters()
-    trainer: Any = SimpleNamespace(
+    trainer = SimpleNamespace(
         strategy=SimpleNamespace(root_device="cpu", reduce=lambda table, *_: table)
     )
     some, others = torch.randint(
         VOCABULARY, (2, 16, LENGTH), generator=torch.Generator().manual_seed(1)
     )
 
-    def loads(ids: Tensor) -> list[tuple[float, ...]]:
+    def loads(ids):
         return [tuple(load) for load in _counted(module, torch.cat([ids, ids[:, :1]], 1)).values()]
 
     expected = loads(some)

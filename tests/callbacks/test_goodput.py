@@ -16,7 +16,7 @@ class Clock:
 
     now = 1000.0
 
-    def time(self) -> float:
+    def time(self):
         return self.now
 
     perf_counter = time
@@ -45,7 +45,7 @@ def test_share_counts_steps_of_final_model(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(step_metrics, "time", clock)
 
-    def fit(*, began: float, path: str | None = None, fail_at: int | None = None) -> L.Trainer:
+    def fit(*, began, path=None, fail_at=None):
         measured = Goodput()
         measured._began = began
         trainer = L.Trainer(

@@ -1,8 +1,5 @@
 """Initial weights from a checkpoint with another layout, other names or missing tensors."""
 
-from pathlib import Path
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -20,17 +17,11 @@ class Weights(L.Callback):
     """Records the weights at the start of training."""
 
     def on_train_start(self, trainer, pl_module):
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         self.start = strategy.gather_state_dict()
 
 
-def _fit(
-    rank: int,
-    layout: dict[str, Any],
-    init: dict[str, Any] | None,
-    save: str | None,
-    resume: str | None,
-) -> Any:
+def _fit(rank, layout, init, save, resume):
     L.seed_everything(3, verbose=False)
     strategy, weights = PTDPStrategy(**layout), Weights()
     trainer = make_trainer(
@@ -48,7 +39,7 @@ def _fit(
     return weights.start
 
 
-def _rewritten(source: Path, target: Path, change: Any) -> None:
+def _rewritten(source, target, change):
     """Write a checkpoint with weights only, under changed names."""
     full = read_full(source)
     tensors = {

@@ -4,7 +4,6 @@ import copy
 import logging
 import re
 import sys
-from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
@@ -15,8 +14,8 @@ from tests.callbacks.toys import Tokens
 from tests.conformance.toys import LitNet, loader
 
 
-def fit(*callbacks: Any, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {
+def fit(*callbacks, **options):
+    quiet = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_model_summary": False,
@@ -72,12 +71,11 @@ def test_log_messages_print_above_terminal_bar(capsys, monkeypatch):
 
 
 def test_refresh_rate_and_last_step_are_shown():
-    shown: list[tuple[int, str]] = []
+    shown = []
 
     class Recorded(StepProgress):
         def on_train_start(self, trainer, pl_module):
             super().on_train_start(trainer, pl_module)
-            assert self._display is not None
             self._display.show = lambda step, text: shown.append((step, text))
 
     fit(Recorded(style="lines", refresh_rate=2), max_steps=5)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -33,19 +32,11 @@ class Terminate(L.Callback):
             os.kill(os.getpid(), self._number)
 
 
-def _handlers() -> list[Any]:
+def _handlers():
     return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
 
-def _train(
-    rank: int,
-    folder: str,
-    signalled: int | None,
-    sent: int,
-    async_save: bool,
-    resume: str | None,
-    saver: str = "SaveOnSignal",
-) -> tuple[int, dict[str, torch.Tensor]]:
+def _train(rank, folder, signalled, sent, async_save, resume, saver="SaveOnSignal"):
     L.seed_everything(3, verbose=False)
     # background processes of a shell ignore SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -107,7 +98,7 @@ class Preempt(L.Callback):
     """Sends SLURM's signal during a step; ``seen`` records the calls of Lightning's handler."""
 
     def __init__(self):
-        self.inside, self.seen = False, list[tuple[bool, int]]()
+        self.inside, self.seen = False, []
 
     def setup(self, trainer, *_, **__):
         signal.signal(
@@ -125,7 +116,7 @@ class Preempt(L.Callback):
         self.inside = False
 
 
-def slurm() -> SLURMEnvironment:
+def slurm():
     environment = SLURMEnvironment.__new__(SLURMEnvironment)
     environment.auto_requeue, environment.requeue_signal = True, signal.SIGUSR2
     return environment

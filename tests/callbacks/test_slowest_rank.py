@@ -2,8 +2,7 @@
 
 import re
 import time
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_ptdp.callbacks import Goodput, RunReport
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
-from tests.pool import Pool
 from tests.tiny_gpt import LitTiny, Run
 
 _LATE_S = 0.3  # the work of the slow rank, more than everything else in a step
@@ -25,7 +23,7 @@ class LateTiny(LitTiny):
 
     late: Literal["step", "data", ""] = ""
 
-    def _work(self, kind: str) -> None:
+    def _work(self, kind):
         if self.late == kind and dist.get_rank() == 1:
             time.sleep(_LATE_S)
 
@@ -38,7 +36,7 @@ class LateTiny(LitTiny):
         return batch
 
 
-def _fit(rank: int, layout: dict[str, Any], late: Any, folder: str) -> tuple[str, list[str]]:
+def _fit(rank, layout, late, folder):
     run, measured = Run(layers=2, steps=_STEPS), Goodput()
     trainer = make_trainer(
         PTDPStrategy(**layout),
@@ -62,7 +60,7 @@ def test_slowest_rank_is_named_with_its_waits(pool, layout, tmp_path):
     assert between["step"] < between["data"]
 
 
-def _share_between(pool: Pool, layout: dict[str, Any], late: str, folder: Path) -> int:
+def _share_between(pool, layout, late, folder):
     """Check what is said of rank 1, and return its share of time between steps, in percent."""
     (here, lines), _ = pool.run(_fit, world_size=2, args=(layout, late, str(folder)))
     found = re.fullmatch(

@@ -5,7 +5,6 @@ import inspect
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -29,13 +28,13 @@ class MLFlowLogger(DummyLogger):
 
     def __init__(self):
         super().__init__()
-        self.kept: list[tuple[str, str, str]] = []
+        self.kept = []
 
     @property
-    def experiment(self) -> Any:
+    def experiment(self):
         return self
 
-    def log_artifact(self, run_id: str, path: str, folder: str) -> None:
+    def log_artifact(self, run_id, path, folder):
         self.kept.append((run_id, Path(path).name, folder))
 
 
@@ -43,20 +42,13 @@ class Members(L.Callback):
     """Records the number of step observers at the end of each training batch."""
 
     def __init__(self):
-        self.counts: list[int] = []
+        self.counts = []
 
     def on_train_batch_end(self, trainer, *_):
         self.counts.append(len(trainer.strategy.observers._members))
 
 
-def _fit(
-    rank: int,
-    world_size: int,
-    layout: dict[str, Any],
-    folder: str,
-    options: dict[str, Any],
-    accumulate: int,
-) -> Any:
+def _fit(rank, world_size, layout, folder, options, accumulate):
     store, members = MLFlowLogger(), Members()
     trainer = make_trainer(
         Place(world_size=world_size, layout=layout),
@@ -71,7 +63,7 @@ def _fit(
     return store.kept, members.counts
 
 
-def _metrics(folder: Path) -> dict[int, dict[str, float]]:
+def _metrics(folder):
     """Return the timeline metrics of the recorded steps, by step."""
     (file,) = folder.rglob("metrics.csv")
     rows = csv.DictReader(file.read_text().splitlines())
@@ -84,7 +76,7 @@ def _metrics(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def _times(trace: Path) -> list[tuple[float, float]]:
+def _times(trace):
     """Return step time and bubble of both timelines in a trace of two ranks without reductions."""
     found = []
     for pid in (0, 1):
@@ -161,10 +153,8 @@ def test_accumulated_step_records_last_batch(pool, tmp_path):
     assert results[0][1] == [1, 1, 2, 2]
 
 
-def _fit_alone(
-    rank: int, folder: str, layout: dict[str, Any] | None
-) -> tuple[list[str], list[str]]:
-    said: list[str] = []
+def _fit_alone(rank, folder, layout):
+    said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     # Both Lightning packages log through one module, to the logger of the package imported last.
@@ -200,7 +190,7 @@ class _Fails(LitNet):
             raise ZeroDivisionError("bad batch")
 
 
-def _fail(rank: int, folder: str) -> tuple[bool, list[str]]:
+def _fail(rank, folder):
     callback = PipelineTimeline(every_n_steps=1)
     trainer = make_trainer(
         Place(world_size=2, layout=P2), callbacks=[callback], default_root_dir=folder

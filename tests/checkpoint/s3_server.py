@@ -63,7 +63,6 @@ def serving() -> Iterator[Server]:
         try:
             timer = threading.Timer(_ANSWER_S, process.kill)
             timer.start()
-            assert process.stdout is not None
             url = process.stdout.readline().strip()
             timer.cancel()
             assert url, "the server did not start"

@@ -6,11 +6,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import fsspec
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -52,21 +49,21 @@ def store():
     system.store.clear()
 
 
-def _saves(address: RemotePath) -> list[str]:
+def _saves(address):
     return sorted(entry.name for entry in address.iterdir() if entry.name.startswith("save-"))
 
 
-def _save(path: RemotePath, step: int) -> None:
+def _save(path, step):
     save(path, step)
 
 
 @contextlib.contextmanager
-def _cut(number: int, *, behind: bool) -> Iterator[list[str]]:
+def _cut(number, *, behind):
     """Kill the process, as far as it can see, at the request of this number."""
-    requests: list[str] = []
+    requests = []
     call = remote_path._call
 
-    def cut(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def cut(url, method, *arguments, **options):
         requests.append(f"{method} {url}")
         if len(requests) > number:
             raise Killed
@@ -137,7 +134,7 @@ def test_abandoned_save_is_removed_after_a_day_and_a_recent_one_is_kept():
 def test_two_writers_of_one_address_are_named(monkeypatch):
     write = data_files.write_rectangles
 
-    def with_another_writer(*arguments: Any, **options: Any) -> Any:
+    def with_another_writer(*arguments, **options):
         monkeypatch.undo()
         _save(LAST, 7)
         return write(*arguments, **options)
@@ -223,7 +220,7 @@ def test_failing_store_is_named_and_loses_no_checkpoint(monkeypatch, error, word
     _save(LAST, 1)
     call, failed = remote_path._call, []
 
-    def fail(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def fail(url, method, *arguments, **options):
         if url.endswith("index.json") and method == "pipe_file":
             failed.append(url)
             raise error
@@ -244,7 +241,7 @@ def test_metadata_whose_answer_is_lost_leaves_one_whole_checkpoint(monkeypatch, 
     _save(LAST, 1)
     call = remote_path._call
 
-    def lose(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def lose(url, method, *arguments, **options):
         if not url.endswith("metadata.json") or method != "pipe_file":
             return call(url, method, *arguments, **options)
         if arrives:
@@ -263,7 +260,7 @@ def test_unreachable_store_is_no_reason_for_an_older_checkpoint(monkeypatch):
     _save(RemotePath(f"{ROOT}/newer.ckpt"), 2)
     call = remote_path._call
 
-    def fail(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def fail(url, method, *arguments, **options):
         if "newer" in url and method == "cat_file":
             raise PermissionError("denied")
         return call(url, method, *arguments, **options)
@@ -287,7 +284,7 @@ def test_credentials_in_an_address_are_refused_unseen(url):
 
 @pytest.mark.parametrize(("format", "is_file"), [("auto", True), ("folder", False)])
 def test_one_process_trains_and_resumes_under_an_address(store, format, is_file, caplog):
-    def fit(steps: int, **options: Any) -> L.Trainer:
+    def fit(steps, **options):
         run = Run(layers=2, steps=steps)
         trainer = make_trainer(
             PTDPStrategy(checkpoint_format=format),

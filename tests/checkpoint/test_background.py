@@ -2,11 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -43,7 +40,7 @@ class Gate:
         self._write = data_files._write
         monkeypatch.setattr(data_files, "_write", self._wait)
 
-    def _wait(self, *args: Any) -> Any:
+    def _wait(self, *args):
         self.reached.set()
         assert self.opened.wait(30)
         if self._error is not None:
@@ -51,12 +48,7 @@ class Gate:
         return self._write(*args)
 
 
-def _start(
-    saver: BackgroundSaver,
-    path: Path,
-    tensor: torch.Tensor,
-    then: Callable[[], object] | None = None,
-) -> None:
+def _start(saver, path, tensor, then=None):
     saver.save(
         path,
         tensors=replicated({"w": tensor}),
@@ -79,31 +71,31 @@ class Driver:
     """
 
     def __init__(self, answer: int = 0) -> None:
-        self.answer, self.calls, self.locked = answer, list[int | str](), dict[int, int]()
+        self.answer, self.calls, self.locked = answer, [], {}
 
-    def runtime(self) -> SimpleNamespace:
+    def runtime(self):
         return SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock)
 
-    def _lock(self, place: int, size: int, flags: int) -> int:
+    def _lock(self, place, size, flags):
         assert flags == 0 and place not in self.locked
         self.calls.append(size)
         if self.answer == 0:
             self.locked[place] = size
         return self.answer
 
-    def _unlock(self, place: int) -> int:
+    def _unlock(self, place):
         self.calls.append("unlock")
         del self.locked[place]
         return 0
 
 
-def on_gpu(*values: torch.Tensor) -> dict[str, torch.Tensor]:
+def on_gpu(*values):
     return {str(index): value.as_subclass(OnGPU) for index, value in enumerate(values)}
 
 
 def test_pinned_buffer_is_reused_until_shape_changes(tmp_path, monkeypatch):
     """The last of three saves has another shape. Tensors begin at multiples of 64 bytes."""
-    driver, waited = Driver(), list[threading.Thread]()
+    driver, waited = Driver(), []
     monkeypatch.setattr(torch.cuda, "cudart", driver.runtime)
     monkeypatch.setattr(
         torch.cuda, "synchronize", lambda: waited.append(threading.current_thread())
@@ -199,7 +191,7 @@ def test_failure_is_raised_by_next_save_and_removes_nothing(tmp_path, monkeypatc
 def test_connection_error_of_torch_is_raised_unchanged(tmp_path, monkeypatch):
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer")
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_, **__):
         raise lost
 
     monkeypatch.setattr(background, "save_rectangles", fail)
@@ -236,9 +228,7 @@ def test_patience_after_error_depends_on_what_save_needs(error, most_s, monkeypa
     assert waited == [timedelta(seconds=most_s)]
 
 
-def _train(
-    rank: int, folder: str, async_save: bool, resume: str | None, steps: int
-) -> dict[str, torch.Tensor]:
+def _train(rank, folder, async_save, resume, steps):
     L.seed_everything(3, verbose=False)
     strategy = PTDPStrategy(pipeline_parallel_size=2, num_microbatches=2, async_save=async_save)
     saver = ModelCheckpoint(

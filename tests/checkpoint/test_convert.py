@@ -1,7 +1,6 @@
 """Conversion of checkpoint folders to Lightning's single file."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -29,7 +28,7 @@ class Lit(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-def _fit_and_save(rank: int, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _fit_and_save(rank, folder):
     """Train, and store the Trainer's checkpoint as a checkpoint folder too."""
     callbacks = [
         pl.callbacks.EarlyStopping("missing", strict=False),

@@ -13,10 +13,10 @@ from lightning_ptdp.parameters.rectangle import Rectangle
 
 
 @st.composite
-def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Rectangle]]:
+def cut(draw):
     """Draw a shape and rectangles that partition it."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
-    parts: list[Rectangle] = [Rectangle((0,) * len(shape), shape)]
+    parts = [Rectangle((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
         begin, end = parts.pop(draw(st.integers(0, len(parts) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
@@ -26,7 +26,7 @@ def cut(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Rectangle]]:
     return shape, draw(st.permutations(parts))
 
 
-def _counts(shape: tuple[int, ...], parts: list[Rectangle]) -> torch.Tensor:
+def _counts(shape, parts):
     counts = torch.zeros(shape, dtype=torch.int64)
     for part in parts:
         counts[part.slices] += 1

@@ -49,7 +49,7 @@ def torn(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "c"))
 
 
-def read_all(path: Path) -> None:
+def read_all(path):
     read_metadata(path)
     read_state(path)
     load_tensors(path, blank(held(Layout(1), 0)))
@@ -110,7 +110,7 @@ def test_verify_names_every_damaged_file_of_its_part(pool, tmp_path):
         assert [f"rank{rank}-0" in str(error.value) for rank in range(2)] == [part == 0, part == 1]
 
 
-def _save_two(rank: int, path: str) -> None:
+def _save_two(rank, path):
     save_checkpoint(path, tensors=held(Layout(2, t=2), rank), state={}, metadata={})
 
 
@@ -144,7 +144,7 @@ def test_every_flipped_byte_of_metadata_is_detected(tmp_path):
             read_metadata(tmp_path / "c")
 
 
-def _rewrite(path: Path, **changes: object) -> None:
+def _rewrite(path, **changes):
     """Change metadata.json and update its digest."""
     file = path / "metadata.json"
     content = {**json.loads(file.read_bytes()), **changes}

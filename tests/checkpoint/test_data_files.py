@@ -2,10 +2,6 @@
 
 import os
 import zlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +11,6 @@ from safetensors.torch import load_file
 from lightning_ptdp.checkpoint import CheckpointError, data_files, files
 from lightning_ptdp.checkpoint.checksums import (
     BLOCK,
-    SummedFile,
     open_summed,
     parse_sums,
 )
@@ -25,7 +20,7 @@ from lightning_ptdp.checkpoint.stored_tensor import read_rectangle, rows_at_once
 from tests.checkpoint.layouts import save
 from tests.fake_cuda import fake_cuda
 
-TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+TENSORS = {
     "contiguous, many pieces": lambda: torch.randn(700, 1024),
     "columns": lambda: torch.randn(3000, 600)[:, 100:357],
     "transposed": lambda: torch.randn(300, 500).t(),
@@ -53,13 +48,13 @@ def written(tmp_path_factory):
     return path, {name: (tensors[name], one.begin) for name, one in stored}
 
 
-def _opened(path: Path) -> AbstractContextManager[SummedFile]:
+def _opened(path):
     size = path.stat().st_size
     sums = parse_sums(path.with_suffix(".crc").read_bytes(), size=size)
     return open_summed(path, sums, size=size)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -133,10 +128,10 @@ def test_pieces_of_rows_end_at_block_boundaries(row):
 
 def test_failed_fsync_fails_save_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_SYNC_BYTES", 1 << 20)
-    calls: list[int] = []
+    calls = []
     fsync = os.fsync
 
-    def first_fails(handle: int) -> None:
+    def first_fails(handle):
         calls.append(handle)
         if len(calls) == 1:
             raise OSError("the disk is gone")
@@ -155,9 +150,9 @@ def test_gpu_rows_are_staged_in_two_pinned_buffers(rows, monkeypatch):
     monkeypatch.setattr(data_files, "_STAGED", 2 * BLOCK)
     expected = torch.arange(rows * BLOCK // 8, dtype=torch.float64).view(rows, -1)
     empty = torch.empty
-    made = list[torch.Tensor]()
+    made = []
 
-    def pinned(*args: Any, pin_memory: bool, **kwargs: Any) -> torch.Tensor:
+    def pinned(*args, pin_memory, **kwargs):
         assert pin_memory
         made.append(empty(*args, **kwargs))
         return made[-1]

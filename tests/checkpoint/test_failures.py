@@ -6,9 +6,6 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,9 +26,7 @@ from tests.checkpoint.layouts import save
 ROWS = 200_000
 
 
-def _half(
-    rank: int, value: float, *, rows: int = ROWS
-) -> dict[str, tuple[torch.Tensor, Placement]]:
+def _half(rank, value, *, rows=ROWS):
     piece = Piece(local=(0,), full=(rank * rows,), size=(rows,))
     record = Placement(
         full_shape=(2 * rows,), local_shape=(rows,), pieces=(piece,), sharded=("tensor",)
@@ -40,7 +35,7 @@ def _half(
 
 
 @contextlib.contextmanager
-def _full_disk(limit: int) -> Iterator[None]:
+def _full_disk(limit):
     """Limit files of this process to ``limit`` bytes, so that writes fail, even for root."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
@@ -50,42 +45,42 @@ def _full_disk(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
-def _disk_full(rank: int) -> dict[str, Any]:
+def _disk_full(rank):
     return {"tensors": _half(rank, 2.0)}
 
 
-def _wrong_local_shape(rank: int) -> dict[str, Any]:
+def _wrong_local_shape(rank):
     tensors = _half(rank, 2.0)
     if rank == 1:
         tensors["model/w"] = (torch.zeros(3), tensors["model/w"][1])
     return {"tensors": tensors}
 
 
-def _other_dtype(rank: int) -> dict[str, Any]:
+def _other_dtype(rank):
     tensor, record = _half(rank, 2.0)["model/w"]
     return {"tensors": {"model/w": (tensor.bfloat16() if rank else tensor, record)}}
 
 
-def _uncovered(rank: int) -> dict[str, Any]:
+def _uncovered(rank):
     return {"tensors": _half(0, 2.0)}
 
 
-def _overlapping(rank: int) -> dict[str, Any]:
+def _overlapping(rank):
     tensor, _ = _half(rank, 2.0)["model/w"]
     piece = Piece(local=(0,), full=(rank * (ROWS - 10),), size=(ROWS,))
     record = Placement(full_shape=(2 * ROWS,), local_shape=(ROWS,), pieces=(piece,))
     return {"tensors": {"model/w": (tensor, record)}}
 
 
-def _class_in_the_state(rank: int) -> dict[str, Any]:
+def _class_in_the_state(rank):
     return {"tensors": _half(rank, 2.0), "state": {"callbacks": {"mine": [1, object()]}}}
 
 
-def _not_json(rank: int) -> dict[str, Any]:
+def _not_json(rank):
     return {"tensors": _half(rank, 2.0), "metadata": {"layout": {1, 2}}}
 
 
-CASES: list[tuple[Callable[[int], dict[str, Any]], str]] = [
+CASES = [
     (_disk_full, r"rank 1: .*OSError: .*File too large"),
     (
         _wrong_local_shape,
@@ -110,7 +105,7 @@ CASES: list[tuple[Callable[[int], dict[str, Any]], str]] = [
 ]
 
 
-def _save_then_fail(rank: int, case: Callable[[int], dict[str, Any]], path: str) -> str:
+def _save_then_fail(rank, case, path):
     save_checkpoint(path, tensors=_half(rank, 1.0, rows=10), state={}, metadata={})
     limit = _full_disk(100_000) if case is _disk_full and rank == 1 else contextlib.nullcontext()
     with limit, pytest.raises(CheckpointError) as error:
@@ -145,7 +140,7 @@ def test_single_process_checks_cover_on_save_load_and_verify(tmp_path, monkeypat
         verify_checkpoint(tmp_path / "c")
 
 
-def _save_twice(rank: int, path: str) -> None:
+def _save_twice(rank, path):
     save_checkpoint(path, tensors=_half(rank, 1.0, rows=10), state={}, metadata={"save": 1})
     save_checkpoint(path, tensors=_half(rank, 2.0, rows=11), state={}, metadata={"save": 2})
 
@@ -159,11 +154,11 @@ def test_second_save_replaces_checkpoint_and_leftovers(pool, tmp_path):
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def _save_one(path: Path, value: float) -> None:
+def _save_one(path, value):
     save(path, {"w": torch.tensor([value])})
 
 
-def _check_kept(path: Path) -> None:
+def _check_kept(path):
     """Check that the first checkpoint is intact and alone in its folder."""
     assert read_full(path)["w"].item() == 1.0
     assert os.listdir(path.parent) == ["last.ckpt"]
@@ -189,7 +184,7 @@ def test_failed_rename_restores_previous_checkpoint(tmp_path, monkeypatch):
     _save_one(path, 1.0)
     rename = os.rename
 
-    def fail_for_the_new_one(source: Any, target: Any) -> None:
+    def fail_for_the_new_one(source, target):
         if ".tmp-" in str(source) and str(target) == str(path):
             raise OSError("injected")
         rename(source, target)
@@ -205,7 +200,7 @@ def test_read_only_folder_fails_save_and_keeps_checkpoint(tmp_path, monkeypatch)
     _save_one(path, 1.0)
 
     # permissions do not stop root, and tests may run as root
-    def refuse(made: Any, *args: Any, **kwargs: Any) -> None:
+    def refuse(made, *args, **kwargs):
         if str(made).startswith(str(tmp_path)):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(made))
         mkdir(made, *args, **kwargs)
@@ -223,7 +218,7 @@ def test_storage_lost_during_save_is_reported(tmp_path, monkeypatch):
     _save_one(kept, 1.0)
     write = data_files.write_rectangles
 
-    def vanish(*args: Any, **options: Any) -> Any:
+    def vanish(*args, **options):
         entries = write(*args, **options)
         shutil.rmtree(gone.parent)
         return entries
@@ -247,13 +242,13 @@ def test_error_names_leftover_of_interrupted_rename(tmp_path, monkeypatch):
         read_metadata(path)
 
 
-def _fail_on(rank: int, failing: list[int]) -> None:
+def _fail_on(rank, failing):
     with same_outcome("the test"):
         if rank in failing:
             raise KeyError(f"key {rank % 2}")
 
 
-def _raise_on(rank: int, failing: list[int]) -> str:
+def _raise_on(rank, failing):
     with pytest.raises(CheckpointError) as error:
         _fail_on(rank, failing)
     return str(error.value)

@@ -34,7 +34,7 @@ class Counted(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0, momentum=0.5)
 
 
-def fit(module: L.LightningModule, steps: int, start: Path | None = None) -> L.Trainer:
+def fit(module, steps, start=None):
     trainer = quiet_trainer(
         strategy=PTDPStrategy(checkpoint_format="folder"), max_steps=steps, max_epochs=9
     )
@@ -42,7 +42,7 @@ def fit(module: L.LightningModule, steps: int, start: Path | None = None) -> L.T
     return trainer
 
 
-def write(folder: Path) -> None:
+def write(folder):
     fit(Counted(), STEPS).save_checkpoint(folder)
 
 

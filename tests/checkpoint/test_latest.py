@@ -21,7 +21,7 @@ from tests.data.folders import flip
 VALUES = "rank0-0.safetensors"
 
 
-def _save(path: Path, value: float) -> Path:
+def _save(path, value):
     return save(path, {"w": torch.full((5,), value)})
 
 
@@ -41,7 +41,7 @@ def test_latest_link_is_moved_without_leftovers(three):
 
 
 def test_latest_means_newest_without_symlink_support(tmp_path, monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise PermissionError("no links here")
 
     with monkeypatch.context() as patch:

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.checkpoint import (
-    CheckpointMetadata,
-    LocalRectangle,
     load_tensors,
     read_full,
     read_metadata,
@@ -49,7 +46,7 @@ class Layout:
     c: int = 1
     zero: bool = False
 
-    def coordinates(self) -> Iterator[tuple[int, int, int]]:
+    def coordinates(self):
         """Return (stage, tensor rank, replica) of every chunk of every rank."""
         return itertools.product(range(self.p * self.v), range(self.t), range(self.d * self.c))
 
@@ -62,7 +59,7 @@ LAYOUTS = [
 ]
 
 
-def _full() -> dict[str, tuple[torch.Tensor, str]]:
+def _full():
     """Return the parameters and their kinds of sharding."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"wte.weight": ((29, 6), "vocabulary"), "norm.weight": ((6,), "replicated")}
@@ -79,7 +76,7 @@ def _full() -> dict[str, tuple[torch.Tensor, str]]:
     }
 
 
-def _names(layout: Layout, stage: int) -> list[str]:
+def _names(layout, stage):
     stages = partition_layers(
         [1.0] * LAYERS, num_stages=layout.p * layout.v, first_cost=0.5, last_cost=0.7
     )
@@ -94,12 +91,12 @@ def _names(layout: Layout, stage: int) -> list[str]:
     ]
 
 
-def _held(layout: Layout, stage: int, tensor_rank: int, replica: int) -> Tensors:
+def _held(layout, stage, tensor_rank, replica):
     """Return the parameters of a stage on one rank, and their optimizer state.
 
     With ``layout.zero`` the state covers only the replica's range of each parameter.
     """
-    full, found = _full(), dict[str, tuple[torch.Tensor, Placement]]()
+    full, found = _full(), {}
     for name in _names(layout, stage):
         value, kind = full[name]
         local, sharding = shard(value, kind, size=layout.t, rank=tensor_rank)
@@ -115,7 +112,7 @@ def _held(layout: Layout, stage: int, tensor_rank: int, replica: int) -> Tensors
     return found
 
 
-def _load(layout: Layout, source: Path | None) -> list[LocalRectangle]:
+def _load(layout, source):
     """Return the rectangles of all ranks, loaded from ``source`` and compared if it is given."""
     rectangles = []
     for coordinate in layout.coordinates():
@@ -136,7 +133,7 @@ def _load(layout: Layout, source: Path | None) -> list[LocalRectangle]:
     return rectangles
 
 
-def _save(path: Path, layout: Layout, source: Path | None) -> CheckpointMetadata:
+def _save(path, layout, source):
     write_checkpoint(
         path,
         rectangles=_load(layout, source),
@@ -146,7 +143,7 @@ def _save(path: Path, layout: Layout, source: Path | None) -> CheckpointMetadata
     return read_metadata(path)
 
 
-def _check(path: Path) -> None:
+def _check(path):
     model, states = read_full(path), read_full(path, prefix="optimizer/0/exp_avg/")
     assert model["head.weight"] is model["wte.weight"]
     assert model.keys() - {"head.weight"} == states.keys() == _full().keys()

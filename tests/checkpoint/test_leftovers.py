@@ -12,10 +12,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -36,14 +33,14 @@ from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step
 pytestmark = pytest.mark.thorough
 
 
-def _die(*_: Any, **__: Any) -> None:
+def _die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run_killed(action: Callable[[], object], at: Any, name: str) -> None:
+def _run_killed(action, at, name):
     """Run ``action`` in a process that is killed as soon as it calls ``at.name``."""
 
-    def run() -> None:
+    def run():
         setattr(at, name, _die)
         action()
 
@@ -54,12 +51,12 @@ def _run_killed(action: Callable[[], object], at: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _elsewhere(part: Path) -> Iterator[BaseProcess]:
+def _elsewhere(part):
     """Start a process that writes ``part`` and holds its lock."""
     context = multiprocessing.get_context("fork")
     taken = context.Event()
 
-    def write() -> None:
+    def write():
         claim = WriteLock(part)
         claim.take()
         part.mkdir()
@@ -86,7 +83,6 @@ def test_complete_but_unrenamed_save_is_finished_on_resume(tmp_path, given):
         functools.partial(fit_saving, tmp_path, 2, tmp_path / "step=1.ckpt"), files, "replace"
     )
     newest = newest_checkpoint(tmp_path)
-    assert newest is not None
     assert newest.name.startswith("step=2.ckpt.tmp-")
     written = read_metadata(newest).created
     fit_saving(tmp_path, 3, given(tmp_path))

@@ -1,14 +1,12 @@
 """Checkpoint folders read by ``load_from_checkpoint`` and by Lightning's own strategies."""
 
 import sys
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
-from torch import Tensor
 
 from lightning_ptdp.checkpoint import CheckpointError, read_whole
 from tests.checkpoint.lit_saved import make
@@ -22,7 +20,7 @@ LitSaved, SavedData = make(L)
 OTHER = {"width": 6, "rates": (0.05, 0.3), "names": ["a"]}
 
 
-def train(rank: int, place: Place, path: str) -> dict[str, Tensor]:
+def train(rank, place, path):
     saver = ModelCheckpoint(dirpath=path, filename="best", monitor="train_loss", save_last=True)
     trainer = make_trainer(place, callbacks=[saver], enable_checkpointing=True, max_epochs=1)
     trainer.fit(LitSaved(**OTHER), datamodule=SavedData(batch_size=8))
@@ -61,7 +59,7 @@ def test_arguments_override_stored_hyperparameters(written, tmp_path):
         LitSaved.load_from_checkpoint(path, width=5)
 
     class LitMore(LitSaved):
-        def __init__(self, **kwargs: Any) -> None:
+        def __init__(self, **kwargs):
             super().__init__(**kwargs)
             self.head = torch.nn.Linear(1, 1)
 
@@ -119,7 +117,7 @@ def test_incomplete_or_missing_folder_is_refused(written, tmp_path):
 QUIET = ("accelerator=cpu", "devices=1", "logger=false", "enable_progress_bar=false")
 
 
-def save_with_cli(rank: int, path: str) -> None:
+def save_with_cli(rank, path):
     quiet = [*QUIET, "strategy=ptdp", "max_epochs=1", "enable_checkpointing=false"]
     options = ["--model.width=3", *(f"--trainer.{option}" for option in quiet)]
     cli = LightningCLI(LitSaved, SavedData, args=options, run=False, save_config_callback=None)

@@ -2,9 +2,7 @@
 
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fsspec
 import pytest
@@ -56,9 +54,9 @@ def tiny(tmp_path_factory):
 @pytest.fixture
 def fetched(monkeypatch):
     """Return the addresses that are fetched."""
-    call, urls = remote_path._call, list[str]()
+    call, urls = remote_path._call, []
 
-    def noted(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def noted(url, method, *arguments, **options):
         if method == "cat_file":
             urls.append(url)
         return call(url, method, *arguments, **options)
@@ -67,7 +65,7 @@ def fetched(monkeypatch):
     return urls
 
 
-def _files(folder: Path) -> dict[str, bytes]:
+def _files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -100,7 +98,7 @@ def test_model_trains_from_an_address_and_is_exported_to_another(store, tiny, fe
 def test_copy_is_made_once_and_again_when_the_source_changes(store, tiny, fetched, monkeypatch):
     monkeypatch.setattr("lightning_ptdp.checkpoint.local_copies._PIECE", 1 << 14)
     store.put(str(tiny), MODEL, recursive=True)
-    copies = list[Path]()
+    copies = []
     threads = [threading.Thread(target=lambda: copies.append(local_copy(MODEL))) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -124,7 +122,7 @@ def test_failed_fetch_leaves_no_copy(store, tmp_path, kind, monkeypatch):
     words = {"error": "a.txt failed: denied", "short": "changed while", "escape": "not the name of"}
     call = remote_path._call
 
-    def fail(url: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def fail(url, method, *arguments, **options):
         if method == "cat_file" and kind == "error":
             raise PermissionError("denied")
         return b"" if method == "cat_file" else call(url, method, *arguments, **options)
@@ -161,7 +159,7 @@ def test_corpus_and_prepared_folder_are_read_from_addresses(store, tmp_path):
         (text / f"{number:02}.txt").write_text(f"the quick brown fox number {number} jumps\n" * 40)
     (text / "weights.bin").write_bytes(b"not text")
     store.put(str(text), "/store/text", recursive=True)
-    options: dict[str, Any] = {"vocabulary_size": 300, "validation_fraction": 0.1}
+    options = {"vocabulary_size": 300, "validation_fraction": 0.1}
     here = prepare(PrepareConfig(source=str(text), output=str(tmp_path / "here"), **options))
     away = prepare(
         PrepareConfig(source="memory://store/text", output=str(tmp_path / "away"), **options)
@@ -170,7 +168,7 @@ def test_corpus_and_prepared_folder_are_read_from_addresses(store, tmp_path):
     assert away.manifest.corpus.content == here.manifest.corpus.content
     store.put(str(tmp_path / "away"), "/store/tokens", recursive=True)
 
-    def data(remote: str) -> TextDataModule:
+    def data(remote):
         folder = str(tmp_path / "copy")
         return TextDataModule(
             data_dir=folder, remote=remote, vocabulary_size=300, sequence_length=8
@@ -187,15 +185,15 @@ def test_corpus_and_prepared_folder_are_read_from_addresses(store, tmp_path):
 
 def test_export_at_an_address_is_logged_from_a_copy_that_is_removed(store, monkeypatch):
     store.pipe_file(f"{MODEL}/config.json", b"{}")
-    logged: list[Path] = []
+    logged = []
 
-    def log_folder(folder: Path, **_: object) -> str:
+    def log_folder(folder, **_):
         assert (folder / "config.json").read_bytes() == b"{}"
         logged.append(folder)
         return "load"
 
     monkeypatch.setattr(export_huggingface, "log_folder", log_folder)
-    logger: Any = SimpleNamespace(tracking_uri="", run_id="")
+    logger = SimpleNamespace(tracking_uri="", run_id="")
     export_huggingface._log(logger, located(MODEL))
     assert not logged[0].exists()
     export_huggingface._log(logger, local_copy(MODEL))

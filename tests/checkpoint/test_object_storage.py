@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -39,7 +38,7 @@ from tests.tiny_gpt import Run
 pytestmark = pytest.mark.thorough
 
 ROOT = "s3://bucket"
-ONE: dict[str, Any] = {}
+ONE = {}
 T2P2 = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 D2 = {"shard": "optimizer", "async_save": True}
@@ -59,13 +58,11 @@ def quick(monkeypatch):
         monkeypatch.setattr(remote_path, name, value)
 
 
-def _environment() -> dict[str, str]:
+def _environment():
     return {name: os.environ[name] for name in SETTINGS}
 
 
-def _fit(
-    rank: int, layout: dict[str, Any], world_size: int, root: str, steps: int, resume: str | None
-) -> dict[str, torch.Tensor]:
+def _fit(rank, layout, world_size, root, steps, resume):
     run = Run(layers=2, steps=steps)
     strategy = PTDPStrategy(checkpoint_format="folder", **layout)
     saver = ModelCheckpoint(every_n_train_steps=2, save_top_k=1, save_last=True)
@@ -78,8 +75,8 @@ def _fit(
 
 
 def test_training_saves_and_resumes_under_an_address_in_any_layout(pool, server, tmp_path):
-    def fit(root: str, *runs: tuple[dict[str, Any], int, str | None]) -> Any:
-        found: Any = None
+    def fit(root, *runs):
+        found = None
         for number, (layout, world_size, resume) in enumerate(runs):
             arguments = (layout, world_size, root, 2 * number + 2, resume)
             found = pool.run(_fit, world_size=world_size, args=arguments, env=_environment())[0]
@@ -102,7 +99,7 @@ def test_training_saves_and_resumes_under_an_address_in_any_layout(pool, server,
     assert wrote == {"rank0", "rank1", "rank2", "rank3"}
 
 
-def _train_model(rank: int, path: str, export: str) -> dict[str, torch.Tensor]:
+def _train_model(rank, path, export):
     ids = torch.randint(100, (8, 8), generator=torch.Generator().manual_seed(0))
     batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=4)
     trainer = make_trainer(
@@ -141,11 +138,11 @@ def test_ranks_fetch_a_model_once_per_node_and_export_it_together(pool, server, 
     }
 
 
-def _save(path: str, step: int) -> None:
+def _save(path, step):
     layouts.save(path, {"w": torch.full((5,), float(step))}, metadata={"step": step})
 
 
-def _step(path: object) -> int:
+def _step(path):
     return int(verify_checkpoint(str(path)).run["step"])
 
 

@@ -23,7 +23,7 @@ from tests.checkpoint.layouts import Layout, held, save
 Parameters = dict[str, tuple[torch.nn.Parameter, Placement]]
 
 
-def _parameters(layout: Layout, rank: int) -> Parameters:
+def _parameters(layout, rank):
     """Return this rank's float32 parameters by global name, with zero padding."""
     found = {}
     for name, (tensor, sharding) in held(layout, rank).items():
@@ -35,7 +35,7 @@ def _parameters(layout: Layout, rank: int) -> Parameters:
     return found
 
 
-def _local(tensor: torch.Tensor, sharding: Placement) -> torch.Tensor:
+def _local(tensor, sharding):
     """Return a float32 copy with zeros outside every piece."""
     local = torch.zeros(tensor.shape)
     for piece in sharding.pieces:
@@ -47,7 +47,7 @@ def _local(tensor: torch.Tensor, sharding: Placement) -> torch.Tensor:
     return local
 
 
-def _optimizer(parameters: Parameters, kind: str, *, lr: float = 0.1) -> torch.optim.Optimizer:
+def _optimizer(parameters, kind, *, lr=0.1):
     """Return an optimizer with two weight decay groups. One may be empty on a stage."""
     groups = [
         {
@@ -63,9 +63,7 @@ def _optimizer(parameters: Parameters, kind: str, *, lr: float = 0.1) -> torch.o
     )
 
 
-def _train(
-    parameters: Parameters, optimizer: torch.optim.Optimizer, *, start: int, steps: int
-) -> None:
+def _train(parameters, optimizer, *, start, steps):
     """Train with gradients that depend only on element and step, to be equal in every layout."""
     for step in range(start, start + steps):
         for parameter, _ in parameters.values():
@@ -73,16 +71,16 @@ def _train(
         optimizer.step()
 
 
-def _all_groups(optimizer: torch.optim.Optimizer, parameters: Parameters) -> list[dict[str, Any]]:
+def _all_groups(optimizer, parameters):
     mine = optimizer_groups(optimizer, {p: name for name, (p, _) in parameters.items()})
     if not dist.is_initialized():
         return merge_groups([mine])
-    everyone: list[Any] = [None] * dist.get_world_size()
+    everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return merge_groups(everyone)
 
 
-def _named(parameters: Parameters) -> dict[str, Any]:
+def _named(parameters):
     """Return the names and placements of parameters."""
     return {
         "names": {p: name for name, (p, _) in parameters.items()},
@@ -90,18 +88,18 @@ def _named(parameters: Parameters) -> dict[str, Any]:
     }
 
 
-def _save(rank: int, layout: Layout, kind: str, path: str) -> None:
+def _save(rank, layout, kind, path):
     parameters = _parameters(layout, rank)
     optimizer = _optimizer(parameters, kind)
     _train(parameters, optimizer, start=0, steps=3)
-    tensors: dict[str, Any] = {f"model/{name}": value for name, value in parameters.items()}
+    tensors = {f"model/{name}": value for name, value in parameters.items()}
     tensors |= optimizer_tensors(optimizer, **_named(parameters))
     save_checkpoint(
         path, tensors=tensors, state={"groups": _all_groups(optimizer, parameters)}, metadata={}
     )
 
 
-def _resume(rank: int, layout: Layout, kind: str, path: str) -> None:
+def _resume(rank, layout, kind, path):
     """Resume for two steps; compare state and parameters with a five-step reference run."""
     parameters = _parameters(layout, rank)
     expected = _parameters(layout, rank)
@@ -160,7 +158,7 @@ class Counting(torch.optim.Optimizer):
                 )
 
 
-def _one(tensor: torch.Tensor) -> tuple[dict[str, Any], torch.nn.Parameter]:
+def _one(tensor):
     """Return the name and placement of a new parameter, and the parameter."""
     parameter = torch.nn.Parameter(tensor)
     return _named({"w": (parameter, Placement.replicated(tuple(tensor.shape)))}), parameter

@@ -6,7 +6,6 @@ The order depends neither on clocks nor on file times, which a copy may change.
 import os
 import shutil
 import time
-from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
@@ -28,7 +27,7 @@ HOUR, DAY = 3600.0, 86400.0
 CLOCK = time.time
 
 
-def _save(path: Path, step: int, keeper: SaveFolders | None = None) -> Path:
+def _save(path, step, keeper=None):
     tensors = replicated({"w": torch.full((5,), float(step))})
     save_checkpoint(path, tensors=tensors, state={}, metadata={"global_step": step}, keeper=keeper)
     return path
@@ -74,7 +73,6 @@ def test_resumed_or_restarted_run_is_newer_in_any_folder(tmp_path, monkeypatch):
     fit_saving(tmp_path / "two", 3, tmp_path / "two" / "step=4.ckpt", every_n_train_steps=2)
     trainer = fit_saving(tmp_path / "two", 2, every_n_train_steps=2)
     found = newest_checkpoint(tmp_path)
-    assert found is not None
     assert found.parent == tmp_path / "two"
     assert read_metadata(found).run["global_step"] == 2
     trainer.strategy.run_facts = {"experiment": {"model": "1"}}

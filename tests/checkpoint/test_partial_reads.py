@@ -24,7 +24,7 @@ SHAPES = {
 }
 
 
-def _bytes_read() -> int:
+def _bytes_read():
     """Return the number of bytes that this process has read, by any system call."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
@@ -38,7 +38,7 @@ def whole(tmp_path_factory):
     return path, full
 
 
-def _cut(kind: str, full: torch.Tensor, size: int, index: int) -> tuple[torch.Tensor, Placement]:
+def _cut(kind, full, size, index):
     if kind != "fused":
         return shard(full, kind, size=size, rank=index)
     sharding = shard_columns(full.shape, parts=(1024, 1024, 1024), size=size, index=index)
@@ -91,7 +91,7 @@ def test_strips_of_shard_align_with_strips_of_full_tensor():
 def test_tall_matrix_is_cut_only_by_ranks_that_split_its_columns(tmp_path):
     full = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(0))
 
-    def part(size: int, index: int) -> Placement:
+    def part(size, index):
         return shard_columns(full.shape, parts=[1024], size=size, index=index, dim=1)
 
     halves = [

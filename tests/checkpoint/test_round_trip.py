@@ -20,7 +20,7 @@ pytestmark = pytest.mark.thorough
 STATE = {"epoch": 3, "loops": {"fit_loop": {"batches": [1, 2]}}, "best": torch.tensor(0.25)}
 
 
-def _save(rank: int, layouts: list[Layout], folder: str) -> None:
+def _save(rank, layouts, folder):
     for layout in layouts:
         save_checkpoint(
             f"{folder}/{layout}",
@@ -30,7 +30,7 @@ def _save(rank: int, layouts: list[Layout], folder: str) -> None:
         )
 
 
-def _load(rank: int, layout: Layout, folder: str) -> None:
+def _load(rank, layout, folder):
     expected = held(layout, rank)
     for source in LAYOUTS:
         found = blank(expected)
@@ -77,7 +77,7 @@ def test_only_checkpoints_remain_in_folder(saved):
     assert sorted(entry.name for entry in saved.iterdir()) == sorted(map(str, LAYOUTS))
 
 
-def _save_replicas(rank: int, folder: str) -> None:
+def _save_replicas(rank, folder):
     save(Path(folder), {str(index): torch.full((5000,), float(index)) for index in range(8)})
 
 
@@ -142,7 +142,7 @@ def test_mismatched_names_and_shapes_are_refused(saved):
         read_full(source, prefix="ema/")
 
 
-def _load_where_one_rank_asks_too_much(rank: int, source: str) -> str:
+def _load_where_one_rank_asks_too_much(rank, source):
     target = {"wte.weight": torch.zeros(29, 6)} | ({"nothing": torch.zeros(1)} if rank else {})
     with pytest.raises(CheckpointError) as error:
         load_tensors(source, replicated(target))

@@ -51,14 +51,7 @@ class InOrder(torch.utils.data.DistributedSampler[Any]):
         super().__init__(list(range(32)), **given, shuffle=False)
 
 
-def train(
-    rank: int,
-    place: Place,
-    folder: str,
-    epochs: int,
-    resume: str | None = None,
-    strategy: str | None = None,
-) -> Any:
+def train(rank, place, folder, epochs, resume=None, strategy=None):
     L.seed_everything(1, verbose=False)
     saver = ModelCheckpoint(folder, filename=f"{{epoch}}-{place.world_size}", save_top_k=-1)
     place = Place(world_size=place.world_size, layout=place.layout, reference=strategy)
@@ -146,7 +139,7 @@ class LitWithReader(LitNet):
 @pytest.mark.parametrize("format", ["auto", "file"])
 @pytest.mark.parametrize("module", [LitNet, LitWithReader])
 def test_folder_is_written_for_callback_unless_file_is_requested(module, format, tmp_path):
-    own: list[L.Callback] = [Reader()] if module is LitNet else []
+    own = [Reader()] if module is LitNet else []
     place = Place(layout={"checkpoint_format": format})
     trainer = make_trainer(
         place, max_epochs=1, enable_checkpointing=True, default_root_dir=tmp_path, callbacks=own
@@ -189,7 +182,7 @@ class Counting(TorchCheckpointIO):
 
     saved = 0
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, *args, **kwargs):
         self.saved += 1
         super().save_checkpoint(*args, **kwargs)
 
@@ -209,12 +202,12 @@ def test_unused_plugin_is_accepted(pool):
     pool.run(fit_with_plugin, world_size=2, args=(PIPELINE,))
 
 
-def fit_with_plugin(rank: int, place: Place) -> None:
+def fit_with_plugin(rank, place):
     make_trainer(place, plugins=[Counting()], max_epochs=1).fit(LitNet(), loader())
 
 
 class Broken:
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         raise OSError("no space left")
 
 

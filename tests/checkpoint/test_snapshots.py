@@ -5,13 +5,11 @@ import gc
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -37,7 +35,7 @@ from tests.models.fits import quiet_trainer
 from tests.tiny_gpt import LitTiny, Run
 
 STEPS, LOST_AFTER = 6, 4
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "d2": {},
     "t2": {"tensor_parallel_size": 2},
     "p2v2": {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "num_microbatches": 2},
@@ -54,7 +52,7 @@ class Resumable(DataLoader):
 
     seen = begin = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for self.seen, batch in enumerate(super().__iter__(), 1):
             if self.seen > self.begin:
                 yield batch
@@ -74,9 +72,7 @@ class Failing(LitTiny):
             raise Lost
 
 
-def fit(
-    rank: int, folder: str, layout: dict[str, Any], fails: bool, every: int | None, start: str = ""
-) -> dict[str, Any]:
+def fit(rank, folder, layout, fails, every, start=""):
     """Train in ``layout``; return the weights, and what was in memory when it failed."""
     memory_folders._ROOT = Path(folder) / "shm"  # in a forked process of the pool
     strategy = PTDPStrategy(**layout, snapshot_every_n_steps=every)
@@ -110,7 +106,7 @@ def shm(tmp_path, monkeypatch):
     return root
 
 
-def snapshots(shm: Path) -> list[str]:
+def snapshots(shm):
     return sorted(path.name for path in shm.glob("*/*/step-*"))
 
 
@@ -138,7 +134,7 @@ def test_restart_continues_from_newest_step_in_any_layout(pool, shm, tmp_path, l
 MEMORY = Path("/proc/self/cwd/shm")  # the same path on every node, another folder on each
 
 
-def fit_on_two_nodes(rank: int, folder: str, fails: bool, start: str | None) -> dict[str, Any]:
+def fit_on_two_nodes(rank, folder, fails, start):
     """Train two replicas, each on a node with a memory of its own."""
     memory_folders._ROOT = MEMORY
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # the pool has connected them
@@ -162,7 +158,7 @@ def fit_on_two_nodes(rank: int, folder: str, fails: bool, start: str | None) -> 
     return {"kept": kept, "step": trainer.global_step}
 
 
-def fetch(rank: int, folder: str, given: str) -> str:
+def fetch(rank, folder, given):
     """Look for the newest snapshot on two nodes with two ranks each."""
     memory_folders._ROOT = MEMORY
     with contextlib.chdir(Path(folder) / f"node{rank // 2}"):
@@ -183,7 +179,7 @@ def nodes(tmp_path, monkeypatch):
     return folders
 
 
-def save(path: Path, step: int) -> None:
+def save(path, step):
     save_checkpoint(
         path / f"step-{step}",
         tensors=replicated({"w": torch.full((2,), float(step))}),
@@ -306,7 +302,7 @@ def test_process_lost_while_publishing_leaves_newest_snapshot(shm, tmp_path, mon
         assert newest_checkpoint(tmp_path).name == "step-2", calls
 
 
-def _until_lost(left: Iterator[int], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _until_lost(left, call, *args, **kwargs):
     if next(left, None) is None:
         raise KeyboardInterrupt
     return call(*args, **kwargs)

@@ -40,7 +40,7 @@ class Registered:
     def __init__(self, inner: Any = None) -> None:
         self.inner = inner
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Registered) and other.inner == self.inner
 
     __hash__ = None
@@ -51,7 +51,7 @@ class Mode(enum.Enum):
     SLOW = (1, 2)
 
 
-STORED: list[tuple[Any, Any]] = [
+STORED = [
     ({"a": [1, (2.5, None)], 3: {True, False}}, {"a": [1, (2.5, None)], 3: {True, False}}),
     (Path("runs") / "1", "runs/1"),
     (np.float64(0.5), 0.5),
@@ -83,7 +83,7 @@ STORED: list[tuple[Any, Any]] = [
 ]
 
 
-def kept(path: Path, value: Any) -> Any:
+def kept(path, value):
     """Save a value as state and return it as read from the checkpoint."""
     return read_state(save(path, state={"key": value}))["key"]
 
@@ -143,10 +143,10 @@ class Called(dict[str, Any]):
 
     calls: ClassVar[list[Any]] = []
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args):
         self.calls.append(args)
 
-    def __del__(self) -> None:
+    def __del__(self):
         self.calls.append(self)
 
 
@@ -205,14 +205,14 @@ def test_invalid_device_is_refused_in_one_line(parts):
 
 
 def test_self_referencing_value_is_refused_by_name(tmp_path):
-    value: list[Any] = []
+    value = []
     value.append(value)
     with pytest.raises(CheckpointError, match=r"state\['key'\]\[0\].* contains itself"):
         kept(tmp_path / "c", value)
 
 
 def test_deepest_allowed_nesting_is_restored(tmp_path):
-    value: Any = 0
+    value = 0
     for number in range(39):
         value = {1: (value,)} if number % 2 else ([value],)
     assert kept(tmp_path / "c", value) == value

@@ -3,7 +3,6 @@
 import multiprocessing
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -36,7 +35,7 @@ class Together(L.Callback):
         self._barrier.wait(LIMIT_S)
 
 
-def train(folder: Path, barrier: Any, told: Any) -> None:
+def train(folder, barrier, told):
     warnings.filterwarnings("error", message=".*latest cannot be created")
     saver = ModelCheckpoint(
         folder,
@@ -102,9 +101,9 @@ def test_latest_is_marked_despite_removal_of_new_link(tmp_path, monkeypatch):
     target, link = tmp_path / "step=1.ckpt", latest.os.symlink
     save(target, 1)
     (tmp_path / "latest").unlink(missing_ok=True)
-    taken: list[Path] = []
+    taken = []
 
-    def symlink(name: str, path: Path) -> None:
+    def symlink(name, path):
         link(name, path)
         if not taken:
             taken.append(path)
@@ -130,15 +129,15 @@ def test_checkpoint_is_replaced_despite_concurrent_removal(tmp_path):
 def test_lock_under_creation_is_not_abandoned(tmp_path, monkeypatch):
     """Another process checks the lock file between its creation and its locking."""
     part = tmp_path / "step=1.ckpt.tmp-0123456789ab"
-    looks, created, answers = threading.Event(), threading.Event(), list[bool]()
+    looks, created, answers = threading.Event(), threading.Event(), []
 
-    def sleep(_: float) -> None:
+    def sleep(_):
         looks.set()
         created.wait(LIMIT_S)
 
     monkeypatch.setattr(write_locks.time, "sleep", sleep)
 
-    def look() -> None:
+    def look():
         with write_locks.Abandoned().taken_over(part) as answer:
             answers.append(answer)
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ from lightning_ptdp.cli.error_messages import UserError
 from tests.cli.commands import PTDP
 
 pytestmark = pytest.mark.thorough
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

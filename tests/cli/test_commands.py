@@ -427,9 +427,7 @@ def desk(corpus, tmp_path_factory):
     os.chdir(before)
 
 
-def last_line(
-    line: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, str, str]:
+def last_line(line, capfd, monkeypatch):
     """Run the command and return its exit code, last line of output and all output."""
     words = shlex.split(line)
     while words[0] != "ptdp":

@@ -5,15 +5,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_ptdp.cli.completion import complete
 from lightning_ptdp.cli.entry import VERBS
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """``ptdp doctor``."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from lightning_ptdp.doctor import Check, Inspection, Status, render
 from lightning_ptdp.doctor.inspection import Section, _limited
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 def test_full_inspection_passes_and_leaves_no_files(ptdp, tmp_path, prepared):
@@ -66,7 +63,7 @@ def test_columns_are_aligned():
 def test_unresponsive_file_system_fails_check():
     import threading
 
-    def dead() -> tuple[Check, ...]:
+    def dead():
         threading.Event().wait()
         return ()
 

@@ -2,9 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +23,7 @@ Run = Callable[..., tuple[int, str, str]]
 STEPS = 6
 
 
-def configure(
-    config: str, path: Path, *, devices: int, steps: int, callbacks: Sequence[Any] = ()
-) -> str:
+def configure(config, path, *, devices, steps, callbacks=()):
     """Write the tiny configuration with a global batch independent of the number of replicas."""
     settings = yaml.safe_load(Path(config).read_text())
     settings["trainer"] |= {
@@ -54,14 +51,14 @@ def configure(
     return str(path)
 
 
-def _fit(config: str) -> str:
+def _fit(config):
     """Run ``ptdp fit`` in a process of torchrun and return the number of restarts so far."""
     if main(["fit", "--config", config, "--resume", "auto"]):
         raise RuntimeError("ptdp fit failed")
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
-def _torchrun(rank: int, config: str, folder: str) -> dict[int, str]:
+def _torchrun(rank, config, folder):
     """Run like ``torchrun --standalone --nproc-per-node 2 --max-restarts 2``, but fork processes,
     which have torch loaded."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

@@ -7,7 +7,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from lightning_ptdp.models import AdamWConfig, BertConfig, GPTConfig, LitBert
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
 VERBS = [
     "fit",
@@ -281,7 +279,6 @@ TRACE = (
 )
 def test_worker_errors_are_classified_by_type(error, fixable):
     failure = worker_failure(ProcessRaisedException(f"{TRACE}{error}: so it is\nlayer: 3\n"))
-    assert failure is not None
     assert failure.fixable == fixable
     if fixable:
         assert failure.message == "so it is\nlayer: 3"
@@ -307,10 +304,8 @@ def test_worker_failure_reports_message_or_process():
         trace + "lightning_ptdp.checkpoint.save_agreement.CheckpointError: no 'a'\nin here\n"
     )
     failure = worker_failure(ours)
-    assert failure is not None
     assert (failure.message, failure.fixable) == ("no 'a'\nin here", True)
     other = worker_failure(ProcessRaisedException(trace + "ZeroDivisionError: division by zero\n"))
-    assert other is not None
     assert not other.fixable
     assert "Process 2" in other.message
     assert worker_failure(RuntimeError("x")) is None
@@ -320,7 +315,6 @@ def test_killed_worker_is_reported():
     failure = worker_failure(
         ProcessExitedException("process 3 terminated with signal SIGKILL", 3, 99, -9, "SIGKILL")
     )
-    assert failure is not None
     assert not failure.fixable
     for words in ("process 3", "SIGKILL", "memory", "--resume auto"):
         assert words in failure.message
@@ -331,7 +325,6 @@ def test_only_user_errors_are_explained():
     assert explain(FileNotFoundError("gone")) == "gone"
     assert explain(RuntimeError("broken")) is None
     said = explain(ModuleNotFoundError("No module named 'transformers'", name="transformers"))
-    assert said is not None
     assert said.startswith("transformers is not installed. lightning-ptdp needs >=")
     assert explain(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
 

@@ -1,9 +1,6 @@
 """``ptdp evaluate``: results in a layout equal those of the harness with the exported folder."""
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +13,6 @@ from lightning_ptdp.models.tiny import make_tiny
 
 pytestmark = pytest.mark.thorough
 
-Said = Callable[..., tuple[int, str, str]]
 
 TASKS = {
     "choice": """
@@ -71,13 +67,13 @@ def said(capfd, monkeypatch):
     """Run ``ptdp evaluate`` and return its exit code, stdout and stderr."""
     from lm_eval.tasks import TaskManager
 
-    def known(include_path: str | None = None, include_defaults: bool = True) -> TaskManager:
+    def known(include_path=None, include_defaults=True):
         return TaskManager(include_path=include_path, include_defaults=False)
 
     # The index of the harness's own tasks takes 20 s.
     monkeypatch.setattr("lightning_ptdp.cli.harness.TaskManager", known)
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def run(*arguments):
         capfd.readouterr()
         code = main(["evaluate", *arguments])
         captured = capfd.readouterr()
@@ -86,12 +82,12 @@ def said(capfd, monkeypatch):
     return run
 
 
-def make_llama(folder: Path, _: Path) -> tuple[Path, Path]:
+def make_llama(folder, _):
     make_tiny(folder / "llama", vocabulary_size=400, num_hidden_layers=2, seed=5)
     return folder / "llama", folder / "llama"
 
 
-def make_gpt(folder: Path, prepared: Path) -> tuple[Path, Path]:
+def make_gpt(folder, prepared):
     """Return a checkpoint with the tokenizer of prepared data, and its export."""
     torch.manual_seed(7)
     config = GPTConfig(
@@ -158,7 +154,7 @@ def test_results_equal_harness_on_exported_folder(said, tasks, tmp_path, prepare
     assert len({tuple(leaves(row["resps"])) for row in ours["samples"]["writing"]}) > 1
 
 
-def leaves(values: Any) -> Iterator[Any]:
+def leaves(values):
     if isinstance(values, list | tuple):
         for value in values:
             yield from leaves(value)
@@ -169,7 +165,7 @@ def leaves(values: Any) -> Iterator[Any]:
 def test_impossible_task_is_refused_before_launch(said, tasks, tmp_path, prepared, monkeypatch):
     checkpoint, _ = make_llama(tmp_path, prepared)
 
-    def launched(*_: object, **__: object) -> None:
+    def launched(*_, **__):
         raise AssertionError("a run was started")
 
     monkeypatch.setattr(serving, "serve", launched)

@@ -1,8 +1,6 @@
 """``ptdp convert --push_to_hub`` with a stand-in of the Hub's client."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -12,29 +10,27 @@ from tests.models.hf_models import hf_gpt2
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
-
 
 class Client:
     """Records the calls of ``HfApi``."""
 
     def __init__(self):
-        self.made: list[Any] = []
-        self.files: dict[str, bytes] = {}
-        self.error: Exception | None = None
+        self.made = []
+        self.files = {}
+        self.error = None
 
-    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
+    def create_repo(self, repo_id, *, private, exist_ok):
         if self.error is not None:
             raise self.error
         self.made.append((repo_id, private, exist_ok))
 
-    def file_exists(self, repo_id: str, name: str) -> bool:
+    def file_exists(self, repo_id, name):
         return name in self.files
 
-    def upload_file(self, *, path_or_fileobj: bytes, path_in_repo: str, repo_id: str) -> None:
+    def upload_file(self, *, path_or_fileobj, path_in_repo, repo_id):
         self.files[path_in_repo] = path_or_fileobj
 
-    def upload_folder(self, *, repo_id: str, folder_path: str) -> None:
+    def upload_folder(self, *, repo_id, folder_path):
         self.files |= {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
 
 

@@ -1,9 +1,6 @@
 """Inheritance of configurations through ``base:``, and the origin of each value."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,16 +10,14 @@ from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
-
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def merged(folder: Path, base: str, over: str) -> Any:
+def merged(folder, base, over):
     write(folder / "base.yaml", base)
     return resolve_config(write(folder / "over.yaml", f"base: base.yaml\n{over}")).values
 
@@ -167,7 +162,7 @@ def test_run_saves_merged_configuration(ptdp, config, tmp_path):
     ) == (1, 32)
 
 
-def origins_of(shown: str) -> dict[str, str]:
+def origins_of(shown):
     """Return the last comment of each line, keyed by its text without indentation."""
     lines = [line.rpartition("  # ") for line in shown.splitlines() if "  # " in line]
     return {text.strip().removeprefix("- "): origin for text, _, origin in lines}

@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from tests.processes import run
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
 STRATEGY = [
     "--trainer.strategy=lightning_ptdp.PTDPStrategy",
@@ -33,14 +31,14 @@ exit $status
 SCONTROL = "#!/bin/bash\necho 127.0.0.1\n"
 
 
-def script(ptdp: Run, *arguments: str) -> str:
+def script(ptdp, *arguments):
     code, out, err = ptdp("fit", *arguments, "--dry-run")
     assert code == 0, err
     assert subprocess.run(["bash", "-n"], input=out, text=True, check=False).returncode == 0
     return out
 
 
-def words(text: str) -> list[str]:
+def words(text):
     """Return the words of the command that the script executes."""
     (command,) = [
         line for line in text.replace("\\\n", " ").splitlines() if line.startswith("exec ")
@@ -274,12 +272,12 @@ def test_script_is_submitted(launcher, program, ptdp, monkeypatch, tmp_path):
     assert (tmp_path / "submitted").read_text() == ptdp(*command, "--dry-run")[1]
 
 
-def install(folder: Path, name: str, text: str) -> None:
+def install(folder, name, text):
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder):
     found = {path.resolve() for path in folder.glob("runs/tiny/*/checkpoints/latest")}
     return sorted(read_metadata(path).run["global_step"] for path in found)
 

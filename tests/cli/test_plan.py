@@ -21,7 +21,7 @@ from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.models import GPTConfig, pretrained_folder
 from lightning_ptdp.models.adapters import LoraOptions
 from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny
-from lightning_ptdp.planner import Candidate, Job, find_device, search
+from lightning_ptdp.planner import Job, find_device, search
 from lightning_ptdp.planner.picture import draw, draw_what_if
 
 pytestmark = pytest.mark.thorough
@@ -129,7 +129,7 @@ def test_pictures_of_plan_and_what_if_are_written(ptdp, tmp_path):
 
 def test_picture_labels_do_not_overlap(tmp_path, monkeypatch):
     """Draw four batches of similar throughput on four world sizes, and both memory limits."""
-    drawn: list[Figure] = []
+    drawn = []
     saved = Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, path: (drawn.append(figure), saved(figure, path))
@@ -137,7 +137,7 @@ def test_picture_labels_do_not_overlap(tmp_path, monkeypatch):
     job = Job(
         model=GPTConfig.gpt2(), world_size=8, global_batch_size=64, device=find_device("h100")
     )
-    found: dict[int, list[tuple[int, Candidate]]] = {}
+    found = {}
     for batch in (64, 128, 256, 512):
         for world in (1, 2, 3, 4):
             one = dataclasses.replace(job, world_size=2**world, global_batch_size=batch)
@@ -548,9 +548,7 @@ def test_unreachable_hub_is_reported_after_timeout(ptdp, monkeypatch):
     """A connection without an answer ends in a one-line error that names the fix."""
     started, ended = threading.Event(), threading.Event()
 
-    def hangs(
-        name: str, file: str, *, local_files_only: bool = False, etag_timeout: float = 10
-    ) -> str:
+    def hangs(name, file, *, local_files_only=False, etag_timeout=10):
         if local_files_only:
             raise LocalEntryNotFoundError("not there")
         started.set()

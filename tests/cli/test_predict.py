@@ -1,8 +1,6 @@
 """``ptdp predict`` writes the same predictions in every layout."""
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from tests.cli.commands import PTDP
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
 LAYOUTS = {
     "one": [],
@@ -50,7 +47,7 @@ def test_predictions_equal_single_process_in_every_layout(ptdp, config, tmp_path
         "--data.validation_samples=9",
         "--trainer.logger=false",
     ]
-    found: dict[str, list[dict[str, Any]]] = {}
+    found = {}
     for name, layout in LAYOUTS.items():
         file = tmp_path / "new folder" / f"{name}.jsonl"
         code, out, err = ptdp(*common, *layout, "--output", str(file))

@@ -1,12 +1,8 @@
 """Progress output of ``ptdp fit``."""
 
-from collections.abc import Callable
-
 import pytest
 
 pytestmark = pytest.mark.thorough
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 def test_fit_prints_step_lines_unless_replaced_or_disabled(ptdp, config):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ kill -TERM $PPID
 STEPS = 5
 
 
-def configure(config: str, folder: Path) -> str:
+def configure(config, folder):
     settings = yaml.safe_load(Path(config).read_text())
     settings["trainer"] |= {
         "max_steps": STEPS,
@@ -47,7 +46,7 @@ def configure(config: str, folder: Path) -> str:
     return str(path)
 
 
-def _job(rank: int, config: str, folder: str, restarts: int, signalled: bool) -> int:
+def _job(rank, config, folder, restarts, signalled):
     """Run a job of one task; SLURM's signal arrives while the verb is being imported."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name)
@@ -63,7 +62,7 @@ def _job(rank: int, config: str, folder: str, restarts: int, signalled: bool) ->
     os.environ.update({f"SLURM_{name}": str(value) for name, value in tasks.items()})
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
 
-    def arriving(name: str) -> Any:
+    def arriving(name):
         if signalled:
             os.kill(os.getpid(), signal.SIGUSR1)
         return importlib.import_module(name)
@@ -101,7 +100,7 @@ def test_early_signal_requeues_job_that_resumes_bitwise_equal(pool, config, tmp_
     assert all(torch.equal(value, undisturbed[name]) for name, value in requeued.items())
 
 
-def save(path: Path, **run: Any) -> Path:
+def save(path, **run):
     save_checkpoint(
         path,
         tensors={"model/w": (torch.zeros(2), Placement.replicated((2,)))},

@@ -1,9 +1,7 @@
 """Checkpoint choice of ``--resume auto``: only from the same experiment."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import lightning.pytorch as L
@@ -15,7 +13,6 @@ from lightning_ptdp.checkpoint import newest_checkpoint, read_metadata, save_che
 from lightning_ptdp.checkpoint.memory_folders import MemoryFolder
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.resume import (
-    Experiment,
     differences,
     experiment_of,
     find_newest,
@@ -26,7 +23,6 @@ from lightning_ptdp.parameters.placement import Placement
 from tests.cli.commands import SAVE_EACH_STEP
 from tests.cli.conftest import tiny
 
-Run = Callable[..., tuple[int, str, str]]
 PTDP = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
 
 
@@ -37,7 +33,7 @@ def values(corpus, prepared, tmp_path_factory):
     return parsed_values(["--config", str(folder / "tiny.yaml"), PTDP])
 
 
-def experiment(values: dict[str, Any], num_replicas: int = 1, **changed: Any) -> Experiment:
+def experiment(values, num_replicas=1, **changed):
     """Return the experiment of the configuration with changes given as ``a__b=value``."""
     values = copy.deepcopy(values)
     for name, value in changed.items():
@@ -98,7 +94,7 @@ def test_training_option_changes_experiment(values, changed, name):
     assert name in differences(experiment(values), experiment(values, **changed))
 
 
-def save(path: Path, step: int, **run: Any) -> Path:
+def save(path, step, **run):
     value = (torch.zeros(2), Placement.replicated((2,)))
     save_checkpoint(
         path,
@@ -186,7 +182,7 @@ def test_second_experiment_in_folder_starts_afresh_and_reports(ptdp, config, tmp
         "callbacks": [SAVE_EACH_STEP],
     }
     Path(config).write_text(yaml.safe_dump({**settings, "sample": None}))
-    said: list[str] = []
+    said = []
     monkeypatch.setattr("lightning_ptdp.cli.run.rank_zero_info", said.append)
     for name in ("SLURM_NTASKS", "SLURM_NNODES"):
         monkeypatch.setenv(name, "1")
@@ -194,7 +190,6 @@ def test_second_experiment_in_folder_starts_afresh_and_reports(ptdp, config, tmp
 
     assert ptdp(*arguments, "--trainer.max_steps=2")[0] == 0
     first = newest_checkpoint(tmp_path)
-    assert first is not None
     left = tmp_path / "hpc_ckpt_1.ckpt"
     first.rename(left)
     code, _, err = ptdp(*arguments, "--trainer.max_steps=1", "--model.optimizer.learning_rate=0.02")
@@ -231,7 +226,7 @@ def test_auto_resume_and_ckpt_path_accept_addresses(config, ptdp, tmp_path, monk
         "default_root_dir": root,
     }
     Path(config).write_text(yaml.safe_dump(settings))
-    said: list[str] = []
+    said = []
     monkeypatch.setattr("lightning_ptdp.cli.run.rank_zero_info", said.append)
     monkeypatch.chdir(tmp_path)
     arguments = ["fit", "--config", config, PTDP]

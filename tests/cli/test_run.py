@@ -4,9 +4,7 @@ import json
 import re
 import signal
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +17,6 @@ from tests.scripts import forked_session
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
 LOGGED = {
     "train/loss",
@@ -34,12 +31,12 @@ LOGGED = {
 }
 
 
-def only_run(folder: Path) -> Path:
+def only_run(folder):
     (found,) = (folder / "runs" / "tiny").iterdir()
     return found
 
 
-def mlflow_run(folder: Path, run_id: str) -> Any:
+def mlflow_run(folder, run_id):
     from mlflow import MlflowClient
 
     return MlflowClient(f"sqlite:///{folder / 'runs' / 'mlflow.db'}").get_run(run_id)

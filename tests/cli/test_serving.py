@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from queue import SimpleQueue
 
 import lightning.pytorch as L
@@ -20,7 +19,6 @@ from lightning_ptdp.models.tiny import make_tiny
 
 pytestmark = pytest.mark.thorough
 
-Said = Callable[..., tuple[int, str, str]]
 
 GREEDY = ["--temperature", "0", "--max_new_tokens", "8"]
 PROMPTS = ["def main(", "import"]
@@ -38,7 +36,7 @@ def folder(tmp_path_factory):
 def said(capfd):
     """Run ``ptdp`` and return its exit code, stdout and stderr, child processes included."""
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def run(*arguments):
         capfd.readouterr()
         code = main(arguments)
         captured = capfd.readouterr()
@@ -127,7 +125,7 @@ def test_chat_answers_each_line_and_resets_on_new(said, folder, tmp_path, monkey
     file = tmp_path / "questions"
     file.write_text("hello\nand you\n/new\nhello\n")
 
-    def chat(*options: str) -> list[str]:
+    def chat(*options):
         with file.open() as stdin:
             monkeypatch.setattr("sys.stdin", stdin)
             code, answers, err = said(
@@ -147,7 +145,7 @@ def test_chat_answers_each_line_and_resets_on_new(said, folder, tmp_path, monkey
 def test_ctrl_c_ends_chat_after_current_answer():
     from lightning_ptdp.cli.serving import _stopper
 
-    lines: SimpleQueue[str | None] = SimpleQueue()
+    lines = SimpleQueue()
     lines.put("a question that is piped")
     stop = _stopper(lines)
     stop(signal.SIGINT, None)

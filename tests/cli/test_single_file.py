@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from tests.cli.conftest import tiny
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 FORMATS = ("file", "folder")
 STRATEGY = "--trainer.strategy=lightning_ptdp.PTDPStrategy"
 
@@ -130,7 +128,7 @@ def test_init_from_accepts_file(written, ptdp):
 
 def test_code_in_file_is_not_executed(tmp_path):
     class Runs:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
+        def __reduce__(self):
             return exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",)
 
     content = {

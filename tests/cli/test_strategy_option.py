@@ -1,13 +1,11 @@
 """A strategy named on the command line keeps its options from the configuration."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 import yaml
 
 from lightning_ptdp.cli.lightning_cli import parsed_values
-
-Run = Callable[..., tuple[int, str, str]]
 
 OURS = (
     "trainer:\n  strategy:\n    class_path: lightning_ptdp.PTDPStrategy\n    init_args: "

@@ -2,15 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_ptdp.schedule import build_schedule, dump_schedule
 from tests.processes import run
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +68,7 @@ def test_schedules_are_compared_at_equal_work(ptdp):
 def test_costs_change_step_time(ptdp):
     sizes = ["timeline", "--pp", "2", "--microbatches", "4", "--output", "t.json"]
 
-    def time(*options: str) -> float:
+    def time(*options):
         return float(ptdp(*sizes, *options)[1].splitlines()[1].split()[2])
 
     assert time() == 15

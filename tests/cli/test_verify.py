@@ -1,13 +1,10 @@
 """``ptdp verify``."""
 
-from collections.abc import Callable
-
 import pytest
 import yaml
 
 pytestmark = pytest.mark.thorough
 
-Run = Callable[..., tuple[int, str, str]]
 
 CONFIG = {
     "trainer": {

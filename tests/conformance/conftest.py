@@ -5,11 +5,20 @@ from typing import Any
 import pytest
 
 from tests.conformance.toys import Conformance
+from tests.pool import Pool
 
 
 @pytest.fixture(scope="session")
 def conformance(pool):
     return Conformance(pool)
+
+
+@pytest.fixture
+def fresh():
+    """Yield a pool that has not run a backward pass, after which torch cannot be forked."""
+    workers = Pool()
+    yield workers
+    workers.close()
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """``Trainer(sync_batchnorm=True)``: replicas of a stage share batch statistics."""
 
 import warnings
-from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from torch import nn
@@ -18,8 +16,7 @@ class LitNormalized(LitNet):
         self.net.append(nn.BatchNorm1d(1))
 
 
-def evaluate(rank: int, place: Place, sync: bool) -> Any:
-    L.seed_everything(1, verbose=False)
+def evaluate(rank, place, sync):
     trainer, module = make_trainer(place, sync_batchnorm=sync), LitNormalized()
     (found,) = trainer.validate(module, loader(), verbose=False)
     groups = [
@@ -41,7 +38,7 @@ def test_sync_batchnorm_normalizes_over_replicas(place, members, conformance):
     assert sorted(group for _, groups in found for group in groups) == sorted(members * 2)
 
 
-def fit(rank: int) -> list[str]:
+def fit(rank):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         make_trainer(Place(world_size=2), max_steps=1).fit(LitNormalized(), loader())
@@ -54,3 +51,10 @@ def test_unsynchronized_batch_norm_warns_on_rank_zero_only(pool):
         "net.1, net.8 normalize over the batch, which here is one replica's part"
     )
     assert others == []
+
+
+def test_batch_norm_over_microbatch_warns():
+    with pytest.warns(UserWarning, match=r"net.1, net.8 normalize over the batch"):
+        make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
+            LitNormalized(), loader()
+        )

@@ -1,12 +1,11 @@
 """Buffers of replicas: broadcast from rank 0 like in DDP, and saved by rank 0."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.checkpoint import read_full
 from tests.conformance.toys import (
@@ -43,14 +42,13 @@ class Buffers(L.Callback):
     """Records the buffers of this rank after each batch."""
 
     def __init__(self):
-        self.seen: list[dict[str, Tensor]] = []
+        self.seen = []
 
     def on_train_batch_end(self, trainer, module, *_):
         self.seen.append({name: value.clone() for name, value in module.named_buffers()})
 
 
-def fit(rank: int, place: Place, accumulate: int = 1, folder: str = "") -> Any:
-    L.seed_everything(1, verbose=False)
+def fit(rank, place, accumulate=1, folder=""):
     buffers, module = Buffers(), LitStatistics()
     trainer = make_trainer(place, callbacks=[buffers], accumulate_grad_batches=accumulate)
     trainer.fit(module, loader(batch_size=4), loader(batch_size=4))

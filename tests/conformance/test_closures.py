@@ -68,8 +68,7 @@ class LitClosure(LitNet):
         )
 
 
-def run(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> Any:
-    L.seed_everything(1, verbose=False)
+def run(rank, place, optimizer, settings):
     losses = Losses()
     trainer = make_trainer(
         place, callbacks=[losses], **({"precision": "64-true", "max_epochs": 4} | settings)
@@ -93,7 +92,7 @@ def test_closure_optimizer_matches_single_process(optimizer, place, conformance)
         )
 
 
-def stop_and_go_on(rank: int, place: Place, folder: str) -> Any:
+def stop_and_go_on(rank, place, folder):
     for epochs in (2, 4):
         L.seed_everything(1, verbose=False)
         save = ModelCheckpoint(dirpath=folder, save_last=True)
@@ -120,7 +119,7 @@ def test_lbfgs_history_resumes_from_checkpoint(place, conformance, tmp_path):
         assert_weights(found, expected, tolerance=1e-7)
 
 
-def refuse(rank: int, place: Place, optimizer: str, settings: dict[str, Any]) -> str:
+def refuse(rank, place, optimizer, settings):
     with pytest.raises(ValueError) as error:
         run(rank, place, optimizer, settings)
     return str(error.value)

@@ -1,12 +1,10 @@
 """Buffers and parameters built in ``configure_model`` or later are restored or refused."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from tests.conformance.toys import FEATURES, P2, LitNet, Place, loader, make_trainer
+from tests.conformance.toys import FEATURES, P2, PLACES, LitNet, Place, loader, make_trainer
 
 
 class LitStatistics(LitNet):
@@ -14,13 +12,13 @@ class LitStatistics(LitNet):
 
     def __init__(self):
         super().__init__()
-        self.norm: Any = None
+        self.norm = None
 
     def configure_model(self):
         if self.norm is None:
             self.norm = nn.BatchNorm1d(FEATURES, affine=False)
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch):
         return super().loss((self.norm(batch[0]), batch[1]))
 
 
@@ -68,7 +66,7 @@ class LitLate(LitNet):
         return super().configure_optimizers()
 
 
-def _fit_late(rank: int, place: Place, trains: bool) -> str:
+def _fit_late(rank, place, trains):
     try:
         make_trainer(place, max_epochs=1).fit(LitLate(trains=trains), loader())
     except ValueError as error:
@@ -77,15 +75,14 @@ def _fit_late(rank: int, place: Place, trains: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("place", "trains"),
-    [(Place(), True), (Place(world_size=2, layout=P2), False)],
-    ids=["one", "p2"],
+    ("name", "trains"), [("one", True), ("p2", False), ("p2", True), ("d2", True), ("one m2", True)]
 )
-def test_parameter_created_after_distribution_is_refused(place, trains, conformance):
-    for told in conformance.ranks(_fit_late, place, trains):
+def test_parameter_created_after_distribution_is_refused(name, trains, conformance):
+    for told in conformance.ranks(_fit_late, PLACES[name][0], trains):
         assert told.startswith(
             "teacher.weight, teacher.bias: created or replaced after the model was distributed"
         )
+        assert "__init__ or configure_model" in told
 
 
 def test_frozen_parameter_may_be_created_late():

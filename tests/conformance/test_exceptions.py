@@ -8,14 +8,12 @@ import signal
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from torch import Tensor
 
 from lightning_ptdp.strategy import stopping
 from tests.conformance.toys import (
@@ -28,7 +26,6 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
 
@@ -48,7 +45,7 @@ class Mistake(L.Callback):
             raise ZeroDivisionError("the user's own mistake")
 
 
-def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> Any:
+def interrupted(rank, place, ranks, path):
     """Return this rank's error and its warnings about skipped saves."""
     stopping._PATIENCE_S = 1.0
     savers = [
@@ -56,7 +53,6 @@ def interrupted(rank: int, place: Place, ranks: tuple[int, ...], path: str) -> A
         ModelCheckpoint(path, filename="model", save_on_exception=True, every_n_epochs=9),
     ]
     trainer = make_trainer(place, callbacks=[Mistake(ranks), *savers], enable_checkpointing=True)
-    L.seed_everything(1, verbose=False)
     with (
         warnings.catch_warnings(record=True, action="always") as caught,
         pytest.raises((ZeroDivisionError, RuntimeError)) as info,
@@ -92,7 +88,7 @@ def test_replica_saves_on_exception_of_other_rank(conformance, tmp_path):
     assert torch.load(tmp_path / "on_exception.ckpt")["global_step"] > 0
 
 
-def interrupted_and_resumed(rank: int, place: Place, path: str) -> Any:
+def interrupted_and_resumed(rank, place, path):
     here = str(Path(path, place.folder))
     outcome = interrupted(rank, place, tuple(range(place.world_size)), here)
     L.seed_everything(2, verbose=False)
@@ -124,7 +120,7 @@ class FailsOnOne(LitNet):
         return loss
 
 
-def forked(rank: int, path: str) -> str:
+def forked(rank, path):
     place = Place(world_size=2, layout={**P2, "start_method": "fork"})
     trainer = make_trainer(
         place, callbacks=[OnExceptionCheckpoint(path)], enable_checkpointing=True
@@ -137,14 +133,6 @@ def forked(rank: int, path: str) -> str:
     return str(info.value)
 
 
-@pytest.fixture
-def fresh():
-    """Yield a pool that has not run a backward pass, after which torch cannot be forked."""
-    workers = Pool()
-    yield workers
-    workers.close()
-
-
 def test_forking_process_shows_exception_and_saves_nothing(fresh, tmp_path):
     (error,) = fresh.run(forked, world_size=1, args=(str(tmp_path),), limit=60.0)
     *_, said, where = error.rstrip().splitlines()
@@ -154,7 +142,7 @@ def test_forking_process_shows_exception_and_saves_nothing(fresh, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def freed(rank: int, place: Place, mistaken: tuple[int, ...]) -> bool:
+def freed(rank, place, mistaken):
     """Return True if the strategy is freed after a run, including its process groups."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # remove the handler of an earlier run
     trainer = make_trainer(place, callbacks=[Mistake(mistaken)])
@@ -179,7 +167,7 @@ class Communicates(LitNet):
         super().__init__()
         self.hook, self.name = hook, name
 
-    def communicate(self, hook: str, value: Tensor) -> None:
+    def communicate(self, hook, value):
         if hook != self.hook:
             return
         match self.name:
@@ -202,7 +190,7 @@ class Communicates(LitNet):
         self.communicate("validation_step", batch[0].mean())
 
 
-def communicates(rank: int, place: Place, hook: str, name: str) -> str:
+def communicates(rank, place, hook, name):
     trainer, outcome = make_trainer(place, num_sanity_val_steps=0), ""
     try:
         trainer.fit(Communicates(hook, name), loader(), loader())
@@ -250,8 +238,7 @@ class Gathers(LitNet):
         )
 
 
-def gathers(rank: int, place: Place) -> Any:
-    L.seed_everything(1, verbose=False)
+def gathers(rank, place):
     module = Gathers()
     make_trainer(place, max_steps=1).fit(module, loader())
     return module.gathered

@@ -1,7 +1,6 @@
 """Freezing and unfreezing during training gives the weights of a single process."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -13,7 +12,6 @@ from tests.conformance.toys import (
     LitBackbone,
     LitNet,
     Losses,
-    Place,
     assert_weights,
     make_trainer,
     samples,
@@ -23,7 +21,7 @@ from tests.conformance.toys import (
 pytestmark = pytest.mark.thorough
 
 
-def own(rank: int, place: Place) -> DataLoader:
+def own(rank, place):
     """Return this replica's part of batches that are the same in all layouts."""
     replicas = 1 if "pipeline_parallel_size" in place.layout else place.world_size
     return DataLoader(
@@ -42,8 +40,7 @@ class Turns(L.Callback):
                 parameter.requires_grad_((name[0] == "0") == odd)
 
 
-def in_turns(rank: int, place: Place, clip: float | None, accumulate: int) -> Any:
-    L.seed_everything(1, verbose=False)
+def in_turns(rank, place, clip, accumulate):
     losses = Losses()
     trainer = make_trainer(
         place,
@@ -68,33 +65,38 @@ def test_layers_frozen_in_turn_train_like_single_process(name, clip, accumulate,
         assert_weights(found, expected)
 
 
-def unfreeze(rank: int, place: Place, path: str) -> Any:
-    file = Path(path, place.folder, "half.ckpt")
-    L.seed_everything(1, verbose=False)
-    first = make_trainer(
-        place,
-        use_distributed_sampler=False,
-        max_epochs=2,
-        callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)],
-    )
-    first.fit(LitBackbone(), own(rank, place))
-    first.save_checkpoint(file)
-    second = make_trainer(
-        place,
-        use_distributed_sampler=False,
-        max_epochs=3,
-        callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)],
-    )
-    second.fit(LitBackbone(), own(rank, place), ckpt_path=file)
-    sizes = [sum(p.numel() for p in group["params"]) for group in second.optimizers[0].param_groups]
-    return sizes, weights(second)
+class Groups(L.Callback):
+    """Records the learning rates and sizes of the parameter groups per step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *_):
+        groups = trainer.optimizers[0].param_groups
+        self.seen.append(
+            [(group["lr"], sum(p.numel() for p in group["params"])) for group in groups]
+        )
 
 
-@pytest.mark.parametrize("name", ["m3", "d2", "d2 m2"])
-def test_unfrozen_backbone_trains_after_resume(name, conformance, tmp_path):
-    for (sizes, found), (groups, expected) in conformance.pairs(
-        unfreeze, PLACES[name][0], str(tmp_path)
-    ):
-        assert sizes == groups
-        assert len(sizes) == 2
-        assert_weights(found, expected)
+def unfreeze(rank, place, path, stop):
+    """Train ``stop`` epochs, and the rest of four in a new Trainer."""
+    file = Path(path, place.folder, f"{stop}.ckpt")
+    groups = Groups()
+    for epochs, resume in ((stop, None), (4, file)):
+        trainer = make_trainer(
+            place,
+            use_distributed_sampler=False,
+            max_epochs=epochs,
+            callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=2), groups],
+        )
+        trainer.fit(LitBackbone(), own(rank, place), ckpt_path=resume)
+        trainer.save_checkpoint(file)
+    return groups.seen, weights(trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "stop"), [("one", 1), ("one", 2), ("one", 3), ("m3", 3), ("d2", 3), ("d2 m2", 3)]
+)
+def test_backbone_is_unfrozen_at_its_epoch_after_resume(name, stop, conformance, tmp_path):
+    for _, (groups, _) in conformance.check(unfreeze, PLACES[name][0], str(tmp_path), stop):
+        assert len(groups[-1]) == 2, "the reference unfroze nothing"

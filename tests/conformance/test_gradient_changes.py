@@ -1,16 +1,12 @@
 """Hooks that read or change gradients act on the whole model, or are refused."""
 
-from collections.abc import Iterator
-from typing import Any
-
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tests.conformance.blocks import LAYOUTS, LitBlocks, batches
-from tests.conformance.toys import Place, assert_weights, make_trainer, weights
+from tests.conformance.toys import assert_weights, make_trainer, weights
 
 pytestmark = pytest.mark.thorough
 
@@ -20,7 +16,7 @@ class LitHook(LitBlocks):
 
     def __init__(self):
         super().__init__()
-        self.norms: list[float] = []
+        self.norms = []
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
@@ -65,8 +61,7 @@ class LitScales(LitHook):
                 parameter.grad.data.mul_(0.5).clamp_(min=-0.002)
 
 
-def train(rank: int, place: Place, kind: type[LitHook]) -> Any:
-    L.seed_everything(1, verbose=False)
+def train(rank, place, kind):
     trainer = make_trainer(place, use_distributed_sampler=False)
     module = kind()
     trainer.fit(module, batches(place, rank))
@@ -95,7 +90,7 @@ class LitLogsNorms(LitHook):
 
 
 class LitAdds(LitHook):
-    def gradients(self) -> Iterator[torch.Tensor]:
+    def gradients(self):
         return (p.grad for p in self.parameters() if p.grad is not None)
 
     def on_after_backward(self):
@@ -108,7 +103,7 @@ class LitLooksForNaN(LitHook):
             self.zero_grad()
 
 
-def refused(rank: int, place: Place, kind: type[LitHook]) -> str:
+def refused(rank, place, kind):
     try:
         make_trainer(place, use_distributed_sampler=False, max_epochs=1).fit(
             kind(), batches(place, rank)

@@ -3,27 +3,26 @@
 import inspect
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 
-from tests.conformance.toys import LitNet, Place, loader, make_trainer
+from tests.conformance.toys import LitNet, loader, make_trainer
 
 pytestmark = pytest.mark.thorough
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def _recording(base: type, names: list[str], who: str) -> Any:
+def _recording(base, names, who):
     """Return a subclass of ``base`` that records calls of ``names`` in ``self.events``."""
 
-    def method(name: str) -> Any:
+    def method(name):
         original = getattr(base, name)
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(self, *args, **kwargs):
             self.events.append(f"{who}.{name}")
             return original(self, *args, **kwargs)
 
@@ -33,7 +32,7 @@ def _recording(base: type, names: list[str], who: str) -> Any:
     return type(f"Recording{base.__name__}", (base,), {name: method(name) for name in names})
 
 
-def _public(*classes: type) -> list[str]:
+def _public(*classes):
     return sorted(
         {
             name
@@ -66,10 +65,9 @@ MODULE_HOOKS = [
 ]
 
 
-def record(rank: int, place: Place, path: str) -> dict[str, list[str]]:
+def record(rank, place, path):
     """Return the hooks called by fit, validate, test and predict."""
-    L.seed_everything(1, verbose=False)
-    events: list[str] = []
+    events = []
     module = _recording(LitNet, MODULE_HOOKS, "module")()
     callback = _recording(L.Callback, CALLBACK_HOOKS, "callback")()
     module.__dict__["events"] = callback.events = events
@@ -103,10 +101,9 @@ def test_hooks_fire_in_lightnings_order(name, conformance, tmp_path):
             assert _once(found[stage]) == events, stage
 
 
-def record_resumed(rank: int, place: Place, path: str) -> dict[str, list[str]]:
+def record_resumed(rank, place, path):
     """Return the hooks called by a fit and a validation that load a checkpoint."""
-    L.seed_everything(1, verbose=False)
-    events: list[str] = []
+    events = []
     file = Path(path, place.folder, "first.ckpt")
     first = make_trainer(place, max_epochs=1)
     first.fit(LitNet(), loader())
@@ -136,7 +133,7 @@ def test_hooks_of_resumed_run_fire_in_lightnings_order(name, conformance, tmp_pa
             assert _once(found[stage]) == events, stage
 
 
-def _once(events: list[str]) -> list[str]:
+def _once(events):
     """Merge consecutive calls of the same step."""
     return [
         e

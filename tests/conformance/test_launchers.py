@@ -4,15 +4,12 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.conformance.launched import results, started, started_afresh, trained_alone
-from tests.processes import Session, listening
+from tests.processes import listening
 
 pytestmark = pytest.mark.thorough
 
@@ -39,21 +36,19 @@ UNUSED = {
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
 
-def free_port() -> str:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
 
 
-def run(
-    folder: Path, settings: dict[str, Any], prefix: Sequence[str] = (), **env: str
-) -> list[dict[str, Any]]:
+def run(folder, settings, prefix=(), **env):
     with started_afresh(folder, settings, prefix, **env) as script:
         assert script.finish() == 0, script.output
     return results(folder)
 
 
-def assert_trained(ranks: list[dict[str, Any]], environment: str, world_size: int = 2) -> None:
+def assert_trained(ranks, environment, world_size=2):
     assert [r["rank"] for r in ranks] == list(range(world_size))
     for result in ranks:
         assert (result["world_size"], result["steps"]) == (2, 6)
@@ -107,14 +102,14 @@ def test_slurm_launch_without_torch_backend_autoload(tmp_path):
     assert_trained(results(tmp_path), "SLURMEnvironment")
 
 
-def flat_net() -> torch.nn.Module:
+def flat_net():
     """Build the model of ``script.py``."""
     return torch.nn.Sequential(
         torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
     )
 
 
-def even_net() -> torch.nn.Module:
+def even_net():
     """Build the model that ``script.py`` builds in ``configure_model``."""
     net = flat_net()
     for parameter in net.parameters():
@@ -152,7 +147,7 @@ def test_parent_process_gets_whole_model_from_spawned_ranks(
     )
 
 
-def wait_until_running(folder: Path, script: Session) -> None:
+def wait_until_running(folder, script):
     script.wait_until(
         lambda: len(list(folder.glob("running-*"))) == 2, "both ranks made three steps"
     )

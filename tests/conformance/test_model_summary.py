@@ -1,11 +1,10 @@
 """Lightning's model summary shows the whole model, without placeholders."""
 
 import re
-from typing import Any
 
 from lightning.pytorch.callbacks import ModelSummary
 
-from tests.conformance.toys import LitNet, Place, loader, make_trainer
+from tests.conformance.toys import LitNet, loader, make_trainer
 
 
 class Told(ModelSummary):
@@ -21,7 +20,7 @@ class Told(ModelSummary):
         )
 
 
-def _fit(rank: int, place: Place, folder: str) -> Any:
+def _fit(rank, place, folder):
     told = Told(max_depth=2)
     trainer = make_trainer(
         place, max_steps=1, callbacks=[told], enable_model_summary=True, default_root_dir=folder

@@ -5,7 +5,6 @@ import importlib
 import os
 import pickle
 import sys
-from typing import Any
 
 import lightning.pytorch as L
 import psutil
@@ -27,7 +26,7 @@ from tests.conformance.toys import (
     make_trainer,
     weights,
 )
-from tests.pool import Pool, WorkerFailure
+from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
 
@@ -41,15 +40,7 @@ QUIET = {
 }
 
 
-@pytest.fixture
-def fresh():
-    """Yield a pool that has not run a backward pass, after which torch cannot be forked."""
-    workers = Pool()
-    yield workers
-    workers.close()
-
-
-def other_namespace(rank: int, strategy: Any, devices: int) -> Any:
+def other_namespace(rank, strategy, devices):
     import pytorch_lightning as pl
 
     class LitOther(pl.LightningModule):
@@ -88,7 +79,7 @@ def test_strategy_in_pytorch_lightning_namespace(strategy, devices, pool):
         assert found == ("PTDPStrategy", steps, True)
 
 
-def by_name(rank: int, name: str) -> Any:
+def by_name(rank, name):
     trainer = L.Trainer(strategy=name, devices=1, **QUIET)
     if name != "ptdp_spawn":  # skip the imports of a new process
         trainer.fit(LitNet(), loader())
@@ -102,8 +93,7 @@ def test_strategy_names_with_one_device(name, method, fresh):
     assert fresh.run(by_name, world_size=1, args=(name,)) == [(True, method)]
 
 
-def copy_around_fit(rank: int, place: Place) -> None:
-    L.seed_everything(1, verbose=False)
+def copy_around_fit(rank, place):
     trainer = make_trainer(place, callbacks=[Losses()])
     for _ in range(2):  # before and after a fit
         for other in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
@@ -127,7 +117,7 @@ class LitFails(LitNet):
         return super().training_step(batch, batch_idx)
 
 
-def in_a_batch_script(rank: int) -> int:
+def in_a_batch_script(rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_JOB_ID", "7")
         trainer = L.Trainer(
@@ -142,7 +132,7 @@ def test_one_device_in_slurm_job_without_srun(pool):
     assert pool.run(in_a_batch_script, world_size=1) == [4]
 
 
-def in_a_notebook(rank: int, strategy: Any, devices: int) -> str:
+def in_a_notebook(rank, strategy, devices):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "ps1", ">>> ", raising=False)
         patch.setattr(
@@ -194,7 +184,7 @@ def test_fabric_is_refused(namespace):
         fabric.Fabric(strategy="ptdp", accelerator="cpu", devices=1)
 
 
-def forked(rank: int, place: Place, module: Any) -> Any:
+def forked(rank, place, module):
     """Train with ranks that Lightning starts itself, and validate afterwards."""
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -208,7 +198,7 @@ def forked(rank: int, place: Place, module: Any) -> Any:
     return trained, val_loss, again
 
 
-def alone(rank: int) -> Any:
+def alone(rank):
     L.seed_everything(1, verbose=False)
     trainer = make_trainer(Place(reference="auto"))
     trainer.fit(LitNet(), loader())
@@ -240,7 +230,7 @@ class LitNotes(LitNet):
         return super().training_step(batch, batch_idx)
 
 
-def one_process(rank: int, start_method: str) -> None:
+def one_process(rank, start_method):
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     before = dict(os.environ)
@@ -258,7 +248,7 @@ def test_single_process_run_uses_calling_process(pool, start_method):
     pool.run(one_process, world_size=1, args=(start_method,))
 
 
-def _fit_and_look(rank: int) -> list[str]:
+def _fit_and_look(rank):
     make_trainer(Place(world_size=2, layout=P2)).fit(LitNet(), loader())
     return [name for name in os.environ if name.endswith("_SOCKET_IFNAME")]
 

@@ -23,7 +23,7 @@ class LitSeries(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def convolutions(inputs: int, outputs: int) -> nn.Module:
+def convolutions(inputs, outputs):
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, padding=1),
         nn.ReLU(),

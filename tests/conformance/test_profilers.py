@@ -1,7 +1,6 @@
 """Profilers, graph logging, values logged by rank 0 only, and ``strategy.reduce``."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -48,8 +47,7 @@ class LogsOnRankZero(LitNet):
             self.log("val", loss, rank_zero_only=True)
 
 
-def log_on_rank_zero(rank: int, place: Place) -> Any:
-    L.seed_everything(1, verbose=False)
+def log_on_rank_zero(rank, place):
     trainer = make_trainer(place, max_epochs=1, limit_train_batches=2, limit_val_batches=1)
     trainer.fit(LogsOnRankZero(), loader(), loader())
     return metrics(trainer)["callback_metrics"], trainer.global_rank
@@ -71,7 +69,7 @@ class Reduces(L.Callback):
     """Records the results of ``strategy.reduce`` and the values left in its input."""
 
     def __init__(self):
-        self.found: dict[str, tuple[float, ...]] = {}
+        self.found = {}
 
     def on_train_batch_end(self, trainer, *_):
         strategy = trainer.strategy
@@ -87,7 +85,7 @@ class Reduces(L.Callback):
         )
 
 
-def reduce(rank: int, place: Place) -> Any:
+def reduce(rank, place):
     reduces = Reduces()
     make_trainer(place, max_steps=1, callbacks=[reduces]).fit(LitNet(), loader())
     return reduces.found
@@ -110,7 +108,7 @@ def test_reduce_over_one_replica_returns_its_value(conformance):
     assert (first["own"], second["own"]) == ((1,), (2,))
 
 
-def profile(rank: int, place: Place, folder: str) -> Any:
+def profile(rank, place, folder):
     profiler = PyTorchProfiler(
         folder,
         filename="profile",
@@ -156,7 +154,7 @@ class LitExample(LitNet):
         return self.net(x)
 
 
-def log_graph(rank: int, place: Place, folder: str) -> str:
+def log_graph(rank, place, folder):
     trainer = make_trainer(place, max_steps=1, logger=TensorBoardLogger(folder, log_graph=True))
     try:
         trainer.fit(LitExample(), loader())

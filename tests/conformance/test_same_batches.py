@@ -2,7 +2,6 @@
 
 import os
 import random
-from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -23,7 +22,7 @@ class Augmented(Dataset):
     def __init__(self):
         self.pairs = samples(16)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.pairs)
 
     def __getitem__(self, index):
@@ -33,13 +32,13 @@ class Augmented(Dataset):
 
 class Seen(L.Callback):
     def __init__(self):
-        self.batches: list[Any] = []
+        self.batches = []
 
     def on_train_batch_start(self, trainer, module, batch, *_):
         self.batches.append(batch[0].tolist())
 
 
-def augment(rank: int, place: Place) -> Any:
+def augment(rank, place):
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
     random.seed(rank)
@@ -59,7 +58,7 @@ def test_augmentation_is_equal_within_replica_only(conformance):
     assert found[0] != found[1]
 
 
-def worker_ranks(rank: int, place: Place) -> int:
+def worker_ranks(rank, place):
     L.seed_everything(5, workers=True, verbose=False)
     loader = DataLoader(Augmented(), batch_size=4)
     trainer = make_trainer(place, max_epochs=1)
@@ -82,7 +81,7 @@ class Drifting(Dataset):
     def __init__(self, rank: int) -> None:
         self.pairs, self.rank = samples(16), rank
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.pairs)
 
     def __getitem__(self, index):
@@ -90,7 +89,7 @@ class Drifting(Dataset):
         return self.pairs[(index + 1) % 16 if differs else index]
 
 
-def drift(rank: int, place: Place, drifting: int, validates: bool) -> tuple[str, int]:
+def drift(rank, place, drifting, validates):
     seen = Seen()
     trainer = make_trainer(place, callbacks=[seen], max_epochs=1, use_distributed_sampler=False)
     loader = DataLoader(Drifting(drifting), batch_size=4)
@@ -128,7 +127,7 @@ def test_batch_mismatch_is_reported_on_all_replicas(conformance):
     ids=lambda value: str(value.dtype),
 )
 def test_batch_checksum_compares_bits(value):
-    def checksum(batch: Any) -> list[int]:
+    def checksum(batch):
         return batch_sums(batch, replica=1, replicas=2, device=torch.device("cpu")).tolist()
 
     found = checksum({"x": value, "text": ["a"]})

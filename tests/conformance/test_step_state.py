@@ -1,7 +1,7 @@
 """State and metrics that steps collect are, on every rank, those of one device."""
 
 from collections import defaultdict, deque
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning.pytorch as L
 import pytest
@@ -34,7 +34,7 @@ class Average:
     def __init__(self):
         self.sum, self.count = 0.0, 0
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values):
         self.sum += float(values.sum())
         self.count += len(values)
 
@@ -59,8 +59,8 @@ class Collects(LitNet):
             MinMaxMetric(MeanMetric()),
             CatMetric(),
         )
-        self.losses: list[Tensor] = []
-        self.by_loader: dict[int, list[Tensor]] = defaultdict(list)
+        self.losses = []
+        self.by_loader = defaultdict(list)
         self.seen, self.seen_before, self.recent = 0, 0, deque[int](maxlen=3)
         self.average, self.greatest = Average(), None
         self.register_buffer("total", torch.zeros(()))
@@ -128,14 +128,13 @@ class Collects(LitNet):
 
 class Values(L.Callback):
     def __init__(self):
-        self.seen: list[dict[str, float]] = []
+        self.seen = []
 
     def on_train_epoch_end(self, trainer, *_):
         self.seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def collect(rank: int, place: Place) -> Any:
-    L.seed_everything(1, verbose=False)
+def collect(rank, place):
     values, module = Values(), Collects()
     trainer = make_trainer(place, callbacks=[values])
     trainer.fit(

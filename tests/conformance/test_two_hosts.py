@@ -16,7 +16,7 @@ ADDRESSES = ("10.213.9.1", "10.213.9.2")
 LAYOUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
 
 
-def ip(command: str, *, check: bool = True) -> None:
+def ip(command, *, check=True):
     subprocess.run(["ip", *command.split()], check=check, capture_output=True, timeout=30)
 
 
@@ -43,7 +43,7 @@ def hosts():
             ip(f"netns delete {name}", check=False)
 
 
-def deep_net() -> torch.nn.Module:
+def deep_net():
     """Build the deep model of ``script.py``."""
     blocks = [
         torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))

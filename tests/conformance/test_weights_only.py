@@ -1,7 +1,6 @@
 """Weights-only checkpoints, and checkpoints that a callback loads in a resumed run."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -26,8 +25,7 @@ pytestmark = pytest.mark.thorough
 PLACES = {"one": Place(), "d2": Place(world_size=2), "p2": Place(world_size=2, layout=P2)}
 
 
-def begin_from_weights(rank: int, place: Place, path: str) -> Any:
-    L.seed_everything(1, verbose=False)
+def begin_from_weights(rank, place, path):
     saver = ModelCheckpoint(dirpath=path, filename="weights", save_weights_only=True)
     first = make_trainer(place, max_epochs=1, callbacks=[saver], enable_checkpointing=True)
     first.fit(LitNet(), loader())
@@ -57,7 +55,7 @@ class Teacher(L.Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.read: list[float] = []
+        self.read = []
 
     def on_fit_start(self, trainer, module):
         self.read.append(self._mean(trainer))
@@ -65,12 +63,12 @@ class Teacher(L.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.read.append(self._mean(trainer))
 
-    def _mean(self, trainer: Any) -> float:
+    def _mean(self, trainer):
         state = trainer.strategy.load_checkpoint(self.path)["state_dict"]
         return float(torch.cat([state[name].flatten() for name in sorted(state)]).mean())
 
 
-def resume_beside(rank: int, place: Place, path: str) -> Any:
+def resume_beside(rank, place, path):
     here = Path(path, place.folder)
     for name, seed, epochs in (("teacher", 3, 2), ("student", 4, 1)):
         L.seed_everything(seed, verbose=False)
@@ -101,7 +99,7 @@ class Undecided(InitFrom):
             self.begun = trainer.strategy.gather_state_dict()
 
 
-def resume_with_init(rank: int, place: Place, path: str) -> Any:
+def resume_with_init(rank, place, path):
     for name, seed in (("start", 3), ("reached", 4)):
         L.seed_everything(seed, verbose=False)
         trainer = make_trainer(place, max_epochs=1)

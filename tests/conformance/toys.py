@@ -3,11 +3,13 @@
 Lightning's own strategies give the expected results.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -63,8 +65,9 @@ class Conformance:
         self._expected: dict[str, list[Any]] = {}
 
     def ranks(self, function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
-        """Return ``function(rank, place, *args)`` for all ranks."""
-        return self.pool.run(function, world_size=place.world_size, args=(place, *args))
+        """Return ``function(rank, place, *args)`` for all ranks, each seeded with 1."""
+        seeded = functools.partial(_seeded, function)
+        return self.pool.run(seeded, world_size=place.world_size, args=(place, *args))
 
     def expected(self, function: Callable[..., Any], place: Place, *args: Any) -> list[Any]:
         """Return the results of all ranks, computed once per session."""
@@ -88,6 +91,24 @@ class Conformance:
         if len(expected) < len(found):
             expected = expected * len(found)
         return list(zip(found, expected, strict=True))
+
+    def check(
+        self,
+        function: Callable[..., Any],
+        place: str | Place | tuple[Place, Place],
+        *args: Any,
+        tolerance: float = 1e-5,
+    ) -> list[tuple[Any, Any]]:
+        """Assert that each rank's result is near the expected one; return the pairs."""
+        pairs = self.pairs(function, place, *args)
+        for found, expected in pairs:
+            assert_near(found, expected, tolerance)
+        return pairs
+
+
+def _seeded(function: Callable[..., Any], rank: int, *args: Any) -> Any:
+    L.seed_everything(1, verbose=False)
+    return function(rank, *args)
 
 
 def samples(count: int = 32) -> TensorDataset:
@@ -176,18 +197,31 @@ def metrics(trainer: Any) -> dict[str, dict[str, float]]:
     return {kind: {k: float(v) for k, v in getattr(trainer, kind).items()} for kind in kinds}
 
 
+def assert_near(found: Any, expected: Any, tolerance: float, where: str = "the result") -> None:
+    """Compare the tensors and floats of nested results within a tolerance, all else exactly."""
+    match expected:
+        case dict():
+            assert found.keys() == expected.keys(), where
+            for name, value in expected.items():
+                assert_near(found[name], value, tolerance, f"{where}[{name!r}]")
+        case list() | tuple():
+            assert len(found) == len(expected), where
+            for index, value in enumerate(expected):
+                assert_near(found[index], value, tolerance, f"{where}[{index}]")
+        case Tensor():
+            torch.testing.assert_close(
+                found, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{where}: {text}"
+            )
+        case float():
+            assert found == pytest.approx(expected, rel=tolerance, abs=1e-7), where
+        case _:
+            assert found == expected, where
+
+
 def assert_weights(
     found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = 1e-5
 ) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name],
-            value,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda text, n=name: f"{n}: {text}",
-        )
+    assert_near(found, expected, tolerance)
 
 
 class LitBackbone(LitNet):

@@ -7,11 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
-from lightning_ptdp.attention import AttentionKind
 from lightning_ptdp.context_parallel import ContextParallel
-from lightning_ptdp.models import GPT, GPTConfig, LitGPT, gpt_plan
+from lightning_ptdp.models import GPT, LitGPT, gpt_plan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.context_parallel.toy import assert_close, context_group, own, sliced, weighted
@@ -25,7 +23,7 @@ CONFIGS = {"gpt2": GPT2, "llama": LLAMA}
 LENGTH = 24
 
 
-def make_batch(config: GPTConfig) -> dict[str, Tensor]:
+def make_batch(config):
     """Return a batch with most of the ignored labels at the end of the sequence."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(config.vocabulary_size, (2, LENGTH + 1), generator=generator)
@@ -34,13 +32,13 @@ def make_batch(config: GPTConfig) -> dict[str, Tensor]:
     return {"input_ids": ids[:, :-1].clone(), "labels": labels}
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def summed_loss(logits, labels):
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
     )
 
 
-def _train_step(rank: int, config: GPTConfig, kind: AttentionKind, dtype: torch.dtype) -> None:
+def _train_step(rank, config, kind, dtype):
     group = context_group(rank)
     torch.manual_seed(0)
     model, reference = GPT(config).to(dtype), GPT(config).to(dtype)
@@ -77,7 +75,7 @@ def test_logits_loss_and_gradients_match_single_process(pool, name, kind, size, 
     pool.run(_train_step, world_size=size, args=(CONFIGS[name], kind, dtype))
 
 
-def _mean_loss(rank: int) -> None:
+def _mean_loss(rank):
     """Check a step that returns only its mean loss, with one rank without labels."""
     group = context_group(rank)
     torch.manual_seed(0)
@@ -103,7 +101,7 @@ def test_mean_loss_is_weighted_by_label_counts(pool):
     pool.run(_mean_loss, world_size=2)
 
 
-def _with_tensor_parallel(rank: int, config: GPTConfig, sequence_parallel: bool) -> None:
+def _with_tensor_parallel(rank, config, sequence_parallel):
     layout = ParallelLayout(
         world_size=4,
         context_parallel_size=2,
@@ -138,7 +136,7 @@ def test_context_and_tensor_parallelism_match_single_process(pool, name, sequenc
     pool.run(_with_tensor_parallel, world_size=4, args=(CONFIGS[name], sequence_parallel))
 
 
-def _too_long(rank: int) -> None:
+def _too_long(rank):
     model = GPT(replace(LLAMA, sequence_length=16))
     with (
         pytest.raises(ValueError, match="24 tokens is longer than sequence_length=16"),
@@ -151,7 +149,7 @@ def test_length_limit_applies_to_whole_sequence(pool):
     pool.run(_too_long, world_size=2)
 
 
-def _lightning_module(rank: int) -> tuple[float, int]:
+def _lightning_module(rank):
     torch.manual_seed(0)
     module = LitGPT(LLAMA)
     module.configure_model()

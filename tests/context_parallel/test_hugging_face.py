@@ -1,12 +1,8 @@
 """Unmodified Hugging Face models on slices of the sequence: positions, masks and shifted labels."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.context_parallel import ContextParallel
@@ -17,11 +13,11 @@ pytest.importorskip("transformers")
 LENGTH, VOCABULARY = 16, 53
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name):
     """Return a small model. transformers is imported here, in the worker."""
     import transformers
 
-    common: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": "sdpa"}
+    common = {"vocab_size": VOCABULARY, "attn_implementation": "sdpa"}
     if name == "gpt2":
         config = transformers.GPT2Config(
             n_embd=16,
@@ -56,7 +52,7 @@ def make_model(name: str) -> nn.Module:
     return kind(kind.config_class(num_key_value_heads=2, use_cache=False, **sizes, **window))
 
 
-def make_batch(lengths: Sequence[int] | None) -> dict[str, Tensor]:
+def make_batch(lengths):
     """Return three sequences, padded after the given lengths."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(VOCABULARY, (3, LENGTH), generator=generator)
@@ -70,7 +66,7 @@ def make_batch(lengths: Sequence[int] | None) -> dict[str, Tensor]:
     }
 
 
-def _train_step(rank: int, name: str) -> None:
+def _train_step(rank, name):
     group = context_group(rank)
     # The last lengths pad on rank 0 only. There some models copy key/value heads and pass a mask,
     # which other ranks omit. A repeated attention knows its mask from its first forward.
@@ -121,11 +117,11 @@ def _train_step(rank: int, name: str) -> None:
         assert_close(logits.detach()[seen], whole_logits.detach()[seen])
 
 
-def _logits(output: Any) -> Tensor:
+def _logits(output):
     return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
 
 
-def _train_with_mask_of_pairs(rank: int) -> None:
+def _train_with_mask_of_pairs(rank):
     group = context_group(rank)
     torch.manual_seed(0)
     model = make_model("llama").double()
@@ -151,7 +147,7 @@ def test_hugging_face_model_matches_single_process(pool, name):
     pool.run(_train_step, world_size=2, args=(name,))
 
 
-def _refusals(rank: int) -> list[str]:
+def _refusals(rank):
     group, messages = context_group(rank), []
     for name, change in (("mistral", {}), ("llama", {"attn_implementation": "eager"})):
         model = make_model(name)

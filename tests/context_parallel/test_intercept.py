@@ -3,7 +3,6 @@ refusals."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_ptdp.attention import AttentionKind, ContextParallelError
+from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.context_parallel.context import ContextForward
 from lightning_ptdp.forward.surroundings import Forward, Surroundings
@@ -22,26 +21,20 @@ from tests.context_parallel.toy import assert_close, context_group, own, sliced
 pytestmark = pytest.mark.thorough
 
 LENGTH = 16
-KINDS: list[AttentionKind] = ["ring", "all_to_all"]
+KINDS = ["ring", "all_to_all"]
 
 
-def make_batch(**more: Tensor) -> dict[str, Tensor]:
+def make_batch(**more):
     generator = torch.Generator().manual_seed(0)
     return {"input_ids": torch.randint(VOCABULARY, (3, LENGTH), generator=generator), **more}
 
 
-def padding(*counts: int) -> Tensor:
+def padding(*counts):
     """Return the mask of samples with the given numbers of tokens (True: a token)."""
     return torch.arange(LENGTH) < torch.tensor(counts)[:, None]
 
 
-def spread(
-    rank: int,
-    make: Callable[[], nn.Module],
-    step: Callable[..., Tensor],
-    batch: dict[str, Tensor],
-    **options: Any,
-) -> None:
+def spread(rank, make, step, batch, **options):
     """Compare output and gradients of ``step(model, batch)`` on slices with the whole sequence."""
     group = context_group(rank)
     torch.manual_seed(0)
@@ -81,21 +74,21 @@ def spread(
             )
 
 
-def plain(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def plain(model, batch):
     return model(batch["input_ids"])
 
 
-def causal_by_mask(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+def causal_by_mask(model, batch, dtype):
     return model(
         batch["input_ids"], mask=local_causal_mask(batch["input_ids"].size(1), dtype=dtype)
     )
 
 
-def keys_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def keys_hidden(model, batch):
     return model(batch["input_ids"], mask=batch["attention_mask"][:, None, None])
 
 
-def keys_hidden_from_each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def keys_hidden_from_each(model, batch):
     """Call the model like ``keys_hidden``, with the mask expanded to every query."""
     length = batch["input_ids"].size(1)
     return model(
@@ -103,24 +96,24 @@ def keys_hidden_from_each(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     )
 
 
-def leaves_out_full_masks(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def leaves_out_full_masks(model, batch):
     """Pass no mask for a slice without padding, like Hugging Face's models."""
     keys = batch["attention_mask"][:, None, None]
     return model(batch["input_ids"], mask=None if keys.all() else keys)
 
 
-def causal_and_hidden(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def causal_and_hidden(model, batch):
     length = batch["input_ids"].size(1)
     return model(
         batch["input_ids"], mask=batch["attention_mask"][:, None, None] & local_causal_mask(length)
     )
 
 
-def changed_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def changed_in_place(model, batch):
     """Use one mask buffer for all blocks: causal in the first block, then bidirectional."""
     mask = local_causal_mask(batch["input_ids"].size(1)).clone()
 
-    def widen(*_: object) -> None:
+    def widen(*_):
         mask.fill_(True)
 
     hook = model.get_submodule("blocks.1").register_forward_pre_hook(widen)
@@ -130,14 +123,12 @@ def changed_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         hook.remove()
 
 
-def given_mask(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def given_mask(model, batch):
     return model(batch["input_ids"], mask=batch["mask"])
 
 
-def encode(model: nn.Module, batch: dict[str, Tensor], causal: bool) -> Tensor:
-    masks: dict[str, Any] = (
-        {"src_key_padding_mask": ~batch["attention_mask"]} if "attention_mask" in batch else {}
-    )
+def encode(model, batch, causal):
+    masks = {"src_key_padding_mask": ~batch["attention_mask"]} if "attention_mask" in batch else {}
     if causal:
         length = batch["input_ids"].size(1)
         masks |= {
@@ -149,7 +140,7 @@ def encode(model: nn.Module, batch: dict[str, Tensor], causal: bool) -> Tensor:
     return model(batch["input_ids"], **masks)
 
 
-def models_on_slices(rank: int, kind: AttentionKind) -> None:
+def models_on_slices(rank, kind):
     generator = torch.Generator().manual_seed(5)
     random_mask = (torch.rand(3, 1, LENGTH, LENGTH, generator=generator) < 0.7) | torch.eye(
         LENGTH, dtype=torch.bool
@@ -161,7 +152,7 @@ def models_on_slices(rank: int, kind: AttentionKind) -> None:
     holes = torch.zeros(3, LENGTH, dtype=torch.bool).index_fill_(
         1, torch.tensor([LENGTH // 4, *range(LENGTH - 4, LENGTH)]), True
     )
-    cases: dict[str, tuple[Any, Any, dict[str, Tensor]]] = {
+    cases = {
         "bidirectional": (Toy, plain, {}),
         "causal": (partial(Toy, is_causal=True), plain, {}),
         "recomputed": (partial(Toy, is_causal=True, recompute="ours"), plain, {}),
@@ -273,11 +264,11 @@ class Weights(nn.Module):
         return self.attention(x, x, x)[0]
 
 
-def window(length: int) -> Tensor:
+def window(length):
     return local_causal_mask(length).triu(-2)
 
 
-def slopes(length: int) -> Tensor:
+def slopes(length):
     return torch.arange(length).float()[None] - torch.arange(length).float()[:, None]
 
 
@@ -292,7 +283,7 @@ class Picks(Toy):
         return super().forward(input_ids, position_ids)[:, self.place]
 
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+REFUSED = {
     "eager": (Eager, "called no attention.*attn_implementation='sdpa'"),
     "no positions": (
         Counting,
@@ -331,7 +322,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def _refuse(rank: int, name: str) -> str:
+def _refuse(rank, name):
     make, _ = REFUSED[name]
     torch.manual_seed(0)
     model, context, batch = make(), ContextParallel(group=context_group(rank)), make_batch()
@@ -347,7 +338,7 @@ def test_unsupported_model_is_refused(pool, name):
             raise ContextParallelError(message)
 
 
-def _foreign_checkpoint(rank: int, kind: AttentionKind) -> None:
+def _foreign_checkpoint(rank, kind):
     torch.manual_seed(0)
     model = Toy(is_causal=True, recompute={"use_reentrant": False})
     with sliced(
@@ -366,7 +357,7 @@ def test_foreign_activation_checkpoint_raises(pool, kind):
 # ---- context manager -----------------------------------------------------------------------------
 
 
-def _leaving(rank: int) -> None:
+def _leaving(rank):
     group = context_group(rank)
     context, model, batch = ContextParallel(group=group), Toy(), make_batch()
     with pytest.raises(ContextParallelError, match="no attention"), sliced(context, model, batch):
@@ -386,7 +377,7 @@ def test_context_restores_model_and_attention_on_exit(pool):
     pool.run(_leaving, world_size=2)
 
 
-def _autocast(rank: int) -> None:
+def _autocast(rank):
     group = context_group(rank)
     torch.manual_seed(0)
     model, batch = Toy(is_causal=True), make_batch()
@@ -410,7 +401,7 @@ def test_autocast_output_matches_single_process(pool):
     pool.run(_autocast, world_size=2)
 
 
-def _pick(rank: int, place: int) -> None:
+def _pick(rank, place):
     group = context_group(rank)
     torch.manual_seed(0)
     model, batch = Picks(place).double(), make_batch()

@@ -2,7 +2,6 @@
 
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -60,9 +59,8 @@ def test_layers_mixing_tokens_are_refused(layer):
 
 
 def test_token_selection_by_index_is_refused():
-    group: Any = SimpleNamespace(size=2, rank=0)
-    attention: Any = None
-    functions = SliceFunctions(attention=attention, group=group, length=16)
+    group = SimpleNamespace(size=2, rank=0)
+    functions = SliceFunctions(attention=None, group=group, length=16)
     hidden = torch.zeros(3, 8, 5)
     rows, last = torch.arange(3), torch.tensor([1, 7, 4])
     with pytest.raises(ContextParallelError, match="by its index"):

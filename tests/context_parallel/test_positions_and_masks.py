@@ -28,7 +28,7 @@ class LikeHuggingFace(Reader):
     main_input_name = "input_ids"
 
 
-def context(**options: bool) -> ContextParallel:
+def context(**options):
     return ContextParallel(group=Group(handle=None, ranks=(0, 1), rank=1), **options)
 
 

@@ -43,7 +43,7 @@ class LitShift(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(rank: int, shift: str, size: int) -> str:
+def fit(rank, shift, size):
     L.seed_everything(1, verbose=False)
     rows = [
         {"input_ids": row}

@@ -4,12 +4,11 @@ axis."""
 import pytest
 
 from tests.letters import SP, A, C, M, P, R, S, T, V
-from tests.parity import Place
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "c2": (2, {C: 2}),
     "c2 heads": (2, {C: 2, A: "all_to_all"}),
     "c4": (4, {C: 4}),

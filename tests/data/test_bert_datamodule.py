@@ -1,9 +1,7 @@
 """BERT data module in a real Trainer: resume, replicas, workers and evaluation."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,6 @@ from lightning_ptdp.data import (
     TokenLoader,
 )
 from tests.data.fits import BatchRecorder, continued, data, saved_at, trainer
-
-Seen = list[dict[str, list[Any]]]
-Make = Callable[..., BertDataModule]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +46,7 @@ def test_mid_epoch_resume_reads_same_batches(
 
 
 def test_masks_differ_between_epochs(uninterrupted):
-    def unmasked(row: list[int], labels: list[int]) -> tuple[int, ...]:
+    def unmasked(row, labels):
         return tuple(
             sorted(
                 token if label == -100 else label for token, label in zip(row, labels, strict=True)

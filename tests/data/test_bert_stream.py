@@ -3,8 +3,6 @@ reproducibility."""
 
 import pickle
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,23 +34,23 @@ def vocabulary(folder):
     return WordVocabulary.of(Tokenizer.load(folder))
 
 
-def stream(folder: Path, **changes: Any) -> BertStream:
+def stream(folder, **changes):
     return BertStream(folder, **{"sequence_length": LENGTH, **changes})
 
 
-def rows(made: BertStream, epoch: int = 0) -> dict[str, torch.Tensor]:
+def rows(made, epoch=0):
     """Return a whole epoch as one batch."""
     return made.as_batch(
         made.__getitems__([epoch * len(made) + sample for sample in range(len(made))])
     )
 
 
-def original(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def original(batch):
     """Return the tokens before masking."""
     return torch.where(batch["labels"] != -100, batch["labels"], batch["input_ids"])
 
 
-def segments(batch: dict[str, torch.Tensor], row: int) -> tuple[list[int], list[int]]:
+def segments(batch, row):
     tokens, types = original(batch)[row], batch["token_type_ids"][row]
     second = torch.nonzero(types).flatten()
     begin, end = int(second[0]), int(second[-1])
@@ -120,7 +118,7 @@ def test_windows_of_small_example():
 
 def test_mask_shares_match_published_values(folder, vocabulary):
     made = stream(folder, max_samples=150)
-    counts: Counter[str] = Counter()
+    counts = Counter()
     for epoch in range(12):
         batch = rows(made, epoch)
         chosen = batch["labels"] != -100
@@ -204,7 +202,7 @@ def test_half_of_pairs_are_swapped(folder):
 
 def test_half_of_second_segments_are_from_another_document(folder):
     made = stream(folder, pairs="next", max_samples=100)
-    places: dict[tuple[int, ...], set[int]] = {}
+    places = {}
     for sample in range(len(made._windows.starts)):
         tokens = made._window(sample).tolist()
         for start in range(len(tokens) - 5):

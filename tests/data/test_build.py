@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ def mixed(tmp_path_factory):
     return folder
 
 
-def mixed_config(mixed: Path, output: Path, **changes: object) -> PrepareConfig:
+def mixed_config(mixed, output, **changes):
     given = {"document_bytes": 4096, "part_bytes": 6000, "tokenizer_characters": 15_000, **changes}
     return config_of(mixed, output, **given)
 
@@ -53,7 +52,7 @@ def single(mixed, tmp_path_factory):
 def test_workers_and_parts_do_not_change_prepared_bytes(
     mixed, single, tmp_path, num_workers, part_bytes
 ):
-    lines: list[str] = []
+    lines = []
     config = mixed_config(mixed, tmp_path / "store", num_workers=num_workers, part_bytes=part_bytes)
     made = prepare(config, progress=lines.append)
     assert contents(made.folder) == contents(single.folder)
@@ -62,17 +61,17 @@ def test_workers_and_parts_do_not_change_prepared_bytes(
     assert any("1 texts are not UTF-8" in line for line in lines)
 
 
-def prepare_until(stop_at: str, mixed: str, output: str, num_workers: int) -> None:
+def prepare_until(stop_at, mixed, output, num_workers):
     """Prepare data and kill this process at a line of progress."""
 
-    def progress(line: str) -> None:
+    def progress(line):
         if line.startswith(stop_at):
             os.kill(os.getpid(), signal.SIGKILL)
 
     prepare(mixed_config(Path(mixed), Path(output), num_workers=num_workers), progress=progress)
 
 
-def kill_at(stop_at: str, mixed: Path, output: Path, num_workers: int) -> None:
+def kill_at(stop_at, mixed, output, num_workers):
     process = multiprocessing.get_context("fork").Process(
         target=prepare_until, args=(stop_at, str(mixed), str(output), num_workers)
     )
@@ -99,9 +98,9 @@ def test_preparation_resumes_after_kill(mixed, single, tmp_path, stop_at, num_wo
     }
     assert bool(finished) == stop_at.startswith("tokenize")
     kept = {path: path.stat().st_mtime_ns for path in finished}
-    lines: list[str] = []
+    lines = []
 
-    def look(line: str) -> None:
+    def look(line):
         lines.append(line)
         if line.startswith("tokenized"):
             kept.update({path: path.stat().st_mtime_ns for path in finished})
@@ -128,7 +127,7 @@ def test_damaged_or_foreign_work_folder_is_not_reused(mixed, single, tmp_path):
 
 
 def test_full_disk_is_reported_and_preparation_resumes(mixed, single, tmp_path, monkeypatch):
-    def full(*_: object, **options: object) -> int:
+    def full(*_, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -136,14 +135,14 @@ def test_full_disk_is_reported_and_preparation_resumes(mixed, single, tmp_path, 
         with pytest.raises(StoreError, match=r"store cannot be written: .*No space left"):
             prepare(mixed_config(mixed, tmp_path / "store"))
     assert os.listdir(tmp_path) == [WORK]
-    lines: list[str] = []
+    lines = []
     assert contents(
         prepare(mixed_config(mixed, tmp_path / "store"), progress=lines.append).folder
     ) == contents(single.folder)
     assert any("read before" in line for line in lines)
 
 
-def hold(output: str, ready: Callable[[], object], release: Callable[[], object]) -> None:
+def hold(output, ready, release):
     with work_folder(Path(output), {}):
         ready()
         release()
@@ -164,7 +163,7 @@ def test_concurrent_processes_do_not_share_work_folder(mixed, single, tmp_path):
     assert os.listdir(tmp_path) == ["store"]
 
 
-def peak_of(source: str, output: str, queue) -> None:
+def peak_of(source, output, queue):
     # Memory must hold one chunk, one document and one part, all smaller than the smaller text.
     bounds = {"chunk_tokens": 100_000, "document_bytes": 1 << 19, "part_bytes": 1 << 21}
     config = PrepareConfig(

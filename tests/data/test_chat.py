@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +68,7 @@ def text(corpus, tmp_path_factory):
     return prepare(config_of(corpus, tmp_path_factory.mktemp("text") / "store"))
 
 
-def turns(number: int) -> dict[str, Any]:
+def turns(number):
     return {
         "messages": [
             {"role": "user", "content": f"What is {number}?"},
@@ -91,10 +89,7 @@ def chat(model):
     return file
 
 
-Data = Callable[..., ChatDataModule]
-
-
-def conversations(model: Path, path: Path | None, folder: Path, **changes: Any) -> ChatDataModule:
+def conversations(model, path, folder, **changes):
     settings = {
         "data_dir": str(folder),
         "tokenizer_dir": str(model),
@@ -110,7 +105,7 @@ def conversations(model: Path, path: Path | None, folder: Path, **changes: Any) 
 def data(model, chat, tmp_path):
     """Return a factory of data modules, by default for conversations in the folder ``store``."""
 
-    def make(path: Path | str | None = chat, folder: str = "store", **changes: Any) -> Any:
+    def make(path=chat, folder="store", **changes):
         return conversations(model, path and tmp_path / path, tmp_path / folder, **changes)
 
     return make
@@ -129,14 +124,14 @@ def store(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "store"))
 
 
-def prepared(made: ChatDataModule) -> ChatDataModule:
+def prepared(made):
     made.check()
     made.prepare_data()
     made.setup()
     return made
 
 
-def encoded(model: Path, template: str | None, **options: Any) -> tuple[Any, Any]:
+def encoded(model, template, **options):
     """Return the ids of a conversation and the mask of learned tokens."""
     chat = ChatFormat(HuggingFaceTokenizer(model), template=template, **options)
     return chat.encode(ROWS[3]["messages"])
@@ -212,7 +207,7 @@ def test_instructions_become_conversations(data, tmp_path, row, options, said):
     assert short == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in _parts(said))
 
 
-def _parts(said: str) -> list[str]:
+def _parts(said):
     return [re.sub(r"^(\w+) ", r"\1\n", part) for part in re.split(r" (?=assistant|user)", said)]
 
 

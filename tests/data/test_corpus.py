@@ -10,7 +10,7 @@ from lightning_ptdp.data import Corpus, CorpusError, Document, ReadReport
 from tests.errors import raises_with
 
 
-def names(corpus: Corpus) -> list[str]:
+def names(corpus):
     return [document.name for document in corpus.documents()]
 
 

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from tests.data.fits import Recorder, check_overfitting, continued, data, saved_
 from tests.pool import Pool
 
 pytestmark = pytest.mark.thorough
-
-Make = Callable[..., TextDataModule]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +99,7 @@ def test_validation_reads_every_sample_once(make, tmp_path):
     assert module.validated == 5
 
 
-def fit_under_ddp(rank: int, corpus: str, folder: str, root: str) -> tuple[list[list[int]], int]:
+def fit_under_ddp(rank, corpus, folder, root):
     """Train with Lightning's DDPStrategy as one of two externally launched processes."""
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy
@@ -199,7 +196,7 @@ def test_bad_configuration_is_refused_before_writing(corpus, make, folder, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def loaded_modules(rank: int) -> set[str]:
+def loaded_modules(rank):
     """Return the packages loaded in a fresh process.
 
     The process has imported this file, and with it ``lightning_ptdp``.
@@ -266,8 +263,8 @@ class Epochs(pl.Callback):
     """Callback that records the steps at the ends of epochs and at validations."""
 
     def __init__(self):
-        self.ends: list[int] = []
-        self.validations: list[int] = []
+        self.ends = []
+        self.validations = []
 
     def on_train_epoch_end(self, trainer, pl_module):
         self.ends.append(trainer.global_step)
@@ -276,7 +273,7 @@ class Epochs(pl.Callback):
         self.validations.append(trainer.global_step)
 
 
-def ramped(make: Make) -> TextDataModule:
+def ramped(make):
     return make(global_batch_size=32, micro_batch_size=8, num_microbatches=None, ramp_up=RAMP)
 
 

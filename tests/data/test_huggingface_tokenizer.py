@@ -72,8 +72,8 @@ def test_ids_match_transformers_and_documents_end_with_eos(model, texts, tmp_pat
     assert made.manifest.vocabulary_size == 600 == len(theirs)
 
 
-def _until(tokens: list[int], end: int) -> list[list[int]]:
-    documents: list[list[int]] = [[]]
+def _until(tokens, end):
+    documents = [[]]
     for token in tokens:
         if token == end:
             documents.append([])

@@ -1,9 +1,7 @@
 """Conversations with images: learned tokens, image tensors, order and refused rows."""
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ TEMPLATE = (
 SPECIAL = ("<image>", "<start_of_image>", "<end_of_image>")
 
 
-def make_processor(family: str, *special: str) -> Any:
+def make_processor(family, *special):
     """Return a processor of a family: 4 tokens for an image of 8 x 8 pixels in patches of 4."""
     names = dict(zip(("image_token", "boi_token", "eoi_token"), SPECIAL, strict=True))
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -69,7 +67,7 @@ def make_processor(family: str, *special: str) -> Any:
     return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4, **more)
 
 
-def message(role: str, *content: Any) -> dict[str, Any]:
+def message(role, *content):
     parts = [
         {"type": "image", "path": part} if part.endswith(".png") else {"type": "text", "text": part}
         for part in content
@@ -77,7 +75,7 @@ def message(role: str, *content: Any) -> dict[str, Any]:
     return {"role": role, "content": parts}
 
 
-def row(number: int, *images: str) -> dict[str, Any]:
+def row(number, *images):
     """Return a row with the images in the first and the third message."""
     first, *others = [message("user", *images[:1], f"Question {number}?")]
     last = message("user", "And", *images[1:], "now?")
@@ -97,17 +95,14 @@ def images(tmp_path_factory):
     return folder
 
 
-Data = Callable[..., ImageChatDataModule]
-
-
 @pytest.fixture
 def data(images):
     """Return a factory of data modules for rows."""
 
-    def make(rows: list[Any], **changes: Any) -> ImageChatDataModule:
+    def make(rows, **changes):
         number = len(list(images.glob("*.jsonl")))
         write_rows(images / f"{number}.jsonl", rows)
-        settings: dict[str, Any] = {
+        settings = {
             "path": str(images / f"{number}.jsonl"),
             "data_dir": str(images / f"store{number}"),
             "tokenizer_dir": str(images / "model"),
@@ -172,7 +167,7 @@ def test_batches_are_those_of_processor(family, data, images):
     assert model(**accepted).logits.isfinite().all()
 
 
-def absolute(part: dict[str, str], folder: Path) -> dict[str, str]:
+def absolute(part, folder):
     return {**part, "path": str(folder / part["path"])} if "path" in part else part
 
 
@@ -275,7 +270,7 @@ def test_processor_of_other_model_is_refused(data, images):
 def test_fit_refuses_processor_of_other_model_before_launch(
     processor, error, data, images, monkeypatch
 ):
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(*_, **__):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("subprocess.Popen", refuse)
@@ -297,7 +292,7 @@ def test_model_gets_tensors_that_its_forward_names(images):
     module = LitImageTextToText(str(images / "model"))
     with torch.device("meta"):
         module.configure_model()
-    given: list[str] = []
+    given = []
     module.model.forward = lambda **inputs: given.extend(inputs)
     module._run(input_ids=1, token_type_ids=2, pixel_values=3)
     assert given == ["input_ids", "pixel_values"]

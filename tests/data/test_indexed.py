@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.data import IndexedFile, StoreError, indexed_stream
-from lightning_ptdp.data.stream import BlockStream
 from lightning_ptdp.data.token_store import ChunkMap
 from tests.data.folders import flip
 from tests.data.indexed_files import numbered, write_indexed
@@ -24,7 +23,7 @@ def prefix(tmp_path):
     return write_indexed(tmp_path / "corpus_text_document", numbered(60))
 
 
-def stream_of(prefix: Path, **changes: object) -> BlockStream:
+def stream_of(prefix, **changes):
     given = {
         "sequence_length": 15,
         "vocabulary_size": VOCABULARY,
@@ -34,11 +33,11 @@ def stream_of(prefix: Path, **changes: object) -> BlockStream:
     return indexed_stream(prefix, **given)
 
 
-def tokens_of(stream: BlockStream) -> list[int]:
+def tokens_of(stream):
     return stream.__getitems__(range(len(stream))).flatten().tolist()
 
 
-def check_tokens(prefix: Path, vocabulary_size: int) -> None:
+def check_tokens(prefix, vocabulary_size):
     ChunkMap(IndexedFile(prefix).chunks("all", 0.1), vocabulary_size=vocabulary_size).check()
 
 
@@ -145,7 +144,7 @@ def test_too_few_tokens_or_documents_are_refused(tmp_path, prefix):
         stream_of(empty, split="all")
 
 
-def patched(path: Path, place: int, data: bytes) -> None:
+def patched(path, place, data):
     raw = bytearray(path.read_bytes())
     raw[place : place + len(data)] = data
     path.write_bytes(bytes(raw))

@@ -1,8 +1,5 @@
 """Megatron's indexed files in a real Trainer."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from lightning_ptdp.cli import main
@@ -16,7 +13,7 @@ def prefix(tmp_path):
     return write_indexed(tmp_path / "corpus", numbered(200))
 
 
-def data(prefix: Path, **changes: Any) -> IndexedDataModule:
+def data(prefix, **changes):
     settings = {
         "vocabulary_size": 50_000,
         "validation_fraction": 0.1,

@@ -2,8 +2,6 @@
 
 import itertools
 import pickle
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +27,11 @@ def stream(prepared):
     return TokenStream(prepared.folder, sequence_length=LENGTH)
 
 
-def rows(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+def rows(batch):
     return [tuple(row) for row in batch["input_ids"].tolist()]
 
 
-def steps(loaders: list[TokenLoader], count: int) -> list[tuple[int, ...]]:
+def steps(loaders, count):
     """Return the samples of ``count`` steps in global order, replica by replica in each step."""
     found = []
     for batches in itertools.islice(zip(*loaders, strict=True), count):
@@ -41,7 +39,7 @@ def steps(loaders: list[TokenLoader], count: int) -> list[tuple[int, ...]]:
     return found
 
 
-def replicas(stream: TokenStream, d: int, **kwargs: object) -> list[TokenLoader]:
+def replicas(stream, d, **kwargs):
     return [
         TokenLoader(stream, num_replicas=d, replica_rank=rank, seed=5, **kwargs)
         for rank in range(d)
@@ -91,7 +89,7 @@ def test_resume_in_mid_epoch_with_other_replicas_and_batch_size(stream, num_work
     total = len(stream) + 40
     reference = TokenLoader(stream, batch_size=1, seed=5)
     expected = [row for _ in range(2) for batch in reference for row in rows(batch)][:total]
-    found: list[tuple[int, ...]] = []
+    found = []
     state = None
     for d, batch_size, count in ((4, 2, 3), (2, 5, 4), (3, 3, 2), (1, 1, total)):
         loaders = replicas(
@@ -114,7 +112,7 @@ def test_resume_in_mid_epoch_with_other_replicas_and_batch_size(stream, num_work
 
 def test_prefetching_does_not_advance_position(stream):
     loader = TokenLoader(stream, batch_size=2, num_workers=2)
-    iterator: Iterator[object] = iter(loader)
+    iterator = iter(loader)
     assert loader.consumed_samples == 0
     next(iterator)
     assert loader.consumed_samples == 2
@@ -258,7 +256,7 @@ def test_ramp_up_resumes_with_other_number_of_replicas(stream, num_workers):
     )
     expected = [stream[visit % len(stream)]["input_ids"].tolist() for visit in order]
     consumed = 0
-    state: dict[str, Any] = {}
+    state = {}
     for d, count in ((4, 3), (2, 2), (1, 3), (4, 4)):
         loaders = replicas(stream, d, batch_size=16 // d, ramp_up=ramp, num_workers=num_workers)
         for loader in loaders:

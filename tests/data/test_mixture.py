@@ -3,8 +3,6 @@
 import pickle
 import re
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,11 +38,11 @@ def folders(tmp_path_factory):
     return [big.folder, prepare(config).folder]
 
 
-def streams(folders: list[Path], split: str = "train") -> list[TokenStream]:
+def streams(folders, split="train"):
     return [TokenStream(folder, split=split, sequence_length=LENGTH) for folder in folders]
 
 
-def sources(batch: torch.Tensor, of: list[TokenStream]) -> list[tuple[int, int]]:
+def sources(batch, of):
     """Return (corpus, sample) of every row."""
     where = {
         tuple(stream[index]["input_ids"].tolist()): (corpus, index)
@@ -78,9 +76,7 @@ def test_sample_order_is_equal_in_every_layout_and_after_resume(folders):
     mixture = MixtureStream(streams(folders), [2, 1])
     assert np.array_equal(pickle.loads(pickle.dumps(mixture)).turns.order, mixture.turns.order)
 
-    def rows(
-        d: int, batch_size: int, count: int, state: dict[str, Any] | None
-    ) -> tuple[list[list[int]], dict[str, Any]]:
+    def rows(d, batch_size, count, state):
         loaders = [
             TokenLoader(mixture, batch_size=batch_size, num_replicas=d, replica_rank=rank)
             for rank in range(d)
@@ -88,7 +84,7 @@ def test_sample_order_is_equal_in_every_layout_and_after_resume(folders):
         for loader in loaders:
             if state is not None:
                 loader.load_state_dict(state)
-        found: list[list[int]] = []
+        found = []
         for _, *batches in zip(range(count), *loaders, strict=False):
             found += [row for batch in batches for row in batch["input_ids"].tolist()]
         return found, loaders[0].state_dict()
@@ -120,9 +116,7 @@ def test_validation_mixes_corpora_without_repetition(folders):
         assert abs(shares[0] - shares[1]) <= 1
 
 
-def data(
-    folders: list[Path], weights: tuple[float, ...] = (0.7, 0.3), **changes: Any
-) -> MixtureDataModule:
+def data(folders, weights=(0.7, 0.3), **changes):
     settings = {
         "vocabulary_size": 320,
         "sequence_length": LENGTH,

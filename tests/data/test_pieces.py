@@ -1,7 +1,6 @@
 """Division of files into pieces and documents."""
 
 import json
-from pathlib import Path
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-def file_of(tmp_path: Path, text: str) -> CorpusFile:
+def file_of(tmp_path, text):
     path = tmp_path / "text.txt"
     path.write_bytes(text.encode())
     return CorpusFile("text.txt", path, len(text.encode()))

@@ -1,8 +1,5 @@
 """Pairs of answers: forms of rows, learned tokens, batches and refused rows."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from lightning_ptdp.data import ChatDataModule, EvaluationLoader, PreferenceDataModule
@@ -15,18 +12,15 @@ pytestmark = pytest.mark.thorough
 pytest.importorskip("transformers")
 
 
-def message(role: str, content: str) -> dict[str, str]:
+def message(role, content):
     return {"role": role, "content": content}
 
 
-def pair(number: int, **changes: Any) -> dict[str, Any]:
+def pair(number, **changes):
     question = message("user", f"Is {number} odd?")
     answers = {"chosen": f"Yes, {number} is.", "rejected": "No."}
     row = {key: [question, message("assistant", text)] for key, text in answers.items()}
     return {**row, **changes}
-
-
-Data = Callable[..., PreferenceDataModule]
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +34,11 @@ def model(tmp_path_factory):
 def data(model, tmp_path):
     """Return a factory of data modules for rows, in a new folder each."""
 
-    def make(rows: list[dict[str, Any]], **changes: Any) -> PreferenceDataModule:
+    def make(rows, **changes):
         number = len(list(tmp_path.iterdir()))
         file = tmp_path / f"{number}.jsonl"
         write_rows(file, rows)
-        settings: dict[str, Any] = {
+        settings = {
             "path": str(file),
             "data_dir": str(tmp_path / f"store{number}"),
             "tokenizer_dir": str(model),
@@ -57,7 +51,7 @@ def data(model, tmp_path):
     return make
 
 
-def texts(module: PreferenceDataModule) -> list[tuple[str, str, str]]:
+def texts(module):
     """Return the prompts and the two answers of all training pairs."""
     decode = module.prepare_config.tokenizer().of_transformers.decode
     stream = module._stream("train")

@@ -31,7 +31,7 @@ from tests.data.folders import contents, flip, listed, with_manifest
 
 def test_stored_tokens_decode_to_documents(prepared, corpus):
     tokenizer = Tokenizer.load(prepared.folder)
-    texts: dict[str, list[str]] = {}
+    texts = {}
     for split in ("train", "validation"):
         reader = ChunkMap(read_chunks(prepared.folder / split, "uint16"), vocabulary_size=320)
         assert len(reader) == prepared.manifest.splits[split].tokens
@@ -64,7 +64,7 @@ def test_manifest_describes_prepared_data(prepared, corpus):
 
 def test_preparation_is_bitwise_reproducible(prepared, corpus, tmp_path):
     before = dict(os.environ)
-    lines: list[str] = []
+    lines = []
     again = prepare(config_of(corpus, tmp_path / "deep" / "again"), progress=lines.append)
     assert not again.reused
     assert contents(again.folder) == contents(prepared.folder)
@@ -135,7 +135,7 @@ def test_unwritable_parent_is_refused(corpus, tmp_path, monkeypatch):
 
 
 def test_interrupt_leaves_no_output(corpus, tmp_path):
-    def stop(line: str) -> None:
+    def stop(line):
         if line.startswith("tokenized"):
             raise KeyboardInterrupt
 
@@ -147,7 +147,7 @@ def test_interrupt_leaves_no_output(corpus, tmp_path):
 def test_output_of_faster_process_is_used(corpus, prepared, tmp_path):
     target = tmp_path / "store"
 
-    def overtake(line: str) -> None:
+    def overtake(line):
         if line.startswith("tokenized") and not target.exists():
             shutil.copytree(prepared.folder, target)
 
@@ -192,11 +192,11 @@ def test_tokenizer_is_trained_on_bounded_sample(tmp_path):
     assert len(set(read)) > 10
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def put_another_tokenizer(path: Path) -> None:
+def put_another_tokenizer(path):
     """Replace the tokenizer by a valid one. The manifest then matches the files, but not the
     tokens."""
     Tokenizer.train(["other words entirely " * 50], vocabulary_size=280).save(path.parent)

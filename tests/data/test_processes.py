@@ -9,7 +9,7 @@ from lightning_ptdp.data import DataError
 from lightning_ptdp.data.preparation_work import apart, ordered_map
 
 
-def square(number: int) -> int:
+def square(number):
     if number == 13:
         raise ValueError("unlucky")
     if number == 17:
@@ -37,9 +37,9 @@ def test_killed_worker_raises_instead_of_hanging():
 
 
 def test_prefetch_of_items_is_bounded():
-    taken: list[int] = []
+    taken = []
 
-    def items() -> object:
+    def items():
         for number in range(12):
             taken.append(number)
             yield number

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ptdp.data import CorpusError, Document
-from lightning_ptdp.data.split import Survey, scan
+from lightning_ptdp.data.split import scan
 from lightning_ptdp.data.split import survey as survey_of_scans
 
 TEXTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=30).filter(
@@ -13,14 +13,14 @@ TEXTS = st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=30).filt
 )
 
 
-def survey(found: list[Document], *, validation_fraction: float, seed: int) -> Survey:
+def survey(found, *, validation_fraction, seed):
     """Survey documents that are scanned in two parts."""
     middle = len(found) // 2
     scans = [scan(part, seed=seed, undecodable=[]) for part in (found[:middle], found[middle:])]
     return survey_of_scans(scans, validation_fraction=validation_fraction, seed=seed)
 
 
-def documents(texts: list[str]) -> list[Document]:
+def documents(texts):
     return [Document(str(number), text) for number, text in enumerate(texts)]
 
 
@@ -57,7 +57,7 @@ def test_validation_fraction_is_met_with_whole_documents():
 def test_split_depends_on_seed_but_not_on_reading_order():
     texts = [f"document {number}" for number in range(200)]
 
-    def chosen(texts: list[str], seed: int) -> set[str]:
+    def chosen(texts, seed):
         split = survey(documents(texts), validation_fraction=0.1, seed=seed).split
         return {text for text in texts if split.parts(Document("", text))[1]}
 

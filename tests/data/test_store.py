@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -16,7 +15,6 @@ from lightning_ptdp.data.manifest import record_files
 from lightning_ptdp.data.token_store import (
     MARKS,
     ChunkMap,
-    TokenType,
     mark_sample,
     read_chunks,
     sample_starts,
@@ -27,18 +25,18 @@ from lightning_ptdp.data.token_store import (
 from tests.data.conftest import config_of, write_corpus
 
 
-def write(folder: Path, runs: list[int], *, chunk_tokens: int, dtype: TokenType) -> int:
+def write(folder, runs, *, chunk_tokens, dtype):
     """Write runs of consecutive numbers of the given lengths."""
     starts = accumulate(runs, initial=0)
     numbers = [range(start, start + length) for start, length in zip(starts, runs, strict=False)]
     return write_chunks(folder, numbers, chunk_tokens=chunk_tokens, dtype=dtype)
 
 
-def mapped(folder: Path, dtype: TokenType, vocabulary_size: int, **options: int) -> ChunkMap:
+def mapped(folder, dtype, vocabulary_size, **options):
     return ChunkMap(read_chunks(folder, dtype), vocabulary_size=vocabulary_size, **options)
 
 
-def check_written_and_read(rank: int, folder: str) -> tuple[int, int, list[str]]:
+def check_written_and_read(rank, folder):
     """Write one folder per rank and check every block read from it."""
     own = Path(folder, str(rank))
     environment = dict(os.environ)
@@ -72,7 +70,7 @@ def test_litdata_sees_single_process_on_every_rank(pool, tmp_path, env):
 
 
 def test_files_are_independent_of_run_lengths(tmp_path):
-    dtype: TokenType = "uint16"
+    dtype = "uint16"
     write(tmp_path / "a", [331], chunk_tokens=100, dtype=dtype)
     write(tmp_path / "b", [1] * 331, chunk_tokens=100, dtype=dtype)
     for name in os.listdir(tmp_path / "a"):
@@ -130,14 +128,14 @@ def test_empty_store_has_no_index(tmp_path):
         read_chunks(tmp_path / "x", "uint16")
 
 
-def rewritten(text: str) -> Callable[[Path], object]:
+def rewritten(text):
     return lambda folder: (folder / "index.json").write_text(text)
 
 
-def changed(key: str, value: object) -> Callable[[Path], object]:
+def changed(key, value):
     """Return a function that changes a field of the first chunk in the index."""
 
-    def change(folder: Path) -> None:
+    def change(folder):
         index = json.loads((folder / "index.json").read_text())
         index["chunks"][0][key] = value
         (folder / "index.json").write_text(json.dumps(index))
@@ -145,7 +143,7 @@ def changed(key: str, value: object) -> Callable[[Path], object]:
     return change
 
 
-def link_chunk(folder: Path) -> None:
+def link_chunk(folder):
     (folder / "chunk-0-0.bin").rename(folder.parent / "outside.bin")
     (folder / "chunk-0-0.bin").symlink_to(folder.parent / "outside.bin")
 

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -92,7 +91,7 @@ def test_vocabulary_size_error_suggests_valid_size():
 
 
 def test_key_error_of_text_iterator_is_raised():
-    def texts() -> object:
+    def texts():
         yield LINES[0]
         raise KeyError("a file vanished")
 
@@ -152,7 +151,7 @@ def test_foreign_model_without_byte_pieces_is_refused():
 
 @pytest.mark.parametrize("error", [CorpusError("gone"), KeyboardInterrupt()])
 def test_corpus_error_and_interrupt_in_training_are_raised(error):
-    def texts() -> Iterator[str]:
+    def texts():
         yield "some words " * 100
         raise error
 

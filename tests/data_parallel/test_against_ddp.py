@@ -1,7 +1,5 @@
 """Data parallelism compared with torch's DistributedDataParallel on equal batches."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -13,7 +11,7 @@ from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
 
-MODES: dict[str, tuple[int, dict[str, Any]]] = {
+MODES = {
     "d2 flat": (2, {}),
     "d2 sharded": (2, {"shard": "optimizer"}),
     "d2 sharded gradients": (2, {"shard": "gradients"}),
@@ -35,7 +33,7 @@ class LitWithUnused(LitTiny):
         self.unused = nn.Parameter(torch.ones(5))
 
 
-def train(rank: int, world_size: int, layout: dict[str, Any] | None) -> dict[str, Any]:
+def train(rank, world_size, layout):
     """Return this replica's losses and the final weights; without a layout, use torch's DDP."""
     L.seed_everything(3, verbose=False)
     module, losses = LitWithUnused(), []

@@ -1,11 +1,10 @@
 """Trial of optimizers on parts of parameters: elementwise ones pass, others are refused."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.data_parallel import (
@@ -40,7 +39,7 @@ class _Custom(Optimizer):
 
 
 class Lion(_Custom):
-    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def update(self, parameter, gradient):
         average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
         direction = (0.9 * average + 0.1 * gradient).sign()
         average.mul_(0.99).add_(gradient, alpha=0.01)
@@ -48,12 +47,12 @@ class Lion(_Custom):
 
 
 class Lars(_Custom):
-    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def update(self, parameter, gradient):
         return gradient * (parameter.norm() / gradient.norm())
 
 
 class Lamb(_Custom):
-    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def update(self, parameter, gradient):
         direction = gradient / (gradient.abs() + 1e-6) + 0.01 * parameter
         return direction * (parameter.norm() / direction.norm()).clamp(max=10)
 
@@ -77,7 +76,7 @@ class Wrapped(Optimizer):
         return self.inner.step(closure)
 
 
-ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+ELEMENTWISE = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -94,7 +93,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
     "lion": Lion,
 }
-MIXING: list[tuple[Any, Cut, str]] = [
+MIXING = [
     (torch.optim.Adafactor, EXPERTS, "expert_parallel_size=1"),
     (torch.optim.LBFGS, FLAT, "it fails on a small parameter"),
     *((Clipping, cut, "differs from that of the full parameter") for cut in (FLAT, ROWS, COLUMNS)),
@@ -102,7 +101,7 @@ MIXING: list[tuple[Any, Cut, str]] = [
 ]
 
 
-def check(make: Callable[[Any], Optimizer], *cuts: Cut, whole: bool = False) -> Optimizer:
+def check(make, *cuts, whole=False):
     optimizer = make([nn.Parameter(torch.ones(3, 3))])
     kept = dict(optimizer.state)
     state = constructed_state(optimizer, optimizer.param_groups[0])
@@ -141,7 +140,7 @@ def test_untestable_optimizer_warns():
 
 
 def test_non_elementwise_optimizer_is_detected_at_zero_lr():
-    def make(parameters: Any) -> Optimizer:
+    def make(parameters):
         optimizer = torch.optim.Adafactor(parameters, lr=1e-7)
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
         return optimizer
@@ -154,7 +153,7 @@ class _Counting(torch.optim.SGD):
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
-        self.steps: list[int] = []
+        self.steps = []
 
     def step(self, closure=None):
         self.steps.append(len(self.steps))

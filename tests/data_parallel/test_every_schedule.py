@@ -1,16 +1,15 @@
 """Schedules with gradient reductions, in float32 and in bfloat16 with masters."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from tests.parity import Place, assert_near, distance
+from tests.parity import assert_near, distance
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-SCHEDULES: dict[str, dict[str, Any]] = {
+SCHEDULES = {
     "gpipe": {},
     "1f1b": {},
     "interleaved_1f1b": {"virtual_pipeline_size": 2},
@@ -18,7 +17,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zb_v": {"virtual_pipeline_size": 2},
     "dualpipe_v": {"virtual_pipeline_size": 2},
 }
-MODES: dict[str, Place] = {
+MODES = {
     "flat": (4, {"num_microbatches": 4}),
     "sharded": (4, {"num_microbatches": 4, "shard": "optimizer"}),
     "sharded gradients": (4, {"num_microbatches": 4, "shard": "gradients"}),
@@ -36,7 +35,7 @@ MODES: dict[str, Place] = {
 RUN = Run(accumulate=2, global_batch=16)
 
 
-def place_of(schedule: str, mode: str) -> Place:
+def place_of(schedule, mode):
     world_size, layout = MODES[mode]
     pipeline = {"pipeline_parallel_size": 2, "schedule": schedule, "bucket_mb": 1e-2}
     return world_size, {**pipeline, **SCHEDULES[schedule], **layout}

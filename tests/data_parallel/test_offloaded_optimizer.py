@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import lightning.pytorch as L
@@ -15,14 +14,14 @@ from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.fake_cuda import fake_cuda
 from tests.letters import M, P, S, T, V, Z
-from tests.parity import Place, Result, checks_of_rank_0
+from tests.parity import checks_of_rank_0
 from tests.planner.jobs import choice, small_job
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "bucket_mb": 1e-2}
-PLACES: dict[str, Place] = {
+OFFLOAD = {"offload_optimizer": True, "bucket_mb": 1e-2}
+PLACES = {
     "one": (1, {}),
     "d2": (2, {M: 2}),
     "d2 ZeRO-1": (2, {Z: "optimizer"}),
@@ -72,7 +71,7 @@ def test_checkpoint_loads_with_and_without_offload(precision, parity, tmp_path):
 class _Devices(L.Callback):
     """Notes where the optimizer's tensors and the weights are after each step."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.optimizer = set[str]()
         self.module = set[str]()
 
@@ -89,7 +88,7 @@ class _Devices(L.Callback):
         self.module |= {parameter.device.type for parameter in module.parameters()}
 
 
-def _fit_on_fake_gpu(rank: int, size: int, options: dict[str, Any], precision: str) -> Result:
+def _fit_on_fake_gpu(rank, size, options, precision):
     torch.manual_seed(0)
     config = GPTConfig.gpt2(
         vocabulary_size=32, sequence_length=8, num_layers=2, hidden_size=16, num_heads=4
@@ -102,7 +101,7 @@ def _fit_on_fake_gpu(rank: int, size: int, options: dict[str, Any], precision: s
     plain = torch.empty
     locked = []
 
-    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    def empty(*args, pin_memory=False, **kwargs):
         locked.append(pin_memory)
         return plain(*args, **kwargs)
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 from unittest import mock
 
 import lightning.pytorch as L
@@ -13,14 +12,14 @@ from torch import Tensor
 from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from tests.letters import D, M, P, R, S, T, V, Z
-from tests.parity import Place, assert_near, distance
+from tests.parity import assert_near, distance
 from tests.tiny_gpt import LitTiny, Run
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:fp8 on a CPU")]
 
-FP8: dict[str, Any] = {"fp8": "tensorwise"}
+FP8 = {"fp8": "tensorwise"}
 COMPILED = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
-PLACES: dict[str, Place] = {
+PLACES = {
     "d2": (2, {}),
     "d3, two microbatches": (3, {M: 2}),
     "two levels": (4, {D: 2}),
@@ -84,7 +83,7 @@ MODULES = {"reads": Penalized, "writes": Doubling}
 class OtherRun(Run):
     module: str
 
-    def make_module(self) -> L.LightningModule:
+    def make_module(self):
         return MODULES[self.module](self)
 
 
@@ -104,10 +103,10 @@ def test_other_code_has_unrounded_weights(module, parity):
 class Counted(Run):
     """A training that counts the elements that are gathered, and the deferred products."""
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         return [Counting()]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         (counting,) = (c for c in trainer.callbacks if isinstance(c, Counting))
         weights = [
             p.numel()
@@ -123,11 +122,11 @@ class Counting(L.Callback):
         self.deferred = 0
         gather, defer = reduction.start_all_gather, WeightGradients.defer_product
 
-        def gathering(buffer: Tensor, group: Any) -> Any:
+        def gathering(buffer, group):
             self.sent[buffer.dtype] += buffer.numel()
             return gather(buffer, group)
 
-        def deferring(*args: Any) -> None:
+        def deferring(*args):
             self.deferred += 1
             defer(*args)
 

@@ -1,28 +1,24 @@
 """Sharded optimizers: equal steps, kept groups and schedulers, bytes per parameter."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters
 from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.parameters.placement import range_rectangles
-from lightning_ptdp.world.layout import ParallelLayout, Sharding
+from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 from tests.data_parallel.managed import managed
 
 pytestmark = pytest.mark.thorough
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -36,33 +32,31 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def _model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def _model(dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 2)
     ).to(dtype)
 
 
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
+def _groups(model):
     return [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
 
 
-def _sharded(
-    model: nn.Module, group: Group, **options: Any
-) -> tuple[GradientBuckets, OptimizerParameters]:
+def _sharded(model, group, **options):
     reduction = Reduction(inner=group, scatter=True, **options)
     buckets = GradientBuckets(managed(model.parameters()), {(): reduction}, bucket_bytes=3000)
     return buckets, OptimizerParameters(buckets, config=PTDPConfig())
 
 
-def _inputs(step: int, rank: int) -> torch.Tensor:
+def _inputs(step, rank):
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _difference(rank: int, name: str, size: int) -> float:
+def _difference(rank, name, size):
     model, reference = _model(), _model()
     buckets, stepped = _sharded(model, Group(dist.group.WORLD, tuple(range(size)), rank))
     optimizer, plain = OPTIMIZERS[name](_groups(model)), OPTIMIZERS[name](_groups(reference))
@@ -102,14 +96,14 @@ def test_sharded_optimizer_step_equals_unsharded(name, pool):
         assert difference < 2e-6
 
 
-def _bytes(rank: int, size: int, shard: Sharding) -> tuple[int, int, int]:
+def _bytes(rank, size, shard):
     """Return this rank's bytes of bf16 AdamW training, the number of parameters, and of the buckets
     that waited for gradients at the start of a sum."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(200, 200, dtype=torch.bfloat16) for _ in range(4)))
     group = Group(dist.group.WORLD if size > 1 else None, tuple(range(size)), rank)
     reduction = Reduction(inner=group, scatter=shard != "none")
-    waiting: list[int] = []
+    waiting = []
     buckets = GradientBuckets(
         managed(model.parameters()),
         {(): reduction},
@@ -158,7 +152,7 @@ def test_bytes_per_parameter_follow_formula(size, shard, expected, pool):
         assert waiting <= 1, "gradients of several buckets waited for their sum"
 
 
-def _two_levels(rank: int, scatter: bool, compress: bool) -> tuple[float, float]:
+def _two_levels(rank, scatter, compress):
     """Return the largest difference from the flat sum, and the largest value of the flat sum."""
     mesh = ProcessMesh.create(layout=ParallelLayout(world_size=4), rank=rank)
     inner, outer = mesh.levels(("data",), 2)

@@ -1,7 +1,6 @@
 """Sharded gradients: each rank keeps only its part of their sums."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-GRADIENTS: dict[str, Any] = {Z: "gradients", "bucket_mb": 1e-2}
+GRADIENTS = {Z: "gradients", "bucket_mb": 1e-2}
 PLACES = {
     "d2": (2, {}),
     "d2 m3": (2, {M: 3}),

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,12 @@ PLACEHOLDER = "\0"
 _ROW = re.compile(r"^\| `(?P<message>.+?)` \|", re.MULTILINE)
 
 
-def messages() -> list[str]:
+def messages():
     """Return the first cells of the page's tables."""
     return _ROW.findall(PAGE.read_text(encoding="utf-8"))
 
 
-def strings(tree: ast.AST) -> Iterator[str]:
+def strings(tree):
     """Yield every string of a module, with placeholders for inserted values and sums joined."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp):
@@ -29,7 +28,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
                 yield text
 
 
-def whole(node: ast.AST) -> str | None:
+def whole(node):
     """Return the text of a string expression, or None for other expressions."""
     match node:
         case ast.Constant(value=str(text)):
@@ -56,7 +55,7 @@ def test_page_lists_unique_messages():
     assert len(set(messages())) == len(messages())
 
 
-def holds(text: str, pieces: list[str]) -> bool:
+def holds(text, pieces):
     """Return True if ``text`` contains all ``pieces`` in order."""
     at = 0
     for piece in pieces:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable
 from importlib import metadata
 
 import pytest
@@ -33,11 +32,11 @@ from lightning_ptdp.doctor.machine_checks import (
 GIB = 2**30
 
 
-def has(version: str) -> Callable[[str], str]:
+def has(version):
     return lambda name: version
 
 
-def has_nothing(name: str) -> str:
+def has_nothing(name):
     raise metadata.PackageNotFoundError(name)
 
 
@@ -84,7 +83,7 @@ def test_disabled_backend_autoload_gives_warning():
 
 
 def test_recipes_check_fails_without_recipes():
-    def none() -> list[str]:
+    def none():
         raise FileNotFoundError("no recipes in x")
 
     assert check_recipes(lambda: ["gpt/nano"]).found == "1 found"
@@ -170,7 +169,7 @@ def test_data_folder_check_fails_without_data(tmp_path):
     assert (check.status, "ptdp prepare" in check.remedy) == (Status.FAILED, True)
 
 
-def link(name: str, rate: float, size: int = 2**20) -> Measurement:
+def link(name, rate, size=2**20):
     return Measurement(operation=name, size=size, seconds=1.0, bytes_per_s=rate)
 
 

@@ -3,22 +3,20 @@
 import os
 import re
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.base.forked_processes import Tell, run_ranks
+from lightning_ptdp.base.forked_processes import run_ranks
 from lightning_ptdp.doctor import Status
 from lightning_ptdp.doctor.bandwidth import measure
 from lightning_ptdp.doctor.collective_checks import COLLECTIVES, GroupMember
 from lightning_ptdp.doctor.ranks import check_ranks
 
 
-def meet_without(rank: int, tell: Tell, absent: int, how: str) -> int:
+def meet_without(rank, tell, absent, how):
     tell("the start")
     if rank == absent:
         if how == "dies":
@@ -60,9 +58,9 @@ def test_successful_ranks_return_results():
     assert (outcome.results, outcome.explain()) == ({0: 0, 1: 1}, "")
 
 
-def use_all(rank: int, size: int) -> tuple[list[bool], list[str]]:
+def use_all(rank, size):
     place = GroupMember(rank=rank, size=size, device=torch.device("cpu"))
-    said: list[str] = []
+    said = []
     measured = measure(place, said.append, sizes=(4096,))
     assert all(one.seconds > 0 for one in measured)
     return [use(place) for use in COLLECTIVES.values()], said
@@ -81,11 +79,11 @@ def test_collectives_are_correct_on_three_ranks(pool):
         ]
 
 
-def spoiled(rank: int) -> list[str]:
+def spoiled(rank):
     """Return the collectives that detect all-reduce sums too large by ``rank``."""
-    real: Callable[..., Any] = dist.all_reduce
+    real = dist.all_reduce
 
-    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def all_reduce(tensor, *args, **kwargs):
         real(tensor, *args, **kwargs)
         tensor += rank
 

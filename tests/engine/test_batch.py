@@ -32,7 +32,7 @@ class Built:
     scale: InitVar[float]
     lengths: Tensor = field(init=False)
 
-    def __post_init__(self, scale: float) -> None:
+    def __post_init__(self, scale):
         object.__setattr__(self, "lengths", self.tokens * scale)
 
 

@@ -1,9 +1,7 @@
 """Host reads of GPU values. Each waits for all queued kernels, so a step waits once, at its end, in
 every layout."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -11,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from torch import Tensor
 
-from lightning_ptdp.attention.attention_protocol import AttentionCall
 from lightning_ptdp.attention.ring import RingAttention
 from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
-from tests.fake_cuda import Wait, Waits, fake_cuda
+from tests.fake_cuda import Waits, fake_cuda
 from tests.parity import checks_of_rank_0
 
 pytestmark = pytest.mark.thorough
@@ -26,7 +22,7 @@ pytestmark = pytest.mark.thorough
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 HALF = {"precision": "bf16-true"}
 DETERMINISTIC = {"deterministic": True}
-LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+LAYOUTS = {
     "one m4": (1, {"num_microbatches": 4}, {"accumulate_grad_batches": 2}),
     "d4": (4, {}, {}),
     "d4 two levels ZeRO m2": (
@@ -134,7 +130,7 @@ class LitLlama(pl.LightningModule):
         )
 
     def training_step(self, batch, batch_idx):
-        loss: Tensor = self.model(**batch).loss
+        loss = self.model(**batch).loss
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -174,9 +170,9 @@ class Marks(pl.Callback):
 
     def __init__(self, waits: Waits) -> None:
         self._batches = waits.batches
-        self.begun: dict[str, list[int]] = {"train": [], "val": []}
+        self.begun = {"train": [], "val": []}
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind):
         self.begun[kind].append(len(self._batches))
         self._batches.append([])
 
@@ -193,13 +189,7 @@ class Marks(pl.Callback):
         self._batches.append([])
 
 
-def fit(
-    rank: int,
-    size: int,
-    options: dict[str, Any],
-    settings: dict[str, Any],
-    module: Callable[[], pl.LightningModule] | None = None,
-) -> dict[str, list[list[Wait]]]:
+def fit(rank, size, options, settings, module=None):
     """Train on a fake GPU and return the host's waits in each training and validation batch."""
     try:
         return _fit(rank, size, options, settings, module)
@@ -208,13 +198,7 @@ def fit(
         torch.use_deterministic_algorithms(False)
 
 
-def _fit(
-    rank: int,
-    size: int,
-    options: dict[str, Any],
-    settings: dict[str, Any],
-    module: Callable[[], pl.LightningModule] | None,
-) -> dict[str, list[list[Wait]]]:
+def _fit(rank, size, options, settings, module):
     torch.manual_seed(0)
     sizes = {
         "vocabulary_size": 32,
@@ -266,12 +250,12 @@ def test_step_waits_for_device_at_most_once(name, pool):
     _check(pool.run(fit, world_size=size, args=(size, options, settings)))
 
 
-def _summed(rank: int, options: dict[str, Any]) -> list[tuple[bool, torch.dtype]]:
+def _summed(rank, options):
     """Return the last sums over the two replicas: asynchronous or not, dtype."""
     sums = []
     all_reduce = dist.all_reduce
 
-    def noting(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def noting(tensor, *args, async_op=False, **kwargs):
         sums.append((async_op, tensor.dtype))
         return all_reduce(tensor, *args, async_op=async_op, **kwargs)
 
@@ -304,7 +288,7 @@ def test_hugging_face_module_waits_for_device_at_most_once(size, options, pool):
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitLlama)))
 
 
-def mixture(**options: Any) -> pl.LightningModule:
+def mixture(**options):
     return LitGPT(
         GPTConfig.gpt2(
             vocabulary_size=32,
@@ -368,11 +352,11 @@ def test_context_ranks_read_no_mask_of_hugging_face_model(module, pool):
     _check(pool.run(fit, world_size=2, args=(2, options, {}, module)))
 
 
-def _masked_calls(rank: int, module: Callable[[], pl.LightningModule]) -> list[bool]:
-    calls: list[bool] = []
+def _masked_calls(rank, module):
+    calls = []
     attend = RingAttention.__call__
 
-    def noting(self: RingAttention, call: AttentionCall) -> Tensor:
+    def noting(self, call):
         calls.append(call.mask is not None)
         return attend(self, call)
 
@@ -427,7 +411,7 @@ def test_finite_check_and_loss_scaler_wait_for_gradients(options, settings, pool
         )
 
 
-def _check(ranks: list[dict[str, list[list[Wait]]]]) -> None:
+def _check(ranks):
     for batches in ranks:
         # In the first batch of a shape the stages exchange shapes.
         for kind, (

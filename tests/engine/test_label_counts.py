@@ -3,7 +3,6 @@ process."""
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 from lightning_ptdp.engine.rank_agreement import is_uneven, label_spread
 from tests.letters import M, P
-from tests.parity import Place, Result, Training, fit
+from tests.parity import Training, fit
 
 pytestmark = pytest.mark.thorough
 
@@ -47,10 +46,10 @@ class Labels(Training):
     uneven: bool = True
     length: int = 8
 
-    def make_module(self) -> LitLabels:
+    def make_module(self):
         return LitLabels(self.counts)
 
-    def make_data(self) -> Any:
+    def make_data(self):
         generator = torch.Generator().manual_seed(2)
         tokens = torch.randint(VOCABULARY, (16, self.length), generator=generator)
         answers = tokens.roll(1, 1)
@@ -61,12 +60,12 @@ class Labels(Training):
             {"tokens": row, "answers": answer} for row, answer in zip(tokens, answers, strict=True)
         ]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
         return {"scale": None if scaler is None else scaler.get_scale()}
 
 
-def fit_and_listen(rank: int, training: Labels) -> Result:
+def fit_and_listen(rank, training):
     """Train, and return the result with the warnings about labels."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -75,7 +74,7 @@ def fit_and_listen(rank: int, training: Labels) -> Result:
     return {**result, "told": [text for text in texts if "num_tokens" in text]}
 
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "one m2": (1, {M: 2}),
     "one m3": (1, {M: 3}),
     "p2": (2, {P: 2, M: 4}),

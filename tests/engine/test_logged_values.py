@@ -11,19 +11,18 @@ from typing import Any, ClassVar
 import lightning.pytorch as L
 import pytest
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import make_model
 from tests.letters import C, M, P
-from tests.parity import Place, Training
+from tests.parity import Training
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "c2": (2, {C: 2}),
     "c2m2": (2, {C: 2, M: 2}),
     "p2c2": (4, {C: 2, P: 2, M: 2}),
@@ -39,7 +38,7 @@ class Seen(L.Callback):
     """Callback that records the outputs of every validation batch."""
 
     def __init__(self):
-        self.outputs: list[tuple[float, float]] = []
+        self.outputs = []
 
     def on_validation_batch_end(self, trainer, module, outputs, *_):
         outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}
@@ -69,16 +68,16 @@ class Logging(Training):
         for suffix in ("", "_step", "_epoch")
     )
 
-    def make_module(self) -> LitEvaluated:
+    def make_module(self):
         return LitShifts(self) if self.hugging_face else LitEvaluated(self)
 
-    def make_data(self) -> PaddedTokens:
+    def make_data(self):
         return Answers(12) if self.answers else PaddedTokens(12)
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         return [Seen()]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         (seen,) = (one.outputs for one in trainer.callbacks if isinstance(one, Seen))
         return {"outputs": seen}
 
@@ -99,7 +98,7 @@ class LitEvaluated(LitTiny):
         super().__init__(Run(layers=2))
         self.counts = training.counts
 
-    def token_losses(self, batch: dict[str, Tensor]) -> Tensor:
+    def token_losses(self, batch):
         return F.cross_entropy(
             self.model(batch["input_ids"]).flatten(0, 1),
             batch["labels"].flatten(),
@@ -128,7 +127,7 @@ class LitShifts(LitEvaluated):
         if self.model is None:
             self.model = make_model("llama", num_hidden_layers=2, attn_implementation="sdpa")
 
-    def configure_parallel(self) -> ParallelPlan:
+    def configure_parallel(self):
         return ParallelPlan()
 
     def step(self, batch, name, **options):
@@ -175,7 +174,7 @@ class Uneven(IterableDataset):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         data = PaddedTokens(8)
         return (data[index] for index in range(8 - 4 * self.trainer.global_rank))
 
@@ -191,7 +190,7 @@ class LitAtTheEnd(LitTiny):
         return {"num_tokens": (batch["labels"] != -100).sum()}
 
 
-def validate_unevenly(rank: int) -> float:
+def validate_unevenly(rank):
     L.seed_everything(3, verbose=False)
     trainer = L.Trainer(
         strategy=PTDPStrategy(),

@@ -1,7 +1,5 @@
 """Tests of the report that the last stage shares with every stage."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -24,7 +22,7 @@ SUM = {"reduce_fx": "sum"}
 DTYPES = (torch.int64, torch.int16, torch.bfloat16, torch.float64, torch.bool)
 
 
-def no_metrics(_: Any) -> str:
+def no_metrics(_):
     raise AssertionError("no metric was logged")
 
 
@@ -80,7 +78,7 @@ def test_read_numbers_returns_rows_of_floats():
     assert rows == [[3.0, 2.0], [], [0.5, 0.0, 1.5]]
 
 
-def _share(rank: int) -> list[tuple[Any, ...]]:
+def _share(rank):
     group = Group(dist.new_group([0, 1, 2]), (0, 1, 2), rank)
     sharing, seen = ReportSharing(group, source=2, stream=ReportStream(CPU)), []
     reports = [
@@ -141,7 +139,7 @@ def test_sample_mean_is_weighted_by_batch_size_not_by_tokens():
     assert [float(call.value) for call in calls] == pytest.approx([(10 + 120) / 40, 1 / 3])
 
 
-def _share_column(rank: int) -> list[float]:
+def _share_column(rank):
     group = Group(dist.new_group([0, 1]), (0, 1), rank)
     report = StepReport(0.0, 0.0, False, [], {"column": torch.arange(6.0).view(2, 3)[:1, 1]})
     return (

@@ -1,7 +1,6 @@
 """Warnings about steps whose result depends on microbatches or replicas."""
 
 import warnings
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -23,7 +22,7 @@ class LitPlain(L.LightningModule):
         self.teacher, self.seen, self.outputs = (
             nn.Linear(4, 4).requires_grad_(False),
             0,
-            list[Tensor](),
+            [],
         )
         self.register_buffer("queue", torch.zeros(4))
 
@@ -34,7 +33,7 @@ class LitPlain(L.LightningModule):
         self.outputs.append(prediction.detach())
         return self.loss(prediction, y)
 
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         return F.mse_loss(prediction, y)
 
     def configure_optimizers(self):
@@ -44,7 +43,7 @@ class LitPlain(L.LightningModule):
 class LitCarried(LitPlain):
     hidden: Tensor | None = None
 
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         self.hidden = prediction[0].detach()
         return super().loss(prediction, y)
 
@@ -54,37 +53,37 @@ class LitCarriedPair(LitPlain):
 
     hidden: tuple[Tensor, Tensor] | None = None
 
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         self.hidden = prediction[0].detach(), y[0]
         return super().loss(prediction, y)
 
 
 class LitQueue(LitPlain):
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         with torch.no_grad():
             self.queue.copy_(prediction[0])
         return super().loss(prediction, y)
 
 
 class LitTeacher(LitPlain):
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         with torch.no_grad():
             self.teacher.weight.mul_(0.9)
         return super().loss(prediction, y)
 
 
 class LitSum(LitPlain):
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         return F.mse_loss(prediction, y, reduction="sum")
 
 
 class LitSummed(LitPlain):
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         return (prediction - y).square().sum() + prediction.mean()
 
 
 class LitContrastive(LitPlain):
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         logits, target = prediction @ y.T, torch.arange(len(y))
         return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
@@ -92,7 +91,7 @@ class LitContrastive(LitPlain):
 class LitTwoViews(LitPlain):
     """NT-Xent: each sample of two views is compared with all others."""
 
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         views = torch.cat([prediction, y])
         count = len(views)
         logits = (views @ views.T)[~torch.eye(count, dtype=torch.bool)].view(count, count - 1)
@@ -100,14 +99,14 @@ class LitTwoViews(LitPlain):
 
 
 class LitOneLabel(LitPlain):
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         return F.cross_entropy(prediction[0], torch.tensor(1)) + super().loss(prediction, y)
 
 
 class LitMasked(LitPlain):
     """A mean over the observed values."""
 
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         observed = (y > 0).float()
         return (
             F.mse_loss(prediction, y, reduction="none") * observed
@@ -117,21 +116,21 @@ class LitMasked(LitPlain):
 class LitMaskedMean(LitMasked):
     """A masked mean followed by a mean without effect, as in gluonts."""
 
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         return super().loss(prediction, y).mean()
 
 
 class LitNormalized(LitPlain):
     """Targets normalized over the batch."""
 
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         return super().loss(prediction, (y - y.mean(dim=0)) / y.std(dim=0))
 
 
 class LitMeans(LitPlain):
     """Reductions that keep no feature dimension or are not over samples."""
 
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         error = (prediction - y).square()
         means = error.mean(1).mean(0) + error.mean((0, 1)) + error[:, :2].T.mean(0).mean()
         return (
@@ -144,11 +143,11 @@ class LitMeans(LitPlain):
 
 
 class LitDivided(LitPlain):
-    def loss(self, prediction: Tensor, y: Tensor) -> Tensor:
+    def loss(self, prediction, y):
         return F.mse_loss(prediction, y, reduction="sum") / len(y)
 
 
-def fit(rank: int, kind: type[LitPlain], layout: dict[str, Any], size: int) -> list[str]:
+def fit(rank, kind, layout, size):
     L.seed_everything(1, verbose=False)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -160,7 +159,7 @@ def fit(rank: int, kind: type[LitPlain], layout: dict[str, Any], size: int) -> l
 
 
 M2 = {"num_microbatches": 2}
-CASES: dict[type[LitPlain], str | None] = {
+CASES = {
     LitPlain: None,
     LitDivided: None,
     LitMeans: None,

@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections import Counter, defaultdict, deque
-from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
@@ -42,7 +41,7 @@ class Holder(L.LightningModule):
         self.model = torch.nn.Linear(2, 2)
 
 
-def change(module: Any) -> None:
+def change(module):
     """Make one change of each kind."""
     module.number, module.text, module.nothing, module.pair = (
         module.number + 1,
@@ -67,7 +66,7 @@ def change(module: Any) -> None:
     module.metrics["CatMetric"].update(torch.ones(2))
 
 
-def state(module: Any) -> dict[str, Any]:
+def state(module):
     found = {}
     for owner in find_owners(module):
         attributes = {
@@ -130,9 +129,9 @@ class Dice:
     """A callable metric that keeps its inputs and belongs to no library."""
 
     def __init__(self):
-        self.buffers: list[list[torch.Tensor]] | None = None
+        self.buffers = None
 
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+    def __call__(self, value):
         if self.buffers is None:
             self.buffers = [[]]
         self.buffers[0].append(value)

@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import from_huggingface, to_huggingface
 from lightning_ptdp.models import BertConfig, LitBert
-from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import shard
 from tests.folders import read_huggingface
 from tests.models.hf_models import randomized
@@ -44,7 +41,7 @@ THEIRS = {"post": "Bert", "pre": "MegatronBert"}
 VOCABULARY = ("embeddings.token.weight", "masked_head.decoder.bias")
 
 
-def _hugging_face(kind: str, **changes: Any) -> torch.nn.Module:
+def _hugging_face(kind, **changes):
     config = getattr(transformers, f"{kind}Config")(
         **{
             "vocab_size": 61,
@@ -59,7 +56,7 @@ def _hugging_face(kind: str, **changes: Any) -> torch.nn.Module:
     return randomized(getattr(transformers, f"{kind}ForPreTraining")(config)).eval()
 
 
-def _inputs() -> dict[str, torch.Tensor]:
+def _inputs():
     """Return two rows, the second one with padding."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([[20], [13]])
@@ -70,14 +67,14 @@ def _inputs() -> dict[str, torch.Tensor]:
     }
 
 
-def _same_logits(ours: LitBert, theirs: torch.nn.Module) -> None:
+def _same_logits(ours, theirs):
     with torch.no_grad():
         one, other = ours(_inputs()), theirs(**_inputs())
     torch.testing.assert_close(one.masked, other.prediction_logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(one.order, other.seq_relationship_logits, rtol=1e-4, atol=1e-4)
 
 
-def _ours(checkpoint: Path) -> LitBert:
+def _ours(checkpoint):
     """Build the module from the checkpoint alone."""
     module = LitBert(**read_state(checkpoint)["hyper_parameters"])
     module.configure_model()
@@ -85,20 +82,20 @@ def _ours(checkpoint: Path) -> LitBert:
     return module.eval()
 
 
-def _module(config: BertConfig) -> LitBert:
+def _module(config):
     module = LitBert(config)
     module.configure_model()
     return randomized(module).eval()
 
 
-def _save(module: LitBert, path: Path, *, size: int = 1, rank: int = 0) -> None:
+def _save(module, path, *, size=1, rank=0):
     """Save the module's checkpoint, its vocabulary padded and sharded over ``size`` ranks."""
     state = {
         name: value
         for name, value in module.state_dict().items()
         if name != "model.masked_head.decoder.weight"
     }
-    tensors: dict[str, tuple[torch.Tensor, Placement]] = {
+    tensors = {
         f"model/{name}": shard(
             value, "vocabulary" if name.endswith(VOCABULARY) else "replicated", size=size, rank=rank
         )
@@ -156,7 +153,7 @@ def test_lit_bert_round_trip(name, tmp_path):
     )
 
 
-def _save_in_two(rank: int, path: Path) -> None:
+def _save_in_two(rank, path):
     _save(_module(OURS["post"]), path, size=2, rank=rank)
 
 
@@ -179,7 +176,7 @@ def test_vocabulary_padding_is_removed_on_export(pool, tmp_path):
     _same_logits(_ours(tmp_path / "back"), _hugging_face_of(tmp_path / "hf"))
 
 
-def _hugging_face_of(folder: Path) -> torch.nn.Module:
+def _hugging_face_of(folder):
     return transformers.BertForPreTraining.from_pretrained(folder).eval()
 
 

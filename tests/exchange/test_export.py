@@ -7,8 +7,6 @@ import shutil
 import signal
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,15 +37,14 @@ BERT = BertConfig.original(
     vocabulary_size=60, sequence_length=16, num_layers=2, hidden_size=16, num_heads=2
 )
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT}
-Config = GPTConfig | BertConfig
 
 
-def _whole(config: Config) -> dict[str, torch.Tensor]:
+def _whole(config):
     """Return the weights of a full model, equal in every process."""
     torch.manual_seed(1)
-    module: Any = LitGPT(config) if isinstance(config, GPTConfig) else LitBert(config)
+    module = LitGPT(config) if isinstance(config, GPTConfig) else LitBert(config)
     module.configure_model()
-    first: dict[int, str] = {}
+    first = {}
     state = {
         name: value
         for name, value in module.state_dict(keep_vars=True).items()
@@ -56,12 +53,12 @@ def _whole(config: Config) -> dict[str, torch.Tensor]:
     return {f"model/{name}": torch.randn(value.shape) for name, value in state.items()}
 
 
-def _save(path: Path, config: Config) -> None:
+def _save(path, config):
     values = {name.removeprefix("model/"): value for name, value in _whole(config).items()}
     save(path, values, state={"hyper_parameters": {"config": asdict(config)}})
 
 
-def _part(config: Config, rank: int) -> list[LocalRectangle]:
+def _part(config, rank):
     """Return the rectangles that one of four ranks holds.
 
     The ranks form two replicas of two. A tensor is sharded by rows, columns or vocabulary, or
@@ -79,12 +76,12 @@ def _part(config: Config, rank: int) -> list[LocalRectangle]:
     return rectangles_of(tensors)
 
 
-def _export(target: Path, config: Config) -> FolderExport:
+def _export(target, config):
     described = described_by_state({"hyper_parameters": {"config": asdict(config)}})
     return FolderExport(target=target, described=described, dtype=torch.bfloat16, shard_bytes=9_000)
 
 
-def _write(rank: int, folder: Path) -> None:
+def _write(rank, folder):
     block, export_writer._BLOCK = export_writer._BLOCK, 100  # bytes
     for name, config in CONFIGS.items():
         export = _export(folder / name, config)
@@ -137,13 +134,13 @@ def test_pieces_are_limited_in_size():
         assert sum(block.values.numel() for block in blocks) == one.values.numel()
 
 
-def _fail(rank: int, target: Path, how: str) -> str:
+def _fail(rank, target, how):
     export = _export(target, LLAMA)
     export.write(_part(LLAMA, rank))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     fill = FolderPlan.fill
 
-    def killed(*args: Any) -> None:
+    def killed(*args):
         os.kill(os.getpid(), signal.SIGKILL)
 
     parts, wrong = _part(LLAMA, rank), rank == 1

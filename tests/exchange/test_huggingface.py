@@ -5,7 +5,6 @@ import shutil
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from tests.models.hf_models import hf_gpt2, hf_llama, randomized
 transformers = pytest.importorskip("transformers")
 
 
-def _tied_llama() -> torch.nn.Module:
+def _tied_llama():
     config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
@@ -50,7 +49,7 @@ def _tied_llama() -> torch.nn.Module:
     return randomized(transformers.LlamaForCausalLM(config)).to(torch.bfloat16)
 
 
-def _mixtral() -> torch.nn.Module:
+def _mixtral():
     config = transformers.MixtralConfig(
         vocab_size=61,
         hidden_size=32,
@@ -79,12 +78,12 @@ def theirs(request, tmp_path_factory):
     return model, folder
 
 
-def _edit(folder: Path, **changes: Any) -> None:
+def _edit(folder, **changes):
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def _ours(checkpoint: Path) -> LitGPT:
+def _ours(checkpoint):
     """Build the module from the checkpoint alone."""
     module = LitGPT(**read_state(checkpoint)["hyper_parameters"])
     module.configure_model()

@@ -1,7 +1,5 @@
 """Conversion from and to state dicts and Lightning's single file, in Python and by the CLI."""
 
-from collections.abc import Callable
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -18,8 +16,6 @@ from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import convert, kind_of, open_state_dict
 from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import replicated
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 class Lit(pl.LightningModule):

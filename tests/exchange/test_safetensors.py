@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -26,9 +25,9 @@ TENSORS = {
 
 
 def test_library_reads_written_file(tmp_path):
-    asked: list[str] = []
+    asked = []
 
-    def read(name: str) -> torch.Tensor:
+    def read(name):
         asked.append(name)
         return TENSORS[name]
 
@@ -112,7 +111,7 @@ def test_sparse_file_of_four_tebibytes_is_refused(tmp_path):
 
 
 @contextmanager
-def _address_space(most_bytes: int) -> Iterator[None]:
+def _address_space(most_bytes):
     """Limit this process's address space, like a machine without overcommitment."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, before[1]))

@@ -4,7 +4,6 @@ import json
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +36,7 @@ THREADS = {"reshard": 2}
 LIMITS = {threads: threads * 8 * LARGEST + 24 * 2**20 for threads in (1, 2)}
 
 
-def _write(path: Path) -> None:
+def _write(path):
     """Write a checkpoint whose values are created when they are written."""
     gpt2 = Model(FAMILIES[0], CONFIG)
     rectangles = [
@@ -59,14 +58,14 @@ def _write(path: Path) -> None:
     )
 
 
-def _anonymous_bytes() -> int:
+def _anonymous_bytes():
     """Return this process's anonymous memory, which excludes pages of mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(dict(line.split(":", 1) for line in lines)["RssAnon"].split()[0]) * 1024
 
 
 @contextmanager
-def _peak(peaks: dict[str, int], name: str) -> Iterator[None]:
+def _peak(peaks, name):
     """Record the peak memory of the block, less the memory before it.
 
     A model that is held in memory shows in hundreds of samples.
@@ -74,7 +73,7 @@ def _peak(peaks: dict[str, int], name: str) -> Iterator[None]:
     before, done = _anonymous_bytes(), threading.Event()
     peaks[name] = 0
 
-    def sample() -> None:
+    def sample():
         while not done.wait(0.002):
             peaks[name] = max(peaks[name], _anonymous_bytes() - before)
 
@@ -88,11 +87,11 @@ def _peak(peaks: dict[str, int], name: str) -> Iterator[None]:
         thread.join()
 
 
-def measure(folder: str) -> None:
+def measure(folder):
     """Print the peaks of all conversions as JSON."""
     assert transformers.GPT2LMHeadModel, "imports are not part of a conversion"
-    root, peaks = Path(folder), dict[str, int]()
-    steps: dict[str, Callable[[], object]] = {
+    root, peaks = Path(folder), {}
+    steps = {
         "write": lambda: _write(root / "ours"),
         "to Hugging Face": lambda: convert(root / "ours", root / "hf", shard_bytes=40_000_000),
         "from Hugging Face": lambda: convert(root / "hf", root / "back"),

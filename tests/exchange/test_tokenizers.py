@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.data import Tokenizer
@@ -26,7 +26,7 @@ TEXTS = [
 ]
 
 
-def read_by_transformers(ours: Tokenizer, folder: Path, kind: str) -> PreTrainedTokenizerBase:
+def read_by_transformers(ours, folder, kind):
     ours.save(folder / "data")
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
     for name, content in tokenizer_of(
@@ -161,6 +161,6 @@ def test_pipe_and_huge_file_in_model_folder_are_refused(tmp_path):
         tokenizer_files(tmp_path)
 
 
-def _tiny(folder: Path) -> Path:
+def _tiny(folder):
     make_tiny(folder, vocabulary_size=300)
     return folder

@@ -1,13 +1,12 @@
 """One layer of experts on two ranks: output, gradients and bytes sent."""
 
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.tensor_parallel import Experts, shard_module
 from lightning_ptdp.world.layout import ParallelLayout
@@ -27,13 +26,13 @@ class Case:
     routing: str = "own"
 
 
-def make(name: str, dtype: torch.dtype) -> nn.Module:
+def make(name, dtype):
     from transformers import GptOssConfig, MixtralConfig, NemotronHConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-    sizes: dict[str, Any] = {
+    sizes = {
         "hidden_size": WIDTH,
         "intermediate_size": 24,
         "num_local_experts": EXPERTS,
@@ -47,14 +46,14 @@ def make(name: str, dtype: torch.dtype) -> nn.Module:
         ),
     }[name]
     config._experts_implementation = "grouped_mm"
-    module: nn.Module = kind(config).to(dtype)
+    module = kind(config).to(dtype)
     torch.manual_seed(1)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module
 
 
-def tokens(case: Case, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tokens(case, ranks):
     """Return hidden states, indices, weights, and the gradient of the output."""
     torch.manual_seed(2)
     x, grad = torch.randn(2, ranks * TOKENS, WIDTH, dtype=case.dtype)
@@ -62,9 +61,7 @@ def tokens(case: Case, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, torch.zeros_like(index) if case.routing == "one" else index, weights, grad
 
 
-def results(
-    module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, grad: Tensor
-) -> dict[str, Tensor]:
+def results(module, x, index, weights, grad):
     x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
     output = module(x, index, weights)
     output.backward(grad)
@@ -77,7 +74,7 @@ def results(
     return {"output": output.detach(), "x": x.grad, "weights": weights.grad, **found}
 
 
-def parallel(rank: int, case: Case) -> tuple[dict[str, Tensor], list[int]]:
+def parallel(rank, case):
     """Return this rank's results for its tokens, and the bytes of each all-to-all."""
     mesh = ProcessMesh.create(
         layout=ParallelLayout(world_size=2, expert_parallel_size=2), rank=rank
@@ -92,7 +89,7 @@ def parallel(rank: int, case: Case) -> tuple[dict[str, Tensor], list[int]]:
     )
     bytes_, send = [], dist.all_to_all_single
 
-    def counted(output: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(output, source, *args, **kwargs):
         bytes_.append(source.nbytes)
         return send(output, source, *args, **kwargs)
 
@@ -113,7 +110,7 @@ def parallel(rank: int, case: Case) -> tuple[dict[str, Tensor], list[int]]:
     ids=lambda case: f"{case.name} {case.dtype} {case.routing}",
 )
 def test_two_ranks_equal_single_process(case, pool):
-    whole: Any = make(case.name, case.dtype)
+    whole = make(case.name, case.dtype)
     whole.config._experts_implementation = "eager"
     expected = results(whole, *tokens(case, 2))
     item, index = case.dtype.itemsize, tokens(case, 2)[1]
@@ -145,7 +142,7 @@ def test_dispatch_needs_no_scatter_add(pool):
         assert names["aten::_grouped_mm"] == 6
 
 
-def operations(rank: int, case: Case) -> dict[str, int]:
+def operations(rank, case):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         parallel(rank, case)
     return {event.key: event.count for event in profile.key_averages()}

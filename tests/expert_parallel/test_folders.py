@@ -1,7 +1,5 @@
 """Checkpoints and folders of Hugging Face mixtures with distributed experts."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ FOLDER = {"checkpoint_format": "folder"}
 
 def test_checkpoint_is_bitwise_equal_across_layouts(parity, tmp_path):
     """Weights and optimizer go from e4 to one process to t2 p2 e2, and weights to a folder."""
-    layouts: list[tuple[int, dict[str, Any]]] = [
+    layouts = [
         (4, {E: 4}),
         (1, FOLDER),
         (8, {T: 2, P: 2, M: 2, E: 2}),

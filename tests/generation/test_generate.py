@@ -1,7 +1,5 @@
 """Text generation in one process, compared with transformers and without a cache."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -33,7 +31,7 @@ class Uncached(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.config: Any = model.config
+        self.config = model.config
         self.call = lambda ids: model.eval()(ids)
 
     def forward(self, ids):
@@ -72,7 +70,7 @@ def test_cache_does_not_change_generated_tokens(options):
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_cache_computes_every_token_once(name):
-    seen: list[int] = []
+    seen = []
     model = gpt() if name == "gpt" else make_model(name)
     embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
     embedding.register_forward_hook(lambda module, args, output: seen.append(args[0].size(1)))
@@ -105,7 +103,7 @@ def test_seed_determines_text_and_global_rng_is_unchanged():
 
 
 def test_temperature_top_k_and_top_p():
-    def drawn(**options: Any) -> list[int]:
+    def drawn(**options):
         return [
             row[0]
             for row in generate(Counting(), [[0]] * 2000, Sampling(max_new_tokens=1, **options))

@@ -3,9 +3,7 @@
 The text is the same as in one process. Generation does not change the training that follows.
 """
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +14,13 @@ from tests.huggingface.runs import LAYOUTS
 
 pytestmark = pytest.mark.thorough
 
-Fit = Callable[..., list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="module")
 def written(pool):
     """Return a function that trains and returns the results by rank, cached by its arguments."""
 
     @cache
-    def run(model: str, layout: str | None, **options: Any) -> list[dict[str, Any]]:
+    def run(model, layout, **options):
         world_size, degrees = {
             **LAYOUTS,
             "c2": (2, {"context_parallel_size": 2}),

@@ -4,7 +4,6 @@ The host waits once per token. The order of operations on all ranks does not dea
 """
 
 from collections import Counter
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -41,7 +40,7 @@ class Writes(pl.Callback):
         self._batches.append([])
 
 
-def waits_of(rank: int, size: int, model: str, layout: dict[str, Any]) -> Counter[tuple[str, str]]:
+def waits_of(rank, size, model, layout):
     """Return the host's waits that more generated tokens add."""
     torch.manual_seed(0)
     with fake_cuda(rank) as waits:
@@ -70,7 +69,7 @@ def test_host_waits_once_per_token(model, layout, pool):
         assert waits == {("tolist", "generation/write.py _write"): TOKENS}
 
 
-def calls_of(rank: int, writing: Writing) -> list[Any]:
+def calls_of(rank, writing):
     fit(rank, writing)
     return list(HOST.calls)
 

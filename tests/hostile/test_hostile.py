@@ -2,22 +2,20 @@
 
 import os
 import time
-from collections.abc import Iterable
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 
 from tests.hostile import Case, configurations, data, models, tokenizers
-from tests.hostile.confined import CANARY, MOST_S, Confinement, Outcome
+from tests.hostile.confined import CANARY, MOST_S, Confinement
 
 pytestmark = pytest.mark.thorough
 
 _OF_EACH = 12
 
 
-def selection(cases: Iterable[Case]) -> list[Case]:
+def selection(cases):
     """Return cases spread evenly over each kind."""
     kinds = {
         kind: list(group)
@@ -42,25 +40,25 @@ def test_hostile_files_are_refused_without_side_effects(cases, tmp_path):
     assert sum(bool(outcome.said) for outcome in outcomes) > len(outcomes) // 2
 
 
-def follow(name: str, folder: Path) -> None:
+def follow(name, folder):
     (folder / name).read_bytes()
 
 
-def allocate(folder: Path) -> None:
+def allocate(folder):
     bytearray(300 << 20)[:: 1 << 12] = b"x" * (300 << 8)
 
 
-def calculate(folder: Path) -> None:
+def calculate(folder):
     began = time.process_time()
     while time.process_time() - began <= MOST_S:
         sum(range(10**6))
 
 
-def remove(folder: Path) -> None:
+def remove(folder):
     (folder.parent / CANARY / "folder" / "letter.txt").unlink()
 
 
-def start(folder: Path) -> None:
+def start(folder):
     os.system("true")
 
 
@@ -79,10 +77,8 @@ def start(folder: Path) -> None:
     ],
 )
 def test_confinement_detects_violations(read, words, tmp_path):
-    def read_it(folder: Path) -> None:
+    def read_it(folder):
         read(folder)
 
-    outcome: Outcome = Confinement(tmp_path / "cases").run(
-        Case("any", lambda folder: None, read_it)
-    )
+    outcome = Confinement(tmp_path / "cases").run(Case("any", lambda folder: None, read_it))
     assert words in outcome.wrong

@@ -1,7 +1,5 @@
 """Adapters around the projections of a Hugging Face model, under its own plan."""
 
-from typing import Any
-
 import pytest
 from torch import nn
 from torch.utils.data import DataLoader
@@ -36,7 +34,7 @@ class Adapted(LitHuggingFace):
                 layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
 
 
-def _notes(rank: int, module: type[LitHuggingFace]) -> Any:
+def _notes(rank, module):
     strategy = PTDPStrategy(tensor_parallel_size=2)
     trainer = make_trainer(strategy, 2, max_steps=1, limit_val_batches=0)
     trainer.fit(module(Run(model="llama")), DataLoader(Samples("llama"), batch_size=4))

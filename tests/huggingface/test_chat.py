@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -41,8 +40,8 @@ def folder(tmp_path_factory):
     return root
 
 
-def data(root: Path, **options: Any) -> ChatDataModule:
-    settings: dict[str, Any] = {
+def data(root, **options):
+    settings = {
         "micro_batch_size": 2,
         "num_microbatches": 2,
         "validation_fraction": 0.2,
@@ -63,11 +62,11 @@ def data(root: Path, **options: Any) -> ChatDataModule:
 class Chats(ChatTraining):
     packing: bool
 
-    def make_module(self) -> L.LightningModule:
+    def make_module(self):
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3)
         return LitCausalLM(str(self.root / "llama"), optimizer=optimizer)
 
-    def make_loaders(self, trainer: L.Trainer) -> list[Any]:
+    def make_loaders(self, trainer):
         return [data(self.root, packing=self.packing, num_microbatches=2, global_batch_size=8)]
 
 
@@ -152,7 +151,7 @@ def test_packing_support_is_detected_from_model_code(name):
     from tests.huggingface.architectures import VOCABULARY, build
 
     torch.manual_seed(0)
-    model: Any = build(name).float().eval()
+    model = build(name).float().eval()
     model.config.use_cache = False
     tokens = torch.randint(1, VOCABULARY, (1, 12))
     places = torch.cat([torch.arange(5), torch.arange(7)])[None]
@@ -176,7 +175,7 @@ def test_packing_without_sample_separation_is_refused(folder):
             vocabulary_size=400, sequence_length=LENGTH, num_layers=1, hidden_size=16, num_heads=2
         )
     )
-    model: Any = make_model("llama", vocab_size=400)
+    model = make_model("llama", vocab_size=400)
     with pytest.raises(
         ValueError,
         match="packing=True, but the attention of LitGPT may not separate samples",

@@ -3,7 +3,6 @@ parallelism."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.shims.transformers import (
     captured_outputs,
@@ -24,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 class HiddenStates(LitHuggingFace):
     """Uses every layer's hidden state in the loss, as in distillation."""
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch):
         output = self.model(**batch, output_hidden_states=True)
         assert len(output.hidden_states) == 5
         return output.loss + sum(
@@ -39,7 +38,7 @@ class HiddenStates(LitHuggingFace):
 
 
 class Attentions(HiddenStates):
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch):
         output = self.model(**batch, output_attentions=True)
         assert len(output.attentions) == 4
         return output.loss + sum(
@@ -53,7 +52,7 @@ class Selected(HiddenStates):
     transformers 5.23 counts from the first layer's input and takes negative indices. Older releases
     count from its output."""
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch):
         states = self.model(**batch, output_hidden_states=[0, 2, -2]).hidden_states
         selected = [state for state in states if state is not None]
         assert 2 <= len(selected) < len(states)
@@ -78,7 +77,7 @@ class Routers(HiddenStates):
             )
             self.model = transformers.AutoModelForCausalLM.from_config(config)
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch):
         output = self.model(**batch)
         assert len(output.router_logits) == 4
         return output.loss

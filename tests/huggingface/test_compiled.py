@@ -1,7 +1,5 @@
 """Compiled layers of a Hugging Face Llama: one graph for training and one for evaluation."""
 
-from typing import Any
-
 import pytest
 
 from tests.huggingface.runs import Run
@@ -14,7 +12,7 @@ LLAMA = Run(model="llama", options=(("use_cache", False),))
 COMPILED = {"compile": "blocks", "compile_options": {"backend": "aot_eager"}}
 
 
-def _fit(rank: int, run: Run) -> dict[str, Any]:
+def _fit(rank, run):
     import torch
     from torch._dynamo.utils import counters
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -27,13 +26,13 @@ LENGTH, PROMPT = 12, 4
 class Pairs(Dataset[dict[str, Tensor]]):
     """Random pairs with a common prompt; answers have 3 to 8 tokens."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 24
 
     def __getitem__(self, index):
         draw = torch.Generator().manual_seed(index)
         prompt = torch.randint(1, VOCABULARY, (PROMPT,), generator=draw)
-        pair: dict[str, Tensor] = {}
+        pair = {}
         for name in ("chosen", "rejected"):
             size = int(torch.randint(3, 9, (), generator=draw))
             answer = torch.randint(1, VOCABULARY, (size,), generator=draw)
@@ -61,7 +60,7 @@ class Preferences(Training):
     always_clips: ClassVar[bool] = False
     kind: ClassVar[type[LitDPO]] = LitDPO
 
-    def make_module(self) -> L.LightningModule:
+    def make_module(self):
         return self.kind(
             self.root,
             reference=self.reference,
@@ -70,7 +69,7 @@ class Preferences(Training):
             optimizer=AdamWConfig(learning_rate=5e-3, eps=1e-3, decay_steps=4),
         )
 
-    def make_data(self) -> Dataset:
+    def make_data(self):
         return Pairs()
 
 
@@ -115,7 +114,7 @@ class PlainPreferences(Preferences):
     kind: ClassVar[type[LitDPO]] = LitPlain
 
 
-def trl_results(run: Preferences, initial: dict[str, Tensor], folder: Path) -> dict[str, Any]:
+def trl_results(run, initial, folder):
     """Return losses, rewards and final weights of TRL's trainer on the same batches."""
     import peft
     from datasets import Dataset as Table
@@ -154,7 +153,7 @@ def trl_results(run: Preferences, initial: dict[str, Tensor], folder: Path) -> d
     return {"losses": losses, "metrics": trainer._metrics["train"], "final": final}
 
 
-def trl_row(pair: dict[str, Tensor]) -> dict[str, list[int]]:
+def trl_row(pair):
     answers = {
         f"{name}_ids": pair[f"{name}_labels"][pair[f"{name}_labels"] != -100].tolist()
         for name in ("chosen", "rejected")
@@ -185,16 +184,16 @@ class PreparedPreferences(Preferences):
 
     synced: ClassVar[tuple[str, ...]] = ("val_loss",)
 
-    def make_loaders(self, trainer: L.Trainer) -> list[Any]:
+    def make_loaders(self, trainer):
         return [prepared(self.root, Path(self.store))]
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         if self.saved_in is None:
             return []
         return [ModelCheckpoint(self.saved_in, "{step}", every_n_train_steps=1, save_top_k=-1)]
 
 
-def prepared(model: str, store: Path) -> PreferenceDataModule:
+def prepared(model, store):
     return PreferenceDataModule(
         path=str(store / "pairs.jsonl"),
         data_dir=str(store / "tokens"),

@@ -1,12 +1,10 @@
 """Logits, loss and gradients under a plan in float64, and the collectives of a layer."""
 
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parameters.placement import slice_full
@@ -26,7 +24,7 @@ SOME = {
     "bias": "all",
     "use_rslora": True,
 }
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "llama": ("llama", {}),
     "llama, multi-query, eager attention": (
         "llama",
@@ -55,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def randomized(model: nn.Module) -> nn.Module:
+def randomized(model):
     """Randomize all weights, because zero biases and unit norms would hide mistakes."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -66,7 +64,7 @@ def randomized(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def outputs(model: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+def outputs(model, kind):
     """Return the full logits, a loss in their precision, and the model's own loss, which decoders
     compute in float32."""
     data = Samples(kind)
@@ -79,7 +77,7 @@ def outputs(model: Any, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return gather_full(logits), loss, result.loss
 
 
-def check_model(rank: int, name: str) -> None:
+def check_model(rank, name):
     group = tensor_group(rank)
     kind, options = MODELS[name]
     reference = randomized(
@@ -125,7 +123,7 @@ def test_logits_loss_and_gradients_match_single_process(name, size, pool):
     pool.run(check_model, world_size=size, args=(name,))
 
 
-def check_messages(rank: int) -> None:
+def check_messages(rank):
     """Check the number of collectives of one layer, as the difference between two depths.
 
     Any model has two all-reduces forward and two backward (arXiv 1909.08053, section 3). Sequence

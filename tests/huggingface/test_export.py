@@ -4,9 +4,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -120,9 +117,7 @@ class LitFull(LitHuggingFace):
         shutil.disk_usage = lambda path: usage._replace(free=9_000)
 
 
-def _fit(
-    rank: int, kind: type[LitHuggingFace], model: str, options: dict[str, Any], folder: Path
-) -> list[str]:
+def _fit(rank, kind, model, options, folder):
     """Train with an export and return the names in its parent folder.
 
     If ``fit`` refuses the export, the error message comes first.
@@ -231,7 +226,7 @@ def test_adapters_are_merged_in_export(model, layout, world_size, parity, tmp_pa
 def test_exported_tensors_match_save_pretrained(name, tmp_path, monkeypatch):
     monkeypatch.setattr(export_writer, "_BLOCK", 100)
     torch.manual_seed(0)
-    model, first = build(name), dict[int, str]()
+    model, first = build(name), {}
     state = {
         key: value
         for key, value in model.state_dict(keep_vars=True).items()
@@ -276,7 +271,7 @@ def test_exported_tensors_match_save_pretrained(name, tmp_path, monkeypatch):
             assert torch.equal(read, one.values), one.name
 
 
-def _halves(name: str, value: torch.Tensor) -> Iterator[LocalRectangle]:
+def _halves(name, value):
     """Yield the parts of a tensor whose last dimension is split over two ranks."""
     whole = LocalRectangle.whole(name, value)
     middle = (*whole.place.end[:-1], value.shape[-1] // 2) if value.dim() else ()

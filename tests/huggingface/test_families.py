@@ -1,12 +1,9 @@
 """Models of every family in FAMILIES, three encoder-decoders, and models with parts that sequence
 parallelism leaves whole match a single process."""
 
-from typing import Any
-
 import pytest
 
 from lightning_ptdp.models.plans import FAMILIES, find_plan
-from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.architectures import ARCHITECTURES, build
 from tests.huggingface.unseen import Run, check
 from tests.letters import SP, M, P, T, V
@@ -19,11 +16,11 @@ ENCODER_DECODERS = ("t5", "bart", "whisper")
 WHOLE_PARTS = ("phi3", "olmo2", "nemotron", "mixtral", "qwen2_moe", "deepseek_v3")
 
 
-def family_of(name: str) -> str:
+def family_of(name):
     return type(build(name)).__module__.split(".")[2]
 
 
-def plan_of(name: str) -> ParallelPlan:
+def plan_of(name):
     plan = find_plan(build(name))
     assert plan is not None
     return plan
@@ -43,7 +40,7 @@ def test_every_family_is_tested():
 @pytest.mark.parametrize("name", [*OF_ROWS, *WHOLE_PARTS, *ENCODER_DECODERS])
 def test_weights_match_single_process(name, parity):
     why_not = plan_of(name).why_not
-    layout: dict[str, Any] = {T: 2, SP: plan_of(name).sequence is not None}
+    layout = {T: 2, SP: plan_of(name).sequence is not None}
     if "pipeline" not in why_not:
         layout |= {P: 2, M: 2}
     check(Run(architecture=name, steps=2), (4 if P in layout else 2, layout), parity)

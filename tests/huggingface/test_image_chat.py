@@ -2,10 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as L
 import pytest
 import torch
 from PIL import Image
@@ -34,7 +31,7 @@ def folder(tmp_path_factory):
     make_tiny_vision(root / "model")
     rows = []
     for number in range(40):
-        content: list[dict[str, str]] = [{"type": "text", "text": f"How many, {number}?"}]
+        content = [{"type": "text", "text": f"How many, {number}?"}]
         for index in range((0, 0, 2, 1, 0)[number % 5]):
             Image.new("RGB", (20, 10), (6 * number, 90 * index, 40)).save(
                 root / f"{number}-{index}.png"
@@ -49,7 +46,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def data(root: Path, **options: Any) -> ImageChatDataModule:
+def data(root, **options):
     return ImageChatDataModule(
         data_dir=str(root / "store"),
         tokenizer_dir=str(root / "model"),
@@ -67,16 +64,16 @@ class ImageChats(ChatTraining):
     adapter: LoraOptions | None = None
     export: str | None = None
 
-    def make_module(self) -> L.LightningModule:
+    def make_module(self):
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3)
         return LitImageTextToText(
             str(self.root / "model"), optimizer=optimizer, adapter=self.adapter
         )
 
-    def make_loaders(self, trainer: L.Trainer) -> list[Any]:
+    def make_loaders(self, trainer):
         return [data(self.root)]
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         exports = [] if self.export is None else [ExportHuggingFace(self.export)]
         return [*super().make_callbacks(), *exports]
 
@@ -103,7 +100,7 @@ def test_adapters_resume_merge_and_export(parity, folder, tmp_path):
     assert (whole - logits(folder / "model", folder)).abs().max() > 1e-3
 
 
-def logits(folder: Path, root: Path) -> torch.Tensor:
+def logits(folder, root):
     """Return the logits of an exported folder with its own processor."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = transformers.AutoProcessor.from_pretrained(folder)

@@ -3,11 +3,9 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +54,7 @@ def test_encoder_is_refused_as_causal_language_model(folders):
     ).check_data(None)
 
 
-def masked(run: Run) -> LitMaskedLM:
+def masked(run):
     assert run.pretrained is not None
     return LitMaskedLM(run.pretrained, optimizer=OPTIMIZER)
 
@@ -110,7 +108,7 @@ def test_module_works_without_strategy(folders, tmp_path):
         before[0]["val_loss"]
     )
     batch = next(iter(loader))
-    found: Any = trainer.predict(lit, loader)
+    found = trainer.predict(lit, loader)
     logits = lit.model(batch["input_ids"]).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, batch["labels"].flatten(), reduction="none").view_as(
         batch["labels"]
@@ -200,7 +198,7 @@ def test_invalid_model_config_is_refused(given, said):
     assert "\n" not in str(caught.value)
 
 
-def refused(folder: Path, **options: Any) -> str:
+def refused(folder, **options):
     """Return the message of the error that is raised before launch."""
     with pytest.raises(ValueError) as caught:
         PTDPStrategy().check(LitCausalLM(str(folder), **options))
@@ -227,18 +225,18 @@ def test_mismatched_weights_are_refused_with_names_and_shapes(folders, tmp_path)
 
 
 def test_invalid_model_folder_is_refused_before_launch(folders, tmp_path):
-    def changed(name: str, change: Callable[[Path], object], of: str = "tied") -> Path:
+    def changed(name, change, of="tied"):
         shutil.copytree(folders / of, tmp_path / name)
         change(tmp_path / name)
         return tmp_path / name
 
-    def pickled(folder: Path) -> None:
+    def pickled(folder):
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
-    def config(**values: Any) -> Callable[[Path], object]:
+    def config(**values):
         return lambda folder: (folder / "config.json").write_text(json.dumps(values))
 
-    def half(folder: Path) -> None:
+    def half(folder):
         for file in sorted(folder.glob("*.safetensors"))[::2]:
             file.unlink()
 
@@ -314,7 +312,6 @@ def test_pretrained_weights_are_read_without_init_or_mmap(folders, tmp_path, mon
     with torch.device("meta"):
         lit.configure_model()
     weights = open_initial_weights(lit)
-    assert weights is not None
     make = Materializer(lit, seed=0, device=torch.device("cpu"), left=weights.names)
     monkeypatch.setattr(
         Initializers, "__call__", lambda self, name, **_: pytest.fail(f"{name} is drawn")
@@ -340,15 +337,14 @@ def test_pretrained_weights_are_read_without_init_or_mmap(folders, tmp_path, mon
 
 
 def test_resume_from_checkpoint_matches_single_process(parity, folders, tmp_path):
-    def resumed(name: str) -> list[float]:
+    def resumed(name):
         begun = Run(model="labelled", module=causal, pretrained=str(folders / "tied"), steps=2)
         run, saved = begun.on(LAYOUTS[name]), str(tmp_path / name)
         first = parity.ranks(replace(run, save=saved))[0]
         second = parity.ranks(replace(run, steps=4, resume=saved))[0]
         # the weights are those of the checkpoint, not those of the folder
         assert_weights_near(second["initial"], first["final"], tolerance=0)
-        losses: list[float] = second["losses"]
-        return losses
+        return second["losses"]
 
     alone = resumed("one")
     for layout in ("p2", "d2"):
@@ -356,7 +352,7 @@ def test_resume_from_checkpoint_matches_single_process(parity, folders, tmp_path
 
 
 def test_parent_gets_forked_weights_without_reading_folder(folders, tmp_path, monkeypatch):
-    def trained(**options: Any) -> LitCausalLM:
+    def trained(**options):
         lit = LitCausalLM(str(folders / "tied"), optimizer=OPTIMIZER)
         trainer = quiet_trainer(tmp_path, max_steps=2, limit_val_batches=0, **options)
         trainer.fit(lit, DataLoader(Samples("labelled"), batch_size=4))

@@ -4,7 +4,6 @@ test_exact for gradients in float64)."""
 import math
 import re
 from dataclasses import replace
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -28,7 +27,7 @@ pytestmark = [pytest.mark.thorough, needs("peft")]
 OPTIMIZER = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.01, decay_steps=4)
 
 
-def adapted(model: str = "llama", layout: dict[str, Any] | None = None, **options: Any) -> Run:
+def adapted(model="llama", layout=None, **options):
     return Run(model=model, options=(("lora", tuple(options.items())),), layout=layout or {})
 
 
@@ -57,7 +56,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def causal(run: Run) -> LitCausalLM:
+def causal(run):
     assert run.pretrained is not None
     return LitCausalLM(
         run.pretrained,
@@ -249,16 +248,16 @@ def test_checkpoint_is_refused_if_only_one_side_has_adapter(folder):
         lit.on_load_checkpoint({"hyper_parameters": dict(lit.hparams)})
 
 
-def count(rank: int, folder: str) -> dict[str, int]:
+def count(rank, folder):
     """Count the elements that training keeps for bfloat16 weights with float32 masters."""
     module = LitCausalLM(folder, adapter=LoraOptions(r=3), dtype="bfloat16", optimizer=OPTIMIZER)
     strategy = PTDPStrategy(master_weights=True)
     trainer = make_trainer(strategy, 2, max_steps=2, precision="bf16-true", limit_val_batches=0)
-    found: dict[str, int] = {}
+    found = {}
 
     class Look(L.Callback):
         def on_train_batch_end(self, *_):
-            gradients: Any = strategy.engine.gradients
+            gradients = strategy.engine.gradients
             store = gradients._store
             found["buckets"] = sum(bucket.buffer.numel() for bucket in store.buckets())
             stepped = [one.stepped for one in store.parameters if one.stepped is not None]
@@ -290,7 +289,7 @@ def test_frozen_weights_need_no_training_memory(pool, tmp_path):
         assert found["gradients"] <= trained
 
 
-def whole_adapters(rank: int, model: str, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+def whole_adapters(rank, model, layout):
     """Train adapters with dropout and return the adapter parameters that all ranks hold."""
     module = LitHuggingFace(adapted(model, lora_dropout=0.2, init_lora_weights=False))
     trainer = make_trainer(
@@ -319,7 +318,7 @@ def test_sharing_of_quantized_weights_is_refused_before_training(tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
     refusal = r"q_proj.weight' is a Int8Tensor of torchao.quantization.* cannot share between"
 
-    def quantize(layers: Any) -> None:
+    def quantize(layers):
         quantization.quantize_(layers, quantization.Int8WeightOnlyConfig())
         weight = layers[0].self_attn.q_proj.weight
         weight.qdata = weight.qdata.flatten()  # as formats with several elements in a byte

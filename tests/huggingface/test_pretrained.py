@@ -1,18 +1,13 @@
 """Pretrained Hugging Face models under the strategy: each rank reads its part of the folder, or
 all of it on request."""
 
-from pathlib import Path
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.huggingface.runs import LitHuggingFace, Run, make_model
 from tests.letters import M, P, T, V
-from tests.parity import Parity
 from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
@@ -22,17 +17,15 @@ pytest.importorskip("transformers")
 TIED = (("tie_word_embeddings", True),)
 
 
-def pretrained(
-    folder: Path, model: str, options: Any, *, base: bool = False, shard: str = "20KB"
-) -> dict[str, Tensor]:
+def pretrained(folder, model, options, *, base=False, shard="20KB"):
     """Save a model in several files, with ``base`` without its head, and return its state."""
     torch.manual_seed(11)
-    made: Any = make_model(model, **dict(options))
+    made = make_model(model, **dict(options))
     (made.base_model if base else made).save_pretrained(folder, max_shard_size=shard)
     return made.state_dict()
 
 
-def check_start(parity: Parity, run: Run, expected: dict[str, Tensor], *, but: str = "-") -> None:
+def check_start(parity, run, expected, *, but="-"):
     initial = parity.ranks(run)[0]["initial"]
     assert {name.removeprefix("model.") for name in initial} >= expected.keys()
     for name, value in expected.items():

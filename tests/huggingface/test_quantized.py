@@ -29,7 +29,7 @@ from tests.pool import WorkerFailure
 pytestmark = [pytest.mark.thorough, needs("peft", "bitsandbytes", "torchao")]
 
 
-def quantized_model(folder: str, kind: str) -> Any:
+def quantized_model(folder, kind):
     import transformers
 
     config: Any
@@ -77,7 +77,7 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def quantized(kind: str, folder: str) -> Run:
+def quantized(kind, folder):
     return Run(
         model="llama", module=LitQuantized, pretrained=folder, options=(("kind", kind),), eager=True
     )
@@ -153,7 +153,7 @@ class Held(L.Callback):
         self.held = packed_bytes()
         need = ShardedParameters.need
 
-        def watched(shards: ShardedParameters, unit: Any) -> None:
+        def watched(shards, unit):
             need(shards, unit)
             if unit.after is None:  # the last block: its forward, then the first of the backward
                 self.most = max(self.most, packed_bytes())
@@ -166,7 +166,7 @@ class Held(L.Callback):
         self.stop()
 
 
-def packed_bytes() -> int:
+def packed_bytes():
     """Return the size of all storages that may hold packed elements."""
     gc.collect()
     tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.dtype in PACKED]
@@ -181,10 +181,10 @@ PACKED = (torch.uint8, torch.int8)
 class Measured(Run):
     """A training that measures the packed elements of a rank."""
 
-    def make_callbacks(self) -> list[L.Callback]:
+    def make_callbacks(self):
         return [Held()]
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         (held,) = (one for one in trainer.callbacks if isinstance(one, Held))
         return {"held": held.held, "most": held.most}
 
@@ -210,7 +210,7 @@ def test_sharing_of_weights_of_torchao_is_refused_before_launch(folder):
     config = PTDPStrategy(shard="parameters").config
     module = LitQuantized(quantized("torchao", folder))
     check_model(module, config, config.layout(2))
-    weight: Any = module.model.base_model.model.model.layers[0].mlp.up_proj.weight
+    weight = module.model.base_model.model.model.layers[0].mlp.up_proj.weight
     weight.qdata = weight.qdata.flatten()  # as formats with several elements in a byte
     with pytest.raises(ValueError, match=r"Int8Tensor of torchao.* in Linear, .* one byte each"):
         check_model(module, config, config.layout(2))

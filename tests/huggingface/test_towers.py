@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy.checks import check_model
@@ -34,7 +33,7 @@ STACKS = {
 
 
 class LitTowers(LitHuggingFace):
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch):
         raise NotImplementedError
 
     def training_step(self, batch, batch_idx):
@@ -60,7 +59,7 @@ class Clip(LitTowers):
             transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
         )
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch):
         tokens = batch["input_ids"]
         images = (tokens / VOCABULARY).repeat(1, 16).view(len(tokens), 3, 8, 8)
         return self.model(input_ids=tokens, pixel_values=images, return_loss=True).loss
@@ -79,7 +78,7 @@ class Led(LitTowers):
             config = transformers.LEDConfig(**STACKS, **sizes, attention_window=[4, 4, 4])
             self.model = transformers.LEDForConditionalGeneration(config)
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch):
         return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
 
 
@@ -100,7 +99,7 @@ class Informer(LitTowers):
         )
         self.model = transformers.InformerForPrediction(config)
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch):
         values = batch["input_ids"] / VOCABULARY
         past, future = values[:, :8], values[:, 8:]
         times = torch.linspace(0, 1, 12, device=values.device).expand_as(values)[..., None]

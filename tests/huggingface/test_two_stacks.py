@@ -20,16 +20,16 @@ CUTS = ((3,), (1, 3, 5), (2, 4, 6))
 """Cuts between the three layers of the encoder and the four of the decoder."""
 
 
-def of_the_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def of_the_loss(model, batch):
     return model(**batch).loss
 
 
-def of_what_the_encoder_returned(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def of_what_the_encoder_returned(model, batch):
     output = model(**batch)
     return output.loss + 0.1 * output.encoder_last_hidden_state.square().mean()
 
 
-def of_all_hidden_states(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def of_all_hidden_states(model, batch):
     output = model(**batch, output_hidden_states=True)
     assert (len(output.encoder_hidden_states), len(output.decoder_hidden_states)) == (4, 5)
     return output.loss + sum(
@@ -65,7 +65,7 @@ def test_loss_and_gradients_match_whole_model(kind, built, compute):
     data = Samples(kind)
     batch = {key: torch.stack([data[i][key] for i in range(3)]) for key in data[0]}
     torch.manual_seed(0)
-    model: Any = make_model(kind).double()
+    model = make_model(kind).double()
     if built == "resized":  # one embedding under three names
         model.resize_token_embeddings(70)
     if built == "recomputes":

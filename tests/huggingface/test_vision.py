@@ -3,7 +3,6 @@
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -80,7 +79,7 @@ def test_partition_and_planner_count_tower_on_first_stage(family):
     assert shape.input.flops >= 2 * LENGTH * elements > 0
 
 
-def _batch(images: list[int], rows: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+def _batch(images, rows, **more):
     """Return a batch with two tokens per image."""
     tokens = torch.zeros(len(images), 6, dtype=torch.long)
     for row, count in zip(tokens, images, strict=True):
@@ -159,7 +158,7 @@ def test_frozen_tower_trains_language_model_alone(layout, parity):
     parity.check(run, LAYOUTS[layout])
 
 
-def image_text(run: VisionRun) -> LitImageTextToText:
+def image_text(run):
     assert run.pretrained is not None
     return LitImageTextToText(run.pretrained, optimizer=OPTIMIZER, **dict(run.options))
 
@@ -174,7 +173,7 @@ def folders(tmp_path_factory):
     return folder
 
 
-def logits(folder: Path, family: str) -> torch.Tensor:
+def logits(folder, family):
     """Return the logits of a folder for two samples with three images."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     data = ImageSamples((1, 2))

@@ -1,7 +1,6 @@
 """Initial values of models with an initializer for several modules."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from lightning_ptdp.parameters.materialize import Materializer
 from tests.huggingface.runs import make_model
 
 
-def built(kind: str, seed: int = 5, **options: Any) -> Any:
+def built(kind, seed=5, **options):
     with torch.device("meta"):
         model = make_model(kind, **options)
     materialize = Materializer(model, seed=seed, device=torch.device("cpu"))
@@ -55,7 +54,7 @@ def test_model_is_unchanged_and_uninitialized_tensor_is_named():
             super().__init__()
             self.scale, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
 
-        def reset_parameters(self) -> None:
+        def reset_parameters(self):
             nn.init.ones_(self.scale)
 
     class Model(nn.Module):
@@ -63,7 +62,7 @@ def test_model_is_unchanged_and_uninitialized_tensor_is_named():
             super().__init__()
             self.linear, self.half = nn.Linear(3, 3), Half()
 
-        def _init_weights(self, module: nn.Module) -> None:
+        def _init_weights(self, module):
             if isinstance(module, nn.Linear):
                 nn.init.constant_(module.weight, 7.0)
 
@@ -88,7 +87,7 @@ def test_half_precision_values_are_rounded_float32(dtype, draw):
             self.weight = nn.Parameter(torch.empty(40, dtype=dtype))
             self.register_buffer("offset", torch.empty(40, dtype=dtype))
 
-        def reset_parameters(self) -> None:
+        def reset_parameters(self):
             draw(self.weight)
             draw(self.offset)
 

@@ -17,7 +17,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def build(seed: int, only: tuple[str, ...] | None = None) -> Tied:
+def build(seed, only=None):
     with torch.device("meta"):
         model = Tied()
     materialize = Materializer(model, seed=seed, device=torch.device("cpu"))
@@ -59,7 +59,7 @@ def test_module_without_initializer_is_named():
         Materializer(model, seed=1, device=torch.device("cpu"))(model["own"], "own")
 
 
-def _agree(rank: int) -> tuple[list[str], list[float]]:
+def _agree(rank):
     same, different = torch.ones(5), torch.full((3,), float(rank))
     names = agree_on_values([("same", same), ("different", different)], device=torch.device("cpu"))
     return names, different.tolist()

@@ -10,7 +10,7 @@ from lightning_ptdp.keyed_dropout.keyed import mix, sample_keys, uniform
 from lightning_ptdp.world.mesh import Group
 
 
-def reference(key: int, index: int) -> int:
+def reference(key, index):
     """Return SplitMix64's finalizer, in Python integers."""
     mask = (1 << 64) - 1
     z = ((key ^ (index * 0x9E3779B97F4A7C15)) + 0x9E3779B97F4A7C15) & mask

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tests.letters import SP, C, M, P, R, S, T, V
-from tests.parity import Place
 from tests.pool import WorkerFailure
 from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
 RUN = Run(dropout=0.2, layout={"keyed_dropout": True})
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "m4": (1, {M: 4}),
     "d2": (2, {}),
     "t2": (2, {T: 2}),

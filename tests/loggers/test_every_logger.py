@@ -1,15 +1,13 @@
 """Every installable Lightning logger with every callback that logs."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
 import wandb
-from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CometLogger, CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from mlflow import MlflowClient, artifacts
@@ -38,16 +36,16 @@ class Other(DummyLogger):
     """User logger whose methods have the names of ours but other arguments."""
 
     @property
-    def version(self) -> str:
+    def version(self):
         return "other"
 
-    def log_text(self, key: str, columns: list[str]) -> None:
+    def log_text(self, key, columns):
         raise AssertionError("called")
 
     log_table = log_tags = log_dataset = check = log_text
 
 
-LOGGERS: dict[str, Callable[[Path], Logger]] = {
+LOGGERS = {
     "csv": lambda folder: CSVLogger(folder),
     "tensorboard": lambda folder: TensorBoardLogger(folder),
     "wandb": lambda folder: WandbLogger(save_dir=folder, offline=True),
@@ -72,7 +70,7 @@ def test_logger_accepts_output_of_all_callbacks(name, folder, tmp_path, monkeypa
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(tmp_path)
     logger = LOGGERS[name](tmp_path)
-    parameters: list[Any] = []
+    parameters = []
     log = logger.log_hyperparams
     monkeypatch.setattr(
         logger,

@@ -14,9 +14,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -44,13 +42,13 @@ def save_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def client_of(logger: MLFlowLogger) -> Any:
+def client_of(logger):
     from mlflow import MlflowClient
 
     return MlflowClient(logger.tracking_uri)
 
 
-def history(logger: MLFlowLogger, name: str) -> list[tuple[int, float]]:
+def history(logger, name):
     return sorted(
         (m.step, m.value) for m in client_of(logger).get_metric_history(logger.run_id, name)
     )
@@ -229,7 +227,7 @@ def test_unwritten_metrics_are_kept_in_file(save_dir, monkeypatch):
     logger = MLFlowLogger(save_dir=str(save_dir))
     run_id = logger.run_id
 
-    def away(*args: Any) -> None:
+    def away(*args):
         raise ConnectionError("the server is away")
 
     logger._open().writer = BackgroundWriter(away)
@@ -251,7 +249,7 @@ def test_unwritten_metrics_are_kept_in_file(save_dir, monkeypatch):
 
 
 @contextlib.contextmanager
-def _largest_file(size: int) -> Iterator[None]:
+def _largest_file(size):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
@@ -271,7 +269,7 @@ def test_full_disk_does_not_fail_finished_training(save_dir, monkeypatch, kind):
     kept.parent.mkdir(parents=True)
     kept.write_text("before\n")
 
-    def full(*args: Any) -> None:
+    def full(*args):
         if kind == "sqlite":
             raise sqlite3.OperationalError("database or disk is full")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -301,7 +299,7 @@ def test_copies_of_logger_do_not_share_connection(save_dir):
     assert (1, 2.0) in history(logger, "loss")
 
 
-def _log_on_every_rank(rank: int, save_dir: str) -> str | None:
+def _log_on_every_rank(rank, save_dir):
     rank_zero_only.rank = rank
     logger = MLFlowLogger(save_dir=save_dir)
     for step in range(50):
@@ -323,7 +321,7 @@ def test_only_rank_zero_logs_to_fresh_store(pool, tmp_path):
     assert len(client_of(logger).search_runs([run.info.experiment_id])) == 1
 
 
-def _begin(rank: int, save_dir: str) -> str:
+def _begin(rank, save_dir):
     rank_zero_only.rank = 0
     import mlflow as _  # noqa: F401 - slow, so imported before the barrier
 
@@ -343,7 +341,7 @@ def test_concurrent_runs_share_fresh_store(pool, tmp_path):
     assert len({run.info.experiment_id for run in runs}) == 1
 
 
-def _log_and_break(logger: MLFlowLogger, queue: Any) -> None:
+def _log_and_break(logger, queue):
     logger.log_metrics({"loss": 3.0}, 7)
     queue.put(logger.run_id)
     sys.exit(1)

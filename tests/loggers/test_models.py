@@ -1,7 +1,5 @@
 """Exported models that MLflow loads."""
 
-from pathlib import Path
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -18,7 +16,7 @@ from tests.folders import read_huggingface
 pytestmark = pytest.mark.thorough
 
 
-def fit(folder: Path, logger: L.loggers.Logger, *, tensor: int = 2) -> None:
+def fit(folder, logger, *, tensor=2):
     """Train a step and export to ``folder / "out"``, which is logged."""
     ids = torch.arange(4 * 9).view(4, 9)
     rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]

@@ -13,9 +13,9 @@ OFF, FULL = 0, 2
 @pytest.fixture
 def statements():
     """Yield the statements of all connections to databases."""
-    said: list[str] = []
+    said = []
 
-    def trace(connection: object, _record: object) -> None:
+    def trace(connection, _record):
         connection.set_trace_callback(said.append)
 
     event.listen(Engine, "connect", trace)
@@ -23,7 +23,7 @@ def statements():
     event.remove(Engine, "connect", trace)
 
 
-def synchronous(engine: Engine) -> int:
+def synchronous(engine):
     with engine.connect() as connection:
         return connection.exec_driver_sql("PRAGMA synchronous").scalar()
 

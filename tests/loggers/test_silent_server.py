@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,26 +129,26 @@ def test_other_mlflow_stores_are_not_checked(tmp_path, uri):
     assert list(tmp_path.iterdir()) == []
 
 
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _impatient(monkeypatch):
     monkeypatch.setattr(ours, "check_store", lambda uri: check_store(uri, timeout_s=0.2))
 
 
 @contextmanager
-def _healthy_and_silent() -> Iterator[str]:
+def _healthy_and_silent():
     """Run a server that answers ``/health`` and blocks all other requests until the end."""
     over = threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             self.do_GET()
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             if not self.path.endswith("/health"):
                 over.wait()
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_):
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)

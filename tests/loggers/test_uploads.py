@@ -3,7 +3,6 @@
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -20,7 +19,7 @@ from tests.pool import Pool
 pytestmark = pytest.mark.thorough
 
 
-def train(rank: int, path: str, make_logger: Any, log_model: Any) -> Any:
+def train(rank, path, make_logger, log_model):
     L.seed_everything(1, verbose=False)
     logger = make_logger(path, log_model)
     saver = ModelCheckpoint(
@@ -36,12 +35,12 @@ def train(rank: int, path: str, make_logger: Any, log_model: Any) -> Any:
     return getattr(logger, "run_id", None) or logger.experiment.uploaded
 
 
-def lightnings(path: str, log_model: Any) -> Any:
+def lightnings(path, log_model):
     uri, files = f"sqlite:///{path}/mlflow.db", Path(path, "artifacts").as_uri()
     return LightningMLFlowLogger(tracking_uri=uri, artifact_location=files, log_model=log_model)
 
 
-def ours(path: str, log_model: Any) -> Any:
+def ours(path, log_model):
     return MLFlowLogger(save_dir=path, log_model=log_model)
 
 
@@ -62,40 +61,34 @@ class Run:
     id = "7"
 
     def __init__(self):
-        self.uploaded: list[tuple[list[str], list[str], list[str]]] = []
+        self.uploaded = []
 
-    def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
+    def log_artifact(self, artifact, aliases):
         self.uploaded.append((artifact.files, artifact.folders, aliases))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return lambda *_, **__: None
 
 
 class Artifact:
     """Stand-in for a W&B artifact, which has separate methods for files and folders."""
 
-    def __init__(self, **_: Any) -> None:
-        self.files: list[str] = []
-        self.folders: list[str] = []
+    def __init__(self, **_):
+        self.files = []
+        self.folders = []
 
-    def add_file(
-        self,
-        local_path: str,
-        name: str | None = None,
-        is_tmp: bool = False,
-        policy: str | None = None,
-    ) -> None:
+    def add_file(self, local_path, name=None, is_tmp=False, policy=None):
         if not Path(local_path).is_file():
             raise ValueError(f"Path is not a file: {local_path!r}")
         self.files.append(f"{name}: {Path(local_path).name}")
 
-    def add_dir(self, local_path: str, name: str | None = None, policy: str | None = None) -> None:
+    def add_dir(self, local_path, name=None, policy=None):
         verify_checkpoint(local_path)
         self.folders.append(f"{name}: {Path(local_path).name}")
 
 
-def wandbs(path: str, log_model: Any) -> Any:
-    contents: dict[str, dict[str, Any]] = {
+def wandbs(path, log_model):
+    contents = {
         "wandb": {"Artifact": Artifact, "run": None},
         "wandb.sdk": {},
         "wandb.sdk.lib": {"RunDisabled": Run},

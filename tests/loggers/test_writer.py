@@ -2,7 +2,6 @@
 
 import os
 import threading
-from collections.abc import Sequence
 
 import pytest
 
@@ -11,7 +10,7 @@ from lightning_ptdp.loggers.background_writer import BackgroundWriter
 LIMIT_S = 30.0
 
 
-def nothing() -> None:
+def nothing():
     """Do nothing. All items are written before it runs."""
 
 
@@ -19,14 +18,14 @@ class Store:
     """Store that can be made unavailable and whose writes can be blocked."""
 
     def __init__(self):
-        self.items: list[int] = []
-        self.calls: list[int] = []
+        self.items = []
+        self.calls = []
         self.broken = False
         self.open = threading.Event()
         self.open.set()
         self.entered = threading.Event()
 
-    def write(self, items: Sequence[int]) -> None:
+    def write(self, items):
         self.entered.set()
         self.open.wait()
         if self.broken:
@@ -75,7 +74,7 @@ def test_temporary_store_failure_is_retried():
     assert writer.unwritten == (0,)
     failed = threading.Event()
 
-    def write(items: Sequence[int]) -> None:
+    def write(items):
         store.broken = not failed.is_set()
         failed.set()
         store.write(items)
@@ -102,7 +101,7 @@ def test_unresponsive_store_does_not_block_training():
 def test_failed_action_after_items_is_retried():
     store, failures = Store(), [ConnectionError("the server is away")]
 
-    def action() -> None:
+    def action():
         if failures:
             raise failures.pop()
         store.items.append(-1)
@@ -119,10 +118,10 @@ def test_failed_deferred_action_gives_warning():
     writer.put(1)
     writer.later(lambda: store.items.append(-1), limit_s=LIMIT_S)
 
-    def fails() -> None:
+    def fails():
         raise ConnectionError("the server is away")
 
-    def both() -> None:
+    def both():
         writer.later(fails, limit_s=0.0)
         writer.run(nothing, limit_s=LIMIT_S)
 
@@ -135,7 +134,7 @@ def test_fork_waits_for_running_write():
     """A child forked during a write would inherit store locks that are never released."""
     lock, begun, end = threading.Lock(), threading.Event(), threading.Event()
 
-    def write(items: Sequence[int]) -> None:
+    def write(items):
         with lock:
             begun.set()
             end.wait(0.5)

@@ -36,7 +36,7 @@ TABLE_2 = [
 ]
 
 
-def paper_model(heads: int, hidden: int, layers: int) -> GPTConfig:
+def paper_model(heads, hidden, layers):
     return GPTConfig.gpt2(
         vocabulary_size=51200,
         sequence_length=2048,

@@ -76,7 +76,7 @@ def test_accuracy_with_mismatched_shapes_is_refused():
         )
 
 
-def uneven_ranks(rank: int) -> tuple[float, float]:
+def uneven_ranks(rank):
     perplexity, accuracy = Perplexity(), TokenAccuracy()
     if rank == 0:
         perplexity.update(torch.tensor(1.0), 1)

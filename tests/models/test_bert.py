@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.models import Bert, BertConfig, bert_flops_per_sample, bert_plan, num_parameters
 from lightning_ptdp.models.model_config import check_tensor_parallel
@@ -22,7 +22,7 @@ CONFIGS = {
 BOTH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
-def batch(*, length: int = 10, seed: int = 3) -> dict[str, Tensor]:
+def batch(*, length=10, seed=3):
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(61, (3, length), generator=draw)
     mask = (torch.arange(length) < torch.tensor([[length], [6], [8]])).long()
@@ -33,7 +33,7 @@ def batch(*, length: int = 10, seed: int = 3) -> dict[str, Tensor]:
     }
 
 
-def built(config: BertConfig, seed: int = 0) -> Bert:
+def built(config, seed=0):
     torch.manual_seed(seed)
     return Bert(config)
 
@@ -133,7 +133,6 @@ def test_every_parameter_gets_gradient(config):
     output = model(**batch())
     (output.masked.square().mean() + output.order.square().mean()).backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
         assert parameter.grad.any(), name
     assert model.masked_head.decoder.weight is model.embeddings.token.weight
     assert "masked_head.decoder.weight" not in dict(model.named_parameters())

@@ -3,7 +3,7 @@ gradients."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.models import Bert, BertConfig, LitBert
 
@@ -14,7 +14,7 @@ CONFIG = BertConfig.original(
 )
 
 
-def hugging_face() -> nn.Module:
+def hugging_face():
     config = transformers.BertConfig(
         vocab_size=61,
         max_position_embeddings=24,
@@ -32,7 +32,7 @@ def hugging_face() -> nn.Module:
     return model
 
 
-def converted(source: dict[str, Tensor]) -> dict[str, Tensor]:
+def converted(source):
     """Convert Hugging Face's names and separate projections to ours."""
     names = {
         "embeddings.token": "bert.embeddings.word_embeddings",
@@ -51,7 +51,7 @@ def converted(source: dict[str, Tensor]) -> dict[str, Tensor]:
         "mlp.down": "output.dense",
         "norm_2": "output.LayerNorm",
     }
-    state: dict[str, Tensor] = {}
+    state = {}
     for number in range(CONFIG.num_layers):
         theirs = f"bert.encoder.layer.{number}"
         names |= {f"blocks.{number}.{ours}": f"{theirs}.{name}" for ours, name in layer.items()}

@@ -1,7 +1,7 @@
 """BERT has the loss, gradients, weights and metrics of a single process in every layout."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from torch.utils.data import Dataset
 
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert
 from tests.letters import SP, C, M, P, T, V
-from tests.parity import Place, Training, make_loader
+from tests.parity import Training, make_loader
 
 pytestmark = pytest.mark.thorough
 
-LAYOUTS: dict[str, Place] = {
+LAYOUTS = {
     "d2": (2, {}),
     "t2": (2, {T: 2}),
     "t2sp": (2, {T: 2, SP: True}),
@@ -52,7 +52,7 @@ class Pairs(Dataset):
         self.orders = torch.randint(0, 2, (count,), generator=draw)
         self.predictions[-1], self.orders[-1] = 0, -100
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.ids)
 
     def __getitem__(self, index):
@@ -93,14 +93,14 @@ class Run(Training):
 
     always_clips: ClassVar[bool] = False
 
-    def make_module(self) -> LitBert:
+    def make_module(self):
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-4, warmup_steps=2)
         return LitBert(CONFIGS[self.order], optimizer)
 
-    def make_data(self) -> Pairs:
+    def make_data(self):
         return Pairs(48)
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         loader = make_loader(Pairs(20), trainer, self.global_batch)
         (evaluated,) = trainer.validate(module, loader, verbose=False)
         return {"evaluated": evaluated}
@@ -113,10 +113,10 @@ class Step(Run):
     steps: int = 1
     clip: float | None = None
 
-    def make_module(self) -> LitBert:
+    def make_module(self):
         return LitPlain(CONFIGS[self.order], AdamWConfig())
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         return {}
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ptdp.models import GPT, GPTConfig, active_parameters, num_parameters
@@ -18,7 +18,7 @@ EVERY_VARIANT = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANT
 BOTH = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 
 
-def tokens(config: GPTConfig, *, batch: int = 2, length: int = 10, seed: int = 3) -> Tensor:
+def tokens(config, *, batch=2, length=10, seed=3):
     return torch.randint(
         config.vocabulary_size, (batch, length), generator=torch.Generator().manual_seed(seed)
     )
@@ -161,9 +161,7 @@ def test_dropout_is_active_in_training_only():
     assert torch.equal(model(ids), model(ids))
 
 
-def take(
-    linear: nn.Linear, *, rows: list[slice] | None = None, columns: slice | None = None
-) -> None:
+def take(linear, *, rows=None, columns=None):
     """Keep some output rows (bias too) or input columns of a layer."""
     weight, bias = linear.weight.data, linear.bias
     if rows is not None:
@@ -174,7 +172,7 @@ def take(
         linear.weight.data = weight[:, columns]
 
 
-def nth(rank: int, size: int, total: int, start: int = 0) -> slice:
+def nth(rank, size, total, start=0):
     return slice(start + rank * total // size, start + (rank + 1) * total // size)
 
 
@@ -185,7 +183,7 @@ def test_block_equals_sum_of_its_head_shards(config):
     """The same code runs with fewer heads, so that tensor parallelism needs no other model."""
     size = 2
     q, kv, f = config.hidden_size, config.kv_heads * config.head_dim, config.ffn_size
-    parts: dict[str, list[Tensor]] = {"attention": [], "mlp": []}
+    parts = {"attention": [], "mlp": []}
     x = torch.randn(2, 7, config.hidden_size, generator=torch.Generator().manual_seed(0))
     for rank in range(size + 1):  # the last one is the whole block
         torch.manual_seed(1)

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.models import GPT
 from tests.models.configs import GPT2, LLAMA
 from tests.models.hf_models import hf_gpt2, hf_llama
 
 
-def weights_from_gpt2(source: dict[str, Tensor]) -> dict[str, Tensor]:
+def weights_from_gpt2(source):
     names = {
         "ln_1": "norm_1",
         "ln_2": "norm_2",
@@ -29,7 +28,7 @@ def weights_from_gpt2(source: dict[str, Tensor]) -> dict[str, Tensor]:
     return state | {"head.weight": state["wte.weight"]}
 
 
-def weights_from_llama(source: dict[str, Tensor]) -> dict[str, Tensor]:
+def weights_from_llama(source):
     state = {
         "wte.weight": source["model.embed_tokens.weight"],
         "norm.weight": source["model.norm.weight"],

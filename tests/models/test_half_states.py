@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.models import AdamWConfig
 from lightning_ptdp.models.adamw_variants import HalfStateAdamW, round_stochastically
@@ -43,7 +43,7 @@ def test_equal_values_round_alike_in_every_shard():
     assert not torch.equal(whole, round_stochastically(values, 4))
 
 
-def _train(build: type, steps: int, **options: float) -> tuple[Tensor, torch.optim.Optimizer]:
+def _train(build, steps, **options):
     draw = torch.Generator().manual_seed(1)
     inputs, target = torch.randn(256, 32, generator=draw), torch.randn(32, 1, generator=draw)
     weight = nn.Parameter(torch.zeros(32, 1))

@@ -1,13 +1,11 @@
 """LitBert in a single-process Trainer: losses, logged values, checkpoints and a toy task."""
 
 import math
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ptdp.callbacks import TrainPerplexity
@@ -30,9 +28,7 @@ pytestmark = [
 CONFIG = BertConfig.megatron(**SIZES, init_std=0.1, dropout=0.0)
 
 
-def batch(
-    *, samples: int = 4, length: int = 12, seed: int = 0, ignored: tuple[int, ...] = ()
-) -> dict[str, Tensor]:
+def batch(*, samples=4, length=12, seed=0, ignored=()):
     """Return a batch with a different number of predictions in every sample."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 61, (samples, length), generator=draw)
@@ -53,7 +49,7 @@ def batch(
     }
 
 
-def built(**kwargs: Any) -> LitBert:
+def built(**kwargs):
     torch.manual_seed(0)
     lit = LitBert(CONFIG, **kwargs)
     lit.configure_model()
@@ -101,7 +97,7 @@ def test_batch_without_labels_has_zero_loss_and_gradients():
 class Copies(Dataset):
     """Pairs of equal random segments, which reveal masked tokens; the last token is the order."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 512
 
     def __getitem__(self, index):

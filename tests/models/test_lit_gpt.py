@@ -1,14 +1,12 @@
 """LitGPT in a single-process Trainer: loss, logged values, checkpoints and command line."""
 
 import math
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import Sampling, generate
@@ -33,14 +31,14 @@ TOY = GPTConfig.llama(
 PATTERN = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])
 
 
-def built(config: GPTConfig = GPT2, **kwargs: Any) -> LitGPT:
+def built(config=GPT2, **kwargs):
     torch.manual_seed(0)
     lit = LitGPT(config, **kwargs)
     lit.configure_model()
     return lit
 
 
-def batch_of(vocabulary_size: int, *, ignored: Tensor | None = None) -> dict[str, Tensor]:
+def batch_of(vocabulary_size, *, ignored=None):
     ids = torch.randint(vocabulary_size, (3, 9), generator=torch.Generator().manual_seed(1))
     labels = ids[:, 1:].clone()
     if ignored is not None:
@@ -48,7 +46,7 @@ def batch_of(vocabulary_size: int, *, ignored: Tensor | None = None) -> dict[str
     return {"input_ids": ids[:, :-1], "labels": labels}
 
 
-def pattern_loader(*, rows: int = 4) -> DataLoader:
+def pattern_loader(*, rows=4):
     sample = {"input_ids": PATTERN[:-1], "labels": PATTERN[1:]}
     return DataLoader([sample] * rows, batch_size=2)
 
@@ -223,7 +221,7 @@ class PatternData(pl.LightningDataModule):
 
 
 class LinkedCLI(LightningCLI):
-    def add_arguments_to_parser(self, parser: Any) -> None:
+    def add_arguments_to_parser(self, parser):
         parser.link_arguments(
             "data.vocabulary_size", "model.config.vocabulary_size", apply_on="instantiate"
         )

@@ -1,19 +1,15 @@
 """Memory-saving operations with the same values and gradients as torch's."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.models.layers import RMSNorm, swiglu
 from lightning_ptdp.models.rotary import Rotary, rotary_tables
 
 
-def _gradients(
-    function: Callable[[Tensor], Tensor], x: Tensor, parameters: list[nn.Parameter]
-) -> list[Tensor]:
+def _gradients(function, x, parameters):
     x = x.clone().requires_grad_()
     y = function(x)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
@@ -38,7 +34,7 @@ def test_rms_norm_equals_torch(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_swiglu_equals_torch(dtype):
-    def plain(x: Tensor) -> Tensor:
+    def plain(x):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -52,7 +48,7 @@ def test_rotary_embedding_equals_complex_product(given):
     rotary, x = Rotary(6, 100.0), torch.randn(2, 5, 4, 6, dtype=torch.float64)
     positions = torch.tensor([[3, 0, 1, 7, 2], [1, 2, 3, 4, 5]]) if given else None
 
-    def plain(x: Tensor) -> Tensor:
+    def plain(x):
         cos, sin = (
             table.unsqueeze(-2).double()
             for table in rotary_tables(

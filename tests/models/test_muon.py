@@ -1,11 +1,10 @@
 """Muon beside AdamW: equal to torch's optimizers, and to one process in every layout it supports."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.models import AdamWConfig, MuonWithAdamW
 from lightning_ptdp.models.optimizer_setup import build_muon
@@ -14,7 +13,7 @@ from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+PLACES = {
     "d2": (2, {}),
     "d2 sharded": (2, {Z: "optimizer"}),
     "d4 sharded, small buckets": (4, {Z: "optimizer", M: 2, "bucket_mb": 1e-2}),
@@ -62,7 +61,7 @@ class Owned(Run):
 
     muon: bool = True
 
-    def results(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def results(self, trainer, module):
         names, _ = trainer.strategy.model_space.optimizer_records()
         (optimizer,) = trainer.strategy.optimizers
         states = optimizer.state.items()
@@ -92,7 +91,7 @@ def test_experts_are_left_to_adamw(level, parity):
 
 
 def test_steps_equal_those_of_torch():
-    def weights() -> dict[str, nn.Parameter]:
+    def weights():
         torch.manual_seed(0)
         names = ("wte", "h.0.up", "h.1.down")
         matrices = {name: nn.Parameter(torch.randn(4, 6)) for name in names}
@@ -112,7 +111,7 @@ def test_steps_equal_those_of_torch():
         torch.optim.AdamW([wanted["wte"]], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.2),
         torch.optim.AdamW([wanted["h.0.bias"]], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    restored: MuonWithAdamW | None = None
+    restored = None
     for step in range(4):
         for parameters in (found, wanted):
             generator = torch.Generator().manual_seed(step)
@@ -132,7 +131,7 @@ def test_closure_is_evaluated_with_gradients():
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = MuonWithAdamW([{"params": [weight], "muon": True}], lr=0.1)
 
-    def closure() -> Tensor:
+    def closure():
         optimizer.zero_grad()
         loss = weight.square().sum()
         loss.backward()

@@ -1,7 +1,5 @@
 """Plans found by the class of a module."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -33,7 +31,6 @@ transformers = pytest.importorskip("transformers")
 def test_known_model_has_valid_plan(kind, prefix):
     model = nested(make_model(kind), prefix)
     plan = find_plan(model)
-    assert plan is not None
     plan.check(model, 2)
     kinds = plan.resolve(model)
     blocks = plan.blocks
@@ -53,7 +50,6 @@ def test_known_model_has_valid_plan(kind, prefix):
 
 def test_llama_plan_splits_attention_by_heads():
     plan = plan_for(make_model("llama"))
-    assert plan is not None
     assert plan.tensor["model.layers.*.self_attn"] == plan.tensor["model.layers.*.mlp"] == Region()
     assert plan.tensor["model.layers.*.self_attn.q_proj"] == Column(heads=4)
     assert plan.tensor["model.layers.*.self_attn.v_proj"] == Column(heads=2, copy_heads=True)
@@ -63,20 +59,16 @@ def test_llama_plan_splits_attention_by_heads():
 
 def test_bert_plan_covers_both_heads():
     plan = plan_for(make_model("bert"), "bert_model")
-    assert plan is not None
     assert plan.tensor["bert_model.cls.predictions"] == Alias()
     assert plan.after == ("bert_model.bert.pooler", "bert_model.cls")
     bare = plan_for(make_model("bert").bert)
-    assert bare is not None
     assert (bare.before, bare.after) == (("embeddings",), ("pooler",))
 
 
 def test_scaled_embedding_and_its_tied_head_are_kept_whole():
     plan = plan_for(make_model("gemma3"))
-    assert plan is not None
     assert Vocabulary() not in plan.tensor.values()
     untied = plan_for(make_model("gemma3", tie_word_embeddings=False))
-    assert untied is not None
     assert [name for name, kind in untied.tensor.items() if kind == Vocabulary()] == ["lm_head"]
 
 
@@ -92,7 +84,6 @@ def test_experts_are_kept_whole():
         transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2)
     )
     plan = plan_for(model)
-    assert plan is not None
     plan.check(model, 2)
     kinds = plan.resolve(model)
     assert not [name for name in kinds if "experts" in name]
@@ -124,7 +115,7 @@ def test_user_plan_takes_precedence():
             super().__init__()
             self.model = make_model("gpt2")
 
-        def configure_parallel(self) -> ParallelPlan:
+        def configure_parallel(self):
             return ParallelPlan(
                 tensor={"model.lm_head": "vocabulary", "model.transformer.wte": "vocabulary"}
             )
@@ -166,7 +157,7 @@ def test_indivisible_size_is_refused(options, size, words):
 
 def test_invalid_plan_is_refused():
     model = make_model("gemma3")
-    cases: list[tuple[dict[str, Any], str]] = [
+    cases = [
         (
             {"tensor": {"model.embed_tokens": "vocabulary"}},
             r"embed_tokens.*forward is not that of nn.Embedding",
@@ -215,6 +206,5 @@ def test_invalid_plan_is_refused():
 def test_bare_torch_encoder_has_plan():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2)
     plan = plan_for(encoder, "encoder")
-    assert plan is not None
     assert plan.tensor["encoder.layers.*.linear2"] == Row()
     assert torch.is_tensor(encoder.layers[0].self_attn.in_proj_weight)

@@ -2,7 +2,6 @@
 
 import re
 from collections import OrderedDict
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
@@ -70,7 +69,7 @@ class GatedBlock(nn.Module):
         )
 
 
-def nested() -> nn.Module:
+def nested():
     """Return a block as in x-transformers, with a feed-forward layer of nested sequences."""
     part = nn.Module()
     part.ff = nn.Sequential(
@@ -79,7 +78,7 @@ def nested() -> nn.Module:
     return nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH)]), part, nn.Identity()])
 
 
-def model(block: Any) -> nn.Module:
+def model(block):
     whole = nn.Module()
     whole.encoder = nn.Module()
     whole.encoder.layers = nn.Sequential(
@@ -105,12 +104,12 @@ def test_layers_are_recognized_by_structure(block, expected):
 
 
 def test_non_feed_forward_sequence_is_left_out():
-    def normalized() -> nn.Module:
+    def normalized():
         return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.Linear(16, WIDTH))
 
     assert suggested_tensor(model(normalized)) == {}
 
-    def narrow() -> nn.Module:
+    def narrow():
         return nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH))
 
     assert suggested_tensor(model(narrow)) == {}
@@ -130,7 +129,7 @@ class LitVision(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(rank: int, degree: int, plan: ParallelPlan | None) -> float:
+def fit(rank, degree, plan):
     L.seed_everything(1, verbose=False)
     data = torch.utils.data.TensorDataset(
         torch.randn(16, 5, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -146,8 +145,7 @@ def test_suggested_plan_trains_like_single_process(pool):
     with pytest.raises(ValueError, match="suggest these lines: check them") as told:
         plan_of(LitVision(), PTDPConfig(tensor_parallel_size=2))
     found = re.search(r"ParallelPlan\(tensor=\{.*?\}\)", str(told.value), re.DOTALL)
-    assert found is not None
-    plan: ParallelPlan = eval(found[0], {"ParallelPlan": ParallelPlan})
+    plan = eval(found[0], {"ParallelPlan": ParallelPlan})
     assert fit(0, 1, None) == pytest.approx(
         pool.run(fit, world_size=2, args=(2, plan))[0], rel=1e-5
     )

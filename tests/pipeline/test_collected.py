@@ -4,11 +4,9 @@ They are complete on the last stage, or their use is refused.
 """
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.crossing import StageError
 from tests.pipeline.crossing_models import (
@@ -26,8 +24,8 @@ from tests.pipeline.crossing_models import (
 class AllHidden(Base):
     """Sums the outputs of all blocks."""
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
-        hidden: tuple[Tensor, ...] = ()
+    def run_blocks(self, x, ids):
+        hidden = ()
         for layer in self.layers:
             x = layer(x)
             hidden += (x,)
@@ -50,7 +48,7 @@ class Routers(Base):
     def __init__(self):
         super().__init__(RouterBlock)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         losses, chosen = 0, []
         for layer in self.layers:
             x, router = layer(x)
@@ -64,7 +62,7 @@ class Hooked(Base):
 
     def __init__(self):
         super().__init__()
-        self.seen: list[Tensor] = []
+        self.seen = []
         self.embedding.register_forward_hook(self.keep)
         for index, layer in enumerate(self.layers):
             layer.register_forward_hook(
@@ -74,17 +72,17 @@ class Hooked(Base):
             layer.register_forward_hook(self.halve)
             layer.register_forward_hook(self.keep)
 
-    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def keep(self, module, args, output):
         self.seen.append(output)
 
-    def keep_with_kwargs(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    def keep_with_kwargs(self, module, args, kwargs, output):
         self.seen.append(output)
         return output
 
-    def halve(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def halve(self, module, args, output):
         return output / 2
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x = layer(x)
         seen, self.seen = self.seen, []
@@ -145,7 +143,7 @@ class Keeping(Base):
     def __init__(self):
         super().__init__(KeepingBlock)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x = layer(x)
         return x + sum(module.loss for module in self.modules() if hasattr(module, "loss"))
@@ -165,7 +163,7 @@ class Read(Base):
         for layer in self.layers:
             layer.own.seen = []
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x = layer(x)
         return x + sum(sum(layer.own.seen) for layer in self.layers)
@@ -189,20 +187,20 @@ class Timed(Base):
 
     def __init__(self):
         super().__init__()
-        self.open: set[str] = set()
+        self.open = set()
         for name, module in [
             (n, m) for layer in self.layers for n, m in layer.named_modules(prefix=str(id(layer)))
         ]:
             module.register_forward_pre_hook(partial(self.begin, name))
             module.register_forward_hook(partial(self.end, name))
 
-    def begin(self, name: str, module: nn.Module, args: Any) -> None:
+    def begin(self, name, module, args):
         self.open.add(name)
 
-    def end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def end(self, name, module, args, output):
         self.open.remove(name)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x = layer(x)
         return x
@@ -216,9 +214,9 @@ def test_removed_hook_is_not_called_on_other_stages():
     class Removed(Base):
         def __init__(self):
             super().__init__()
-            self.seen: list[Tensor] = []
+            self.seen = []
 
-        def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        def run_blocks(self, x, ids):
             for layer in self.layers:
                 x = layer(x)
             return x

@@ -5,7 +5,6 @@ A model cut in one process matches the whole model, or the cut is refused."""
 import gc
 import pickle
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -89,7 +88,7 @@ def test_tensor_returned_twice_is_sent_once_with_summed_gradient():
         def __init__(self):
             super().__init__(SameBlock)
 
-        def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        def run_blocks(self, x, ids):
             y = x
             for layer in self.layers:
                 x, y = layer(x, y)
@@ -156,7 +155,7 @@ def test_finished_stage_releases_its_tensors():
 
 def test_each_stage_uses_its_own_copy_of_bare_parameter():
     class Bare(KeptBias):
-        def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        def run_blocks(self, x, ids):
             for layer in self.layers:
                 x = layer(x, self.memory.weight)
             return x
@@ -173,10 +172,10 @@ def test_each_stage_uses_its_own_copy_of_bare_parameter():
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_compiled_blocks_match_whole_model(how, monkeypatch):
-    traced: list[bool] = []
+    traced = []
     returned = Boundary.returned
 
-    def watched(boundary: Boundary, *args: Any, **kwargs: Any) -> Any:
+    def watched(boundary, *args, **kwargs):
         traced.append(torch.compiler.is_compiling())
         return returned(boundary, *args, **kwargs)
 
@@ -202,7 +201,7 @@ def test_compiled_blocks_match_whole_model(how, monkeypatch):
 
 
 class EachItsOwn(Base):
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         memories = [self.memory(x) * k for k in range(4)]
         for layer, memory in zip(self.layers, memories, strict=True):
             x = layer(x, memory)
@@ -210,7 +209,7 @@ class EachItsOwn(Base):
 
 
 class OnlyAtTheEnd(Base):
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         memory = self.memory(x)
         for index, layer in enumerate(self.layers):
             x = layer(x, memory) if index == 3 else layer(x)
@@ -218,7 +217,7 @@ class OnlyAtTheEnd(Base):
 
 
 class AroundTheBlocks(Base):
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         first = x
         for layer in self.layers:
             x = layer(x)
@@ -226,7 +225,7 @@ class AroundTheBlocks(Base):
 
 
 class Residual(Base):
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x = x + layer(x)
         return x
@@ -238,7 +237,7 @@ class SecondComputed(Base):
     def __init__(self):
         super().__init__(PairBlock)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         y = x
         for layer in self.layers:
             x, y = layer(x, y)
@@ -252,7 +251,7 @@ class Collected(Base):
     def __init__(self):
         super().__init__(CollectedBlock)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         total = 0
         for layer in self.layers:
             x, loss = layer(x)
@@ -269,7 +268,7 @@ class Opaque(Base):
     def __init__(self):
         super().__init__(OpaqueBlock)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         for layer in self.layers:
             x, _ = layer(x)
         return x
@@ -295,7 +294,7 @@ class Sealed(Base):
     def __init__(self):
         super().__init__(SealedBlock)
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+    def run_blocks(self, x, ids):
         sealed = nn.ParameterDict()
         sealed.value = self.memory(x)
         for layer in self.layers:
@@ -338,7 +337,7 @@ def test_forward_outside_of_step_is_refused():
 
 def test_shape_and_mask_operations_around_blocks_are_allowed():
     class Inspects(Memory):
-        def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
+        def run_blocks(self, x, ids):
             kept = x.new_ones(x.shape[:2]).unsqueeze(-1) * torch.zeros_like(x).to(
                 ids.device, x.dtype
             ).add(1)

@@ -10,14 +10,13 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_ptdp.pipeline.hang_guard import GuardObservation, HangGuard, HangJudge
-from lightning_ptdp.pipeline.rank_status import LOST, Heard, LiveStatus, RankStatus
+from lightning_ptdp.pipeline.rank_status import LOST, Heard, LiveStatus
 from tests.pipeline.lost_ranks import train, work
 from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD
@@ -30,7 +29,7 @@ LIMIT_S, STEP_S = 100.0, 1.0
 AT_FIRST = LiveStatus().status()
 
 
-def status(**known: Any) -> RankStatus:
+def status(**known):
     return replace(AT_FIRST, **known)
 
 
@@ -54,7 +53,7 @@ class Scene:
             HangJudge(limit_s=limit_s, interval_s=STEP_S, waits_raise=waits_raise),
         )
 
-    def ends_after(self, most: int = 1000) -> tuple[float, str] | None:
+    def ends_after(self, most=1000):
         """Return the second at which the rank is ended and the reason, or None if it is not."""
         for second in range(most):
             known = {
@@ -70,12 +69,12 @@ class Scene:
         return None
 
 
-def alive(second: float) -> Heard:
+def alive(second):
     return Heard(status(beat=int(second)), second, True)
 
 
-def fails_at(when: int) -> Callable[[float], dict[str, Any]]:
-    def at(second: float) -> dict[str, Any]:
+def fails_at(when):
+    def at(second):
         return {
             "heard": {
                 1: Heard(
@@ -89,12 +88,12 @@ def fails_at(when: int) -> Callable[[float], dict[str, Any]]:
     return at
 
 
-def silent_from(when: int) -> Callable[[float], dict[str, Any]]:
+def silent_from(when):
     return lambda second: {"heard": {1: alive(min(second, when))}}
 
 
-def nobody_answers_from(when: int) -> Callable[[float], dict[str, Any]]:
-    def at(second: float) -> dict[str, Any]:
+def nobody_answers_from(when):
+    def at(second):
         return {
             "heard": {1: alive(min(second, when))},
             "answered_at": min(second, when),
@@ -104,11 +103,11 @@ def nobody_answers_from(when: int) -> Callable[[float], dict[str, Any]]:
     return at
 
 
-def in_one_call(second: float) -> dict[str, Any]:
+def in_one_call(second):
     return {"pulse": 7}
 
 
-def computing(second: float) -> dict[str, Any]:
+def computing(second):
     return {"pulse": int(second)}
 
 
@@ -178,7 +177,7 @@ def test_silent_rank_is_named_after_half_of_limit(silent, why):
 
 
 def test_rank_ended_by_lost_peer_is_not_named_as_cause():
-    def gives_up(second: float) -> dict[str, Any]:
+    def gives_up(second):
         return {
             **in_one_call(second),
             "heard": {
@@ -189,11 +188,11 @@ def test_rank_ended_by_lost_peer_is_not_named_as_cause():
     assert Scene(gives_up).ends_after() == (111, "it has been in one call for 111 s")
 
 
-def getting_on(at: Any) -> Callable[[float], dict[str, Any]]:
+def getting_on(at):
     return lambda second: {**at(second), "note": second // 9}
 
 
-def between_steps(at: Any) -> Callable[[float], dict[str, Any]]:
+def between_steps(at):
     return lambda second: {**at(second), "watched": False}
 
 
@@ -233,7 +232,7 @@ def test_failure_of_earlier_training_is_ignored():
 def test_time_while_process_is_stopped_is_not_counted():
     pause = {"now": lambda second: second + (10 * LIMIT_S if second > 50 else 0)}
 
-    def at(second: float) -> dict[str, Any]:
+    def at(second):
         now = pause["now"](second)
         return {
             "now": now,
@@ -248,9 +247,7 @@ def test_time_while_process_is_stopped_is_not_counted():
 # ---- real processes ------------------------------------------------------------------------------
 
 
-def _run(
-    rank: int, parent: Connection, folder: str, part: Callable[..., None], *arguments: Any
-) -> None:
+def _run(rank, parent, folder, part, *arguments):
     tempfile.tempdir = folder
     with open(Path(folder, f"said-{rank}.txt"), "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.stderr.fileno())
@@ -259,9 +256,7 @@ def _run(
     os._exit(0)  # gloo's destructors wait for the peer
 
 
-def _ends(
-    folder: Path, who: int, part: Callable[..., None], *arguments: Any
-) -> tuple[int | None, str]:
+def _ends(folder, who, part, *arguments):
     """Run ``part`` on two ranks; return the exit code and the output of rank ``who``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

@@ -3,7 +3,6 @@ processes."""
 
 import contextlib
 from datetime import timedelta
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from lightning_ptdp.world import mesh as mesh_module
 from tests import queued
 from tests.pipeline.grid import Case, make_batch, unsplit
-from tests.pipeline.watched import Outcome, Rank, assert_same, summed
+from tests.pipeline.watched import Rank, assert_same, summed
 from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.thorough
 SCHEDULES = {1: ("gpipe", "1f1b", "zb_h1"), 2: ("interleaved_1f1b", "zb_v", "dualpipe_v")}
 
 
-def steps(rank: int, case: Case, m: int, connected: bool) -> tuple[list[Any], list[Outcome]]:
+def steps(rank, case, m, connected):
     """Run two training steps and one evaluation; return the late connections and the outcomes."""
     with contextlib.ExitStack() as stack:
         if not connected:

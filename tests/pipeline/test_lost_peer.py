@@ -6,12 +6,9 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -41,12 +38,12 @@ SAVE_LIMIT_S = 5.0
 """Timeout of the process groups and of the watchdog while saving."""
 
 
-def _lose(rank: int, parent: Connection, victim: int, how: int, where: str) -> None:
+def _lose(rank, parent, victim, how, where):
     """Publish both statuses, then lose ``victim`` while its peer receives or reduces."""
     mesh = ProcessMesh.create(
         layout=ParallelLayout(world_size=2, pipeline_parallel_size=2), rank=rank
     )
-    group: Any = dist.new_group([0, 1], timeout=timedelta(seconds=LIMIT_S))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=LIMIT_S))
     watched = Watchdog.create(mesh=mesh, limit_s=LIMIT_S)
     peer = 1 - rank
     with watched.during("step 12"):
@@ -76,7 +73,7 @@ class _Loses(LitNet):
         return super().training_step(batch, batch_idx)
 
 
-def _train(rank: int, parent: Connection, victim: int, how: int, where: str) -> None:
+def _train(rank, parent, victim, how, where):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 4, "timeout_s": 8.0}
     with contextlib.redirect_stderr(io.StringIO()):
@@ -92,7 +89,7 @@ class _LosesBetweenSteps(LitNet):
         super().__init__()
         self.victim, self.hook = victim, hook
 
-    def _maybe_die(self, hook: str) -> None:
+    def _maybe_die(self, hook):
         if hook == self.hook and self.trainer.global_rank == self.victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -106,7 +103,7 @@ class _LosesBetweenSteps(LitNet):
         self._maybe_die("load")
 
 
-def _train_between(rank: int, parent: Connection, victim: int, hook: str, where: str) -> None:
+def _train_between(rank, parent, victim, hook, where):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 4, "timeout_s": 8.0}
     place, path, module = (
@@ -121,7 +118,7 @@ def _train_between(rank: int, parent: Connection, victim: int, hook: str, where:
     second.fit(_LosesBetweenSteps(victim, hook), loader(), ckpt_path=path)
 
 
-def _train_sharded(rank: int, parent: Connection, victim: int, where: str) -> None:
+def _train_sharded(rank, parent, victim, where):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     place = Place(world_size=2, layout={"shard": "optimizer", "timeout_s": 8.0})
     make_trainer(place, default_root_dir=where, max_steps=1).fit(
@@ -140,12 +137,12 @@ class _LosesInExperts(LitMixture):
         if self.trainer.global_rank == self.victim:
             self.layers[2].experts.register_forward_hook(self._after)
 
-    def _after(self, module: Any, args: Any, output: torch.Tensor) -> None:
+    def _after(self, module, args, output):
         if self.trainer.global_step == 1:
             output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def _train_experts(rank: int, parent: Connection, victim: int, where: str) -> None:
+def _train_experts(rank, parent, victim, where):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     place = Place(world_size=2, layout={"expert_parallel_size": 2, "timeout_s": 8.0})
     ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
@@ -153,7 +150,7 @@ def _train_experts(rank: int, parent: Connection, victim: int, where: str) -> No
     trainer.fit(_LosesInExperts(victim), DataLoader(TensorDataset(ids), batch_size=4))
 
 
-def _save(rank: int, parent: Connection, victim: int, layout: dict[str, Any], where: str) -> None:
+def _save(rank, parent, victim, layout, where):
     """Freeze ``victim`` while it writes a checkpoint."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     place = Place(world_size=2, layout={"timeout_s": SAVE_LIMIT_S, **layout})
@@ -166,7 +163,7 @@ def _save(rank: int, parent: Connection, victim: int, layout: dict[str, Any], wh
     )
 
 
-def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: Any) -> None:
+def _run(rank, parent, part, *arguments):
     """Run ``part`` and send its error to the parent."""
     join_world(rank, parent, SAVE_LIMIT_S if part is _save else HANGS_S)
     try:
@@ -177,7 +174,7 @@ def _run(rank: int, parent: Connection, part: Callable[..., None], *arguments: A
     os._exit(0)  # gloo's destructors wait for the peer
 
 
-def _said_by_survivor(part: Callable[..., None], victim: int, *arguments: Any) -> str:
+def _said_by_survivor(part, victim, *arguments):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     pipes = [context.Pipe() for _ in range(2)]
@@ -292,7 +289,7 @@ def test_peer_frozen_while_saving_is_named(victim, layout, tmp_path):
 class _Arriving:
     """Engine with a pending parameter gather from a lost rank."""
 
-    def close(self) -> None:
+    def close(self):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
 
 

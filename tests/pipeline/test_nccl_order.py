@@ -29,9 +29,7 @@ SCHEDULES = (
 )
 
 
-def two_steps(
-    rank: int, name: str, p: int, v: int, m: int, training: bool
-) -> list[list[tuple[str, int, int, str]]]:
+def two_steps(rank, name, p, v, m, training):
     """Return the messages of each of two steps on this rank.
 
     A message is ("send" or "recv", source, destination, direction).

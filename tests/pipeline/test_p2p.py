@@ -3,11 +3,9 @@ ranks, short-lived buffers. Real processes over gloo."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm, rebuild
 from lightning_ptdp.pipeline.discover import find_parts
@@ -15,7 +13,7 @@ from lightning_ptdp.pipeline.p2p import PeerError, Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.schedule import Action, Schedule, build_schedule
-from lightning_ptdp.schedule.actions import Direction, receives_ahead
+from lightning_ptdp.schedule.actions import receives_ahead
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pipeline.crossing_models import Memory, Nest, Pair, build, crossing_of
@@ -50,20 +48,18 @@ class Measured(Transport):
     peak_receive_bytes: int = 0
     peak_outstanding_sends: int = 0
 
-    def buffer(self, form: TensorForm) -> Tensor:
+    def buffer(self, form):
         buffer = super().buffer(form)
         self.posted.append(buffer.nbytes)
         self.peak_receives = max(self.peak_receives, len(self.posted))
         self.peak_receive_bytes = max(self.peak_receive_bytes, sum(self.posted))
         return buffer
 
-    def assemble(self, buffer: Tensor, form: TensorForm) -> Tensor:
+    def assemble(self, buffer, form):
         self.posted.remove(buffer.nbytes)
         return super().assemble(buffer, form)
 
-    def _send(
-        self, what: str, crossing: Crossing, target: int, direction: Direction, header: list[Tensor]
-    ) -> None:
+    def _send(self, what, crossing, target, direction, header):
         super()._send(what, crossing, target, direction, header)
         self.sent_bytes += sum(
             tensor.nbytes
@@ -74,7 +70,7 @@ class Measured(Transport):
         )
 
 
-def transport(rank: int, *, tensor: int = 1, **options: Any) -> Measured:
+def transport(rank, *, tensor=1, **options):
     """Return the transport of one of two pipeline ranks."""
     layout = ParallelLayout(
         world_size=2 * tensor, pipeline_parallel_size=2, tensor_parallel_size=tensor
@@ -86,7 +82,7 @@ def transport(rank: int, *, tensor: int = 1, **options: Any) -> Measured:
     )
 
 
-def outputs() -> dict[str, Any]:
+def outputs():
     """Return typical outputs of a block, by the signature of their microbatch."""
     x = torch.arange(6.0).view(2, 3)
     return {
@@ -99,14 +95,14 @@ def outputs() -> dict[str, Any]:
     }
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(found, expected):
     """Return True if structure, constants, shapes and dtypes are equal, and tensors bitwise."""
     one, other = crossing_of(found), crossing_of(expected)
     pairs = zip(one.tensors, other.tensors, strict=True)
     return one.form == other.form and all(torch.equal(a, b) for a, b in pairs)
 
 
-def exchange_new_and_known_forms(rank: int) -> Any:
+def exchange_new_and_known_forms(rank):
     link, order = (
         transport(rank),
         ["tensor", "nest", "tensor", "strided", "dtypes", "nest", "empty", "tuple"],
@@ -141,13 +137,13 @@ def test_header_is_sent_once_per_form(pool):
     sent, received = pool.run(exchange_new_and_known_forms, world_size=2)
     assert [name for name, equal in received if not equal] == []
     assert len(received) == 16
-    seen: set[str] = set()
+    seen = set()
     for step, name, with_header in sent:
         assert with_header == (name not in seen), f"step {step}, {name}"
         seen.add(name)
 
 
-def exchange_gradients(rank: int) -> Any:
+def exchange_gradients(rank):
     link = transport(rank)
     x, n = torch.randn(3, 2, dtype=torch.float64, requires_grad=True), torch.arange(3)
     if rank == 0:
@@ -174,7 +170,7 @@ def test_differentiable_tensors_receive_gradients_or_zeros(pool):
 HIDDEN, SMALL, ODD = (2, 8, 6), (4,), (3, 11)
 
 
-def exchange_alike_on_tensor_ranks(rank: int, scatter: bool, alike: bool) -> Any:
+def exchange_alike_on_tensor_ranks(rank, scatter, alike):
     link = transport(rank, tensor=2, scatter=scatter, scatter_minimum=16)
     generator = torch.Generator().manual_seed(3)
     shapes = (HIDDEN, SMALL, ODD, HIDDEN[::-1])
@@ -230,7 +226,7 @@ def test_tensor_parallel_ranks_scatter_replicated_tensors(pool):
 # ---- lifetimes -----------------------------------------------------------------------------------
 
 
-def send_many(rank: int) -> Any:
+def send_many(rank):
     link, count = transport(rank), 20
     x = torch.zeros(100)
     if rank == 0:
@@ -261,7 +257,7 @@ def test_outstanding_sends_and_receive_buffers_are_bounded(pool):
 
 
 def test_send_limit_covers_receives_posted_ahead():
-    def asking_for_all(count: int) -> Schedule:
+    def asking_for_all(count):
         every = range(count)
         programs = (
             [Action.parse(f"{kind}.{i}") for i in every for kind in ("F0", "SF0")],
@@ -282,7 +278,7 @@ def test_send_limit_covers_receives_posted_ahead():
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def change_the_shape(rank: int) -> Any:
+def change_the_shape(rank):
     link = transport(rank)
     if rank == 1:
         return link.receive_forward("F1.0", source=0, signature=0).wait().tensors[0].shape
@@ -311,13 +307,13 @@ class Handle(torch.distributed.Work):
         super().__init__()
         self.error = error
 
-    def wait(self) -> None:
+    def wait(self):
         if self.error:
             raise RuntimeError(self.error)
 
 
 def test_lost_peer_is_named_with_state_of_other_ranks():
-    told: list[Any] = []
+    told = []
     link = Transport(
         mesh=ProcessMesh(layout=ParallelLayout(world_size=4, pipeline_parallel_size=4), rank=2),
         device=CPU,
@@ -341,7 +337,7 @@ KINDS = {"Memory": Memory, "Nest": Nest, "Pair": Pair}
 BATCHES = [batch_of(2, 5), batch_of(3, 4), batch_of(2, 5), batch_of(1, 7), batch_of(3, 4)]
 
 
-def train(rank: int, name: str, schedule: str) -> Any:
+def train(rank, name, schedule):
     model = build(KINDS[name])
     sizes = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
     program = build_schedule(schedule, num_microbatches=len(BATCHES), **sizes)

@@ -2,9 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from lightning_ptdp.data_parallel.reduction import Reduction
 from lightning_ptdp.pipeline import action_recorder as recorder_module
 from lightning_ptdp.pipeline.action_recorder import ActionRecorder, ideal_timeline
 from lightning_ptdp.pipeline.program_observers import Observers
-from lightning_ptdp.schedule import Action, Costs, Schedule, Timeline, build_schedule, simulate
+from lightning_ptdp.schedule import Action, Costs, Timeline, build_schedule, simulate
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
@@ -27,10 +25,10 @@ class Clock:
     def __init__(self):
         self.now = 100.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now
 
-    def perf_counter_ns(self) -> int:
+    def perf_counter_ns(self):
         return round(self.now * 1e9)
 
 
@@ -45,21 +43,21 @@ class Work:
     """Reduction that ends when the test calls ``end``."""
 
     def __init__(self):
-        self._told: list[Callable[[], None]] = []
+        self._told = []
 
-    def when_done(self, tell: Callable[[], None]) -> None:
+    def when_done(self, tell):
         self._told.append(tell)
 
-    def end(self) -> None:
+    def end(self):
         for tell in self._told:
             tell()
 
 
-def alone(microbatches: int = 2) -> Schedule:
+def alone(microbatches=2):
     return build_schedule("auto", pipeline_parallel_size=1, num_microbatches=microbatches)
 
 
-def played(clock: Clock, recorder: Any, schedule: Schedule, *, wait: float = 0.0) -> None:
+def played(clock, recorder, schedule, *, wait=0.0):
     """Record ``schedule``: forwards take 1 and backwards 2, each after a wait."""
     recorder.began(schedule)
     for action in schedule.programs[0]:
@@ -73,8 +71,7 @@ def played(clock: Clock, recorder: Any, schedule: Schedule, *, wait: float = 0.0
     recorder.ended()
 
 
-def spans(timeline: Timeline | None) -> list[tuple[str, float, float]]:
-    assert timeline is not None
+def spans(timeline):
     return [
         (str(span.action), round(float(span.start), 6), round(float(span.end), 6))
         for span in timeline.spans[0]
@@ -86,7 +83,6 @@ def test_only_computations_are_recorded(clock):
     played(clock, recorder, alone())
     timeline = recorder.gather(Group())
     assert spans(timeline) == [("F0.0", 0, 1), ("B0.0", 1, 3), ("F0.1", 3, 4), ("B0.1", 4, 6)]
-    assert timeline is not None
     assert timeline.reductions == ()
     assert timeline.schedule is alone()
 
@@ -143,7 +139,6 @@ def test_reduction_spans_first_launch_to_last_end(clock):
         clock.now = now
         work.end()
     timeline = recorder.gather(Group())
-    assert timeline is not None
     assert [(str(s.action), s.start, s.end) for s in timeline.reductions[0]] == [
         ("R3", 1, 12.5),
         ("R0", 3, 11),
@@ -158,16 +153,15 @@ def test_reduction_of_earlier_program_is_ignored(clock):
     played(clock, recorder, alone(1))
     late.end()
     timeline = recorder.gather(Group())
-    assert timeline is not None
     assert timeline.reductions == ()
 
 
 def test_observers_are_notified_in_order_until_removed():
-    told: list[tuple[str, str]] = []
+    told = []
 
     events = ("began", "started", "waiting", "finished", "reducing", "ended")
 
-    def observer(name: str) -> Any:
+    def observer(name):
         return SimpleNamespace(
             **{event: lambda *_, event=event: told.append((name, event)) for event in events}
         )
@@ -200,7 +194,7 @@ def test_ideal_of_simulated_step_equals_simulation(name, v):
     schedule = build_schedule(
         name, pipeline_parallel_size=2, virtual_pipeline_size=v, num_microbatches=4
     )
-    costs: dict[str, Any] = {
+    costs = {
         "forward": range(2, 2 + 2 * v),
         "backward": range(3, 3 + 2 * v),
         "weight": range(1, 1 + 2 * v),
@@ -243,14 +237,14 @@ def test_ideal_timeline_counts_only_exposed_reduction():
 # ---- real processes ------------------------------------------------------------------------------
 
 
-def _late_clock(seconds: float) -> Any:
+def _late_clock(seconds):
     return SimpleNamespace(
         perf_counter=lambda: time.perf_counter() + seconds,
         perf_counter_ns=lambda: time.perf_counter_ns() + round(seconds * 1e9),
     )
 
 
-def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[str]]:
+def _recorded_ring(rank, world_size, broken):
     """Run 1F1B with real messages and one clock per rank; rank ``broken`` does not finish."""
     recorder_module.time = _late_clock(1e4 * rank)
     try:
@@ -258,7 +252,7 @@ def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[s
         group = ProcessMesh.create(layout=layout, rank=rank).group("pipeline")
         schedule = build_schedule("1f1b", pipeline_parallel_size=world_size, num_microbatches=3)
         recorder = ActionRecorder(CPU)
-        sent: list[Any] = []
+        sent = []
         recorder.began(schedule)
         for action in schedule.programs[rank]:
             recorder.started(action)
@@ -277,9 +271,7 @@ def _recorded_ring(rank: int, world_size: int, broken: int) -> tuple[Any, list[s
         recorder_module.time = time
 
 
-def _perform(
-    action: Action, rank: int, world_size: int, recorder: ActionRecorder, sent: list[Any]
-) -> None:
+def _perform(action, rank, world_size, recorder, sent):
     message = torch.zeros(1)
     source = {"F": rank - 1, "B": rank + 1}.get(action.kind)
     if source is not None and 0 <= source < world_size:

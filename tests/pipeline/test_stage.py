@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.pipeline.containers import ModelParts
 from lightning_ptdp.pipeline.crossing import StageError
@@ -47,13 +47,12 @@ class TupleBlock(nn.Module):
 RANGES = ((0, 1), (1, 3), (3, 4))
 
 
-def run_cut(whole: Net, ids: Tensor, parts: ModelParts) -> Tensor:
+def run_cut(whole, ids, parts):
     result = None
     for stage in range(3):
         part = copy.deepcopy(whole)
         cut = PipelineCut(part, parts=parts, ranges=RANGES, stages=(stage,))
         result = cut.run(stage, result, lambda part=part: part(ids), training=True)
-    assert isinstance(result, Tensor)
     return result
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.pipeline.crossing import StageError
 from tests.pipeline.crossing_models import EXACT, WIDTH, Block, Emulated, assert_trains_as
@@ -30,12 +30,12 @@ class EncoderDecoder(nn.Module):
         self.decoder = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, 11)
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x):
         for layer in self.encoder:
             x = layer(x)
         return self.norm(x)
 
-    def decode(self, y: Tensor, memory: Tensor) -> Tensor:
+    def decode(self, y, memory):
         for layer in self.decoder:
             y = layer(y, memory)
         return self.head(y)
@@ -96,7 +96,7 @@ class Biases(EncoderDecoder):
         self.encoder = nn.ModuleList(Biased(i) for i in range(3))
         self.decoder = nn.ModuleList(Biased(i) for i in range(4))
 
-    def run(self, layers: nn.ModuleList, x: Tensor, memory: Tensor | None = None) -> Tensor:
+    def run(self, layers, x, memory=None):
         bias = None
         for layer in layers:
             x, bias, _ = layer(x, bias, memory=memory)
@@ -143,12 +143,12 @@ class Examined(EncoderDecoder):
 MODELS = (EncoderDecoder, EmbeddedFirst, SharedEmbedding, OneAfterTheOther, Biases, Torch, Examined)
 
 
-def build(model: type[nn.Module]) -> nn.Module:
+def build(model):
     torch.manual_seed(0)
     return model().double()
 
 
-def batch(model: type[nn.Module], samples: int = 2, length: int = 5) -> tuple[Tensor, Tensor]:
+def batch(model, samples=2, length=5):
     """Return source and target. Blocks that mix by position need equal lengths."""
     generator = torch.Generator().manual_seed(samples)
     shapes = (samples, length), (samples, length - 1 if model is Torch else length)
@@ -157,14 +157,14 @@ def batch(model: type[nn.Module], samples: int = 2, length: int = 5) -> tuple[Te
     return source, target
 
 
-def ranges(cut: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def ranges(cut):
     return tuple(pairwise((0, *cut, 7)))
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_and_gradients_match_whole_model(model, cut):
-    def loss(output: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    def loss(output, source, target):
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     whole = build(model)

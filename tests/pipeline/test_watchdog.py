@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ HANGS_S = 40.0
 """Limit in seconds after which a test counts as hung."""
 
 
-def watchdog(store: Any = None, *, rank: int = 0, world_size: int = 2, **options: Any) -> Watchdog:
+def watchdog(store=None, *, rank=0, world_size=2, **options):
     ranks = options.pop("ranks", range(world_size))
     return Watchdog(
         rank=rank,
@@ -49,7 +48,7 @@ def opened():
     """Return a factory of watchdogs that are closed after the test."""
     with contextlib.ExitStack() as stack:
 
-        def make(*arguments: Any, **options: Any) -> Watchdog:
+        def make(*arguments, **options):
             made = watchdog(*arguments, **options)
             stack.callback(made.close)
             return made
@@ -57,7 +56,7 @@ def opened():
         yield make
 
 
-def threads() -> list[threading.Thread]:
+def threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("ptdp")]
 
 
@@ -97,7 +96,7 @@ def test_report_lists_action_of_each_rank(opened):
 
 
 def test_lost_rank_is_known_once_all_answering_ranks_report_it():
-    def account(failure: str, *, world_size: int = 3, ended: bool = False) -> RankReport:
+    def account(failure, *, world_size=3, ended=False):
         told = LiveStatus()
         told.failure, told.ended = failure, ended
         heard = {
@@ -123,7 +122,7 @@ def test_lost_rank_is_known_once_all_answering_ranks_report_it():
     assert not account(named, world_size=4).is_known()
 
 
-def _ranks_asked(rank: int) -> list[str]:
+def _ranks_asked(rank):
     layout = ParallelLayout(world_size=4, pipeline_parallel_size=2)
     watched = Watchdog.create(mesh=ProcessMesh.create(layout=layout, rank=rank), limit_s=60.0)
     dist.barrier()
@@ -251,7 +250,7 @@ def test_report_without_store_covers_own_rank(opened):
         )
 
 
-def fail(rank: Watchdog, step: str, action: str, error: BaseException) -> None:
+def fail(rank, step, action, error):
     with rank.during(step):
         rank.started(Action.parse(action))
         raise error
@@ -325,7 +324,7 @@ class _Frozen:
         self.thaw = threading.Event()
         self.asked = threading.Event()
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key, value):
         self.asked.set()
         self.thaw.wait()
 
@@ -352,7 +351,7 @@ class _Gone:
     def __init__(self):
         self.calls = 0
 
-    def set(self, *_: Any) -> None:
+    def set(self, *_):
         self.calls += 1
         raise dist.DistNetworkError("Broken pipe")
 
@@ -397,7 +396,7 @@ def test_threads_end_with_watchdog():
     _join()
 
 
-def _join() -> None:
+def _join():
     for thread in threads():
         thread.join(HANGS_S)
     assert not threads()
@@ -427,7 +426,7 @@ class _Heard(HashStore):
         self.times = 0
         self.thrice = threading.Event()
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key, value):
         super().set(key, value)
         self.times += 1
         if self.times == 3:
@@ -458,7 +457,7 @@ def test_stuck_action_is_reported_once_if_waits_do_not_raise(opened, capfd, monk
     rank = opened(HashStore(), limit_s=1e-9, interval_s=1e4, waits_raise=False)
     quiet = opened(HashStore(), rank=1, limit_s=1e-9, interval_s=1e4)
 
-    def said(of: Watchdog) -> str:
+    def said(of):
         assert of._look()
         return capfd.readouterr().err
 

@@ -240,7 +240,6 @@ def _same(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 def _minus(left: Tensor | None, right: Tensor | None) -> Tensor:
-    assert left is not None
     return left.clone() if right is None else left - right
 
 

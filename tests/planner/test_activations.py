@@ -1,7 +1,6 @@
 """Formulas of a layer's activation memory, against the paper and saved-tensor hooks."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -40,20 +39,20 @@ TENSOR = pytest.mark.parametrize(
 )
 
 
-def computing_in(precision: str) -> Any:
+def computing_in(precision):
     """Return the autocast context of a forward pass."""
     mixed = precision == "bf16-mixed"
     return torch.autocast("cpu", torch.bfloat16) if mixed else nullcontext()
 
 
-def hidden_states(precision: str, t: int, sequence_parallel: bool) -> torch.Tensor:
+def hidden_states(precision, t, sequence_parallel):
     """Return a rank's input of a block."""
     length = SIZES["sequence_length"] // (t if sequence_parallel else 1)
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     return torch.randn(BATCH, length, SIZES["hidden_size"], dtype=dtype, requires_grad=True)
 
 
-def measured(rank: int, t: int, sequence_parallel: bool) -> dict[tuple[str, str, str], int]:
+def measured(rank, t, sequence_parallel):
     """Return the bytes that our block saves, by model, precision and recomputation."""
     found = {}
     for name, config in MODELS.items():
@@ -119,7 +118,7 @@ def test_bf16_llama_block_saves_at_most_36_bytes_per_element():
 HEAD = GPTConfig.gpt2(**{**SIZES, "vocabulary_size": 509})
 
 
-def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
+def measured_head(rank, t, sequence_parallel):
     """Return the bytes that the final norm, the head and the loss save, by precision."""
     found = {}
     for precision in PRECISIONS:
@@ -134,9 +133,7 @@ def measured_head(rank: int, t: int, sequence_parallel: bool) -> dict[str, int]:
         model.to(x.dtype)
         labels = torch.randint(HEAD.vocabulary_size, (BATCH * SIZES["sequence_length"],))
 
-        def loss(
-            model: GPT = model, x: torch.Tensor = x, labels: torch.Tensor = labels
-        ) -> torch.Tensor:
+        def loss(model=model, x=x, labels=labels):
             logits = model.head(model.norm(x + 0)).flatten(0, 1)
             return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.doctor.links import Links
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import (
-    Device,
-    Job,
     Link,
     Measured,
     device_here,
@@ -48,7 +45,7 @@ MEASURED = Measured(
 )
 
 
-def device(**changes: Any) -> Device:
+def device(**changes):
     """Return a calibrated CPU. Options replace measured values."""
     collectives = (
         ("all-reduce", 2, 1000, 1e-3),
@@ -67,7 +64,7 @@ def device(**changes: Any) -> Device:
 TINY = GPTConfig.gpt2(hidden_size=64, num_heads=2, sequence_length=64)
 
 
-def job_on(device: Device, model: GPTConfig = TINY, **changes: Any) -> Job:
+def job_on(device, model=TINY, **changes):
     job = small_job(model, precision="32-true", device="cpu", **changes)
     return dataclasses.replace(job, device=device)
 
@@ -87,7 +84,7 @@ def test_stale_or_foreign_calibration_is_reported_and_ignored(tmp_path, monkeypa
     save_calibration(device(), MACHINE_FILE)
     content = json.loads(MACHINE_FILE.read_text())
 
-    def doubt(**changes: object) -> str:
+    def doubt(**changes):
         MACHINE_FILE.write_text(json.dumps({**content, **changes}))
         assert device_here("cpu") is find_device("cpu"), "a doubtful calibration is used"
         return load_calibration(MACHINE_FILE).doubt()
@@ -195,7 +192,7 @@ SMALL = {
 }
 
 
-def measured_here(rank: int) -> measuring.Figures:
+def measured_here(rank):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALL.items():
             patch.setattr(measuring, name, value)

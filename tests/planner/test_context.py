@@ -28,7 +28,7 @@ PAIRS = 32768 * 8 * 128 * 2
 """Elements of the keys and values of a rank in a layout of ``cut``."""
 
 
-def cut(c: int, exchange: str = "ring", *, b: int = 8, world_size: int = 8) -> Choice:
+def cut(c, exchange="ring", *, b=8, world_size=8):
     """Return a layout with the same number of tokens on each rank for every c."""
     layout = ParallelLayout(world_size=world_size, context_parallel_size=c)
     return Choice(

@@ -2,14 +2,12 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_ptdp.models import GPT, GPTConfig, active_parameters, num_parameters
 from lightning_ptdp.planner import (
-    Job,
     Space,
     UnfitSize,
     fullest_rank,
@@ -31,7 +29,7 @@ from tests.planner.jobs import MIXTURE, choice, small_job
 
 pytestmark = pytest.mark.thorough
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocabulary_size": 64,
     "sequence_length": 48,
     "num_layers": 4,
@@ -190,7 +188,7 @@ def test_search_proposes_expert_parallel_layouts():
 
 
 def test_remedy_names_expert_parallelism_if_nothing_fits():
-    job: Job = small_job(MIXTRAL, world_size=16, batch=64)
+    job = small_job(MIXTRAL, world_size=16, batch=64)
     space = Space(
         expert_parallel_sizes=(1,), pipeline_parallel_sizes=(1,), tensor_parallel_sizes=(1,)
     )

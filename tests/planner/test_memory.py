@@ -8,7 +8,7 @@ import torch
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan, num_parameters
 from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.planner import Job, find_precision, fullest_rank
+from lightning_ptdp.planner import find_precision, fullest_rank
 from lightning_ptdp.planner.activations import layer_activations
 from lightning_ptdp.planner.memory import rank_memory, static_bytes
 from lightning_ptdp.planner.parameters import job_stages, layers_by_stage
@@ -22,7 +22,7 @@ from tests.tensor_parallel.toy import tensor_group
 pytestmark = pytest.mark.thorough
 
 
-def stage_parameters(job: Job, layout: ParallelLayout) -> list[int]:
+def stage_parameters(job, layout):
     return [stage.parameters for stage in job_stages(job, layout)]
 
 
@@ -67,7 +67,7 @@ def test_stages_are_cut_by_cost_or_by_layers():
     assert layers_by_stage(by_layers, 4) == [2, 2, 2, 2]
 
 
-def parameters_of_a_rank(rank: int) -> dict[str, int]:
+def parameters_of_a_rank(rank):
     found = {}
     for name, config in VARIANTS.items():
         if config.num_heads % 2 == 0:
@@ -134,7 +134,7 @@ def test_activation_memory_depends_on_schedule():
     row = TABLE_1[6]
     job, p = job_of(row), row.pipeline
 
-    def held(schedule: str, v: int = 1, placement: str = "loop") -> float:
+    def held(schedule, v=1, placement="loop"):
         layout = {
             "tensor_parallel_size": 8,
             "pipeline_parallel_size": p,
@@ -157,7 +157,7 @@ def test_microbatches_in_flight_share_cast_weights():
     config = VARIANTS["gpt2"]
     job = small_job(config, precision="bf16-mixed")
 
-    def activations(m: int, shard: str) -> float:
+    def activations(m, shard):
         options = {"pipeline_parallel_size": 2, "schedule": "gpipe", "shard": shard}
         return rank_memory(job, choice(world_size=4, b=1, m=m, **options), 0).activations
 
@@ -168,7 +168,7 @@ def test_microbatches_in_flight_share_cast_weights():
 
 
 def test_communicator_memory_depends_on_number_of_groups():
-    def nbytes(world_size: int, **layout: int) -> float:
+    def nbytes(world_size, **layout):
         job = small_job(VARIANTS["gpt2"], world_size=world_size)
         return fullest_rank(job, choice(world_size=world_size, **layout)).communicators / 2**20
 

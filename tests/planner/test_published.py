@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from lightning_ptdp.planner import Choice, Job, layer_time, step_time
+from lightning_ptdp.planner import Choice, layer_time, step_time
 from lightning_ptdp.planner.activations import layer_activations
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.metrics.paper import ptdp_step_flops
@@ -137,18 +137,18 @@ def test_table_2_throughput_is_within_4_percent():
 
 
 def planned(
-    sizes: tuple[int, int, int],
-    gpus: int,
-    batch: int,
+    sizes,
+    gpus,
+    batch,
     *,
-    t: int,
-    p: int = 1,
-    b: int,
-    v: int = 1,
-    recompute: str = "full",
-    sequence: bool = False,
-    software: str = "megatron-2021",
-) -> tuple[Job, Choice]:
+    t,
+    p=1,
+    b,
+    v=1,
+    recompute="full",
+    sequence=False,
+    software="megatron-2021",
+):
     layout = ParallelLayout(
         world_size=gpus,
         tensor_parallel_size=t,
@@ -165,9 +165,7 @@ def planned(
     )
 
 
-def korthikanti(
-    sizes: tuple[int, int, int], pipeline: tuple[int, int, int], job: tuple[int, int], *, fast: bool
-) -> float:
+def korthikanti(sizes, pipeline, job, *, fast):
     (p, v, b), (batch, gpus) = pipeline, job
     recompute = "selective" if fast else "full"
     return step_time(
@@ -195,9 +193,7 @@ def test_step_time_with_recomputation_is_within_10_percent():
     assert (mean <= 0.045) and (worst <= 0.1), errors
 
 
-def one_layer(
-    sizes: tuple[int, int, int], t: int, b: int, recompute: str, sequence: bool
-) -> tuple[Job, Choice]:
+def one_layer(sizes, t, b, recompute, sequence):
     """Return a job and a choice with one microbatch on a node."""
     return planned(
         sizes,
@@ -227,7 +223,7 @@ def test_activation_memory_matches_paper(sizes):
     _, hidden, heads = sizes
     t, scores = 8, 5 * heads * 2048 / hidden
 
-    def kept(size: int, recompute: str, *, sequence: bool = False) -> float:
+    def kept(size, recompute, *, sequence=False):
         return layer_activations(*one_layer(sizes, size, 1, recompute, sequence)).kept / (
             2048 * hidden
         )

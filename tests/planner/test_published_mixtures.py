@@ -9,7 +9,7 @@ that page: 468 TFLOP/s. Rows with more expert-parallel ranks than d c have no co
 """
 
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -66,7 +66,7 @@ ROWS = (
 )
 
 
-def planned(one: Mixture, gpus: int, batch: int, **degrees: Any) -> tuple[Job, Choice]:
+def planned(one, gpus, batch, **degrees):
     model = GPTConfig.llama(
         vocabulary_size=one.vocabulary,
         sequence_length=4096,

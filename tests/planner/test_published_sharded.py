@@ -4,7 +4,6 @@ One number of each preset is fitted on one row here. So is one of the GPU in the
 differs from the data sheet of an H100."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -64,9 +63,7 @@ ZERO_3 = (
 )
 
 
-def llama(
-    software: str, device: Any, gpus: int, *, b: int, length: int, c: int = 1, recompute: str
-) -> tuple[Job, Choice]:
+def llama(software, device, gpus, *, b, length, c=1, recompute):
     model = GPTConfig.llama(
         vocabulary_size=128256,
         sequence_length=length,
@@ -87,7 +84,7 @@ def llama(
     return job, Choice(layout=layout, micro_batch_size=b, num_microbatches=1, recompute=recompute)
 
 
-def tokens_error(job: Job, choice: Choice, published: float) -> float:
+def tokens_error(job, choice, published):
     return job.tokens / step_time(job, choice).total / job.world_size / published - 1
 
 

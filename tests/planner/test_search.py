@@ -6,7 +6,7 @@ import pytest
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Candidate, Job, Plan, Space, find_device, search
+from lightning_ptdp.planner import Job, Space, find_device, search
 from tests.planner.jobs import TABLE_1, job_of, small_job
 
 pytestmark = pytest.mark.thorough
@@ -20,13 +20,13 @@ PAPER = Space(
 """Options that existed in 2021."""
 
 
-def degree(candidate: Candidate) -> tuple[int, int]:
+def degree(candidate):
     """Return (t, p)."""
     layout = candidate.choice.layout
     return layout.tensor_parallel_size, layout.pipeline_parallel_size
 
 
-def degrees(plan: Plan) -> list[tuple[int, int]]:
+def degrees(plan):
     """Return all (t, p) in the order of their fastest candidates."""
     return list(dict.fromkeys(map(degree, plan.best)))
 

@@ -3,8 +3,6 @@
 Parameter counts must match the model that the configuration builds.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import (
@@ -18,7 +16,7 @@ from transformers import (
 from lightning_ptdp.planner import gpt_sizes
 from tests.planner.jobs import small_job
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 100,
     "hidden_size": 64,
     "intermediate_size": 96,

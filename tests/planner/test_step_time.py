@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_ptdp.models import GPTConfig
-from lightning_ptdp.planner import Job, Link, layer_time, simulated_step_time, step_time
+from lightning_ptdp.planner import Link, layer_time, simulated_step_time, step_time
 from tests.planner.jobs import choice, small_job
 
 pytestmark = pytest.mark.pure
@@ -74,7 +74,7 @@ def test_slow_link_affects_only_its_own_traffic():
 def test_only_slow_host_limits_layer_time():
     job = small_job(MODEL)
 
-    def layer(seconds: float) -> float:
+    def layer(seconds):
         software = dataclasses.replace(job.software, operation_s=seconds)
         time = layer_time(dataclasses.replace(job, software=software), choice())
         return time.forward + time.backward
@@ -83,7 +83,7 @@ def test_only_slow_host_limits_layer_time():
     assert layer(1e-2) == pytest.approx(3 * job.software.operations * 1e-2)
 
 
-def on(job: Job, **changes: object) -> Job:
+def on(job, **changes):
     """Return the job on a changed cluster."""
     return dataclasses.replace(
         job,

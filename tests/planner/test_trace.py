@@ -1,13 +1,11 @@
 """Model shapes traced from the forward, against configured sizes and torch's FLOP counter."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_ptdp
@@ -26,7 +24,7 @@ from tests.planner.jobs import small_job
 
 pytestmark = pytest.mark.thorough
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocabulary_size": 64,
     "sequence_length": 48,
     "num_layers": 3,
@@ -38,7 +36,7 @@ OURS = {
     "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
     "gpt2, dropout": GPTConfig.gpt2(**SIZES, dropout=0.1),
 }
-SMALL: dict[str, Any] = {
+SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -48,7 +46,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def layer_matrices(config: GPTConfig) -> list[tuple[int, int]]:
+def layer_matrices(config):
     """Return (outputs, inputs) of a layer's matrices: qkv, projection, up and down."""
     h, q, f = config.hidden_size, config.num_heads * config.head_dim, config.ffn_size
     keys_and_values = 2 * config.kv_heads * config.head_dim
@@ -137,19 +135,18 @@ class Own(nn.Module):
         return self.head(self.layers(self.embed(ids)))
 
 
-def _of_hugging_face(kind: str, config: str, **sizes: Any) -> Callable[[str], nn.Module]:
-    def build(attention: str) -> nn.Module:
+def _of_hugging_face(kind, config, **sizes):
+    def build(attention):
         import transformers
 
-        model: nn.Module = getattr(transformers, kind)._from_config(
+        return getattr(transformers, kind)._from_config(
             getattr(transformers, config)(**sizes), attn_implementation=attention
         )
-        return model
 
     return build
 
 
-MODELS: dict[str, Callable[[str], nn.Module]] = {
+MODELS = {
     "llama": _of_hugging_face("LlamaForCausalLM", "LlamaConfig", **SMALL, num_key_value_heads=2),
     "gpt2": _of_hugging_face(
         "GPT2LMHeadModel",
@@ -244,7 +241,7 @@ class Lit(L.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net: nn.Module | None = None
+        self.net = None
         self.example_input_array = EXAMPLE
 
     def configure_model(self):
@@ -252,8 +249,7 @@ class Lit(L.LightningModule):
 
     def forward(self, ids):
         assert self.net is not None
-        out: Tensor = self.net(ids)
-        return out
+        return self.net(ids)
 
 
 def test_plan_accepts_lightning_and_torch_modules():
@@ -293,7 +289,7 @@ def test_frozen_parameters_reduce_optimizer_memory_and_flops():
     assert found[share].time.model_flops < found[1].time.model_flops
 
 
-def cut_already() -> nn.Module:
+def cut_already():
     module = Own()
     vars(module)[CUT_MARK] = "t2"
     return module

@@ -3,17 +3,14 @@
 import json
 from decimal import Decimal
 from pkgutil import resolve_name
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_ptdp import ParallelLayout, PTDPStrategy
+from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.cli.recipe_files import find_config, recipe_names
-from lightning_ptdp.models import LitCausalLM
 from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_model
@@ -44,7 +41,7 @@ _QWEN = {
 }
 
 
-def sizes(known: dict[str, Any], layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
+def sizes(known, layers, hidden, ffn, heads):
     more = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -75,7 +72,7 @@ MIXTURES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_layout_fits_model(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values: dict[str, Any] = parsed_values(resolve_configs(["--config", name]))
+    values = parsed_values(resolve_configs(["--config", name]))
     trainer, arguments = values["trainer"], values["model"]["init_args"]
     published = PUBLISHED.get(name)
     if published is not None:  # its weights are on the hub
@@ -116,9 +113,7 @@ def test_recipe_layout_fits_model(name, tmp_path, monkeypatch):
         check_mixture(name, module, strategy, layout)
 
 
-def check_mixture(
-    name: str, module: LitCausalLM, strategy: PTDPStrategy, layout: ParallelLayout
-) -> None:
+def check_mixture(name, module, strategy, layout):
     """Check the active parameters of a mixture, its batch, and the memory of the fullest rank."""
     _, active, batch = MIXTURES[name]
     experts = [child for child in module.modules() if type(child).__name__.endswith("Experts")]
@@ -148,9 +143,7 @@ def check_mixture(
     fullest = 0.0
     for rank in range(p):
         stages = stages_of_rank(p, layout.virtual_pipeline_size, rank, layout.placement)
-        mine: list[nn.Module] = [
-            layer for stage in stages for layer in layers[slice(*ranges[stage])]
-        ]
+        mine = [layer for stage in stages for layer in layers[slice(*ranges[stage])]]
         mine += ends[0] * (0 in stages) + ends[1] * (layout.num_stages - 1 in stages)
         every = [x for one in mine for x in one.parameters()]
         of_experts = sum(x.numel() for x in every if x.dim() == 3)

@@ -6,7 +6,6 @@ import importlib
 import re
 from decimal import Decimal
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -29,27 +28,27 @@ UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @functools.cache
-def parsed(name: str) -> dict[str, Any]:
+def parsed(name):
     return parsed_values(resolve_configs(["--config", name]))
 
 
-def built(node: dict[str, Any]) -> Any:
+def built(node):
     module, _, name = node["class_path"].rpartition(".")
     return getattr(importlib.import_module(module), name)(**node["init_args"])
 
 
-def strategy_of(name: str) -> Any:
+def strategy_of(name):
     node = parsed(name)["trainer"]["strategy"]
     assert node["class_path"] == "lightning_ptdp.PTDPStrategy"
     return PTDPStrategy(**node["init_args"])
 
 
-def devices_of(name: str) -> int:
+def devices_of(name):
     trainer = parsed(name)["trainer"]
     return int(trainer["devices"]) * int(trainer["num_nodes"])
 
 
-def is_rounded(number: int, printed: str) -> bool:
+def is_rounded(number, printed):
     """Return True if ``number``, rounded to its digits, is ``printed`` ("1.7 B", "34e1 M")."""
     digits, unit = printed.split()
     printed_value, last = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_ptdp.schedule import Costs, Schedule, simulate
+from lightning_ptdp.schedule import Costs, simulate
 from lightning_ptdp.schedule.generators import FAMILIES
 from tests.schedule.builders import build
 
@@ -21,7 +21,7 @@ TIMES = [(120, 240, 120), (120, 360, 120), (120, 252, 108), (120, 300, 100)]
 attention, with both."""
 
 
-def step_time(schedule: Schedule, times: tuple[int, int, int], *, latency: float) -> float:
+def step_time(schedule, times, *, latency):
     (forward, backward, weight), v = times, schedule.virtual_pipeline_size
     own = backward - (weight if schedule.splits_backward else 0)
     return float(

@@ -10,7 +10,6 @@ from lightning_ptdp.schedule import (
     Action,
     ActionKind,
     Costs,
-    Schedule,
     ScheduleError,
     simulate,
     verify_schedule,
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.pure
 SIZES = ((1, 3), (2, 4), (3, 7), (4, 8))
 
 
-def most_whole(schedule: Schedule) -> int:
+def most_whole(schedule):
     most = 0
     for program in schedule.programs:
         whole = 0

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from lightning_ptdp.schedule import (
     Action,
     ActionKind,
-    Schedule,
     ScheduleError,
     verify_schedule,
 )
@@ -32,13 +31,13 @@ BOUNDED = (("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("dualpipe_v", 
 """Schedules, with their number of chunks, that keep a bounded number of receives open."""
 
 
-def order_of(text: str, p: int, v: int, m: int) -> Schedule:
+def order_of(text, p, v, m):
     return from_text("by hand", p, v, m, *text.splitlines())
 
 
-def most_open(program: tuple[Action, ...]) -> int:
+def most_open(program):
     """Return the largest number of receives that are posted and not yet used."""
-    open_now: set[Action] = set()
+    open_now = set()
     most = 0
     for action in program:
         if action.kind in RECEIVES:
@@ -56,7 +55,7 @@ def test_executable_order_is_lowered_without_deadlock(order):
     assert compute_order(schedule) == order
     for program in schedule.programs:
         computations = [action for action in program if action.kind in COMPUTE]
-        done: list[Action] = []
+        done = []
         for action in program:
             if action.kind in COMPUTE:
                 done.append(action)
@@ -199,7 +198,7 @@ def test_programs_of_other_placement_are_refused():
 def test_build_time_grows_linearly_with_actions():
     """Every rank builds the whole schedule, which may have millions of actions."""
 
-    def seconds(m: int) -> float:
+    def seconds(m):
         order = compute_order(build("interleaved_1f1b", 16, 4, m))
         started = time.process_time()
         verify_schedule(lower(order))

@@ -6,7 +6,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 
-from lightning_ptdp.schedule import SCHEDULES, Schedule, ScheduleError, verify_schedule
+from lightning_ptdp.schedule import SCHEDULES, ScheduleError, verify_schedule
 from lightning_ptdp.schedule.lowering import lower
 from tests.schedule.builders import build, from_text
 from tests.schedule.nccl import Habits, every, operations
@@ -25,7 +25,7 @@ EARLY = (
 """Earlier lowering of gpipe p2 v2 m1, which posts the receive of B0.0 while B2.0 is in flight."""
 
 
-def runs(schedule: Schedule, habits: Habits, *, one_queue: bool = False) -> bool:
+def runs(schedule, habits, *, one_queue=False):
     return not any(stuck_operations(operations(schedule, habits), one_queue=one_queue))
 
 
@@ -97,8 +97,8 @@ def test_one_communicator_for_both_directions_hangs(name):
 def test_different_collective_orders_on_ranks_hang():
     """Two ranks wait for the collectives of two groups in opposite orders."""
 
-    def rank(*groups: str) -> list[Operation]:
-        program: list[Operation] = []
+    def rank(*groups):
+        program = []
         for group in groups:
             before = (len(program) - 1,) if program else ()
             program.append(Operation(name=group, stream=group, waits=before, meets=group, parts=2))

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +18,11 @@ from tests.errors import raises_with
 costs = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, 1.5, 7.0]), min_size=1, max_size=9)
 
 
-def counts(ranges: tuple[tuple[int, int], ...]) -> list[int]:
+def counts(ranges):
     return [stop - start for start, stop in ranges]
 
 
-def key(
-    bounds: tuple[int, ...], layers: list[float], first: float, last: float
-) -> tuple[Fraction | int, ...]:
+def key(bounds, layers, first, last):
     """Return the sort key that the best split minimizes.
 
     It compares the largest stage, the evenness, the first and the last stage, and the boundaries,
@@ -95,7 +92,7 @@ def test_partition_accounts_for_embedding_and_head():
     assert partition_layers([1, 2], num_stages=1, first_cost=5, last_cost=5) == ((0, 2),)
 
 
-def names(num_layers: int) -> list[str]:
+def names(num_layers):
     return [f"model.blocks.{index}" for index in range(num_layers)]
 
 
@@ -176,7 +173,7 @@ class Model(nn.Module):
 PARTS = ModelParts(blocks=("blocks",), before=("wte",), after=("head",))
 
 
-def ranges_of(model: nn.Module, p: int, **options: Any) -> tuple[tuple[int, int], ...]:
+def ranges_of(model, p, **options):
     layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
     return layer_ranges(model, parts=PARTS, layout=layout, **options)
 

@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +30,7 @@ GOOD = "F0.0,F0.1,,B0.0,B0.1\n,F1.0,B1.0,F1.1,B1.1\n"
 IN_A_V = "F0.0,,,F3.0,B3.0,,,B0.0\n,F1.0,F2.0,,,B2.0,B1.0,\n"
 
 
-def written(folder: Path, text: str) -> str:
+def written(folder, text):
     path = folder / "mine.csv"
     path.write_text(text, encoding="utf-8")
     return str(path)
@@ -163,7 +162,7 @@ def test_file_with_other_sizes_is_refused(tmp_path):
         check_schedule(path, pipeline_parallel_size=2, group_size=2)
 
 
-def all_forwards_first(p: int, v: int, m: int) -> list[list[Action]]:
+def all_forwards_first(p, v, m):
     kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
     return [
         [Action(kind, rank, microbatch) for kind in kinds for microbatch in range(m)]
@@ -171,11 +170,11 @@ def all_forwards_first(p: int, v: int, m: int) -> list[list[Action]]:
     ]
 
 
-def backwards_first(p: int, v: int, m: int) -> list[list[Action]]:
+def backwards_first(p, v, m):
     return [order[::-1] for order in all_forwards_first(p, v, m)]
 
 
-def in_a_v(p: int, v: int, m: int) -> list[list[Action]]:
+def in_a_v(p, v, m):
     stages = [(rank, 2 * p - 1 - rank) for rank in range(p)]
     forwards = [
         [Action(ActionKind.FORWARD, stage, i) for i in range(m) for stage in here]

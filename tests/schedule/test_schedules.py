@@ -38,7 +38,7 @@ COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 V_SHAPED = ("zb_v", "dualpipe_v")
 
 
-def allowed(name: str, p: int, v: int) -> bool:
+def allowed(name, p, v):
     if p == 1:
         return v == 1
     fits = {
@@ -152,7 +152,7 @@ def test_gradients_are_accumulated_in_microbatch_order():
                     assert order == list(range(9)) or (kind is ActionKind.WEIGHT and not order)
 
 
-def in_parts(timeline: str, columns: int) -> list[str]:
+def in_parts(timeline, columns):
     """Return the lines of a timeline of p < 10 ranks, wrapped after ``columns`` columns."""
     lines = timeline.splitlines()
     width = 5 * columns
@@ -182,7 +182,7 @@ def test_docstrings_show_simulated_timeline(function, names, v, m, training, col
     ]
 
 
-def ranks_of(documented: object) -> list[str]:
+def ranks_of(documented):
     """Return the lines of ranks in a docstring."""
     lines = (inspect.getdoc(documented) or "").splitlines()
     return [line.strip() for line in lines if re.match(r"rank \d", line.strip())]
@@ -281,7 +281,7 @@ def test_group_size_keeps_bubble_and_bounds_memory(p, v):
                 assert m < p or simulate(schedule).bubble_fraction == Fraction(p - 1, v * m)
 
 
-def microbatch_groups(order: tuple[Action, ...], p: int) -> list[list[Action]]:
+def microbatch_groups(order, p):
     """Return the runs of consecutive forwards of one chunk."""
     forwards = [action for action in order if action.kind is ActionKind.FORWARD]
     return [list(run) for _, run in itertools.groupby(forwards, key=lambda action: action.stage)]

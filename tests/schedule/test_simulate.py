@@ -40,7 +40,7 @@ def test_bubble_matches_paper(names, sizes, chunks):
         assert timeline.step_time == 3 * (v * m + p - 1)
 
 
-def own_time(timeline: Timeline) -> tuple[float | Fraction, ...]:
+def own_time(timeline):
     """Return each rank's time from its first action to its last."""
     return tuple(spans[-1].end - spans[0].start for spans in timeline.spans)
 

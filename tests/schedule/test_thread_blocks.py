@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ptdp.schedule import SCHEDULES, Action, Channel, Schedule
+from lightning_ptdp.schedule import SCHEDULES
 from lightning_ptdp.schedule.actions import MESSAGES
 from lightning_ptdp.world.communicators import CHANNEL_CTAS
 from tests.schedule.builders import build
@@ -31,12 +31,12 @@ SIZES = ((2, 1), (2, 4), (2, 7), (3, 5), (4, 1), (4, 8), (5, 12), (8, 16))
 V = ("zb_v", "dualpipe_v")
 
 
-def runs(schedule: Schedule, habits: Habits, budget: int, *, one_queue: bool = False) -> bool:
+def runs(schedule, habits, budget, *, one_queue=False):
     programs = operations(schedule, habits)
     return not any(stuck_operations(programs, one_queue=one_queue, budget=budget))
 
 
-def bound(schedule: Schedule, habits: Habits) -> int:
+def bound(schedule, habits):
     return max(map(most_blocks, operations(schedule, habits)))
 
 
@@ -74,7 +74,7 @@ def test_messages_with_32_blocks_delay_collectives(name, p, budget):
     assert not delayed(schedule, FEW, budget)
 
 
-def delayed(schedule: Schedule, habits: Habits, budget: int) -> set[str]:
+def delayed(schedule, habits, budget):
     return {
         str(operation.stream)
         for operations_of_rank in delayed_operations(operations(schedule, habits), budget=budget)
@@ -93,7 +93,7 @@ def test_receives_posted_ahead_stay_within_documented_bounds(name):
         assert channels <= most_channels, schedule.describe()
 
 
-def in_docs(name: str, schedule: Schedule) -> tuple[int, int]:
+def in_docs(name, schedule):
     p = schedule.pipeline_parallel_size
     if name in V:
         return (2, 2) if p == 2 else (3, 3)
@@ -102,12 +102,12 @@ def in_docs(name: str, schedule: Schedule) -> tuple[int, int]:
     return (p if schedule.virtual_pipeline_size > 1 else 2), 2
 
 
-def posted_ahead(schedule: Schedule) -> tuple[int, int]:
+def posted_ahead(schedule):
     """Return the largest numbers of receives, and of their channels, posted at once on a rank."""
     kinds = {message.receive: kind for kind, message in MESSAGES.items()}
     receives = channels = 0
     for program in schedule.programs:
-        posted: dict[Action, Channel] = {}
+        posted = {}
         for action in program:
             if action.kind in kinds:
                 taken = replace(action, kind=kinds[action.kind])
@@ -121,7 +121,7 @@ def posted_ahead(schedule: Schedule) -> tuple[int, int]:
 def test_posted_receive_holds_blocks_until_send_arrives():
     """The sender needs a collective before it sends."""
 
-    def message(*waits: int) -> Operation:
+    def message(*waits):
         return Operation(
             name="message", stream="channel", meets="message", parts=2, blocks=2, waits=waits
         )

@@ -2,8 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,24 +17,24 @@ BLUE, GREEN, AMBER, PURPLE = range(4)
 IDLE = (237, 237, 237)
 
 
-def timeline(p: int = 4, v: int = 2, m: int = 8, name: str = "auto", **costs: Any) -> Timeline:
+def timeline(p=4, v=2, m=8, name="auto", **costs):
     return simulated(name, p, v, m, **costs)
 
 
-def picture(folder: Path, *timelines: Timeline, **options: Any) -> np.ndarray:
+def picture(folder, *timelines, **options):
     """Return the pixels of a plot."""
     draw_timelines(timelines, folder / "timeline.png", **options)
     return pixels(folder / "timeline.png")
 
 
-def pixels(path: Path) -> np.ndarray:
+def pixels(path):
     """Return the pixels of an image file, (h, w, 3), 0 to 255."""
     from PIL import Image
 
     return np.asarray(Image.open(path).convert("RGB")).astype(int)
 
 
-def shares(row_w3: np.ndarray) -> list[float]:
+def shares(row_w3):
     """Return the shares of blue, green, amber and purple pixels in a row.
 
     Both shades of the chunks count.
@@ -51,11 +49,11 @@ def shares(row_w3: np.ndarray) -> list[float]:
     return [float(mask.mean()) for mask in masks]
 
 
-def is_idle(row_w3: np.ndarray) -> np.ndarray:
+def is_idle(row_w3):
     return (abs(row_w3 - np.array(IDLE)) < 6).all(-1)
 
 
-def rows_of(picture_hw3: np.ndarray, count: int) -> list[np.ndarray]:
+def rows_of(picture_hw3, count):
     """Return one pixel row of each of the ``count`` rows of boxes, found by their colours."""
     coloured = [bool(sum(shares(row)) > 0.2) for row in picture_hw3]
     edges = np.flatnonzero(np.diff([0, *coloured, 0]))
@@ -112,7 +110,7 @@ EMPTY = Timeline(Schedule("empty", 1, 1, 1, ((),)), ((),))
 @pytest.mark.parametrize("memory", [False, True])
 def test_any_size_can_be_drawn(tmp_path, sizes, memory):
     drawn = timeline(*sizes) if sizes else EMPTY
-    titled: dict[str, Any] = {"titles": ["a title"], "measured": True} if sizes else {}
+    titled = {"titles": ["a title"], "measured": True} if sizes else {}
     draw_timelines([drawn], tmp_path / "timeline.png", memory=memory, **titled)
     assert (tmp_path / "timeline.png").stat().st_size > 1000
 

@@ -10,7 +10,6 @@ from lightning_ptdp.schedule import (
     SCHEDULES,
     Action,
     ActionKind,
-    Schedule,
     ScheduleError,
     peak_in_flight,
     verify_schedule,
@@ -42,27 +41,27 @@ SIZES = [
 ]
 
 
-def changed(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
+def changed(schedule, rank, program):
     programs = list(schedule.programs)
     programs[rank] = tuple(program)
     return dataclasses.replace(schedule, programs=tuple(programs))
 
 
-def refuse(schedule: Schedule, *words: str) -> None:
+def refuse(schedule, *words):
     """Check that the verifier refuses the training schedule and marks the fault."""
     with raises_with(("-->", *words), ScheduleError):
         verify_schedule(schedule, training=True)
 
 
-def is_legal(schedule: Schedule) -> bool:
+def is_legal(schedule):
     """Return True if a permuted training schedule can run. This is the oracle.
 
     It tries every rank in turn. Sends block, in first-in first-out order. A receive waits until the
     previous message of its channel is sent."""
     kinds = {action.kind for program in schedule.programs for action in program}
     positions = [0] * schedule.pipeline_parallel_size
-    done: set[Action] = set()
-    posted: dict[object, list[tuple[int, int]]] = {}
+    done = set()
+    posted = {}
     moved = True
     while moved:
         moved = False
@@ -96,7 +95,7 @@ def is_legal(schedule: Schedule) -> bool:
     return positions == [len(program) for program in schedule.programs]
 
 
-def needed(schedule: Schedule, action: Action) -> set[Action]:
+def needed(schedule, action):
     """Return the computations that ``action`` needs, and the messages between ranks."""
     s, i = action.stage, action.microbatch
     found = needs(action, schedule.num_stages)
@@ -108,7 +107,7 @@ def needed(schedule: Schedule, action: Action) -> set[Action]:
     return found
 
 
-def accepted(schedule: Schedule) -> bool:
+def accepted(schedule):
     try:
         verify_schedule(schedule, training=True)
     except ScheduleError:
@@ -125,12 +124,11 @@ def test_oracle_accepts_valid_schedules(size):
     )
 
 
-Place = tuple[Schedule, int, int]
 """A schedule, a rank, and a position in its program."""
 
 
 @st.composite
-def places(draw: st.DrawFn) -> Place:
+def places(draw):
     schedule = build(*draw(st.sampled_from(SIZES)))
     rank = draw(st.integers(0, schedule.pipeline_parallel_size - 1))
     return schedule, rank, draw(st.integers(0, len(schedule.programs[rank]) - 1))
@@ -218,7 +216,7 @@ def test_reordered_sends_or_receives_are_rejected(place, data):
     schedule, rank, _ = place
     program = list(schedule.programs[rank])
     kinds = (*SENDS, *USE)
-    queues: dict[object, list[int]] = {}
+    queues = {}
     for position, action in enumerate(program):
         if action.kind in kinds:
             queues.setdefault((schedule.channel(action), action.kind), []).append(position)
@@ -333,7 +331,7 @@ def test_receives_posted_just_before_use_can_deadlock():
     schedule = build("interleaved_1f1b", 2, 2, 4)
     programs = []
     for program in schedule.programs:
-        late: list[Action] = []
+        late = []
         for action in program:
             if action.kind in USE.values():
                 late += [

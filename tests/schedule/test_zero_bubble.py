@@ -7,7 +7,6 @@ import pytest
 from lightning_ptdp.schedule import (
     ActionKind,
     Costs,
-    Timeline,
     peak_in_flight,
     simulate,
 )
@@ -19,7 +18,7 @@ from tests.schedule.builders import UNIT, build, simulated
 pytestmark = pytest.mark.pure
 
 
-def idle_in_the_middle(timeline: Timeline) -> list[object]:
+def idle_in_the_middle(timeline):
     """Return each rank's idle time between its first start and its last end."""
     return [
         spans[-1].end - spans[0].start - busy
@@ -119,7 +118,7 @@ def test_dualpipe_v_defers_only_last_weight_gradients():
 def test_step_time_and_memory_grow_with_microbatches():
     for name in ("zb_h1", "zb_v", "dualpipe_v"):
         for p in range(2, 7):
-            before: Timeline | None = None
+            before = None
             for m in range(1, 3 * p):
                 now = simulated(name, p, 1 if name == "zb_h1" else 2, m, **UNIT)
                 assert before is None or before.step_time < now.step_time

@@ -8,13 +8,13 @@ from lightning_ptdp.world.mesh import Group
 from tests.tensor_parallel.toy import assert_same, counted_collectives, own_slice, tensor_group
 
 
-def everyones(group: Group, *shape: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+def everyones(group, *shape, dtype, seed):
     """Return one tensor per rank, equal on all ranks. Small integers make bfloat16 sums exact."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(-8, 9, shape, generator=generator).to(dtype) for _ in range(group.size)]
 
 
-def check_all(rank: int) -> None:
+def check_all(rank):
     group = tensor_group(rank)
     t = group.size
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -70,7 +70,7 @@ def check_all(rank: int) -> None:
                 assert_same(grad, own_slice(gs[0], group, -1))
 
 
-def check_shared_values_survive(rank: int) -> None:
+def check_shared_values_survive(rank):
     group = tensor_group(rank)
     # exp saves its output for the backward pass. A reduction in place would corrupt it.
     x = torch.full((2, 3), 0.5, dtype=torch.float64, requires_grad=True)

@@ -2,29 +2,24 @@
 communication."""
 
 import random
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.tensor_parallel import VocabularyRange, vocabulary_parallel_cross_entropy
-from lightning_ptdp.world.mesh import Group
 from tests.tensor_parallel.toy import assert_same, counted_collectives, tensor_group, with_z_loss
 
 pytestmark = pytest.mark.thorough
 
 
-def own_columns(full: Tensor, words: VocabularyRange) -> Tensor:
+def own_columns(full, words):
     """Return this rank's columns. Padding would dominate every softmax if it were included."""
     local = torch.full((*full.shape[:-1], words.rows), 99.0, dtype=full.dtype)
     local[..., : words.count] = full[..., words.start : words.stop]
     return local
 
 
-def compare(
-    group: Group, logits: Tensor, target: Tensor, *, z_loss: float = 0.0, **options: Any
-) -> None:
+def compare(group, logits, target, *, z_loss=0.0, **options):
     """Compare loss and gradient with torch's, and check that the logits are unchanged."""
     words = VocabularyRange(size=logits.size(-1), parts=group.size, index=group.rank)
     dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
@@ -45,8 +40,6 @@ def compare(
     assert loss.dtype is dtype
     assert torch.equal(local.detach(), before), "the logits were modified"
     assert_same(loss, expected)
-    assert local.grad is not None
-    assert reference.grad is not None
     assert local.grad.dtype is logits.dtype
     assert_same(
         local.grad[..., : words.count].to(dtype),
@@ -56,7 +49,7 @@ def compare(
     assert not local.grad[..., words.count :].any(), "padding got a gradient"
 
 
-def check_options(rank: int) -> None:
+def check_options(rank):
     group = tensor_group(rank)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for vocabulary in (5, 8, 37):
@@ -80,7 +73,7 @@ def check_options(rank: int) -> None:
                     )
 
 
-def check_random_cases(rank: int) -> None:
+def check_random_cases(rank):
     group = tensor_group(rank)
     draw = random.Random(5)
     for case in range(40):
@@ -109,7 +102,7 @@ def check_random_cases(rank: int) -> None:
         )
 
 
-def check_corners(rank: int) -> None:
+def check_corners(rank):
     group = tensor_group(rank)
     logits = torch.randn(4, 13, generator=torch.Generator().manual_seed(7))
     nothing = torch.full((4,), -100)

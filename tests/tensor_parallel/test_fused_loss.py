@@ -4,7 +4,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ptdp.forward import fused as fused_functions
 from lightning_ptdp.forward.fused import fused
@@ -15,11 +14,11 @@ from tests.tensor_parallel.toy import assert_same
 _N, _K = 5, 7
 
 
-def _double(x: Tensor) -> Tensor:
+def _double(x):
     return 2 * x
 
 
-def _inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _inputs(dtype):
     """Return logits, columns (some of other ranks), log Z of a larger vocabulary, gradients."""
     generator = torch.Generator().manual_seed(1)
     logits_nk = torch.randn(_N, _K, generator=generator, dtype=torch.float64).to(dtype)

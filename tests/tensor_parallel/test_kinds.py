@@ -1,6 +1,5 @@
 """A user-defined kind, used in a plan like the package's own kinds."""
 
-from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -8,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_last
-from lightning_ptdp.tensor_parallel.kinds import ModulePlace, check_divides
+from lightning_ptdp.tensor_parallel.kinds import check_divides
 from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.mesh import Group
@@ -25,13 +23,13 @@ class ByOutput(Kind):
 
     takes = "nn.Bilinear"
 
-    def fits(self, module: nn.Module) -> bool:
+    def fits(self, module):
         return isinstance(module, nn.Bilinear)
 
-    def check(self, name: str, module: nn.Module, size: int) -> None:
+    def check(self, name, module, size):
         check_divides(name, "out_features", module.get_parameter("weight").size(0), size)
 
-    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+    def placements(self, module, place):
         group = place.group
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         return {
@@ -39,12 +37,10 @@ class ByOutput(Kind):
             for n, s in shapes.items()
         }
 
-    def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
-    ) -> nn.Module:
+    def build(self, module, local, place):
         return _OwnOutputs(local["weight"], local["bias"], place.group)
 
-    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+    def describe(self, key, shape, *, outputs_last):
         return shape_text(shape, 0), "by output, gathered"
 
 
@@ -70,7 +66,7 @@ class _Model(nn.Module):
 PLAN = ParallelPlan(tensor={"mix": ByOutput()})
 
 
-def _compare(rank: int) -> None:
+def _compare(rank):
     group = tensor_group(rank)
     torch.manual_seed(0)
     reference = _Model()

@@ -1,8 +1,6 @@
 """Fused head and loss against ``F.cross_entropy`` of the head's output: values, gradients, memory,
 communication."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,16 +25,14 @@ _V, _H = 37, 6
 _ROWS = 8 * 2**-18  # MiB of logits of eight tokens for one row of the head
 
 
-def _draw(*shape: int, seed: int) -> Tensor:
+def _draw(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def _head(
-    group: Group, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool
-) -> nn.Module:
+def _head(group, weight, bias, *, sequence_parallel):
     words = VocabularyRange(size=_V, parts=group.size, index=group.rank)
 
-    def local(full: Tensor) -> nn.Parameter:
+    def local(full):
         rows = torch.zeros(words.rows, *full.shape[1:], dtype=full.dtype)
         rows[: words.count] = full[words.start : words.stop]
         return nn.Parameter(rows)
@@ -57,9 +53,7 @@ def _head(
     return head
 
 
-def _compare(
-    group: Group, *, rows: int, sequence_parallel: bool = False, adds: bool = False, **options: Any
-) -> None:
+def _compare(group, *, rows, sequence_parallel=False, adds=False, **options):
     """Compare loss and gradients with torch's, with ``rows`` rows of the head per chunk."""
     weight, bias, x = (
         _draw(_V, _H, seed=1),
@@ -103,7 +97,7 @@ def _compare(
         assert counts == sums
 
 
-def _check(rank: int) -> None:
+def _check(rank):
     group = tensor_group(rank)
     for rows in (1, 4, 18, 100):  # 100: in one chunk
         for sequence_parallel in (False, True)[: group.size]:
@@ -189,9 +183,9 @@ class _Peak(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.most = 0
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._made = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, Tensor)}
         for tensor in result if isinstance(result, (tuple, list)) else (result,):

@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.tensor_parallel import (
@@ -28,13 +28,13 @@ from tests.tensor_parallel.toy import (
 pytestmark = pytest.mark.thorough
 
 
-def shifted_loss(model: nn.Module, ids: Tensor) -> Tensor:
+def shifted_loss(model, ids):
     """Return the usual next-token loss of a language model."""
     logits = model(ids)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=5)
 
 
-def check_model(rank: int, tied: bool) -> None:
+def check_model(rank, tied):
     group = tensor_group(rank)
     for dtype in (torch.float32, torch.float64):
         for sequence_parallel in (False, True):
@@ -64,7 +64,7 @@ def check_model(rank: int, tied: bool) -> None:
             assert (model.wte.weight is model.head.weight) == tied
 
 
-def check_messages(rank: int) -> None:
+def check_messages(rank):
     """Check the costs stated in linear.py for a layer of two column-row pairs and for both ends."""
     group = tensor_group(rank)
     for sequence_parallel in (False, True):
@@ -107,7 +107,7 @@ def check_messages(rank: int) -> None:
         )
 
 
-def check_swapping(rank: int) -> None:
+def check_swapping(rank):
     group = tensor_group(rank)
     with torch.device("meta"):
         meta = Toy()

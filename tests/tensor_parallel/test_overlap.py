@@ -2,18 +2,15 @@
 
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from lightning_ptdp.shims.torch_distributed import has_symmetric_products
 from lightning_ptdp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.tensor_parallel.overlap import Pieces
-from lightning_ptdp.world.mesh import Group
 from tests.queued import HOST
 from tests.tensor_parallel.toy import tensor_group
 
@@ -34,12 +31,10 @@ class Beside(TorchDispatchMode):
     since: int = field(default_factory=lambda: len(HOST.calls))
     beside: set[int] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         super().__init__()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket.__name__ in PRODUCTS:
             calls = range(self.since, len(HOST.calls))
             waited = {HOST.calls[place].waits for place in calls}
@@ -49,7 +44,7 @@ class Beside(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
     @property
-    def share(self) -> Fraction:
+    def share(self):
         """Share of collectives that overlapped with products, by number of elements."""
         given = {
             p: call.parts[0][0]
@@ -59,32 +54,23 @@ class Beside(TorchDispatchMode):
         return Fraction(sum(given[place] for place in self.beside), sum(given.values()) or 1)
 
 
-def _whole_numbers(*shape: int, seed: int) -> Tensor:
+def _whole_numbers(*shape, seed):
     """Return integers, whose products and sums are exact in any order."""
     return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def _pair(
-    group: Group,
-    pieces: Pieces,
-    *,
-    samples: int,
-    bias: bool,
-    frozen: bool,
-    defers: bool,
-    transposed: bool,
-) -> Any:
+def _pair(group, pieces, *, samples, bias, frozen, defers, transposed):
     """Return outputs and gradients of a column and a row layer, and the share of communication that
     overlapped with products, in forward and backward."""
 
-    def parameter(*shape: int, seed: int) -> nn.Parameter:
+    def parameter(*shape, seed):
         values = _whole_numbers(*shape, seed=seed)
         return nn.Parameter(
             values.t().contiguous() if transposed and len(shape) > 1 else values,
             requires_grad=not frozen,
         )
 
-    options: dict[str, Any] = {"transposed": transposed, "group": group, "sequence_parallel": True}
+    options = {"transposed": transposed, "group": group, "sequence_parallel": True}
     up, down = parameter(4, WIDTH, seed=group.rank), parameter(WIDTH, 4, seed=9 + group.rank)
     first, last = (
         parameter(n, seed=n + seed) if bias else None for n, seed in ((4, group.rank), (WIDTH, 0))
@@ -108,7 +94,7 @@ def _pair(
     return found, shares
 
 
-CASES: tuple[dict[str, Any], ...] = (
+CASES = (
     {"samples": 2, "bias": True, "frozen": False, "defers": False, "transposed": False},
     {"samples": 1, "bias": False, "frozen": False, "defers": True, "transposed": False},
     {"samples": 2, "bias": True, "frozen": False, "defers": True, "transposed": True},
@@ -116,7 +102,7 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 
 
-def check(rank: int) -> None:
+def check(rank):
     group = tensor_group(rank)
     for options in CASES:
         expected, before = _pair(group, 1, **options)
@@ -146,7 +132,7 @@ def test_overlapped_products_are_bitwise_equal(size, pool):
     pool.run(check, world_size=size, backend="queued")
 
 
-def check_symmetric(rank: int) -> None:
+def check_symmetric(rank):
     """Compare products by symmetric memory. torch's fallbacks for meta tensors replace the kernels
     of GPUs."""
     from torch.distributed import _symmetric_memory as symmetric

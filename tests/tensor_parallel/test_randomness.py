@@ -1,12 +1,10 @@
 """Dropout masks: equal on replicated activations, different on sharded ones."""
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.strategy import PTDPStrategy
@@ -43,7 +41,7 @@ class LitMlp(LitBase):
         super().__init__()
         self.blocks = nn.Sequential(Mlp(), Mlp())
 
-    def configure_parallel(self) -> ParallelPlan:
+    def configure_parallel(self):
         return ParallelPlan(
             tensor={"blocks.*.up": "column", "blocks.*.down": "row"}, blocks="blocks"
         )
@@ -68,7 +66,7 @@ class LitMixed(LitMlp):
         super().__init__()
         self.blocks = nn.Sequential(Mixed(), Mixed())
 
-    def configure_parallel(self) -> ParallelPlan:
+    def configure_parallel(self):
         tensor = {"blocks.*.up": "column", "blocks.*.down": "row", "blocks.*.mix": "whole"}
         return ParallelPlan(tensor=tensor, blocks="blocks", sequence="blocks")
 
@@ -86,7 +84,7 @@ class Masks(L.Callback):
     """Callback that records dropout masks by module, in call order."""
 
     def __init__(self):
-        self.seen: dict[str, list[Tensor]] = {}
+        self.seen = {}
 
     def on_train_start(self, trainer, module):
         for name, child in module.named_modules():
@@ -96,9 +94,7 @@ class Masks(L.Callback):
                 )
 
 
-def _fit(
-    rank: int, kind: type[LitBase], layout: dict[str, Any], world_size: int
-) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+def _fit(rank, kind, layout, world_size):
     L.seed_everything(3, verbose=False)
     masks = Masks()
     module = kind()
@@ -112,7 +108,7 @@ def _fit(
     return masks.seen, trainer.strategy.gather_state_dict()
 
 
-def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
+def _equal(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

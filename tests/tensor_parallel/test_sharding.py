@@ -11,7 +11,7 @@ from tests.tensor_parallel.toy import assemble_full
 SIZES = (1, 2, 4)
 
 
-def full_tensor(*shape: int) -> torch.Tensor:
+def full_tensor(*shape):
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 

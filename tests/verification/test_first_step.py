@@ -1,8 +1,5 @@
 """``PTDPStrategy(verify="first_step")``."""
 
-from pathlib import Path
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -14,7 +11,7 @@ from tests.verification.toys import Lit, Summed, loader
 pytestmark = pytest.mark.thorough
 
 
-def trainer(folder: Path, **options: Any) -> L.Trainer:
+def trainer(folder, **options):
     return L.Trainer(
         strategy=PTDPStrategy(num_microbatches=2, verify="first_step"),
         accelerator="cpu",

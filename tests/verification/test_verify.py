@@ -1,21 +1,19 @@
 """``lightning_ptdp.verify``: correct modules are equal, wrong ones are reported with a cause."""
 
-from typing import Any
-
 import psutil
 import pytest
 import torch
 from torch import nn
 
 from lightning_ptdp import PTDPError, PTDPStrategy, verify
-from lightning_ptdp.verification import Report, VerificationError
+from lightning_ptdp.verification import VerificationError
 from tests.tiny_gpt import LitValidated, Run
 from tests.verification import toys
 from tests.verification.toys import Lit, LitAdam, LitClocked, LitCounted, LitNoisy, loader, tokens
 
 pytestmark = pytest.mark.thorough
 
-D2: dict[str, Any] = {"devices": 2}
+D2 = {"devices": 2}
 M2 = {"num_microbatches": 2}
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 T2 = {"tensor_parallel_size": 2}
@@ -23,7 +21,7 @@ C2 = {"context_parallel_size": 2}
 LIMIT = 120.0
 
 
-def report(module: Any, layout: dict[str, Any], **trainer: Any) -> Report:
+def report(module, layout, **trainer):
     layout = dict(layout)
     devices = layout.pop("devices", None)
     data = {"train_dataloaders": loader(shuffle=True), "val_dataloaders": loader(8)}
@@ -215,7 +213,7 @@ def test_reduced_number_of_blocks_is_noted():
 
 
 class Waiting(Lit):
-    def loss(self, batch: Any) -> Any:
+    def loss(self, batch):
         if self.global_rank == 1:
             torch.distributed.new_group([1]).wait()  # fails on one rank only
         return super().loss(batch)

@@ -1,6 +1,5 @@
 """Communicators of each rank, derived from the layout."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +11,7 @@ from lightning_ptdp.world.mesh import ProcessMesh
 
 pytestmark = pytest.mark.thorough
 
-T8P8D8C2E8: dict[str, Any] = {
+T8P8D8C2E8 = {
     "world_size": 1024,
     "tensor_parallel_size": 8,
     "pipeline_parallel_size": 8,
@@ -45,11 +44,11 @@ def test_communicator_members_in_large_layout():
     assert all(200 in ranks for ranks in every)
 
 
-def _created(rank: int, layout: ParallelLayout) -> list[tuple[int, ...]]:
-    created = list[tuple[int, ...]]()
+def _created(rank, layout):
+    created = []
     new_group = dist.new_group
 
-    def note(ranks: list[int], **options: Any) -> Any:
+    def note(ranks, **options):
         created.append(tuple(ranks))
         return new_group(ranks, **options)
 

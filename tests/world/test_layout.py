@@ -16,10 +16,10 @@ SIZES = [
 ]
 
 
-def brute_force(layout: ParallelLayout, *moving: str) -> set[tuple[int, ...]]:
+def brute_force(layout, *moving):
     """Return the sets of ranks that agree on every coordinate except ``moving``."""
 
-    def fixed(rank: int) -> tuple[int, ...]:
+    def fixed(rank):
         here = layout.coordinates(rank)
         return tuple(
             here[dim] for dim in ("pipeline", "data", "context", "tensor") if dim not in moving

@@ -14,7 +14,7 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
 
-def _sum_of_ranks(rank: int, layout: ParallelLayout) -> dict[str, tuple[float, tuple[int, ...]]]:
+def _sum_of_ranks(rank, layout):
     mesh = ProcessMesh.create(layout=layout, rank=rank)
     found = {}
     for axis in ("tensor", "context", "data", "pipeline", *SETS):
@@ -76,25 +76,14 @@ def test_every_group_sums_over_its_ranks(world_size, t, p, c, v, placement, pool
             assert total == sum(ranks)
 
 
-Given = dict[tuple[str, tuple[int, ...]], tuple[bool, int | None, bool]]
-
-
-def _options(
-    rank: int, layout: ParallelLayout, channel_ctas: int | None, accepted: bool = True
-) -> Given:
+def _options(rank, layout, channel_ctas, accepted=True):
     """Return NCCL's options by axis and ranks.
 
     The options are: high priority, thread blocks, and True if the timeout is that of the mesh."""
-    given: Given = {}
+    given = {}
     new_group, default = dist.new_group, dist.ProcessGroupNCCL.Options().config.max_ctas
 
-    def note(
-        ranks: list[int],
-        *,
-        pg_options: dist.ProcessGroupNCCL.Options | None,
-        group_desc: str,
-        **others: object,
-    ) -> object:
+    def note(ranks, *, pg_options, group_desc, **others):
         if pg_options is None:
             assert len(ranks) == 1
             return new_group(ranks, **others)
