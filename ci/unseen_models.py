@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from marked_table import write_between_marks
 
 from lightning_ptdp.models.plans import FAMILIES, find_plan
-from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS
+from lightning_ptdp.models.plans.families import ENCODER_DECODERS
 from lightning_ptdp.verification import VerificationError
 from lightning_ptdp.world.layout import Sharding
 from tests.huggingface.architectures import ARCHITECTURES, build

@@ -24,7 +24,7 @@ from lightning_ptdp.schedule.generators import (
     schedule_placement,
 )
 from lightning_ptdp.tensor_parallel import ParallelPlan
-from lightning_ptdp.tensor_parallel.overlap import Pieces
+from lightning_ptdp.tensor_parallel.parallel_product import Pieces
 from lightning_ptdp.world.layout import Degrees, ParallelLayout, Sharding
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]

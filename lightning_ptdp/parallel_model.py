@@ -22,6 +22,7 @@ from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.tensor_parallel import (
     SPLIT_AXES,
     Kind,
+    ModulePlace,
     ParallelPlan,
     is_in_region,
     replace_aliases,
@@ -171,12 +172,14 @@ def build_local(
         new, local_placements = shard_module(
             child,
             kind,
-            group=mesh.group(kind.axis),
-            sequence_parallel=splits,
-            shared=shared,
-            enters=not is_in_region(name, kinds),
-            tensor=tensor,
-            name=name,
+            ModulePlace(
+                group=mesh.group(kind.axis),
+                sequence_parallel=splits,
+                shared=shared,
+                enters=not is_in_region(name, kinds),
+                tensor=tensor,
+                name=name,
+            ),
         )
         for parent, key in places[child] if new is not child else ():
             parent._modules[key] = new

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_ptdp.tensor_parallel import Experts, shard_module
 from lightning_ptdp.tensor_parallel.collectives import gather_sequence, scatter_sequence
+from lightning_ptdp.tensor_parallel.kinds import ModulePlace
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
@@ -59,10 +60,7 @@ def ours(experts: nn.Module, group: Group) -> nn.Module:
     layer, _ = shard_module(
         copy.deepcopy(experts),
         Experts(),
-        group=group,
-        sequence_parallel=False,
-        shared={},
-        name="experts",
+        ModulePlace(group=group, sequence_parallel=False, shared={}, name="experts"),
     )
     return layer
 

@@ -20,8 +20,7 @@ from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop
 from lightning_ptdp import ParallelPlan, PTDPStrategy
 from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert, LitGPT
-from lightning_ptdp.models.gpt import Block
-from lightning_ptdp.models.own_plans import gpt_plan
+from lightning_ptdp.models.gpt import Block, gpt_plan
 
 try:
     import transformers

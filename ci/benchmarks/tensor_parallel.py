@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel import (
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.models.gpt import Block
 from lightning_ptdp.tensor_parallel import Column, Row, shard_module
+from lightning_ptdp.tensor_parallel.kinds import ModulePlace
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
@@ -73,10 +74,7 @@ def ours(block: Block, hidden: int, group: Group, sequence_parallel: bool) -> nn
         new, _ = shard_module(
             layer.get_submodule(name),
             kind,
-            group=group,
-            sequence_parallel=sequence_parallel,
-            shared={},
-            enters=True,
+            ModulePlace(group=group, sequence_parallel=sequence_parallel, shared={}, enters=True),
         )
         layer.set_submodule(name, new)
     return layer

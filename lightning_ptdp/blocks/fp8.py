@@ -32,18 +32,18 @@ from lightning_ptdp.parameters.rounded_weight import RoundedWeight
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.quantization import Recipe, make_recipe, scaled, weight_operand
 from lightning_ptdp.tensor_parallel import Column, Kind, Row
+from lightning_ptdp.tensor_parallel.kinds.kind import has_own_forward
+from lightning_ptdp.tensor_parallel.kinds.linear_kinds import (
+    is_conv1d,
+    is_linear,
+    output_input_sizes,
+)
+from lightning_ptdp.tensor_parallel.kinds.sharded_attention import ParallelMultiheadAttention
 from lightning_ptdp.tensor_parallel.linear import (
     ColumnParallelLinear,
     ParallelLayer,
     RowParallelLinear,
 )
-from lightning_ptdp.tensor_parallel.linear_like import (
-    has_own_forward,
-    is_conv1d,
-    is_linear,
-    output_input_sizes,
-)
-from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention
 
 Float8Scaling = Literal["tensorwise", "rowwise"]
 

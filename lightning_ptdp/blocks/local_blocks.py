@@ -12,7 +12,7 @@ from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.shims.torch_distributed import connect_symmetric_memory
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer
-from lightning_ptdp.tensor_parallel.overlap import Pieces
+from lightning_ptdp.tensor_parallel.parallel_product import Pieces
 from lightning_ptdp.world.mesh import Group
 
 

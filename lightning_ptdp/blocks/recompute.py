@@ -38,7 +38,7 @@ from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.shims.torch import untraced
 from lightning_ptdp.tensor_parallel.collectives import start_all_gather
-from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
+from lightning_ptdp.tensor_parallel.named_modules import matches, nearest_names
 from lightning_ptdp.world.mesh import Group
 
 RecomputePolicy = Literal["none", "full", "selective", "offload"]

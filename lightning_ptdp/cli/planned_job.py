@@ -136,7 +136,7 @@ def _followed(
 
 def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig | BertConfig:
     from lightning_ptdp.models.model_config import BertConfig, GPTConfig
-    from lightning_ptdp.models.pretrained_folder import config_of_sizes
+    from lightning_ptdp.models.pretrained_config import config_of_sizes
     from lightning_ptdp.planner import gpt_sizes
 
     size_options = _sizes(options)
@@ -182,7 +182,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 def _of_path(path: str) -> GPTConfig | BertConfig:
     """Return the sizes of a Hugging Face model. Only ``config.json`` is read."""
-    from lightning_ptdp.models.pretrained_folder import config_values
+    from lightning_ptdp.models.pretrained_config import config_values
     from lightning_ptdp.planner import gpt_sizes
 
     try:

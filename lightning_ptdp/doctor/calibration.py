@@ -27,7 +27,7 @@ from lightning_ptdp.base.forked_processes import Tell
 from lightning_ptdp.doctor.collective_checks import GroupMember
 from lightning_ptdp.doctor.links import Links, measure_links
 from lightning_ptdp.models import GPT, GPTConfig
-from lightning_ptdp.models.layers import RMSNorm, swiglu
+from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
 from lightning_ptdp.planner import (
     SOFTWARE,
     Cluster,

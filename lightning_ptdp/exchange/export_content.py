@@ -23,7 +23,8 @@ from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.exchange.state_dict_files import common_prefix, converted
 from lightning_ptdp.exchange.tensor_views import View, views_in_files
 from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_of
-from lightning_ptdp.models.pretrained_folder import config_of_sizes, local_folder
+from lightning_ptdp.models.pretrained_config import config_of_sizes
+from lightning_ptdp.models.pretrained_folder import local_folder
 
 MODEL = "model/"
 """Prefix of the module's tensors in a checkpoint."""

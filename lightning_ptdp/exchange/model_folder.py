@@ -15,14 +15,8 @@ from lightning_ptdp.checkpoint import CheckpointError, reading
 from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.checkpoint.safetensors_file import list_safetensors
 from lightning_ptdp.checkpoint.stored_tensor import StoredTensor
-from lightning_ptdp.models.checked_config import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    ONE_FILE,
-    check_quantization,
-    check_sizes,
-    weight_map,
-)
+from lightning_ptdp.models.pretrained_config import check_quantization, check_sizes
+from lightning_ptdp.models.pretrained_folder import CONFIG_FILE, INDEX_FILE, ONE_FILE, weight_map
 
 _SHOWN = 3
 _ANY_MODEL = record(others=True, model_type=optional(text()), tie_word_embeddings=optional(flag))

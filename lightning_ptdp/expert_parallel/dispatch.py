@@ -25,7 +25,7 @@ for one of the E/e local experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -100,10 +100,10 @@ class Dispatched:
     counts: Tensor
     faults: Faults
     going: _Order
-    arrived: _Order | None
-    sent: list[int]
-    received: list[int]
     group: Group
+    arrived: _Order | None = None
+    sent: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
     known_sizes: list[int] | None = None
 
     def sizes(self) -> list[int]:
@@ -175,9 +175,6 @@ def dispatch(
             counts=counts,
             faults=_checked(wrong),
             going=going,
-            arrived=None,
-            sent=[],
-            received=[],
             group=group,
         )
     received_counts = torch.empty_like(counts)
@@ -185,7 +182,7 @@ def dispatch(
     read = (numbers or HostNumbers()).read
     *both, nowhere, not_finite = read(torch.cat([counts, received_counts, wrong]))
     num_local = num_experts // group.size
-    halves = _halves(both)
+    halves = both[:num_experts], both[num_experts:]
     sent, received = (
         [sum(half[start : start + num_local]) for start in range(0, num_experts, num_local)]
         for half in halves
@@ -218,11 +215,6 @@ def _checked(wrong: Tensor) -> Faults:
         "a router chose an expert that does not exist, or a weight that is not finite",
     )
     return Faults(nowhere=0, not_finite=0)
-
-
-def _halves(numbers: list[int]) -> tuple[list[int], list[int]]:
-    middle = len(numbers) // 2
-    return numbers[:middle], numbers[middle:]
 
 
 def _numbers(count: int, like: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ experts, as transformers' modules do, no rows need to be sorted or selected here
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.expert_parallel.dispatch import Dispatched
 from lightning_ptdp.forward.matrix_product import StepCasts
 from lightning_ptdp.shims.torch import grouped_product
 
@@ -59,46 +59,32 @@ def inner_parts(module: Any, name: str) -> tuple[int, tuple[int, ...]] | None:
 
 def usual_output(
     module: Any,
-    rows_rh: Tensor,
+    routed: Dispatched,
     *,
-    sizes: Callable[[], list[int]],
-    ends: Tensor,
     adds_bias: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the output (r, h) of such a module's experts for rows.
+    """Return the output (r, h) of such a module's experts for received rows.
 
     Args:
         module: The module of experts.
-        rows_rh: Rows, sorted by expert.
-        sizes: Returns the number of rows of each expert.
-        ends: (experts,) int32 on the rows' device, end of each expert's rows.
+        routed: The rows.
         adds_bias: Whether the bias of the last product is added.
         dtype: Dtype of the products; None: the weights' dtype.
     """
+    ends = routed.counts.cumsum(0, dtype=torch.int32)
+
+    def linear(name: str, x: Tensor, has_bias: bool) -> Tensor:
+        weight = getattr(module, name)
+        weight = getattr(module, "step_casts", StepCasts()).cast(weight, dtype)
+        matrices = weight if module.is_transposed else weight.mT
+        output = grouped_product(x.to(weight.dtype), matrices, sizes=routed.sizes, ends=ends)
+        if not has_bias:
+            return output
+        bias = getattr(module, f"{name}_bias").to(output.dtype)
+        return output + bias.repeat_interleave(routed.counts, dim=0, output_size=output.size(0))
+
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden = _linear(module, first, rows_rh, sizes, ends, module.has_bias, dtype)
+    hidden = linear(first, routed.rows_rh, module.has_bias)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-    return _linear(module, "down_proj", hidden, sizes, ends, module.has_bias and adds_bias, dtype)
-
-
-def _linear(
-    module: Any,
-    name: str,
-    x: Tensor,
-    sizes: Callable[[], list[int]],
-    ends: Tensor,
-    has_bias: bool,
-    dtype: torch.dtype | None,
-) -> Tensor:
-    weight = getattr(module, name)
-    weight = getattr(module, "step_casts", StepCasts()).cast(weight, dtype)
-    output = grouped_product(
-        x.to(weight.dtype), weight if module.is_transposed else weight.mT, sizes=sizes, ends=ends
-    )
-    if not has_bias:
-        return output
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    return output + getattr(module, f"{name}_bias").to(output.dtype).repeat_interleave(
-        counts, dim=0, output_size=output.size(0)
-    )
+    return linear("down_proj", hidden, module.has_bias and adds_bias)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ptdp.models.adamw_variants import HalfStateAdamW, MuonWithAdamW
 from lightning_ptdp.models.adapters import LoraOptions
-from lightning_ptdp.models.bert import Bert, BertOutput
-from lightning_ptdp.models.gpt import GPT
+from lightning_ptdp.models.bert import Bert, BertOutput, bert_plan
+from lightning_ptdp.models.gpt import GPT, gpt_plan
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
-from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
 from lightning_ptdp.models.size import (
     active_parameters,
     bert_flops_per_sample,

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.base.requirements import import_optional
-from lightning_ptdp.tensor_parallel.patterns import nearest_names
+from lightning_ptdp.tensor_parallel.named_modules import nearest_names
 
 ALL_LINEAR = "all-linear"
 

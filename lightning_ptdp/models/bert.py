@@ -11,7 +11,6 @@ vocabulary, k predicted positions.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -19,14 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.models.layers import (
-    AttentionCore,
+    Attention,
     GeluMLP,
-    NormalEmbedding,
-    NormalLinear,
     TiedLinear,
     Transformer,
+    make_embedding,
+    make_linear,
+    positions_of,
 )
 from lightning_ptdp.models.model_config import BertConfig
+from lightning_ptdp.tensor_parallel import Column, Kind, ParallelPlan, Position, Row, Vocabulary
 
 
 class BertOutput(NamedTuple):
@@ -107,12 +108,9 @@ class BertEmbeddings(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        h = config.hidden_size
-        std = config.init_std
-        truncated = config.truncated_init
-        self.token = NormalEmbedding(config.vocabulary_size, h, std=std, truncated=truncated)
-        self.position = NormalEmbedding(config.sequence_length, h, std=std, truncated=truncated)
-        self.segment = NormalEmbedding(config.num_segments, h, std=std, truncated=truncated)
+        self.token = make_embedding(config, config.vocabulary_size)
+        self.position = make_embedding(config, config.sequence_length)
+        self.segment = make_embedding(config, config.num_segments)
         self.norm = make_norm(config) if config.norm_order == "post" else None
         self.dropout = nn.Dropout(config.dropout)
 
@@ -122,11 +120,7 @@ class BertEmbeddings(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        positions = (
-            torch.arange(input_ids.size(1), device=input_ids.device)
-            if position_ids is None
-            else position_ids
-        )
+        positions = positions_of(input_ids, position_ids)
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         x_bsh = self.token(input_ids) + self.position(positions) + self.segment(segments)
         return self.dropout(x_bsh if self.norm is None else self.norm(x_bsh))
@@ -142,42 +136,17 @@ class BertBlock(nn.Module):
         super().__init__()
         self.is_pre = config.norm_order == "pre"
         self.norm_1 = make_norm(config)
-        self.attention = BertAttention(config)
+        self.attention = Attention(config, is_causal=False)
         self.norm_2 = make_norm(config)
-        up = make_linear(config, config.hidden_size, config.ffn_size)
-        down = residual_projection(config, config.ffn_size)
-        self.mlp = GeluMLP(up, down, approximate=gelu_name(config))
+        self.mlp = GeluMLP(config, approximate=gelu_name(config))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_bsh: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
         if self.is_pre:
-            x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), mask_b11s))
+            x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), mask_b1qs=mask_b11s))
             return x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
-        x_bsh = self.norm_1(x_bsh + self.dropout(self.attention(x_bsh, mask_b11s)))
+        x_bsh = self.norm_1(x_bsh + self.dropout(self.attention(x_bsh, mask_b1qs=mask_b11s)))
         return self.norm_2(x_bsh + self.dropout(self.mlp(x_bsh)))
-
-
-class BertAttention(nn.Module):
-    """Self-attention over all tokens except padding; (b, s, h) -> (b, s, h).
-
-    The output of ``qkv`` determines the number of heads.
-    """
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.qkv = make_linear(config, config.hidden_size, 3 * config.hidden_size)
-        self.core = AttentionCore(config.attention_dropout_rate, is_causal=False)
-        self.projection = residual_projection(config, config.hidden_size)
-
-    def forward(self, x_bsh: Tensor, mask_b11s: Tensor | None = None) -> Tensor:
-        # Split into heads after qkv: under sequence parallelism only its output has the whole
-        # sequence.
-        q_bsnd, k_bsnd, v_bsnd = (
-            torch.unflatten(part, -1, (-1, self.head_dim))
-            for part in self.qkv(x_bsh).chunk(3, dim=-1)
-        )
-        return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd, mask_b11s).flatten(2))
 
 
 class MaskedHead(nn.Module):
@@ -189,7 +158,7 @@ class MaskedHead(nn.Module):
 
     def __init__(self, config: BertConfig, weight: Tensor) -> None:
         super().__init__()
-        self.dense = make_linear(config, config.hidden_size, config.hidden_size)
+        self.dense = make_linear(config, config.hidden_size)
         self.norm = make_norm(config)
         self.decoder = TiedLinear(weight, bias=True)
         self.approximate = gelu_name(config)
@@ -211,8 +180,8 @@ class OrderHead(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.pooler = make_linear(config, config.hidden_size, config.hidden_size)
-        self.classifier = make_linear(config, config.hidden_size, 2)
+        self.pooler = make_linear(config, config.hidden_size)
+        self.classifier = make_linear(config, 2)
 
     def forward(self, x_bsh: Tensor) -> Tensor:
         return self.classifier(torch.tanh(self.pooler(x_bsh[:, 0])))
@@ -223,29 +192,40 @@ def make_norm(config: BertConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
 
-def make_linear(config: BertConfig, in_features: int, out_features: int) -> NormalLinear:
-    """Return a linear layer with the initial weights of the configuration."""
-    return NormalLinear(
-        in_features, out_features, bias=True, std=config.init_std, truncated=config.truncated_init
-    )
-
-
-def residual_projection(config: BertConfig, in_features: int) -> NormalLinear:
-    """Return a layer that writes to the residual stream.
-
-    l blocks add 2l such outputs. With ``scaled_residual_init``, each therefore starts smaller by
-    sqrt(2l).
-    """
-    std = (
-        config.init_std / math.sqrt(2 * config.num_layers)
-        if config.scaled_residual_init
-        else config.init_std
-    )
-    return NormalLinear(
-        in_features, config.hidden_size, bias=True, std=std, truncated=config.truncated_init
-    )
-
-
 def gelu_name(config: BertConfig) -> str:
     """Return the name in ``F.gelu`` of the configured variant."""
     return "tanh" if config.gelu == "tanh" else "none"
+
+
+# ---- Plan of the model, as that of GPT -----------------------------------------------------------
+
+
+def bert_plan(config: BertConfig, prefix: str = "model") -> ParallelPlan:
+    """Return the plan of a ``Bert(config)`` with the name ``prefix`` ("" if it is the root).
+
+    Sequence parallelism splits the sequence only within the blocks. The sentence head reads the
+    first token, which is in one rank's slice, and the masked-LM head takes tokens from all
+    positions.
+    """
+    root = f"{prefix}." if prefix else ""
+    block = f"{root}blocks.*"
+    h = config.hidden_size
+    n = config.num_heads
+    tensor: dict[str, Kind] = {
+        f"{root}embeddings.token": Vocabulary(),
+        f"{root}embeddings.position": Position(),
+        f"{block}.attention.qkv": Column(parts=(h, h, h), heads=(n, n, n)),
+        f"{block}.attention.projection": Row(),
+        f"{block}.mlp.up": Column(),
+        f"{block}.mlp.down": Row(),
+        f"{root}masked_head.decoder": Vocabulary(),
+    }
+    norm = (f"{root}norm",) if config.norm_order == "pre" else ()
+    return ParallelPlan(
+        blocks=f"{root}blocks",
+        tensor=tensor,
+        before=(f"{root}embeddings",),
+        after=(*norm, f"{root}masked_head", f"{root}order_head"),
+        selective=(f"{block}.attention.core",),
+        sequence="blocks",
+    )

@@ -27,9 +27,10 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.expert_parallel import dispatch, usual_output
 from lightning_ptdp.forward.matrix_product import StepCasts, autocast_dtype
-from lightning_ptdp.models.layers import NormalLinear, swiglu
+from lightning_ptdp.models.layers import NormalLinear
+from lightning_ptdp.models.memory_saving import swiglu
 from lightning_ptdp.models.model_config import GPTConfig
-from lightning_ptdp.tensor_parallel.sharded_experts import ExpertError
+from lightning_ptdp.tensor_parallel.kinds.sharded_experts import ExpertError
 from lightning_ptdp.world.mesh import Group
 
 AUXILIARY = 3
@@ -55,7 +56,7 @@ class ExpertWeights(nn.Module):
         h = config.hidden_size
         f = config.expert_size
         self.std = config.init_std
-        self.std_down = config.init_std / math.sqrt(2 * config.num_layers)
+        self.std_down = config.residual_std
         self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * f, h))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, h, f))
         self.step_casts = StepCasts()
@@ -89,14 +90,8 @@ class ExpertWeights(nn.Module):
                 f"the router of layer {self.layer} returned {routed.faults.not_finite} weights "
                 "that are not finite"
             )
-        ends = routed.counts.cumsum(0, dtype=torch.int32)
-        rows_rh = routed.rows_rh
-        return routed.combine(
-            usual_output(
-                self, rows_rh, sizes=routed.sizes, ends=ends, dtype=autocast_dtype(rows_rh)
-            ),
-            weights_nk,
-        )
+        outputs_rh = usual_output(self, routed, dtype=autocast_dtype(routed.rows_rh))
+        return routed.combine(outputs_rh, weights_nk)
 
 
 class SequenceMean(nn.Module):

@@ -17,26 +17,38 @@ vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.models.experts import AUXILIARY, Mixture
+from lightning_ptdp.models.experts import AUXILIARY, Balancer, Mixture
 from lightning_ptdp.models.layers import (
-    AttentionCore,
+    Attention,
     GeluMLP,
     KeyValueCache,
-    NormalEmbedding,
     NormalLinear,
-    RMSNorm,
     TiedLinear,
     Transformer,
-    swiglu,
+    make_embedding,
+    make_linear,
+    positions_of,
+    residual_projection,
 )
+from lightning_ptdp.models.memory_saving import RMSNorm, Rotary, swiglu
 from lightning_ptdp.models.model_config import GPTConfig
-from lightning_ptdp.models.rotary import Rotary
+from lightning_ptdp.tensor_parallel import (
+    Column,
+    Experts,
+    Kind,
+    Mean,
+    ParallelPlan,
+    PerCopy,
+    Position,
+    Row,
+    Vocabulary,
+    Whole,
+)
 
 
 class GPT(Transformer):
@@ -53,14 +65,12 @@ class GPT(Transformer):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
-        self.wte = NormalEmbedding(config.vocabulary_size, config.hidden_size, std=config.init_std)
+        self.wte = make_embedding(config, config.vocabulary_size)
         self.wpe = None
         if config.position == "learned":
-            self.wpe = NormalEmbedding(
-                config.sequence_length, config.hidden_size, std=config.init_std
-            )
+            self.wpe = make_embedding(config, config.sequence_length)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(_block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = make_norm(config)
         self.head: nn.Linear
         if config.tie_embeddings:
@@ -96,19 +106,14 @@ class GPT(Transformer):
         self.check_sequence_length(input_ids.size(1))
         x_bsh = self.wte(input_ids)
         if self.wpe is not None:
-            positions = (
-                torch.arange(input_ids.size(1), device=input_ids.device)
-                if position_ids is None
-                else position_ids
-            )
-            x_bsh = x_bsh + self.wpe(positions)
+            x_bsh = x_bsh + self.wpe(positions_of(input_ids, position_ids))
         x_bsh = self.dropout(x_bsh)
         aux_b3 = x_bsh.new_zeros(
             x_bsh.size(0), AUXILIARY, dtype=torch.promote_types(x_bsh.dtype, torch.float32)
         )
         for block in self.blocks:
             if self.config.num_experts is None:
-                x_bsh = block(x_bsh, position_ids, cache)
+                x_bsh = block(x_bsh, None, position_ids, cache)
             else:
                 x_bsh, aux_b3 = block(x_bsh, aux_b3, position_ids, cache)
         x_bsh = self.norm(x_bsh)
@@ -122,15 +127,11 @@ class GPT(Transformer):
         float64, and returns their sum over the processes (a constant factor does not matter). The
         loads of layers on other ranks are zero.
         """
-        routers = {
-            layer: block.mixture.router
-            for layer, block in enumerate(self.blocks)
-            if isinstance(block, MixtureBlock)
-        }
         balancers = {
-            layer: router.balancer
-            for layer, router in routers.items()
-            if router.balancer is not None
+            layer: module
+            for layer, block in enumerate(self.blocks)
+            for module in block.modules()
+            if isinstance(module, Balancer)
         }
         device = next(self.parameters()).device
         load = torch.zeros(
@@ -146,114 +147,41 @@ class GPT(Transformer):
 class Block(nn.Module):
     """Pre-norm residual block; (b, s, h) -> (b, s, h).
 
-    It computes x + attention(norm(x)), then x + mlp(norm(x)). ``layer`` is its number.
+    It computes x + attention(norm(x)), then x + mlp(norm(x)) or x + mixture(norm(x)). In a model
+    with experts, the auxiliary values (b, 3) of earlier layers pass through every block, and a
+    mixture adds its own; (b, s, h), (b, 3) -> the same. ``layer`` is its number.
     """
 
     def __init__(self, config: GPTConfig, layer: int = 0) -> None:
         super().__init__()
         self.norm_1 = make_norm(config)
-        self.attention = Attention(config)
+        rotary = Rotary(config.head_dim, config.rope_base) if config.position == "rope" else None
+        self.attention = Attention(config, is_causal=True, rotary=rotary)
         self.norm_2 = make_norm(config)
-        self._make_feed_forward(config, layer)
+        self.has_experts = config.has_experts and layer >= config.dense_layers
+        if self.has_experts:
+            shared_size = config.shared_experts * config.expert_size
+            shared = SwiGLU(config, shared_size) if shared_size else None
+            self.mixture = Mixture(config, layer, shared)
+        elif config.mlp == "gelu":
+            self.mlp: nn.Module = GeluMLP(config, approximate="tanh")
+        else:
+            self.mlp = SwiGLU(config, config.ffn_size)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        x_bsh = self._attended(x_bsh, position_ids, cache)
-        return x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
-
-    def _make_feed_forward(self, config: GPTConfig, layer: int) -> None:
-        self.mlp = gelu_mlp(config) if config.mlp == "gelu" else SwiGLU(config, config.ffn_size)
-
-    def _attended(
-        self, x_bsh: Tensor, position_ids: Tensor | None, cache: KeyValueCache | None
-    ) -> Tensor:
-        return x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), position_ids, cache))
-
-
-class DenseBlock(Block):
-    """Layer without experts in a model with experts; (b, s, h), (b, 3) -> the same.
-
-    It passes on the auxiliary values of earlier layers.
-    """
-
-    def forward(  # type: ignore[override]
         self,
         x_bsh: Tensor,
-        aux_b3: Tensor,
+        aux_b3: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return super().forward(x_bsh, position_ids, cache), aux_b3
-
-
-class MixtureBlock(Block):
-    """Block whose feed-forward part is a mixture of experts; (b, s, h), (b, 3) -> the same."""
-
-    def forward(  # type: ignore[override]
-        self,
-        x_bsh: Tensor,
-        aux_b3: Tensor,
-        position_ids: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        x_bsh = self._attended(x_bsh, position_ids, cache)
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        x_bsh = x_bsh + self.dropout(self.attention(self.norm_1(x_bsh), position_ids, cache))
+        if not self.has_experts:
+            x_bsh = x_bsh + self.dropout(self.mlp(self.norm_2(x_bsh)))
+            return x_bsh if aux_b3 is None else (x_bsh, aux_b3)
         y_bsh, layer_aux_b3 = self.mixture(self.norm_2(x_bsh))
         return x_bsh + self.dropout(y_bsh), aux_b3 + layer_aux_b3
-
-    def _make_feed_forward(self, config: GPTConfig, layer: int) -> None:
-        shared = (
-            SwiGLU(config, config.shared_experts * config.expert_size)
-            if config.shared_experts
-            else None
-        )
-        self.mixture = Mixture(config, layer, shared)
-
-
-def _block(config: GPTConfig, layer: int) -> Block:
-    kind = (
-        Block
-        if config.num_experts is None
-        else DenseBlock
-        if layer < config.dense_layers
-        else MixtureBlock
-    )
-    return kind(config, layer)
-
-
-class Attention(nn.Module):
-    """Causal self-attention; (b, s, h) -> (b, s, h).
-
-    The output of ``qkv`` determines the number of heads.
-    """
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.queries_per_kv = config.num_heads // config.kv_heads
-        width = (config.num_heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = make_linear(config, width)
-        self.rotary = (
-            Rotary(config.head_dim, config.rope_base) if config.position == "rope" else None
-        )
-        self.core = AttentionCore(config.dropout, is_causal=True)
-        self.projection = residual_projection(config, config.num_heads * config.head_dim)
-
-    def forward(
-        self, x_bsh: Tensor, position_ids: Tensor | None = None, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        heads_bsnd = torch.unflatten(self.qkv(x_bsh), -1, (-1, self.head_dim))
-        kv_heads = heads_bsnd.size(2) // (self.queries_per_kv + 2)
-        if self.rotary is not None:
-            heads_bsnd = self.rotary(heads_bsnd, position_ids, turned=heads_bsnd.size(2) - kv_heads)
-        q_bsnd, k_bsnd, v_bsnd = heads_bsnd.split(
-            (self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2
-        )
-        if cache is None:
-            return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd).flatten(2))
-        k_bsnd, v_bsnd = cache.extend(self, k_bsnd, v_bsnd)
-        return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd, cache.mask_b1qs).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -268,20 +196,6 @@ class SwiGLU(nn.Module):
         return self.down(swiglu(self.gate_up(x_bsh)))
 
 
-def gelu_mlp(config: GPTConfig) -> GeluMLP:
-    """Return the feed-forward part of GPT-2."""
-    return GeluMLP(
-        make_linear(config, config.ffn_size),
-        residual_projection(config, config.ffn_size),
-        approximate="tanh",
-    )
-
-
-def make_linear(config: GPTConfig, out_features: int) -> NormalLinear:
-    """Return a layer that reads from the residual stream."""
-    return NormalLinear(config.hidden_size, out_features, bias=config.bias, std=config.init_std)
-
-
 def make_norm(config: GPTConfig) -> nn.Module:
     """Return the configured norm."""
     if config.norm == "rms":
@@ -289,10 +203,68 @@ def make_norm(config: GPTConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.bias)
 
 
-def residual_projection(config: GPTConfig, in_features: int) -> NormalLinear:
-    """Return a layer that writes to the residual stream.
+# ---- Plan of the model ---------------------------------------------------------------------------
+#
+# It names the layers that are split over the tensor-parallel ranks, and the blocks of the pipeline.
+# As in Megatron-LM (arXiv 1909.08053, section 3), the first matrix of each half block is split by
+# output columns, the second by input rows. A half block therefore needs one all-reduce in each
+# direction. Embedding and head are split along the vocabulary.
 
-    l blocks add 2l such outputs. Each therefore starts smaller by sqrt(2l).
+
+def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
+    """Return the plan of a ``GPT(config)`` with the name ``prefix`` ("" if it is the root)."""
+    root = f"{prefix}." if prefix else ""
+    block = f"{root}blocks.*"
+    q_width = config.num_heads * config.head_dim
+    kv_width = config.kv_heads * config.head_dim
+    heads = (config.num_heads, config.kv_heads, config.kv_heads)
+    positions = {f"{root}wpe": Position()} if config.position == "learned" else {}
+    tensor: dict[str, Kind] = {
+        f"{root}wte": Vocabulary(),
+        **positions,
+        f"{block}.attention.qkv": Column(
+            parts=(q_width, kv_width, kv_width), heads=heads, copy_heads=True
+        ),
+        f"{block}.attention.projection": Row(),
+        **_feed_forward(config, block),
+        f"{root}head": Vocabulary(),
+    }
+    return ParallelPlan(
+        blocks=f"{root}blocks",
+        tensor=tensor,
+        before=(f"{root}wte", *positions),
+        after=(f"{root}norm", f"{root}head"),
+        numbers={f"{block}.attention": {"queries_per_kv": PerCopy(heads=config.kv_heads)}},
+        selective=(f"{block}.attention.core",),
+    )
+
+
+def _feed_forward(config: GPTConfig, block: str) -> dict[str, Kind]:
+    """Return the kinds of the modules of the feed-forward parts.
+
+    Under sequence parallelism a mixture receives the whole sequence: its router computes means over
+    it, and tokens are distributed to the experts again.
     """
-    std = config.init_std / math.sqrt(2 * config.num_layers)
-    return NormalLinear(in_features, config.hidden_size, bias=config.bias, std=std)
+    mixture = f"{block}.mixture"
+    tensor = dict[str, Kind]()
+    if config.layers_with_experts < config.num_layers:
+        f = config.ffn_size
+        up = (
+            {f"{block}.mlp.up": Column()}
+            if config.mlp == "gelu"
+            else {f"{block}.mlp.gate_up": Column(parts=(f, f))}
+        )
+        tensor |= up | {f"{block}.mlp.down": Row()}
+    if config.layers_with_experts:
+        tensor |= {
+            mixture: Whole(),
+            f"{mixture}.experts": Experts(),
+            f"{mixture}.router.mean": Mean(),
+        }
+    if config.shared_experts:
+        f = config.shared_experts * config.expert_size
+        tensor |= {
+            f"{mixture}.shared.gate_up": Column(parts=(f, f)),
+            f"{mixture}.shared.down": Row(),
+        }
+    return tensor

@@ -1,4 +1,4 @@
-"""Layers of this package's transformers, their cache, and their memory-saving operations.
+"""Layers that GPT and BERT share, and a cache of keys and values.
 
 ``reset_parameters`` is torch's convention for "draw the initial values again". A module that states
 its distribution there can be built eagerly, or on the meta device and filled later. It can be
@@ -7,13 +7,11 @@ filled one leaf module at a time under any seed, with the same result.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.models.memory_saving import Rotary
 from lightning_ptdp.models.model_config import TransformerConfig
 
 
@@ -78,13 +76,57 @@ class AttentionCore(nn.Module):
         return y_bnsd.transpose(1, 2)
 
 
+class Attention(nn.Module):
+    """Self-attention; (b, s, h) -> (b, s, h).
+
+    The output of ``qkv`` determines the number of heads.
+
+    Args:
+        config: Sizes and choices.
+        is_causal: As in ``AttentionCore``.
+        rotary: Rotation of queries and keys by their positions.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, is_causal: bool, rotary: Rotary | None = None
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.queries_per_kv = config.num_heads // config.kv_heads
+        self.qkv = make_linear(config, (config.num_heads + 2 * config.kv_heads) * config.head_dim)
+        self.rotary = rotary
+        self.core = AttentionCore(config.attention_dropout_rate, is_causal=is_causal)
+        self.projection = residual_projection(config, config.num_heads * config.head_dim)
+
+    def forward(
+        self,
+        x_bsh: Tensor,
+        position_ids: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        mask_b1qs: Tensor | None = None,
+    ) -> Tensor:
+        # Split into heads after qkv: under sequence parallelism only its output has the whole
+        # sequence.
+        heads_bsnd = torch.unflatten(self.qkv(x_bsh), -1, (-1, self.head_dim))
+        kv_heads = heads_bsnd.size(2) // (self.queries_per_kv + 2)
+        if self.rotary is not None:
+            heads_bsnd = self.rotary(heads_bsnd, position_ids, turned=heads_bsnd.size(2) - kv_heads)
+        q_bsnd, k_bsnd, v_bsnd = heads_bsnd.split(
+            (self.queries_per_kv * kv_heads, kv_heads, kv_heads), dim=2
+        )
+        if cache is not None:
+            k_bsnd, v_bsnd = cache.extend(self, k_bsnd, v_bsnd)
+            mask_b1qs = cache.mask_b1qs
+        return self.projection(self.core(q_bsnd, k_bsnd, v_bsnd, mask_b1qs).flatten(2))
+
+
 class GeluMLP(nn.Module):
     """down(gelu(up(x))); (b, s, h) -> (b, s, h). ``approximate`` is the argument of ``F.gelu``."""
 
-    def __init__(self, up: nn.Linear, down: nn.Linear, *, approximate: str) -> None:
+    def __init__(self, config: TransformerConfig, *, approximate: str) -> None:
         super().__init__()
-        self.up = up
-        self.down = down
+        self.up = make_linear(config, config.ffn_size)
+        self.down = residual_projection(config, config.ffn_size)
         self.approximate = approximate
 
     def forward(self, x_bsh: Tensor) -> Tensor:
@@ -160,6 +202,42 @@ class TiedLinear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
+def make_embedding(config: TransformerConfig, num_embeddings: int) -> NormalEmbedding:
+    """Return an embedding with the initial weights of the configuration."""
+    return NormalEmbedding(
+        num_embeddings, config.hidden_size, std=config.init_std, truncated=config.truncated_init
+    )
+
+
+def make_linear(config: TransformerConfig, out_features: int) -> NormalLinear:
+    """Return a layer that reads from the residual stream."""
+    return NormalLinear(
+        config.hidden_size,
+        out_features,
+        bias=config.bias,
+        std=config.init_std,
+        truncated=config.truncated_init,
+    )
+
+
+def residual_projection(config: TransformerConfig, in_features: int) -> NormalLinear:
+    """Return a layer that writes to the residual stream."""
+    return NormalLinear(
+        in_features,
+        config.hidden_size,
+        bias=config.bias,
+        std=config.residual_std,
+        truncated=config.truncated_init,
+    )
+
+
+def positions_of(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    """Return the positions of tokens (b, s) in their sequence; None: 0 .. s-1."""
+    if position_ids is not None:
+        return position_ids
+    return torch.arange(input_ids.size(1), device=input_ids.device)
+
+
 def _draw(weight: Tensor, std: float, truncated: bool) -> None:
     if truncated:
         nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
@@ -201,66 +279,3 @@ class KeyValueCache:
             v_bsnd = torch.cat((earlier_v, v_bsnd), dim=1)
         self._kept[attention] = k_bsnd, v_bsnd
         return k_bsnd, v_bsnd
-
-
-# ---- Operations that save only their input for the backward pass ---------------------------------
-#
-# The backward pass recomputes intermediate results. Under a compiler, plain torch operations are
-# used: the compiler itself chooses what to save.
-
-
-class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` that saves only its input and the scale on a CPU.
-
-    torch's own implementation on a CPU saves the input and the normalized input in float32.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return super().forward(x)
-        return _RMSNorm.apply(x, self.weight, self.eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        normal = x.to(scale.dtype) * scale
-        inner = grad * weight.to(scale.dtype)
-        grad_x = (inner - normal * (inner * normal).mean(-1, keepdim=True)).mul_(scale)
-        grad_weight = normal.mul_(grad).flatten(0, -2).sum(0)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up; (..., 2 f) -> (..., f)."""
-    if torch.compiler.is_compiling():
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    return _SwiGLU.apply(gate_up)
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        result = torch.empty_like(gate_up)
-        (gate, up), (grad_gate, grad_up) = gate_up.chunk(2, dim=-1), result.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return result

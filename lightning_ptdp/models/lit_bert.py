@@ -1,4 +1,4 @@
-"""BERT as a LightningModule: losses, logging and optimizer.
+"""BERT as a LightningModule: losses and logging.
 
 Nothing here depends on the parallel layout.
 """
@@ -6,33 +6,30 @@ Nothing here depends on the parallel layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.metrics import MeanLoss, TokenAccuracy
-from lightning_ptdp.models.bert import Bert, BertOutput
-from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch
-from lightning_ptdp.models.model_config import BertConfig, check_tensor_parallel
-from lightning_ptdp.models.optimizer_setup import AdamWConfig, configure_adamw
-from lightning_ptdp.models.own_plans import bert_plan
-from lightning_ptdp.models.size import bert_flops_per_sample, num_parameters
-from lightning_ptdp.tensor_parallel import (
-    DEFAULT_CHUNK_MB,
-    ParallelPlan,
-    check_chunk,
-    linear_cross_entropy,
+from lightning_ptdp.models.bert import Bert, BertOutput, bert_plan
+from lightning_ptdp.models.lit_tokens import (
+    DEFAULT_OPTIMIZER,
+    IGNORED_LABEL,
+    Batch,
+    LitTransformer,
+    cross_entropy,
+    mean_of,
 )
-from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.models.model_config import BertConfig
+from lightning_ptdp.models.optimizer_setup import AdamWConfig
+from lightning_ptdp.models.size import bert_flops_per_sample
+from lightning_ptdp.tensor_parallel import DEFAULT_CHUNK_MB, ParallelPlan
 
-_DEFAULT_OPTIMIZER = AdamWConfig()
+_LOSSES = ("loss", "masked_loss", "order_loss")
 
 
-class LitBert(pl.LightningModule):
+class LitBert(LitTransformer):
     """Pretraining of a BERT on masked tokens and sentence order (arXiv 1810.04805, section 3.1).
 
     A batch is a mapping with ``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels``,
@@ -61,54 +58,32 @@ class LitBert(pl.LightningModule):
             time. Larger logits are computed in chunks, twice (``linear_cross_entropy``).
     """
 
+    model_class = Bert
+    config_class = BertConfig
     perplexity_loss = "train_masked_loss"
     """Name of the logged loss that is a mean over tokens (``TrainPerplexity``)."""
 
     def __init__(
         self,
         config: BertConfig,
-        optimizer: AdamWConfig = _DEFAULT_OPTIMIZER,
+        optimizer: AdamWConfig = DEFAULT_OPTIMIZER,
         order_weight: float = 1.0,
         loss_chunk_mb: float = DEFAULT_CHUNK_MB,
     ) -> None:
-        super().__init__()
-        check_chunk(loss_chunk_mb=loss_chunk_mb)
+        super().__init__(config, optimizer, loss_chunk_mb)
         if order_weight < 0:
             raise ValueError(
                 f"order_weight={order_weight} must not be negative. Use 0 to train on masked "
                 "tokens only"
             )
-        # A checkpoint holds plain dictionaries, which load with weights_only=True.
-        self.config = BertConfig(**config) if isinstance(config, Mapping) else config
-        self.optimizer_config = (
-            AdamWConfig(**optimizer) if isinstance(optimizer, Mapping) else optimizer
-        )
         self.order_weight = order_weight
-        self.loss_chunk_mb = loss_chunk_mb
-        arguments = {"config": asdict(self.config), "optimizer": asdict(self.optimizer_config)}
-        self.save_hyperparameters(
-            {**arguments, "order_weight": order_weight, "loss_chunk_mb": loss_chunk_mb}
-        )
-        self.model: Bert | None = None
+        self.save_hyperparameters({"order_weight": order_weight})
         self.val_metrics = _Metrics()
         self.test_metrics = _Metrics()
-
-    def configure_model(self) -> None:
-        """Build the model, on the meta device if the strategy requests it."""
-        if self.model is None:
-            self.model = Bert(self.config)
 
     def configure_parallel(self) -> ParallelPlan:
         """Return the plan by which the model is split."""
         return bert_plan(self.config, prefix="model")
-
-    def check_parallel(self, layout: ParallelLayout) -> None:
-        """Refuse a layout that cannot split heads or the feed-forward part; called before launch.
-
-        Raises:
-            ValueError: As for ``check_tensor_parallel``.
-        """
-        check_tensor_parallel(self.config, layout.tensor_parallel_size)
 
     def forward(self, batch: Batch) -> BertOutput:
         """Return the logits of both heads; a batch needs only ``input_ids``."""
@@ -117,17 +92,10 @@ class LitBert(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss and its number of predicted tokens."""
         output = self._run(batch, logits=False)
-        assert self.model is not None
-        masked = linear_cross_entropy(
-            output.masked,
-            self.model.masked_head.decoder,
-            _labels(batch),
-            ignore_index=IGNORED_LABEL,
-            reduction="none",
-            chunk_mb=self.loss_chunk_mb,
-        )
+        decoder = self.built.masked_head.decoder
+        masked = self.losses_of(output.masked, decoder, _labels(batch))
         losses = self._losses(masked, output.order, batch)
-        for name in ("loss", "masked_loss", "order_loss"):
+        for name in _LOSSES:
             self.log(f"train_{name}", losses[name], prog_bar=True)
         return {"loss": losses["loss"], "num_tokens": losses["num_tokens"]}
 
@@ -136,7 +104,7 @@ class LitBert(pl.LightningModule):
     ) -> dict[str, Tensor]:
         """Return the losses, and the predictions of both heads."""
         output = self(batch)
-        masked = _cross_entropy(output.masked.flatten(0, 1), _labels(batch).flatten())
+        masked = cross_entropy(output.masked, _labels(batch))
         losses = self._losses(masked, output.order, batch)
         return {
             **losses,
@@ -179,15 +147,6 @@ class LitBert(pl.LightningModule):
         """Log the metrics."""
         self._log_metrics("test", self.test_metrics)
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW with two decay groups, and the schedule by step."""
-        return configure_adamw(self, self.optimizer_config, self.trainer)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the whole model, over all ranks."""
-        return num_parameters(self.config)
-
     def flops_per_sample(self, sequence_length: int | None = None) -> int:
         """Return the model operations, forward and backward, of one training sequence.
 
@@ -196,26 +155,21 @@ class LitBert(pl.LightningModule):
         return bert_flops_per_sample(self.config, sequence_length=sequence_length)
 
     def _run(self, batch: Batch, *, logits: bool) -> BertOutput:
-        if self.model is None:
-            raise ValueError(
-                "the model is not built yet. First call configure_model(), as the Trainer does"
-            )
         arguments = {
             name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch
         }
-        return self.model(
+        output: BertOutput = self.built(
             batch["input_ids"], **arguments, masked_positions=_positions(batch), logits=logits
         )
+        return output
 
     def _losses(self, masked: Tensor, order_logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         labels = _labels(batch)
-        order_b = _cross_entropy(order_logits, batch["next_sentence_label"])
+        order_b = cross_entropy(order_logits, batch["next_sentence_label"])
         counts_b = (labels != IGNORED_LABEL).sum(1)
         num_tokens = counts_b.sum()
-        # Not reduction="mean", which is 0/0 if no token counts. The sum is in float32, since bf16
-        # loses small addends.
-        masked_loss = masked.sum(dtype=torch.float32) / num_tokens.clamp(min=1)
-        order_loss = (order_b * counts_b).sum(dtype=torch.float32) / num_tokens.clamp(min=1)
+        masked_loss = mean_of(masked, num_tokens)
+        order_loss = mean_of(order_b * counts_b, num_tokens)
         loss = masked_loss + self.order_weight * order_loss
         return {
             "loss": loss,
@@ -245,12 +199,8 @@ class _Metrics(torch.nn.Module):
 
     def update(self, outputs: Mapping[str, Tensor], batch: Batch) -> None:
         """Add the output of an evaluation step for ``batch``."""
-        for name, metric in (
-            ("loss", self.loss),
-            ("masked_loss", self.masked_loss),
-            ("order_loss", self.order_loss),
-        ):
-            metric.update(outputs[name], outputs["num_tokens"])
+        for name in _LOSSES:
+            getattr(self, name).update(outputs[name], outputs["num_tokens"])
         self.masked_accuracy.update(outputs["tokens"], batch["labels"])
         self.order_accuracy.update(outputs["orders"], batch["next_sentence_label"])
 
@@ -274,15 +224,6 @@ def _labels(batch: Batch) -> Tensor:
     labels = batch["labels"]
     positions = _positions(batch)
     return labels if positions is None else labels.gather(1, positions)
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each label, in at least float32.
-
-    A loss in half precision is too coarse to be summed.
-    """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels, ignore_index=IGNORED_LABEL, reduction="none")
 
 
 def _most_likely(logits: Tensor, batch: Batch) -> Tensor:

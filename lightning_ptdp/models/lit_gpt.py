@@ -1,36 +1,32 @@
-"""GPT as a LightningModule: loss, logging and optimizer.
+"""GPT as a LightningModule: loss and logging.
 
 Nothing here depends on the parallel layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ptdp.models.gpt import GPT
-from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
-from lightning_ptdp.models.model_config import GPTConfig, check_tensor_parallel
-from lightning_ptdp.models.optimizer_setup import AdamWConfig
-from lightning_ptdp.models.own_plans import gpt_plan
-from lightning_ptdp.models.size import flops_per_sample, num_parameters
-from lightning_ptdp.tensor_parallel import (
-    DEFAULT_CHUNK_MB,
-    ParallelPlan,
-    check_chunk,
-    linear_cross_entropy,
+from lightning_ptdp.models.gpt import GPT, gpt_plan
+from lightning_ptdp.models.lit_tokens import (
+    DEFAULT_OPTIMIZER,
+    IGNORED_LABEL,
+    Batch,
+    LitTokens,
+    LitTransformer,
 )
+from lightning_ptdp.models.model_config import GPTConfig
+from lightning_ptdp.models.optimizer_setup import AdamWConfig
+from lightning_ptdp.models.size import flops_per_sample
+from lightning_ptdp.tensor_parallel import DEFAULT_CHUNK_MB, ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 
-_DEFAULT_OPTIMIZER = AdamWConfig()
 
-
-class LitGPT(LitTokens):
+class LitGPT(LitTransformer, LitTokens):
     """Language modelling with a GPT.
 
     A batch is a mapping with ``input_ids`` (b, s) int64 and ``labels`` (b, s) int64. A label is the
@@ -49,30 +45,16 @@ class LitGPT(LitTokens):
             are computed in chunks, twice (``linear_cross_entropy``).
     """
 
+    model_class = GPT
+    config_class = GPTConfig
+
     def __init__(
         self,
         config: GPTConfig,
-        optimizer: AdamWConfig = _DEFAULT_OPTIMIZER,
+        optimizer: AdamWConfig = DEFAULT_OPTIMIZER,
         loss_chunk_mb: float = DEFAULT_CHUNK_MB,
     ) -> None:
-        super().__init__(optimizer)
-        check_chunk(loss_chunk_mb=loss_chunk_mb)
-        # A checkpoint holds plain dictionaries, which load with weights_only=True.
-        self.config = GPTConfig(**config) if isinstance(config, Mapping) else config
-        self.loss_chunk_mb = loss_chunk_mb
-        self.save_hyperparameters(
-            {
-                "config": asdict(self.config),
-                "optimizer": asdict(self.optimizer_config),
-                "loss_chunk_mb": loss_chunk_mb,
-            }
-        )
-        self.model: GPT | None = None
-
-    def configure_model(self) -> None:
-        """Build the model, on the meta device if the strategy requests it."""
-        if self.model is None:
-            self.model = GPT(self.config)
+        super().__init__(config, optimizer, loss_chunk_mb)
 
     def configure_parallel(self) -> ParallelPlan:
         """Return the plan by which the model is split."""
@@ -87,7 +69,7 @@ class LitGPT(LitTokens):
             ValueError: As for ``check_tensor_parallel``, or the capacity of an expert would have to
                 be counted over several ranks.
         """
-        check_tensor_parallel(self.config, layout.tensor_parallel_size)
+        super().check_parallel(layout)
         if self.config.capacity_factor is not None and layout.context_parallel_size > 1:
             raise ValueError(
                 f"capacity_factor={self.config.capacity_factor} does not work with "
@@ -98,12 +80,8 @@ class LitGPT(LitTokens):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits (b, s, V) of token ids (b, s)."""
-        return self._built()(input_ids)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the whole model, over all ranks."""
-        return num_parameters(self.config)
+        logits: Tensor = self.built(input_ids)
+        return logits
 
     def flops_per_sample(self, sequence_length: int | None = None) -> int:
         """Return the model operations, forward and backward, of one training sequence.
@@ -143,26 +121,10 @@ class LitGPT(LitTokens):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Move the biases of routers with ``balance="bias"``, once per optimizer step."""
         if self.config.num_experts is not None and self.config.balance == "bias":
-            self._built().balance(
+            self.built.balance(
                 partial(self.trainer.strategy.reduce, group=dist.group.WORLD, reduce_op="sum")
             )
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        model = self._built()
-        hidden_bsh, aux_b3 = model(batch["input_ids"], logits=False, auxiliary=True)
-        losses_bs = linear_cross_entropy(
-            hidden_bsh,
-            model.head,
-            batch["labels"],
-            ignore_index=IGNORED_LABEL,
-            reduction="none",
-            chunk_mb=self.loss_chunk_mb,
-        )
-        return losses_bs, aux_b3
-
-    def _built(self) -> GPT:
-        if self.model is None:
-            raise ValueError(
-                "the model is not built yet. First call configure_model(), as the Trainer does"
-            )
-        return self.model
+        hidden_bsh, aux_b3 = self.built(batch["input_ids"], logits=False, auxiliary=True)
+        return self.losses_of(hidden_bsh, self.built.head, batch["labels"]), aux_b3

@@ -13,32 +13,34 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ptdp.base.nested import IMAGE_FIELDS
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.models.adapters import ALL_LINEAR, LoraOptions, as_lora
-from lightning_ptdp.models.building import check_causal, with_values, without_values
-from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch, LitTokens
+from lightning_ptdp.models.lit_tokens import DEFAULT_OPTIMIZER, Batch, LitTokens, cross_entropy
 from lightning_ptdp.models.optimizer_setup import AdamWConfig
+from lightning_ptdp.models.pretrained_config import (
+    check_causal,
+    config_of_sizes,
+    read_model_config,
+    with_values,
+    without_values,
+)
 from lightning_ptdp.models.pretrained_folder import (
     ADAPTER_NAMES,
     BASE_WEIGHTS,
     TOO_MANY_IDS,
     InitialWeights,
     check_tokenizer,
-    config_of_sizes,
     fingerprint,
     local_folder,
-    read_model_config,
 )
 from lightning_ptdp.models.size import Operations, count_operations
 from lightning_ptdp.shims.transformers import has_sdpa, image_parts
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-_DEFAULT_OPTIMIZER = AdamWConfig()
 
 
 class LitHuggingFace(LitTokens):
@@ -59,7 +61,7 @@ class LitHuggingFace(LitTokens):
         dtype: Dtype = "float32",
         attention: str | None = None,
         adapter: LoraOptions | None = None,
-        optimizer: AdamWConfig = _DEFAULT_OPTIMIZER,
+        optimizer: AdamWConfig = DEFAULT_OPTIMIZER,
     ) -> None:
         super().__init__(optimizer)
         if dtype not in get_args(Dtype):
@@ -89,7 +91,6 @@ class LitHuggingFace(LitTokens):
                 "optimizer": asdict(self.optimizer_config),
             }
         )
-        self.model: Any = None
         self._operations: Operations | None = None
         if self.adapter is not None:
             kind = self._transformers_class()
@@ -307,29 +308,16 @@ class LitHuggingFace(LitTokens):
         if balance is None:
             return step
         self.log("train_balance_loss", balance)
-        assert self.model is not None
-        return {
-            **step,
-            "loss": step["loss"]
-            + self.model.config.get_text_config().router_aux_loss_coef * balance,
-        }
+        factor = self.built.config.get_text_config().router_aux_loss_coef
+        return {**step, "loss": step["loss"] + factor * balance}
 
     def _run(self, **inputs: Tensor) -> Any:
-        if self.model is None:
-            raise ValueError(
-                "the model is not built yet. First call configure_model(), as the Trainer does"
-            )
-        return self.model(**inputs)
+        return self.built(**inputs)
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return the loss of each label, and the balancing loss if the model computes one."""
         output = self._run(**{name: batch[name] for name in self._inputs if name in batch})
-        logits, labels = output.logits, batch["labels"]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        losses = F.cross_entropy(
-            wide, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
-        )
-        return losses.view(labels.shape), getattr(output, "aux_loss", None)
+        return cross_entropy(output.logits, batch["labels"]), getattr(output, "aux_loss", None)
 
 
 class LitCausalLM(LitHuggingFace):

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lightning_ptdp.base.option_types import Count, Size, check_types
-
-_OF_EXPERTS = frozenset(
-    (
-        "experts_per_token",
-        "shared_experts",
-        "expert_hidden_size",
-        "dense_layers",
-        "router_score",
-        "balance",
-        "balance_coefficient",
-        "z_loss_coefficient",
-        "bias_rate",
-        "capacity_factor",
-    )
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +41,29 @@ class TransformerConfig:
     def ffn_size(self) -> int:
         """Inner width of the feed-forward part, with the default filled in."""
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def bias(self) -> bool:
+        """Return True if linear layers have biases."""
+        return True
+
+    @property
+    def truncated_init(self) -> bool:
+        """Return True if initial weights are within two standard deviations of 0."""
+        return False
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation of the initial weights of layers that write to the residual stream.
+
+        l blocks add 2l such outputs. Each therefore starts smaller by sqrt(2l).
+        """
+        return self.init_std / math.sqrt(2 * self.num_layers)
+
+    @property
+    def attention_dropout_rate(self) -> float:
+        """Dropout of the attention weights, with the default filled in."""
+        return self.dropout
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -218,13 +227,11 @@ class GPTConfig(TransformerConfig):
             )
 
     def _check_experts(self) -> None:
+        names = [field.name for field in fields(GPTConfig)]
         options = {
-            field.name: getattr(self, field.name)
-            for field in fields(GPTConfig)
-            if field.name in _OF_EXPERTS
-        }
-        options = {
-            name: value for name, value in options.items() if value != getattr(GPTConfig, name)
+            name: getattr(self, name)
+            for name in names[names.index("num_experts") + 1 :]
+            if getattr(self, name) != getattr(GPTConfig, name)
         }
         by_balance = {"loss": "balance_coefficient", "bias": "bias_rate"}
         for name, value in options.items():
@@ -337,6 +344,11 @@ class BertConfig(TransformerConfig):
             "norm_eps": 1e-5,
         }
         return cls(**{**layout, **changes})
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation of the initial weights of layers that write to the residual stream."""
+        return super().residual_std if self.scaled_residual_init else self.init_std
 
     @property
     def attention_dropout_rate(self) -> float:

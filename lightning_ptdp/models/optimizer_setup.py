@@ -211,17 +211,11 @@ def samples_as_steps(config: AdamWConfig, trainer: Any) -> AdamWConfig:
     def steps(samples: int) -> int:
         return sizes.steps(samples) // trainer.accumulate_grad_batches
 
-    return replace(
-        config,
-        warmup_steps=config.warmup_steps
-        if config.warmup_samples is None
-        else steps(config.warmup_samples),
-        decay_steps=config.decay_steps
-        if config.decay_samples is None
-        else steps(config.decay_samples),
-        warmup_samples=None,
-        decay_samples=None,
-    )
+    if config.warmup_samples is not None:
+        config = replace(config, warmup_steps=steps(config.warmup_samples), warmup_samples=None)
+    if config.decay_samples is not None:
+        config = replace(config, decay_steps=steps(config.decay_samples), decay_samples=None)
+    return config
 
 
 def resolve_decay_steps(config: AdamWConfig, trainer: Any) -> int:

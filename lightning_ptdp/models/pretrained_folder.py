@@ -1,39 +1,32 @@
-"""Description of a Hugging Face model.
-
-The source is a folder, a name on the hub whose files are in the cache, or sizes alone.
-"""
+"""Folder of a Hugging Face model, possibly downloaded from the hub, and its files."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import inspect
 import logging
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from lightning_ptdp.base.errors import one_line
-from lightning_ptdp.base.option_types import nearest
-from lightning_ptdp.base.requirements import import_optional
+from lightning_ptdp.base.checked_json import FILE_NAME, map_of, record, text
 from lightning_ptdp.base.time_limit import in_thread
-from lightning_ptdp.base.untrusted import MOST_SETTINGS, parse_json, small_files
+from lightning_ptdp.base.untrusted import (
+    hub_blobs,
+    parse_json,
+    read_json,
+    regular_size,
+    small_files,
+)
 from lightning_ptdp.checkpoint.local_copies import MODEL_FILES, local_copy
 from lightning_ptdp.checkpoint.remote_path import is_url
-from lightning_ptdp.models.checked_config import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    ONE_FILE,
-    check_sizes,
-    stored_tensors,
-    weight_map,
-)
-from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny, make_tiny_vision
+from lightning_ptdp.models.tiny import make_tiny, make_tiny_vision
 
+CONFIG_FILE = "config.json"
+ONE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_MOST_INDEX = 1 << 26  # bytes; the library that writes headers has a similar limit
 ADAPTER_NAMES = ("*.lora_*",)
 """Patterns of the names that peft's adapters add to a model."""
 BASE_WEIGHTS = "base_weights"
@@ -50,9 +43,10 @@ _TINY = {"tiny": make_tiny, "tiny-vision": make_tiny_vision}
 _SAMPLES = 64
 _SAMPLE = 4096
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_READ = ("*.json", "*.txt", "*.model", "*.jinja")
 _PATIENCE_S = 5
-_WORD = re.compile(r"\w+")
+_WEIGHT_MAP = record(
+    others=True, weight_map=map_of(text(FILE_NAME, "the name of a file in this folder"), key=text())
+)
 
 
 @dataclass(frozen=True)
@@ -123,6 +117,17 @@ def _is_here(path: str) -> bool:
     return False
 
 
+def config_folder(path: str) -> Path:
+    """Return the local folder with the ``config.json`` of ``path``; nothing else is downloaded.
+
+    Raises:
+        ValueError: There is no such folder, or the file cannot be downloaded within a few seconds.
+    """
+    if is_url(path):
+        return local_copy(path, (CONFIG_FILE,))
+    return Path(path) if _is_here(path) else _config_of_hub(path)
+
+
 def fingerprint(folder: Path) -> str:
     """Return a hash that detects changed weights of a folder.
 
@@ -141,123 +146,6 @@ def fingerprint(folder: Path) -> str:
                 stream.seek(start)
                 digest.update(stream.read(length))
     return digest.hexdigest()
-
-
-def config_values(path: str) -> Mapping[str, Any]:
-    """Return the content of the ``config.json`` of ``path``.
-
-    Nothing else is downloaded or created. For ``tiny:FOLDER`` without the folder, these are the
-    sizes of the model that would be created there.
-
-    Raises:
-        ValueError: It is missing, damaged, or cannot be downloaded within a few seconds.
-    """
-    name = without_prefix(path)
-    if name != path and not os.path.isdir(name):
-        return TINY_SIZES
-    if is_url(name):
-        folder = local_copy(name, (CONFIG_FILE,))
-    else:
-        folder = Path(name) if _is_here(name) else _config_of_hub(name)
-    if not os.path.lexists(folder / CONFIG_FILE):
-        raise ValueError(
-            f"path={path!r}: {folder} has no {CONFIG_FILE}. Give the folder that save_pretrained wrote"
-        )
-    return _read_config(folder, f"path={path!r}")
-
-
-def read_model_config(path: str) -> Any:
-    """Return the configuration that transformers reads from the folder of ``path``.
-
-    Its numbers are compared with the weights beside it. No code in the folder is run.
-
-    Raises:
-        ValueError: It is missing or damaged, belongs to no known model, or does not fit the
-            weights.
-    """
-    transformers = import_optional("transformers")
-
-    folder = local_folder(path)
-    if not os.path.lexists(folder / CONFIG_FILE):
-        raise ValueError(
-            f"path={path!r}: {folder} has no {CONFIG_FILE}. Give the folder that save_pretrained wrote"
-        )
-    values = _read_config(folder, f"path={path!r}")
-    kind = values.get("model_type")
-    if values.get("auto_map") and (
-        not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING
-    ):
-        raise ValueError(
-            f"path={path!r}: transformers {transformers.__version__} has no "
-            f"model_type={kind!r}, and {CONFIG_FILE} refers to code in the model's folder "
-            "(auto_map), which is not run. Use the model in your own LightningModule"
-        )
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the checks of transformers raise many types
-        reason = str(error).strip().partition("\n")[0][:300]
-        raise ValueError(
-            f"path={path!r}: transformers {transformers.__version__} finds no model "
-            f"configuration in {CONFIG_FILE} ({reason})"
-        ) from error
-
-
-def _read_config(folder: Path, label: str) -> dict[str, Any]:
-    try:
-        small_files(folder, _READ)
-        values: dict[str, Any] = parse_json(
-            (folder / CONFIG_FILE).read_bytes(), most_values=MOST_SETTINGS
-        )
-        if not isinstance(values, dict):
-            raise ValueError(f"{CONFIG_FILE} must be a JSON object")
-        stored = stored_tensors(folder)
-    except OSError as error:
-        raise ValueError(
-            f"{label}: {error.filename or folder} cannot be read: {error.strerror or error}"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{label}: a file of {folder} is damaged: {error}") from error
-    check_sizes(values, f"{label}: {CONFIG_FILE}: ", stored=stored)
-    return values
-
-
-def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
-    """Return the configuration of transformers for the content of a ``config.json``.
-
-    Missing fields have the model's default.
-
-    Raises:
-        ValueError: The model type or a field is unknown, or a value is not accepted.
-    """
-    transformers = import_optional("transformers")
-
-    check_sizes(sizes, "config.")
-    values = dict(sizes)
-    name = values.pop("model_type", "")
-    if name not in transformers.CONFIG_MAPPING:
-        known = list(transformers.CONFIG_MAPPING)
-        raise ValueError(
-            f"config.model_type={name!r} is not a model of transformers "
-            f"{transformers.__version__}{nearest(str(name), known)}"
-        )
-    kind = transformers.CONFIG_MAPPING[name]
-    try:
-        config = kind(**values)
-        known = vars(kind())
-    except Exception as error:  # the checks of transformers raise many types
-        raise ValueError(
-            f"config: {kind.__name__} does not accept these fields: {one_line(error)}"
-        ) from error
-    if undeclared := [name for name in values if name in vars(config) and name not in known]:
-        # Some models read fields that their configuration does not declare (Qwen3-MoE: head_dim).
-        model = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
-        words = set(_WORD.findall(inspect.getsource(model)))
-        if unknown := [name for name in undeclared if name not in words]:
-            raise ValueError(
-                f"config.{unknown[0]} is not a field of "
-                f"{kind.__name__}{nearest(unknown[0], [*known, *kind.attribute_map])}"
-            )
-    return config
 
 
 def check_tokenizer(path: str, rows: int) -> None:
@@ -355,3 +243,37 @@ def _is_complete(snapshot: Path) -> bool:
     if (snapshot / INDEX_FILE).is_file():
         return all((snapshot / name).is_file() for name in weight_map(snapshot).values())
     return (snapshot / ONE_FILE).is_file()
+
+
+def stored_tensors(folder: Path) -> int | None:
+    """Return the number of tensors in the safetensors files of a folder.
+
+    The number comes from their index or header; None if there are no such files.
+
+    Raises:
+        OSError: A file cannot be read, or is a link to another folder.
+        ValueError: A file is damaged.
+    """
+    if (folder / INDEX_FILE).is_file():
+        return len(weight_map(folder))
+    file = folder / ONE_FILE
+    if not file.is_file():
+        return None
+    size = regular_size(file, linked=hub_blobs(folder))
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(size - 8, _MOST_INDEX):
+            raise ValueError(f"{ONE_FILE} is truncated, or is not a safetensors file")
+        return len(parse_json(stream.read(length)))
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor by the index in a folder.
+
+    Raises:
+        OSError: The index cannot be read, or is a link to another folder.
+        ValueError: It is damaged.
+    """
+    index = read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder))
+    files: dict[str, str] = _WEIGHT_MAP(index)["weight_map"]
+    return files

@@ -79,8 +79,8 @@ def bert_flops_per_sample(
 
     def run(model: nn.Module, length: int) -> Tensor:
         ids = torch.zeros(1, length, dtype=torch.long)
-        output = model(ids, masked_positions=ids.new_zeros(1, count))
-        return torch.cat((output.masked.flatten(), output.order.flatten()))
+        masked, order = model(ids, masked_positions=ids.new_zeros(1, count))
+        return torch.cat((masked.flatten(), order.flatten()))
 
     return count_once(lambda: _built(config), run, length)
 

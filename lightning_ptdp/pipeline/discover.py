@@ -18,7 +18,7 @@ from lightning_ptdp.pipeline.containers import ModelParts, as_names, layers_of
 from lightning_ptdp.pipeline.dry_run import call_order, used_uncalled
 from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.tensor_parallel import ParallelPlan
-from lightning_ptdp.tensor_parallel.patterns import nearest_names
+from lightning_ptdp.tensor_parallel.named_modules import nearest_names
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:

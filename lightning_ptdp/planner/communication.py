@@ -232,7 +232,7 @@ def expert_collectives(job: Job, choice: Choice, layer: LayerShape) -> tuple[flo
 
     Each tensor-parallel rank has the whole sequence, sends a part of the tokens to the experts and
     gathers the results. If each expert is split, each rank sends all tokens, and the results are
-    summed (``tensor_parallel/sharded_experts.py``).
+    summed (``tensor_parallel/kinds/sharded_experts.py``).
     """
     group = group_link(choice.layout, job.cluster, "tensor")
     if layer.experts is None or group.size == 1:

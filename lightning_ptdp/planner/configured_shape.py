@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.base.option_types import Size
-from lightning_ptdp.models.bert import Bert
-from lightning_ptdp.models.gpt import GPT, make_linear
-from lightning_ptdp.models.layers import AttentionCore, RMSNorm
+from lightning_ptdp.models.bert import Bert, bert_plan
+from lightning_ptdp.models.gpt import GPT, gpt_plan
+from lightning_ptdp.models.layers import AttentionCore, make_linear
+from lightning_ptdp.models.memory_saving import RMSNorm, Rotary
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig, split_widths
-from lightning_ptdp.models.own_plans import bert_plan, gpt_plan
-from lightning_ptdp.models.rotary import Rotary
 from lightning_ptdp.planner.examples import call_with
 from lightning_ptdp.planner.model_trace import trace_shape
 from lightning_ptdp.planner.precision_bytes import Precision

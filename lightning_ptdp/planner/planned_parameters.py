@@ -18,7 +18,7 @@ from lightning_ptdp.shims.quantization import planned_elements, quantized_parame
 from lightning_ptdp.tensor_parallel import Experts, Kind, ParallelPlan, Region, Vocabulary
 from lightning_ptdp.tensor_parallel.kinds import AttentionHeads as AttentionKind
 from lightning_ptdp.tensor_parallel.kinds import Column, Row
-from lightning_ptdp.tensor_parallel.linear_like import output_input_sizes
+from lightning_ptdp.tensor_parallel.kinds.linear_kinds import output_input_sizes
 
 
 def _kinds(module: nn.Module, plan: ParallelPlan) -> dict[str, Kind]:

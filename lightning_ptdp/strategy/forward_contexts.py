@@ -27,9 +27,9 @@ from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.schedule.generators import may_split_backward
 from lightning_ptdp.tensor_parallel import SplitRandomness
+from lightning_ptdp.tensor_parallel.kinds.sharded_experts import ReadOnce
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 from lightning_ptdp.tensor_parallel.region import is_whole
-from lightning_ptdp.tensor_parallel.sharded_experts import ReadOnce
 from lightning_ptdp.world.mesh import ProcessMesh
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head")

@@ -17,6 +17,7 @@ from lightning_ptdp.tensor_parallel.kinds import (
     Experts,
     Kind,
     Mean,
+    ModulePlace,
     Partial,
     Position,
     Region,
@@ -26,31 +27,35 @@ from lightning_ptdp.tensor_parallel.kinds import (
     Whole,
     fits,
 )
+from lightning_ptdp.tensor_parallel.kinds.vocabulary import (
+    SequenceShardedEmbedding,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+)
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_ptdp.tensor_parallel.linear_cross_entropy import (
     DEFAULT_CHUNK_MB,
     check_chunk,
     linear_cross_entropy,
 )
-from lightning_ptdp.tensor_parallel.local_sizes import PerCopy, PerRank, set_numbers
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits, gather_full
+from lightning_ptdp.tensor_parallel.named_modules import (
+    PerCopy,
+    PerRank,
+    is_in_region,
+    matches,
+    set_numbers,
+)
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
-from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
 from lightning_ptdp.tensor_parallel.swap import (
     check_captured,
-    is_in_region,
     refuse_captured_parts,
     replace_aliases,
     shard_module,
     split_sequence,
 )
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
-from lightning_ptdp.tensor_parallel.vocabulary import (
-    SequenceShardedEmbedding,
-    VocabularyParallelEmbedding,
-    VocabularyParallelHead,
-)
 
 __all__ = [
     "DEFAULT_CHUNK_MB",
@@ -62,6 +67,7 @@ __all__ = [
     "Experts",
     "Kind",
     "Mean",
+    "ModulePlace",
     "ParallelPlan",
     "Partial",
     "PerCopy",

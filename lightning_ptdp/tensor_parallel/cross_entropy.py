@@ -244,25 +244,14 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient_nw, None, None, None, None
 
 
-def vocabulary_parallel_logsumexp(
-    logits: Tensor, *, vocabulary: VocabularyRange, group: Group
-) -> Tensor:
-    """Compute ``logsumexp(-1)`` of the full logits, in value and gradient.
+class LogSumExp(torch.autograd.Function):
+    """``logsumexp(-1)`` of the full logits, in value and gradient.
 
-    Every rank gets the same result. Makes two all-reduces.
-
-    Args:
-        logits: Local logits (..., w), any floating dtype; not modified.
-        vocabulary: Range of the local logits; columns beyond it are padding and are ignored.
-        group: The tensor group.
-
-    Returns:
-        (...) of the logits' dtype; computed in at least float32.
+    Every rank gets the same result. Makes two all-reduces. The input is the local logits (..., w),
+    their range, beyond which columns are padding and ignored, and the tensor group. The result (...)
+    has the logits' dtype. It is computed in at least float32.
     """
-    return _LogSumExp.apply(logits, vocabulary, group)
 
-
-class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, words: VocabularyRange, group: Group) -> Tensor:
         local = logits[..., : words.count]

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from lightning_ptdp.forward.deferred_weight_gradients import Products, WeightGradients, multiply
 from lightning_ptdp.forward.matrix_product import MatrixProduct, StepCasts, autocast_dtype
-from lightning_ptdp.tensor_parallel.overlap import Pieces
 from lightning_ptdp.tensor_parallel.parallel_product import (
     ColumnProduct,
     ParallelProduct,
+    Pieces,
     RowProduct,
 )
 from lightning_ptdp.tensor_parallel.randomness import Randomness

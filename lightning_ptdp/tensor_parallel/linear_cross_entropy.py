@@ -32,10 +32,10 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
     sum_over,
     vocabulary_parallel_cross_entropy,
 )
+from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelHead
 from lightning_ptdp.tensor_parallel.logits import local_logits
 from lightning_ptdp.tensor_parallel.region import enter
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
-from lightning_ptdp.tensor_parallel.vocabulary import VocabularyParallelHead
 from lightning_ptdp.world.mesh import Group
 
 DEFAULT_CHUNK_MB = 256.0
@@ -212,7 +212,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_n = torch.where(counted_n, grad_n, 0.0)
         grad_x = torch.zeros_like(x_nh, dtype=log_sum_n.dtype) if wants_x else None
         # A compiled graph must not have side effects, so it cannot accumulate into ``weight.grad``.
-        adds = wants_weight and not torch.compiler.is_compiling() and _adds(parts.weight)
+        adds = (
+            wants_weight
+            and not torch.compiler.is_compiling()
+            and parts.weight.grad is not None
+            and adds_to_gradient(parts.weight)
+        )
         grad_weight = (
             parts.weight.grad if adds else torch.zeros_like(parts.weight) if wants_weight else None
         )
@@ -246,7 +251,3 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _adds(weight: Tensor) -> bool:
-    return weight.grad is not None and adds_to_gradient(weight)

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from lightning_ptdp.tensor_parallel.collectives import gather_last, start_all_gather
 from lightning_ptdp.tensor_parallel.cross_entropy import (
+    LogSumExp,
     Reduction,
     vocabulary_parallel_cross_entropy,
-    vocabulary_parallel_logsumexp,
 )
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 from lightning_ptdp.world.mesh import Group
@@ -115,10 +115,6 @@ def _local(logits: VocabularyParallelLogits) -> Tensor:
         return logits.as_subclass(torch.Tensor)
 
 
-def _like(logits: VocabularyParallelLogits, local: Tensor) -> VocabularyParallelLogits:
-    return VocabularyParallelLogits.wrap(local, vocabulary=logits.vocabulary, group=logits.group)
-
-
 def _name_of(func: Callable) -> str:
     """Return ``"shape"`` for the getter of ``Tensor.shape``, else the function's own name."""
     name = getattr(func, "__name__", "")
@@ -148,6 +144,17 @@ class _Call:
         """Return the local columns."""
         return _local(self.logits)
 
+    @property
+    def whole(self) -> Tensor:
+        """Return a meta tensor of the shape that the logits report."""
+        shape = (*self.local.shape[:-1], self.logits.vocabulary.size)
+        return torch.empty(shape, dtype=self.local.dtype, device="meta")
+
+    def wrap(self, local: Tensor) -> VocabularyParallelLogits:
+        """Return local columns as logits with the same vocabulary."""
+        logits = self.logits
+        return logits.wrap(local, vocabulary=logits.vocabulary, group=logits.group)
+
     def on(self, first: Tensor) -> Any:
         """Call the function with another first argument."""
         return self.func(first, *self.args, **self.kwargs)
@@ -169,7 +176,7 @@ def _on_local(call: _Call) -> object:
 
 
 def _wrapped(call: _Call) -> object:
-    return _like(call.logits, call.on(call.local))
+    return call.wrap(call.on(call.local))
 
 
 def _arithmetic(call: _Call) -> object:
@@ -181,7 +188,7 @@ def _arithmetic(call: _Call) -> object:
     operands = (
         _local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in call.args
     )
-    return _like(call.logits, call.func(call.local, *operands))
+    return call.wrap(call.func(call.local, *operands))
 
 
 def _has_columns_of(logits: VocabularyParallelLogits, operand: object) -> bool:
@@ -196,32 +203,23 @@ def _to(call: _Call) -> object:
     if any(isinstance(arg, VocabularyParallelLogits) for arg in call.args):
         return NotImplemented
     moved = call.on(call.local)
-    return _like(call.logits, moved) if moved.device == call.local.device else NotImplemented
-
-
-def _whole(logits: VocabularyParallelLogits) -> Tensor:
-    """Return a meta tensor of the shape that the logits report."""
-    local = _local(logits)
-    shape = (*local.shape[:-1], logits.vocabulary.size)
-    return torch.empty(shape, dtype=local.dtype, device="meta")
+    return call.wrap(moved) if moved.device == call.local.device else NotImplemented
 
 
 def _as_whole(call: _Call) -> object:
     """Call a function that uses only the shape."""
-    return call.on(_whole(call.logits))
+    return call.on(call.whole)
 
 
 def _view(call: _Call) -> object:
     """Reshape all dimensions except the last one, which must remain the vocabulary."""
-    logits = call.logits
     local = call.local
-    full = call.on(_whole(call.logits))
-    if full.dtype is not logits.dtype or not full.dim() or full.size(-1) != logits.vocabulary.size:
+    full = call.on(call.whole)
+    size = call.logits.vocabulary.size
+    if full.dtype is not local.dtype or not full.dim() or full.size(-1) != size:
         return NotImplemented
     sizes = (*full.shape[:-1], local.size(-1))
-    return _like(
-        logits, local.view(sizes) if call.func.__name__ == "view" else local.reshape(sizes)
-    )
+    return call.wrap(local.view(sizes) if call.func.__name__ == "view" else local.reshape(sizes))
 
 
 def _getitem(call: _Call) -> object:
@@ -262,7 +260,7 @@ def _cross_entropy(call: _Call) -> object:
     Unsupported cases (class weights, class probabilities, (N, C, d)) gather the logits.
     """
     logits = call.logits
-    bound = _LOSS.bind(call.logits, *call.args, **call.kwargs)
+    bound = _LOSS.bind(logits, *call.args, **call.kwargs)
     bound.apply_defaults()
     args = bound.arguments
     target = args["target"]
@@ -311,9 +309,7 @@ def _logsumexp(call: _Call) -> object:
     logits = call.logits
     if keepdim is None:
         return NotImplemented
-    result = vocabulary_parallel_logsumexp(
-        call.local, vocabulary=logits.vocabulary, group=logits.group
-    )
+    result = LogSumExp.apply(call.local, logits.vocabulary, logits.group)
     return result.unsqueeze(-1) if keepdim else result
 
 

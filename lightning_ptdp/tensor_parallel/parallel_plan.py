@@ -11,10 +11,16 @@ from torch import nn
 from lightning_ptdp.base.option_types import check_types
 from lightning_ptdp.shims.peft import replaced_by, seen_through
 from lightning_ptdp.tensor_parallel.kinds import SPLIT_AXES, Kind, kind_from
-from lightning_ptdp.tensor_parallel.local_sizes import Number, local_numbers
-from lightning_ptdp.tensor_parallel.patterns import matches, nearest_names
-from lightning_ptdp.tensor_parallel.plan_checks import check_ends, check_tied, check_type
-from lightning_ptdp.tensor_parallel.plan_table import explain
+from lightning_ptdp.tensor_parallel.named_modules import (
+    Number,
+    check_ends,
+    check_tied,
+    check_type,
+    explain,
+    local_numbers,
+    matches,
+    nearest_names,
+)
 from lightning_ptdp.tensor_parallel.sharded_adapters import adapter_kinds, check_adapters
 
 
@@ -141,8 +147,8 @@ class ParallelPlan:
                     )
                 origin.setdefault(name, pattern)
         for name, module in model.named_modules(remove_duplicate=False):
-            if f"{name}.{replaced_by(module)}" in kinds:
-                kinds |= adapter_kinds(name, module, kinds[f"{name}.{replaced_by(module)}"])
+            if (base := f"{name}.{replaced_by(module)}") in kinds:
+                kinds |= adapter_kinds(name, module, kinds[base])
         return {
             name: kinds[name]
             for name, _ in model.named_modules(remove_duplicate=False)
@@ -198,8 +204,7 @@ class ParallelPlan:
         if max(degrees.values()) == 1:
             return
         check_adapters(model, kinds)
-        for _ in local_numbers(model, self.numbers, tensor_parallel_size=tensor_parallel_size):
-            pass
+        local_numbers(model, self.numbers, tensor_parallel_size=tensor_parallel_size)
         for name, kind in kinds.items():
             kind.check(name, model.get_submodule(name), degrees[kind.axis])
         check_tied(model, kinds)
@@ -255,12 +260,13 @@ class ParallelPlan:
         named = {"blocks": blocks} | {
             key: getattr(self, key) for key in ("before", "between", "after", "everywhere")
         }
-        for label, path in ((label, path) for label, paths in named.items() for path in paths):
-            if path not in modules:
-                raise ValueError(
-                    f"the plan's {label}={path!r} is not a module of {type(model).__name__}; "
-                    f"{nearest_names(path, modules)}"
-                )
+        for label, paths in named.items():
+            for path in paths:
+                if path not in modules:
+                    raise ValueError(
+                        f"the plan's {label}={path!r} is not a module of {type(model).__name__}; "
+                        f"{nearest_names(path, modules)}"
+                    )
         for pattern in self.selective:
             if not any(matches(name, pattern) for name in modules):
                 raise ValueError(

@@ -1,10 +1,18 @@
 """Matrix products distributed over the tensor group, with their collectives and gradients.
 
 A collective overlaps with a product of the same layer where there is one. If there is none, the
-layer can split its own product into pieces, on request (``overlap.py``).
+layer can split its own product into pieces of the sequence, on request. All pieces of an input are
+gathered at once, and each is multiplied as soon as it arrives. Each piece of an output is summed
+while the next one is multiplied. A piece holds the same tokens of every rank's slice, so that its
+result has a place in the full sequence:
 
-Shapes: b samples, s tokens, i input features, o output features; ... stands for any leading
-dimensions.
+    the whole sequence    rank 0: a a b b c c | rank 1: a a b b c c    (t = 2, pieces a, b and c)
+
+If GPUs can access each other's memory, torch does the same without NCCL, with each rank's slice as
+a piece ("symmetric").
+
+Shapes: b samples, s tokens, t ranks, i input features, o output features; ... stands for any
+leading dimensions.
 """
 
 from __future__ import annotations
@@ -12,23 +20,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.forward.deferred_weight_gradients import Operand, WeightGradients
 from lightning_ptdp.forward.matrix_product import MatrixProduct, bias_gradient
+from lightning_ptdp.shims.torch_distributed import all_gather_product, reduce_scatter_product
 from lightning_ptdp.tensor_parallel.collectives import (
     PendingCollective,
+    check_divisible,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from lightning_ptdp.tensor_parallel.overlap import Pieces, add_bias, multiply_gathered, sum_product
 from lightning_ptdp.world.mesh import Group
 
+Pieces = Size | Literal["symmetric"]
 _SEQUENCE = 1
 
 
@@ -41,8 +52,8 @@ class ParallelProduct:
         group: The tensor group.
         sequence_parallel: True if activations outside of the region are split along the sequence.
         store: Store for deferred weight gradients.
-        pieces: Number of pieces of the sequence in which a collective overlaps with its own
-            product.
+        pieces: Maximum number of pieces of the sequence in which a collective overlaps with its own
+            product, or "symmetric".
     """
 
     local: MatrixProduct
@@ -70,34 +81,6 @@ class ParallelProduct:
             return start_reduce_scatter(term, dim=_SEQUENCE, group=self.group)
         return start_all_reduce(term, group=self.group, in_place=True)
 
-    def output_of_all(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x W^T + bias for the x of all ranks."""
-        if self.pieces == 1:
-            return self.local.output(
-                self.start_gather(x).wait() if self.sequence_parallel else x, bias
-            )
-        bias = None if bias is None else bias.to(x.dtype)
-        return multiply_gathered(
-            x, self.local.matrix.t(), bias, group=self.group, pieces=self.pieces
-        )[0]
-
-    def summed_output(self, x: Tensor) -> Tensor:
-        """Sum every rank's x W^T and return it, or this rank's slice of it."""
-        if self.pieces == 1:
-            return self.start_sum(self.local.output(x)).wait()
-        return sum_product(x, self.local.matrix.t(), group=self.group, pieces=self.pieces)
-
-    def input_gradient_of_all(self, grad: Tensor, *, keeps: bool) -> tuple[Tensor, Tensor]:
-        """Compute the input's gradient in pieces from all ranks' output gradients.
-
-        Returns:
-            The input's gradient, and the gathered output gradient (the local one unless ``keeps``).
-        """
-        grad_x, full_grad = multiply_gathered(
-            grad, self.local.matrix, group=self.group, pieces=self.pieces, keeps=keeps
-        )
-        return grad_x, grad if full_grad is None else full_grad
-
     def start_summed_gradient(self, grad: Tensor, *, alone: bool) -> Callable[[], Tensor]:
         """Start the sum of the input's gradient, computed from the output's.
 
@@ -105,7 +88,7 @@ class ParallelProduct:
         """
         if not alone or self.pieces == 1:
             return self.start_sum(self.local.input_gradient(grad)).wait
-        total = sum_product(grad, self.local.matrix, group=self.group, pieces=self.pieces)
+        total = self.sum_in_pieces(grad, self.local.matrix)
         return lambda: total
 
     def weight_gradient(self, grad: Tensor, x: Operand) -> Tensor | None:
@@ -118,6 +101,94 @@ class ParallelProduct:
             return None
         assert isinstance(x, Tensor)
         return self.local.give_weight_gradient(grad, x)
+
+    def gather_in_pieces(
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, keeps: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gather the full sequence from every rank's slice and multiply it by a matrix.
+
+        Args:
+            x: (b, s/t, i).
+            matrix: (i, o).
+            bias: (o), added to each token, or None.
+            keeps: Return the gathered input, too.
+
+        Returns:
+            (b, s, o), and (b, s, i) or None.
+        """
+        group = self.group
+        if self.pieces == "symmetric":
+            y, full_x = all_gather_product(x, matrix, dim=_SEQUENCE, group=group.name, keeps=keeps)
+            y = y.contiguous()  # the sequence was the leading dimension
+            return y if bias is None else _add_bias(y, bias), full_x
+        count = min(self.pieces, x.size(_SEQUENCE))
+        gathering = [self.start_gather(piece) for piece in x.tensor_split(count, dim=_SEQUENCE)]
+        if torch.compiler.is_compiling():  # the compiler does not support strided outputs
+            gathered = [_by_member(pending.wait(), group) for pending in gathering]
+            y = torch.cat([_multiply(piece, matrix, bias) for piece in gathered], dim=_SEQUENCE)
+        else:
+            gathered = []
+            y = x.new_empty((x.size(0) * group.size, x.size(_SEQUENCE), matrix.size(1)))
+            for pending, place in zip(gathering, y.tensor_split(count, dim=_SEQUENCE), strict=True):
+                piece = _by_member(pending.wait(), group)
+                _multiply(piece, matrix, bias, out=place)
+                gathered += [piece] if keeps else []
+        full_x = _joined(torch.cat(gathered, dim=_SEQUENCE), group) if keeps else None
+        return _joined(y, group), full_x
+
+    def sum_in_pieces(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """Sum x times the matrix over the group and return this rank's slice.
+
+        Shapes: (b, s, i), (i, o) -> (b, s/t, o).
+
+        Raises:
+            ValueError: The sequence length is not a multiple of the group's size.
+        """
+        group = self.group
+        check_divisible(x, _SEQUENCE, group)
+        if self.pieces == "symmetric":
+            return reduce_scatter_product(x, matrix, dim=_SEQUENCE, group=group.name).contiguous()
+        x = _by_member(x, group)
+        summing = [
+            start_reduce_scatter(
+                _joined(_multiply(piece, matrix), group), dim=_SEQUENCE, group=group
+            )
+            for piece in x.tensor_split(min(self.pieces, x.size(_SEQUENCE)), dim=_SEQUENCE)
+        ]
+        return torch.cat([pending.wait() for pending in summing], dim=_SEQUENCE)
+
+
+def _add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """Return y + bias, computed in place except in a compiled graph."""
+    # Needed until torch 2.12, whose compiler keeps the gradients of a result that is changed in
+    # place.
+    if torch.compiler.is_compiling():
+        return y + bias.to(y.dtype)
+    return y.add_(bias.to(y.dtype))
+
+
+def _multiply(
+    x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Multiply each rank's tokens separately: (b t, l, i) -> (b t, l, o).
+
+    The output ``out`` may be strided, because the ranks' tokens are not adjacent in the full
+    sequence.
+    """
+    matrices = matrix.expand(x.size(0), -1, -1)
+    if bias is None:
+        return torch.bmm(x, matrices, out=out)
+    return torch.baddbmm(bias, x, matrices, out=out)
+
+
+def _by_member(x: Tensor, group: Group) -> Tensor:
+    """Separate the ranks' tokens: (b, t l, ...) -> (b t, l, ...)."""
+    return torch.unflatten(x, _SEQUENCE, (group.size, -1)).flatten(0, 1)
+
+
+def _joined(x: Tensor, group: Group) -> Tensor:
+    """Join the ranks' tokens along the sequence: (b t, l, ...) -> (b, t l, ...)."""
+    return torch.unflatten(x, 0, (-1, group.size)).flatten(1, 2)
 
 
 class ColumnProduct(torch.autograd.Function):
@@ -132,7 +203,11 @@ class ColumnProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.product = product
-        return product.output_of_all(x, bias)
+        if product.pieces == 1:
+            full_x = product.start_gather(x).wait() if product.sequence_parallel else x
+            return product.local.output(full_x, bias)
+        bias = None if bias is None else bias.to(x.dtype)
+        return product.gather_in_pieces(x, product.local.matrix.t(), bias)[0]
 
     @staticmethod
     @once_differentiable
@@ -168,8 +243,12 @@ class RowProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.product = product
-        y = product.summed_output(x)
-        return y if bias is None else add_bias(y, bias)
+        y = (
+            product.start_sum(product.local.output(x)).wait()
+            if product.pieces == 1
+            else product.sum_in_pieces(x, product.local.matrix.t())
+        )
+        return y if bias is None else _add_bias(y, bias)
 
     @staticmethod
     @once_differentiable
@@ -186,7 +265,8 @@ class RowProduct(torch.autograd.Function):
             if gathering is not None:
                 grad = gathering.wait()
             if in_pieces:
-                grad_x, grad = product.input_gradient_of_all(grad, keeps=wants_weight)
+                matrix = product.local.matrix
+                grad_x, grad = product.gather_in_pieces(grad, matrix, keeps=wants_weight)
             else:
                 grad_x = product.local.input_gradient(grad) if wants_x else None
             grad_weight = product.weight_gradient(grad, x) if wants_weight else None

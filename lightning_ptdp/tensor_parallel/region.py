@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, TypeAlias
 
 import torch
@@ -129,17 +130,14 @@ def _own_heads(
     args: Positional,
     kwargs: Keywords,
 ) -> tuple[Positional, Keywords]:
-    places = {
-        name: i
-        for i, name in enumerate(inspect.signature(type(module).forward).parameters, start=-1)
-    }
-    indices = {places[name] for name in arguments if name in places}
-    return tuple(
-        _heads_of_rank(heads, group, x) if i in indices else x for i, x in enumerate(args)
-    ), {
-        name: _heads_of_rank(heads, group, x) if name in arguments else x
-        for name, x in kwargs.items()
-    }
+    def own(name: str, x: object) -> object:
+        return _heads_of_rank(heads, group, x) if name in arguments else x
+
+    _self, *names = inspect.signature(type(module).forward).parameters
+    return (
+        tuple(own(name, x) for name, x in zip(chain(names, repeat("")), args, strict=False)),
+        {name: own(name, x) for name, x in kwargs.items()},
+    )
 
 
 def _heads_of_rank(heads: int, group: Group, x: object) -> object:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.shims.peft import adapters_of, replaced_by
 from lightning_ptdp.tensor_parallel.kinds import (
     Column,
@@ -30,7 +29,7 @@ from lightning_ptdp.tensor_parallel.kinds import (
     Row,
     Vocabulary,
 )
-from lightning_ptdp.tensor_parallel.linear_like import is_linear
+from lightning_ptdp.tensor_parallel.kinds.linear_kinds import is_linear
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 
 
@@ -47,12 +46,8 @@ class WholeMatrix(Kind):
 
     region_part = True
 
-    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        partial = ("tensor",) if self.before and not place.enters else place.partial
-        return {
-            name: Placement.replicated(p.shape, partial=partial)
-            for name, p in module.named_parameters()
-        }
+    def partial(self, place: ModulePlace) -> tuple[str, ...]:
+        return ("tensor",) if self.before and not place.enters else super().partial(place)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import partial
 
 from torch import nn
 
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.kinds import Kind, ModulePlace
+from lightning_ptdp.tensor_parallel.named_modules import matches
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
-from lightning_ptdp.tensor_parallel.patterns import matches
 from lightning_ptdp.tensor_parallel.region import split_sequence_in_blocks
 from lightning_ptdp.world.mesh import Group
 
 Shared = dict[int, nn.Parameter]
-_ALONE = Group()
 
 
 def shard_module(
-    module: nn.Module,
-    kind: Kind,
-    *,
-    group: Group,
-    sequence_parallel: bool,
-    shared: Shared,
-    enters: bool = True,
-    tensor: Group = _ALONE,
-    name: str = "",
+    module: nn.Module, kind: Kind, place: ModulePlace
 ) -> tuple[nn.Module, dict[str, Placement]]:
     """Return the parallel version of a module and the placements of its parameters.
 
@@ -42,41 +33,17 @@ def shard_module(
     Args:
         module: A module that ``plan.check`` has accepted.
         kind: How to shard it.
-        group: The group of the kind's axis.
-        sequence_parallel: Whether activations around it are split along the sequence.
-        shared: Maps the ``id`` of an original parameter to its replacement. Read and extended here,
-            so that tied weights stay one parameter. The caller must keep the originals alive as
-            long as this dict, because Python reuses ids.
-        enters: True if no enclosing region sums the input's gradient.
-        tensor: The tensor group.
-        name: Name of the module, for messages.
+        place: Group and options.
 
     Returns:
         The replacement module, and a sharding for each parameter by its name in the module.
     """
-    if group.size == tensor.size == 1:
+    if place.group.size == place.tensor.size == 1:
         return module, {
             name: Placement.replicated(parameter.shape)
             for name, parameter in module.named_parameters()
         }
-    place = ModulePlace(
-        group=group,
-        sequence_parallel=sequence_parallel,
-        shared=shared,
-        enters=enters,
-        tensor=tensor,
-        name=name,
-    )
     return kind.shard(module, place)
-
-
-def is_in_region(name: str, kinds: Mapping[str, Kind]) -> bool:
-    """Return True if a module around ``name`` is a region."""
-    while name:
-        name = name.rpartition(".")[0]
-        if (kind := kinds.get(name)) is not None and kind.is_region:
-            return True
-    return False
 
 
 def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> None:

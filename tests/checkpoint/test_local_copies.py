@@ -23,7 +23,7 @@ from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.cli import main
 from lightning_ptdp.data import PrepareConfig, TextDataModule, prepare
 from lightning_ptdp.exchange import convert
-from lightning_ptdp.models.pretrained_folder import config_values
+from lightning_ptdp.models.pretrained_config import config_values
 from lightning_ptdp.models.tiny import make_tiny
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.folders import read_huggingface

@@ -265,7 +265,7 @@ TRACE = (
         *(
             (f"lightning_ptdp.{name}", True)
             for name in (
-                "tensor_parallel.sharded_experts.ExpertError",
+                "tensor_parallel.kinds.sharded_experts.ExpertError",
                 "keyed_dropout.keyed.KeyedDropoutError",
             )
         ),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ptdp.tensor_parallel import Experts, shard_module
+from lightning_ptdp.tensor_parallel.kinds import ModulePlace
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -82,10 +83,7 @@ def parallel(rank, case):
     module, _ = shard_module(
         make(case.name, case.dtype),
         Experts(),
-        group=mesh.group("expert"),
-        sequence_parallel=False,
-        shared={},
-        name="experts",
+        ModulePlace(group=mesh.group("expert"), sequence_parallel=False, shared={}, name="experts"),
     )
     bytes_, send = [], dist.all_to_all_single
 

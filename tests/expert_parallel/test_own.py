@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ptdp import ParallelPlan, PTDPStrategy, Sampling, generate
 from lightning_ptdp.models import GPT, LitGPT
 from lightning_ptdp.models.experts import Capacity, ExpertWeights, Router
-from lightning_ptdp.models.layers import swiglu
+from lightning_ptdp.models.memory_saving import swiglu
 from tests.expert_parallel import toy
 from tests.expert_parallel.own import Run, config_of
 from tests.letters import ET, SP, C, E, M, P, T, V, Z

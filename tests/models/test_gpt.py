@@ -8,9 +8,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ptdp.models import GPT, GPTConfig, active_parameters, num_parameters
-from lightning_ptdp.models.gpt import Attention, SwiGLU
-from lightning_ptdp.models.layers import GeluMLP
-from lightning_ptdp.models.rotary import rotary_tables
+from lightning_ptdp.models.gpt import SwiGLU
+from lightning_ptdp.models.layers import Attention, GeluMLP
+from lightning_ptdp.models.memory_saving import rotary_tables
 from tests.models.builds import eager_and_lazy
 from tests.models.configs import GPT2, LLAMA, VARIANTS
 

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_ptdp.models.layers import RMSNorm, swiglu
-from lightning_ptdp.models.rotary import Rotary, rotary_tables
+from lightning_ptdp.models.memory_saving import RMSNorm, Rotary, rotary_tables, swiglu
 
 
 def _gradients(function, x, parameters):

@@ -11,6 +11,7 @@ from lightning_ptdp.tensor_parallel import (
     shard_module,
     split_sequence,
 )
+from lightning_ptdp.tensor_parallel.kinds import ModulePlace
 from lightning_ptdp.world.mesh import Group
 
 __all__ = ["apply_plan"]
@@ -42,10 +43,12 @@ def apply_plan(
             new, shardings = shard_module(
                 module,
                 kind,
-                group=group,
-                sequence_parallel=plan.splits_sequence(name, sequence_parallel),
-                shared=shared,
-                enters=not is_in_region(name, kinds),
+                ModulePlace(
+                    group=group,
+                    sequence_parallel=plan.splits_sequence(name, sequence_parallel),
+                    shared=shared,
+                    enters=not is_in_region(name, kinds),
+                ),
             )
             replaced[id(module)] = new
             by_parameter |= {

@@ -14,6 +14,7 @@ from lightning_ptdp.tensor_parallel import (
     RowParallelLinear,
     shard_module,
 )
+from lightning_ptdp.tensor_parallel.kinds import ModulePlace
 from lightning_ptdp.world.mesh import Group
 from tests.tensor_parallel.toy import (
     assert_gradients,
@@ -32,7 +33,9 @@ def column_case(group, *, parts, bias, sequence_parallel, dtype):
     x, grad = torch.randn(B, S, IN, dtype=dtype), torch.randn(B, S, sum(parts), dtype=dtype)
     kind = Column(parts=parts if len(parts) > 1 else None)
     layer, shardings = shard_module(
-        deepcopy(reference), kind, group=group, sequence_parallel=sequence_parallel, shared={}
+        deepcopy(reference),
+        kind,
+        ModulePlace(group=group, sequence_parallel=sequence_parallel, shared={}),
     )
     assert isinstance(layer, ColumnParallelLinear)
 
@@ -64,7 +67,9 @@ def row_case(group, *, bias, sequence_parallel, dtype):
     reference = nn.Linear(IN, 6, bias=bias, dtype=dtype)
     x, grad = torch.randn(B, S, IN, dtype=dtype), torch.randn(B, S, 6, dtype=dtype)
     layer, shardings = shard_module(
-        deepcopy(reference), Row(), group=group, sequence_parallel=sequence_parallel, shared={}
+        deepcopy(reference),
+        Row(),
+        ModulePlace(group=group, sequence_parallel=sequence_parallel, shared={}),
     )
     assert isinstance(layer, RowParallelLinear)
 
@@ -116,10 +121,14 @@ def check_autocast(rank):
             expected = down(up(x))
         expected.float().square().mean().backward()
         columns, _ = shard_module(
-            deepcopy(up), Column(), group=group, sequence_parallel=sequence_parallel, shared={}
+            deepcopy(up),
+            Column(),
+            ModulePlace(group=group, sequence_parallel=sequence_parallel, shared={}),
         )
         rows, _ = shard_module(
-            deepcopy(down), Row(), group=group, sequence_parallel=sequence_parallel, shared={}
+            deepcopy(down),
+            Row(),
+            ModulePlace(group=group, sequence_parallel=sequence_parallel, shared={}),
         )
         own_x = own_slice(x, group, 1) if sequence_parallel else x
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -143,7 +152,9 @@ def check_details(rank):
     torch.manual_seed(4)
     reference = nn.Linear(IN, 8)
     reference.weight.requires_grad_(False)
-    frozen, _ = shard_module(reference, Column(), group=group, sequence_parallel=True, shared={})
+    frozen, _ = shard_module(
+        reference, Column(), ModulePlace(group=group, sequence_parallel=True, shared={})
+    )
     assert not frozen.get_parameter("weight").requires_grad
     x = torch.randn(B, S // group.size, IN)
     with counted_collectives() as counts:
@@ -153,12 +164,16 @@ def check_details(rank):
     kept = saved_elements(frozen, torch.randn(B, S // group.size, IN, requires_grad=True))
     assert kept <= B * S // group.size * IN + IN * 8 // group.size, "the gathered input is saved"
 
-    rows, _ = shard_module(nn.Linear(IN, 8), Row(), group=group, sequence_parallel=False, shared={})
+    rows, _ = shard_module(
+        nn.Linear(IN, 8), Row(), ModulePlace(group=group, sequence_parallel=False, shared={})
+    )
     with pytest.raises(
         ValueError, match=f"needs {IN // group.size} features on a rank, but its input has {IN}"
     ):
         rows(torch.randn(B, S, IN))
-    rows, _ = shard_module(nn.Linear(IN, 8), Row(), group=group, sequence_parallel=True, shared={})
+    rows, _ = shard_module(
+        nn.Linear(IN, 8), Row(), ModulePlace(group=group, sequence_parallel=True, shared={})
+    )
     with pytest.raises(
         ValueError, match=f"length {4 * group.size + 1} .*tensor_parallel_size={group.size}"
     ):
@@ -196,7 +211,9 @@ def test_group_of_one_leaves_linear_unchanged(sequence_parallel):
     reference = nn.Linear(4, 6)
     for kind in (Column(), Row()):
         same, shardings = shard_module(
-            reference, kind, group=Group(), sequence_parallel=sequence_parallel, shared={}
+            reference,
+            kind,
+            ModulePlace(group=Group(), sequence_parallel=sequence_parallel, shared={}),
         )
         assert same is reference
         assert all(not sharding.sharded and not sharding.partial for sharding in shardings.values())

@@ -17,6 +17,7 @@ from lightning_ptdp.tensor_parallel import (
     gather_full,
     shard_module,
 )
+from lightning_ptdp.tensor_parallel.kinds import ModulePlace
 from lightning_ptdp.world.mesh import Group
 from tests.tensor_parallel.toy import (
     assert_gradients,
@@ -37,9 +38,7 @@ def embedding_case(group, *, vocabulary, padding_idx, sequence_parallel, dtype):
     layer, shardings = shard_module(
         deepcopy(reference),
         Vocabulary(),
-        group=group,
-        sequence_parallel=sequence_parallel,
-        shared={},
+        ModulePlace(group=group, sequence_parallel=sequence_parallel, shared={}),
     )
     assert isinstance(layer, VocabularyParallelEmbedding)
     assert layer.padded_vocabulary == -(-vocabulary // group.size) * group.size
@@ -67,9 +66,7 @@ def head_case(group, *, vocabulary, bias, sequence_parallel, dtype):
     layer, shardings = shard_module(
         deepcopy(reference),
         Vocabulary(),
-        group=group,
-        sequence_parallel=sequence_parallel,
-        shared={},
+        ModulePlace(group=group, sequence_parallel=sequence_parallel, shared={}),
     )
     assert isinstance(layer, VocabularyParallelHead)
     full_x = x.clone().requires_grad_()
@@ -94,7 +91,7 @@ def position_case(group, shape):
     reference = nn.Embedding(2 * S, H, padding_idx=3)
     positions = torch.randint(2 * S, shape)
     layer, shardings = shard_module(
-        deepcopy(reference), Position(), group=group, sequence_parallel=True, shared={}
+        deepcopy(reference), Position(), ModulePlace(group=group, sequence_parallel=True, shared={})
     )
     assert isinstance(layer, SequenceShardedEmbedding)
     expected = reference(positions)
@@ -108,7 +105,7 @@ def position_case(group, shape):
     assert shardings["weight"].partial
     assert_gradients(layer, shardings, reference, group)
     same, shardings = shard_module(
-        reference, Position(), group=group, sequence_parallel=False, shared={}
+        reference, Position(), ModulePlace(group=group, sequence_parallel=False, shared={})
     )
     assert same is reference
     assert not shardings["weight"].partial
@@ -139,7 +136,7 @@ def check_all(rank):
     for shape in ((S,), (1, S), (B, S)):
         position_case(group, shape)
     layer, _ = shard_module(
-        nn.Embedding(8, H), Position(), group=group, sequence_parallel=True, shared={}
+        nn.Embedding(8, H), Position(), ModulePlace(group=group, sequence_parallel=True, shared={})
     )
     with pytest.raises(ValueError, match=f"length 3 .*tensor_parallel_size={group.size}"):
         layer(torch.arange(3))
@@ -152,10 +149,12 @@ def check_tied(rank):
     embedding.weight.no_decay = True
     shared = {}
     first, _ = shard_module(
-        embedding.eval(), Vocabulary(), group=group, sequence_parallel=False, shared=shared
+        embedding.eval(),
+        Vocabulary(),
+        ModulePlace(group=group, sequence_parallel=False, shared=shared),
     )
     second, _ = shard_module(
-        head, Vocabulary(), group=group, sequence_parallel=False, shared=shared
+        head, Vocabulary(), ModulePlace(group=group, sequence_parallel=False, shared=shared)
     )
     assert first.weight is second.weight
     assert first.weight.no_decay
@@ -164,9 +163,7 @@ def check_tied(rank):
     meta, shardings = shard_module(
         nn.Linear(H, 5, device="meta", dtype=torch.bfloat16),
         Vocabulary(),
-        group=group,
-        sequence_parallel=False,
-        shared={},
+        ModulePlace(group=group, sequence_parallel=False, shared={}),
     )
     for name, parameter in meta.named_parameters():
         assert parameter.is_meta
@@ -187,7 +184,7 @@ def test_group_of_one_leaves_vocabulary_layers_unchanged():
         (nn.Embedding(5, H), Position()),
     ):
         same, shardings = shard_module(
-            module, kind, group=Group(), sequence_parallel=True, shared={}
+            module, kind, ModulePlace(group=Group(), sequence_parallel=True, shared={})
         )
         assert same is module
         assert all(not sharding.sharded and not sharding.partial for sharding in shardings.values())

@@ -1,12 +1,10 @@
-"""Building blocks of the table of known models, and the names of their modules.
-
-They describe how the projections of a block are split, depending on the configuration.
-"""
+"""Rows of the table of known models, the parts of their blocks, and the plan that a row gives."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
@@ -15,6 +13,7 @@ from lightning_ptdp.tensor_parallel import (
     Alias,
     Column,
     Kind,
+    ParallelPlan,
     PerRank,
     Region,
     Row,
@@ -22,7 +21,7 @@ from lightning_ptdp.tensor_parallel import (
     fits,
     matches,
 )
-from lightning_ptdp.tensor_parallel.local_sizes import Number
+from lightning_ptdp.tensor_parallel.named_modules import Number, Numbers
 
 Config: TypeAlias = Any
 OfConfig: TypeAlias = Callable[[Config], Kind]
@@ -131,6 +130,106 @@ def per_rank(name: str, *attributes: str) -> dict[str, Mapping[str, Number]]:
     return {name: {attribute: PerRank() for attribute in attributes}}
 
 
+# ---- Rows, and their plans -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Properties of the models in one file of transformers.
+
+    Attributes:
+        classes: Names of the bare model's class and of the classes with a language-model head.
+        base: Attribute of a model with a head that holds the bare model; "" if it has the blocks
+            itself.
+        blocks: Repeated containers, in the order of their calls, with the modules in a block and
+            their kinds.
+        after: Modules that run after the blocks of their container. Other modules of the bare model
+            run before them.
+        beside: Kinds of other modules of the bare model.
+        numbers: Modules in a block, and their attributes that count what is split; or a function of
+            the configuration.
+        why_not: Kinds of parallelism that are not possible, and why; or a function of the
+            configuration.
+    """
+
+    classes: tuple[str, ...]
+    base: str
+    blocks: Mapping[str, Block]
+    after: tuple[str, ...] = ()
+    beside: Mapping[str, Kind] = field(default_factory=dict)
+    numbers: Numbers | Callable[[Config], Numbers] = field(default_factory=dict)
+    why_not: WhyNot | Callable[[Config], WhyNot] = field(default_factory=dict)
+
+
+def family_plan(family: Family, module: nn.Module, prefix: str = "") -> ParallelPlan:
+    """Return the plan of a model of the family with the name ``prefix``, bare or with a head."""
+    inner = family.base if any(name == family.base for name, _ in module.named_modules()) else ""
+    base = joined(prefix, inner)
+    config = getattr(module.get_submodule(inner), "config", None)
+    of_block = family.numbers(config) if callable(family.numbers) else family.numbers
+    why_not = family.why_not(config) if callable(family.why_not) else family.why_not
+    containers = tuple(joined(base, path) for path in family.blocks)
+    tensor = kinds_of(family.beside, config, base)
+    numbers: dict[str, Mapping[str, Number]] = {}
+    for container, block in zip(containers, family.blocks.values(), strict=True):
+        pattern = joined(container, "*")
+        tensor |= kinds_of(block, config, pattern)
+        numbers |= {joined(pattern, name): values for name, values in of_block.items()}
+    is_one = len(containers) == 1
+    plan = ParallelPlan(
+        blocks=None if "pipeline" in why_not else containers[0] if is_one else containers,
+        tensor=present(tensor, module, prefix)
+        | (vocabulary_of(module, prefix) if is_one else words_of(module, prefix)),
+        sequence="blocks" if is_one and "sequence" not in why_not else None,
+        numbers=present(numbers, module, prefix),
+        why_not=why_not,
+    )
+    if plan.blocks is None:
+        return plan
+    after = {joined(base, name) for name in family.after}
+    before, between, behind = _order(module, prefix, base=base, containers=containers, after=after)
+    return replace(plan, before=before, between=between, after=behind)
+
+
+def _order(
+    module: nn.Module, prefix: str, *, base: str, containers: tuple[str, ...], after: set[str]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return (modules before, between, and after the containers).
+
+    In the bare model, modules that are not listed in ``after`` run before the blocks. Outside of
+    it, modules run after them.
+    """
+    fronts: dict[str, int] = {}  # name -> index of the first container after it
+    tails: dict[str, int] = {}  # name -> index of the last container before it
+    for index, container in enumerate(containers):
+        parent = module
+        path = prefix
+        for step in container.removeprefix(f"{prefix}." if prefix else "").split("."):
+            for key, child in parent.named_children():
+                name = joined(path, key)
+                around = any(f"{inner}.".startswith(f"{name}.") for inner in containers)
+                if around or not list(child.parameters()):
+                    continue
+                outside = bool(base) and not f"{name}.".startswith(f"{base}.")
+                if outside or name in after:
+                    tails[name] = index
+                else:
+                    fronts.setdefault(name, index)
+            parent = parent.get_submodule(step)
+            path = joined(path, step)
+    # Of the modules after the blocks, the innermost run first.
+    inside_out = sorted(tails, key=lambda name: -name.count("."))
+    last = len(containers) - 1
+    return (
+        tuple(name for name, index in fronts.items() if index == 0),
+        (
+            *(name for name in inside_out if tails[name] < last),
+            *(name for name, index in fronts.items() if index > 0),
+        ),
+        tuple(name for name in inside_out if tails[name] == last),
+    )
+
+
 def kinds_of(block: Block, config: Config, prefix: str) -> dict[str, Kind]:
     """Return the kinds of a block's modules in a model of this configuration.
 
@@ -163,8 +262,10 @@ def joined(*parts: str) -> str:
 def ends_of(module: Any) -> dict[str, nn.Module]:
     """Return token embedding and language-model head of a Hugging Face model, by name.
 
-    The embedding of an image is not included.
+    The embedding of an image is not included. A model of torch has neither.
     """
+    if not hasattr(module, "get_output_embeddings"):
+        return {}
     ends: list[Any] = [module.get_output_embeddings()]
     # transformers raises it if there is no such embedding
     with contextlib.suppress(NotImplementedError):
@@ -205,3 +306,18 @@ def vocabulary_of(module: nn.Module, prefix: str) -> dict[str, Kind]:
     )
     kinds: dict[str, Kind] = {joined(prefix, name): Vocabulary() for name in ends}
     return kinds | {joined(prefix, name): Alias() for name in aliases}
+
+
+def words_of(module: nn.Module, prefix: str) -> dict[str, Kind]:
+    """Return the kinds of all embeddings and the head, if all can be split.
+
+    They may share one weight.
+    """
+    ends = {
+        joined(prefix, name): child
+        for name, child in module.named_modules()
+        if name.rpartition(".")[2] in ("shared", "embed_tokens", "lm_head", "proj_out")
+    }
+    if all(fits(end, Vocabulary()) for end in ends.values()):
+        return {name: Vocabulary() for name in ends}
+    return {}

@@ -7,8 +7,9 @@ children in the order of calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -26,6 +27,8 @@ from lightning_ptdp.tensor_parallel import (
     fits,
     matches,
 )
+
+Modules: TypeAlias = Mapping[str, nn.Module]
 
 # In these models, ``chunk`` halves the fused projection of the gated feed-forward part; it halves
 # the part of a rank as well.
@@ -53,93 +56,47 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     modules receive the whole sequence. If there are fewer key/value heads than ranks, each rank
     gets one head.
     """
+    modules: Modules = dict(module.named_modules())
+    tensor = _declared_kinds(module, modules)
+    numbers = {}
+    for pattern, kind in tensor.items():
+        parent = _parent(pattern)
+        if isinstance(kind, Column) and kind.copy_heads and isinstance(kind.heads, tuple):
+            attentions = (child for name, child in modules.items() if matches(name, parent))
+            if all(hasattr(child, "num_key_value_groups") for child in attentions):
+                numbers[parent] = {"num_key_value_groups": PerCopy(heads=kind.heads[0])}
+    _add_regions(modules, tensor)
+    tensor |= dict.fromkeys(spread_ends(module), Vocabulary())
+    blocks, before, after = _order(module, modules)
+    if blocks is not None:
+        tensor |= dict.fromkeys(_parts_kept_whole(modules[blocks], blocks, tensor), Whole())
+    return ParallelPlan(
+        blocks=joined(prefix, blocks) if blocks is not None else None,
+        tensor={joined(prefix, pattern): kind for pattern, kind in tensor.items()},
+        before=tuple(joined(prefix, name) for name in before),
+        after=tuple(joined(prefix, name) for name in after),
+        numbers={joined(prefix, pattern): values for pattern, values in numbers.items()},
+        sequence="blocks",
+    )
+
+
+def _declared_kinds(module: Any, modules: Modules) -> dict[str, Kind]:
+    config = module.config.get_text_config()
     ends = ends_of(module)
     tensor: dict[str, Kind] = {}
-    numbers = {}
     unusual = set()
     for pattern, style in module.tp_plan.items():
-        modules = {name: child for name, child in module.named_modules() if matches(name, pattern)}
-        if not modules or modules.keys() & ends.keys():
+        kind = _kind(config, pattern, style)
+        names = [name for name in modules if matches(name, pattern)]
+        if kind is None or not names or ends.keys() & set(names):
             continue
-        kind = _kind(module, pattern, style)
-        parent = joined(prefix, pattern.rpartition(".")[0])
-        if kind is not None and not all(fits(child, kind) for child in modules.values()):
-            unusual.add(parent)
-        if kind is None or parent in unusual:
-            continue
-        tensor[joined(prefix, pattern)] = kind
-        if isinstance(kind, Column) and kind.copy_heads and isinstance(kind.heads, tuple):
-            attention = pattern.rpartition(".")[0]
-            if all(
-                hasattr(child, "num_key_value_groups")
-                for name, child in module.named_modules()
-                if matches(name, attention)
-            ):
-                numbers[joined(prefix, attention)] = {
-                    "num_key_value_groups": PerCopy(heads=kind.heads[0])
-                }
-    tensor = {
-        pattern: kind
-        for pattern, kind in tensor.items()
-        if pattern.rpartition(".")[0] not in unusual
-    }
-    numbers = {pattern: values for pattern, values in numbers.items() if pattern not in unusual}
-    _add_regions(module, prefix, tensor)
-    tensor |= {joined(prefix, name): Vocabulary() for name in spread_ends(module)}
-    blocks, before, after = _order(module, prefix)
-    tensor |= {name: Whole() for name in _parts_kept_whole(module, prefix, blocks, tensor)}
-    return ParallelPlan(
-        blocks=blocks, tensor=tensor, before=before, after=after, numbers=numbers, sequence="blocks"
-    )
+        tensor[pattern] = kind
+        if not all(fits(modules[name], kind) for name in names):
+            unusual.add(_parent(pattern))
+    return {pattern: kind for pattern, kind in tensor.items() if _parent(pattern) not in unusual}
 
 
-def _parts_kept_whole(
-    module: Any, prefix: str, blocks: str | None, tensor: Mapping[str, Kind]
-) -> list[str]:
-    """Return patterns of the parts of blocks that are not completely sharded, except norms.
-
-    Their computation may need the whole sequence: an attention, or a mixture of experts whose
-    router losses depend on all tokens.
-    """
-    patterns: dict[str, None] = {}
-    container = (
-        module.get_submodule(blocks.removeprefix(f"{prefix}.") if prefix else blocks)
-        if blocks is not None
-        else nn.Module()
-    )
-    for index, block in container.named_children():
-        for key, part in block.named_children():
-            name = joined(blocks or "", index, key)
-            is_norm = not list(part.children()) and all(
-                parameter.dim() < 2 for parameter in part.parameters()
-            )
-            if not is_norm and not all(
-                _is_covered(joined(name, inner), child, tensor)
-                for inner, child in part.named_modules()
-            ):
-                patterns[joined(blocks or "", "*", key)] = None
-    return list(patterns)
-
-
-def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
-    """Return True if the module's own parameters are sharded.
-
-    A split by heads counts only within a region, which provides the whole sequence.
-    """
-    if not _is_spread(name, module, tensor):
-        return False
-    by_heads = any(
-        isinstance(kind, Column) and kind.heads is not None and matches(name, pattern)
-        for pattern, kind in tensor.items()
-    )
-    parent = name.rpartition(".")[0]
-    return not by_heads or any(
-        isinstance(kind, Region) and matches(parent, pattern) for pattern, kind in tensor.items()
-    )
-
-
-def _kind(module: Any, pattern: str, style: str) -> Kind | None:
-    config = module.config.get_text_config()
+def _kind(config: Any, pattern: str, style: str) -> Kind | None:
     name = pattern.rpartition(".")[2]
     chunked = config.model_type in _GATE_UP_IN_HALVES and name in ("gate_up_proj", "down_proj")
     heads, kv_heads = (
@@ -165,30 +122,63 @@ def _kind(module: Any, pattern: str, style: str) -> Kind | None:
     return None
 
 
-def _add_regions(module: Any, prefix: str, tensor: dict[str, Kind]) -> None:
+def _add_regions(modules: Modules, tensor: dict[str, Kind]) -> None:
     """Make regions of modules in which every matrix is split.
 
     These are attentions, and feed-forward parts with several column layers.
     """
-    parents: dict[str, list[Column]] = {}
-    for pattern, kind in tensor.items():
-        if isinstance(kind, Column):
-            parents.setdefault(pattern.rpartition(".")[0], []).append(kind)
-    for parent, columns in parents.items():
+    columns = Counter(
+        _parent(pattern) for pattern, kind in tensor.items() if isinstance(kind, Column)
+    )
+    for parent, count in columns.items():
         last = parent.rpartition(".")[2]
         is_attention = last in ("self_attn", "attention", "attn")
-        modules = [
-            (name, child)
-            for name, child in module.named_modules()
-            if matches(joined(prefix, name), parent)
-        ]
         spread = all(
-            _is_spread(joined(prefix, name, key), m, tensor)
-            for name, child in modules
-            for key, m in child.named_modules()
+            _is_spread(joined(name, key), part, tensor)
+            for name, child in modules.items()
+            if matches(name, parent)
+            for key, part in child.named_modules()
         )
-        if spread and (is_attention or (last == "mlp" and len(columns) > 1)):
+        if spread and (is_attention or (last == "mlp" and count > 1)):
             tensor[parent] = Region()
+
+
+def _parts_kept_whole(
+    container: nn.Module, blocks: str, tensor: Mapping[str, Kind]
+) -> dict[str, None]:
+    """Return patterns of the parts of blocks that are not completely sharded, except norms.
+
+    Their computation may need the whole sequence: an attention, or a mixture of experts whose
+    router losses depend on all tokens.
+    """
+    patterns: dict[str, None] = {}
+    for index, block in container.named_children():
+        for key, part in block.named_children():
+            is_norm = not list(part.children()) and all(
+                parameter.dim() < 2 for parameter in part.parameters()
+            )
+            if not is_norm and not all(
+                _is_covered(joined(blocks, index, key, inner), child, tensor)
+                for inner, child in part.named_modules()
+            ):
+                patterns[joined(blocks, "*", key)] = None
+    return patterns
+
+
+def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
+    """Return True if the module's own parameters are sharded.
+
+    A split by heads counts only within a region, which provides the whole sequence.
+    """
+    by_heads = any(
+        isinstance(kind, Column) and kind.heads is not None and matches(name, pattern)
+        for pattern, kind in tensor.items()
+    )
+    in_region = any(
+        isinstance(kind, Region) and matches(_parent(name), pattern)
+        for pattern, kind in tensor.items()
+    )
+    return _is_spread(name, module, tensor) and (in_region or not by_heads)
 
 
 def _is_spread(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
@@ -196,27 +186,28 @@ def _is_spread(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool
     return not has_parameters or any(matches(name, pattern) for pattern in tensor)
 
 
-def _order(module: Any, prefix: str) -> tuple[str | None, tuple[str, ...], tuple[str, ...]]:
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _order(module: Any, modules: Modules) -> tuple[str | None, Sequence[str], Sequence[str]]:
     """Return (container, modules before it, modules after it) as the model declares them.
 
     Otherwise, return the container of its split modules.
     """
     declared: Mapping[str, Any] = getattr(module, "pp_plan", None) or {}
-    children = dict(module.named_modules())
     # The head is declared first, because the class of the head is inspected first; all other names
     # are in the order of the calls.
-    names = sorted(
-        (name for name in declared if name in children), key=lambda name: "." not in name
-    )
-    lists = [name for name in names if isinstance(children[name], nn.ModuleList)]
+    names = sorted((name for name in declared if name in modules), key=lambda name: "." not in name)
+    lists = [name for name in names if isinstance(modules[name], nn.ModuleList)]
     if len(lists) != 1:
         containers = {
             pattern.partition(".*")[0] for pattern in module.tp_plan if ".*" in pattern
-        } & children.keys()
-        return (joined(prefix, containers.pop()) if len(containers) == 1 else None), (), ()
+        } & modules.keys()
+        return containers.pop() if len(containers) == 1 else None, (), ()
     cut = names.index(lists[0])
     first, last = (
-        tuple(joined(prefix, name) for name in part if list(children[name].parameters()))
+        [name for name in part if list(modules[name].parameters())]
         for part in (names[:cut], names[cut + 1 :])
     )
-    return joined(prefix, lists[0]), first, last
+    return lists[0], first, last

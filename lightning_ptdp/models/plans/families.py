@@ -1,4 +1,4 @@
-"""Plans of Hugging Face models that declare no plan, one row per model.
+"""Hugging Face models that declare no plan, one row per model.
 
 To support another model, add a row: where its classes are defined, where its blocks are, and the
 kinds of the modules in a block. Names in a row are relative to the bare model (or to a block). A
@@ -8,53 +8,30 @@ lacks (such as position biases that are switched off) are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
-
-from torch import nn
 
 from lightning_ptdp.models.plans import block_parts as of
 from lightning_ptdp.models.plans.block_parts import (
     Block,
     Config,
+    Family,
     WhyNot,
     attention,
     feed_forward,
-    joined,
     per_rank,
-    vocabulary_of,
 )
-from lightning_ptdp.tensor_parallel import Kind, ParallelPlan, Partial, PerCopy, PerRank, Row, Whole
-from lightning_ptdp.tensor_parallel.local_sizes import Numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Properties of the models in one file of transformers.
-
-    Attributes:
-        classes: Names of the bare model's class and of the classes with a language-model head.
-        base: Attribute of a model with a head that holds the bare model.
-        blocks: Repeated container.
-        block: Modules in a block, and their kinds.
-        after: Modules of the bare model that run after the blocks.
-        beside: Kinds of other modules of the bare model.
-        numbers: Modules in a block, and their attributes that count what is split; or a function of
-            the configuration.
-        why_not: Kinds of parallelism that are not possible, and why.
-    """
-
-    classes: tuple[str, ...]
-    base: str
-    blocks: str
-    block: Block
-    after: tuple[str, ...] = ()
-    beside: Mapping[str, Kind] = field(default_factory=dict)
-    numbers: Numbers | Callable[[Config], Numbers] = field(default_factory=dict)
-    why_not: WhyNot = field(default_factory=dict)
-
+from lightning_ptdp.tensor_parallel import (
+    AttentionHeads,
+    Column,
+    Kind,
+    Partial,
+    PerCopy,
+    PerRank,
+    Row,
+    Whole,
+)
 
 # ---- blocks that several families have -----------------------------------------------------------
 
@@ -88,21 +65,28 @@ _FRAMES: WhyNot = {
 }
 
 
-def _encoder(prefix: str, base: str, **more: Any) -> Family:
-    names = tuple(
-        f"{prefix}{end}"
-        for end in ("Model", "ForMaskedLM", "ForPreTraining", "LMHeadModel", "ForCausalLM")
+def _encoder(
+    prefix: str, base: str, blocks: str = "encoder.layer", block: Block = _BERT, **more: Any
+) -> Family:
+    names = (
+        "Model",
+        "ForMaskedLM",
+        "ForPreTraining",
+        "LMHeadModel",
+        "ForCausalLM",
+        "ForNextSentencePrediction",
     )
-    more = {"blocks": "encoder.layer", "block": _BERT, "after": ("pooler",), **more}
-    return Family(classes=(*names, f"{prefix}ForNextSentencePrediction"), base=base, **more)
-
-
-def _decoder(prefix: str, base: str, **more: Any) -> Family:
     return Family(
-        classes=tuple(f"{prefix}{end}" for end in ("Model", "ForCausalLM", "LMHeadModel")),
+        classes=tuple(f"{prefix}{end}" for end in names),
         base=base,
-        **more,
+        blocks={blocks: block},
+        **{"after": ("pooler",), **more},
     )
+
+
+def _decoder(prefix: str, base: str, blocks: str, block: Block, **more: Any) -> Family:
+    classes = tuple(f"{prefix}{end}" for end in ("Model", "ForCausalLM", "LMHeadModel"))
+    return Family(classes=classes, base=base, blocks={blocks: block}, **more)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -137,8 +121,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             numbers=lambda config: {"self_attn": {"num_key_value_groups": PerCopy(heads=config.num_key_value_heads)}},
         ),
         "opt": Family(
-            classes=("OPTForCausalLM",), base="model.decoder", blocks="layers", after=("final_layer_norm", "project_out"),
-            block=_OPT, numbers=per_rank("self_attn", "num_heads"),
+            classes=("OPTForCausalLM",), base="model.decoder", blocks={"layers": _OPT}, after=("final_layer_norm", "project_out"),
+            numbers=per_rank("self_attn", "num_heads"),
             why_not={"sequence": "its feed-forward parts flatten samples and tokens into one "
                                  "dimension"},
         ),
@@ -224,62 +208,125 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "AST", "audio_spectrogram_transformer", blocks="layers", block=_VIT, after=("layernorm",), why_not=_PATCHES
         ),
         "wav2vec2": Family(
-            classes=("Wav2Vec2Model", "Wav2Vec2ForCTC"), base="wav2vec2", blocks="encoder.layers", block=_SPEECH, after=("adapter",),
+            classes=("Wav2Vec2Model", "Wav2Vec2ForCTC"), base="wav2vec2", blocks={"encoder.layers": _SPEECH}, after=("adapter",),
             why_not=_FRAMES,
         ),
-        "hubert": Family(classes=("HubertModel", "HubertForCTC"), base="hubert", blocks="encoder.layers", block=_SPEECH, why_not=_FRAMES),
+        "hubert": Family(classes=("HubertModel", "HubertForCTC"), base="hubert", blocks={"encoder.layers": _SPEECH}, why_not=_FRAMES),
     }
 )  # fmt: skip
 """Rows by the folder of transformers that defines the classes."""
 
 
-def family_plan(family: Family, module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """Return the plan of a model of the family with the name ``prefix``, bare or with a head."""
-    inner = family.base if _has(module, family.base) else ""
-    base = joined(prefix, inner)
-    config = module.get_submodule(inner).config
-    container = joined(base, family.blocks)
-    block = joined(container, "*")
-    tensor = of.kinds_of(family.block, config, block) | of.kinds_of(family.beside, config, base)
-    numbers = family.numbers(config) if callable(family.numbers) else family.numbers
-    before, after = _order(module, prefix, base=base, blocks=container, after=family.after)
-    cuts = "pipeline" not in family.why_not
-    return ParallelPlan(
-        blocks=container if cuts else None,
-        tensor=of.present(tensor, module, prefix) | vocabulary_of(module, prefix),
-        before=before if cuts else (),
-        after=after if cuts else (),
-        sequence=None if "sequence" in family.why_not else "blocks",
-        numbers=of.present(
-            {joined(block, name): values for name, values in numbers.items()}, module, prefix
-        ),
-        why_not=family.why_not,
+# ---- Encoder-decoders: T5, BART and models with the same structure -------------------------------
+
+_SIDES = ("encoder", "decoder")
+
+
+def _attentions(self_attn: str, memory: str, split: str, out: str, *, heads: str) -> Block:
+    """Return the kinds of the attentions in a block.
+
+    The attribute ``heads`` of the configuration gives their number of heads. An attention to the
+    encoder's output has two inputs, so one region cannot contain all of its projections.
+    """
+
+    def by_heads(config: Config) -> Kind:
+        return Column(heads=getattr(config, heads))
+
+    return {
+        **attention(self_attn, split, out, by=by_heads),
+        **attention(memory, split, out, by=by_heads, region=None),
+    }
+
+
+def _two_stacks(
+    classes: tuple[str, ...], base: str, path: str, *blocks: Block, **more: Any
+) -> Family:
+    """Return a row of an encoder and a decoder; ``path`` is the container of each one's blocks."""
+    containers = {f"{side}.{path}": block for side, block in zip(_SIDES, blocks, strict=True)}
+    return Family(classes=classes, base=base, blocks=containers, **more)
+
+
+def _t5(name: str) -> Family:
+    self_attn = "layer.*.SelfAttention"
+    memory = "layer.*.EncDecAttention"
+    dense = "layer.*.DenseReluDense"
+    # The first block of a stack looks up the position bias, and passes the bias of its heads to the
+    # next blocks.
+    block = {
+        **_attentions(self_attn, memory, "q k v relative_attention_bias", "o", heads="num_heads"),
+        **feed_forward(f"{dense}.wi {dense}.wi_0 {dense}.wi_1", f"{dense}.wo", region=dense),
+    }
+    numbers = per_rank(self_attn, "n_heads", "inner_dim") | per_rank(memory, "n_heads", "inner_dim")
+    classes = (f"{name}Model", f"{name}ForConditionalGeneration")
+    after = ("encoder.final_layer_norm", "decoder.final_layer_norm", "lm_head")
+    return _two_stacks(classes, "", "block", block, block, after=after, numbers=numbers)
+
+
+def _bart(name: str) -> Family:
+    def block(side: str) -> Block:
+        heads = f"{side}_attention_heads"
+        attentions = _attentions(
+            "self_attn", "encoder_attn", "q_proj k_proj v_proj", "out_proj", heads=heads
+        )
+        return {**attentions, **feed_forward("fc1", "fc2")}
+
+    classes = tuple(f"{name}{end}" for end in ("Model", "ForConditionalGeneration", "MTModel"))
+    numbers = per_rank("self_attn", "num_heads") | per_rank("encoder_attn", "num_heads")
+    after = ("encoder.layer_norm", "decoder.layer_norm")
+    return _two_stacks(
+        classes, "model", "layers", *map(block, _SIDES), after=after, numbers=numbers
     )
 
 
-def _has(module: nn.Module, path: str) -> bool:
-    return any(name == path for name, _ in module.named_modules())
+def _without_heads(name: str, base: str, head: str, **more: Any) -> Family:
+    """Return the row of models whose attentions are replicated.
 
-
-def _order(
-    module: nn.Module, prefix: str, *, base: str, blocks: str, after: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (modules that run before the blocks, modules that run after them).
-
-    In the bare model, modules that are not listed in ``after`` run before the blocks. Outside of
-    it, modules run after them.
+    These attentions cannot be split by heads alone.
     """
-    after_blocks = {joined(base, name) for name in after}
-    groups: tuple[list[str], list[str], list[str]] = ([], [], [])
-    parent = module
-    path = prefix
-    relative = blocks.removeprefix(f"{prefix}.") if prefix else blocks
-    for step in relative.split("."):
-        for key, child in parent.named_children():
-            name = joined(path, key)
-            if key != step and list(child.parameters()):
-                outside = bool(base) and not f"{name}.".startswith(f"{base}.")
-                groups[2 if outside else name in after_blocks].append(name)
-        parent = getattr(parent, step, nn.Module())
-        path = joined(path, step)
-    return tuple(groups[0]), (*groups[1], *groups[2])
+    block = feed_forward("fc1", "fc2")
+    return _two_stacks((f"{name}Model", f"{name}{head}"), base, "layers", block, block, **more)
+
+
+def _distils(config: Config) -> WhyNot:
+    why = (
+        "distil=True runs 'encoder.conv_layers' between the blocks of its encoder (build it "
+        "with distil=False)"
+    )
+    return {"pipeline": why} if config.distil else {}
+
+
+ENCODER_DECODERS: Mapping[str, Family] = MappingProxyType(
+    {
+        "t5": _t5("T5"),
+        "mt5": _t5("MT5"),
+        "bart": _bart("Bart"),
+        "mbart": _bart("MBart"),
+        "pegasus": _bart("Pegasus"),
+        "marian": _bart("Marian"),
+        "whisper": _bart("Whisper"),
+        "led": _without_heads("LED", "led", "ForConditionalGeneration"),
+        "informer": _without_heads("Informer", "model", "ForPrediction", why_not=_distils),
+    }
+)
+"""Rows of encoder-decoders, by the folder of transformers that defines the classes."""
+
+
+# ---- torch's own transformers --------------------------------------------------------------------
+#
+# Modules around them, such as an embedding and a head, are replicated. A pipeline orders them by
+# their registration.
+
+_LAYER: Block = {"self_attn": AttentionHeads(), "linear1": Column(), "linear2": Row()}
+
+TRANSFORMER_ENCODER = Family(
+    classes=("TransformerEncoder",), base="", blocks={"layers": _LAYER}, after=("norm",)
+)
+TRANSFORMER = Family(
+    classes=("Transformer",),
+    base="",
+    blocks={
+        "encoder.layers": _LAYER,
+        "decoder.layers": {**_LAYER, "multihead_attn": AttentionHeads()},
+    },
+    after=("encoder.norm", "decoder.norm"),
+)

@@ -8,14 +8,18 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_ptdp.models.plans.block_parts import joined
+from lightning_ptdp.models.plans.block_parts import family_plan, joined
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
-from lightning_ptdp.models.plans.encoder_decoder import ENCODER_DECODERS, encoder_decoder_plan
-from lightning_ptdp.models.plans.families import FAMILIES, family_plan
+from lightning_ptdp.models.plans.families import (
+    ENCODER_DECODERS,
+    FAMILIES,
+    TRANSFORMER,
+    TRANSFORMER_ENCODER,
+)
 from lightning_ptdp.parameters.shadow import shallow_copy
 from lightning_ptdp.shims.peft import replaced_by
 from lightning_ptdp.shims.transformers import collects_by_itself
-from lightning_ptdp.tensor_parallel import AttentionHeads, Column, Experts, Kind, ParallelPlan, Row
+from lightning_ptdp.tensor_parallel import Experts, Kind, ParallelPlan
 
 
 def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
@@ -31,25 +35,22 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
         if type(module).forward is not vars(kind).get("forward"):
             continue
         if kind is nn.TransformerEncoder:
-            return transformer_encoder_plan(module, prefix)
+            return family_plan(TRANSFORMER_ENCODER, module, prefix)
         if (
             kind is nn.Transformer
             # A user may pass another encoder or decoder.
             and isinstance(module.encoder, nn.TransformerEncoder)
             and isinstance(module.decoder, nn.TransformerDecoder)
         ):
-            return transformer_plan(module, prefix)
+            return family_plan(TRANSFORMER, module, prefix)
         folder = (
             kind.__module__.split(".")[2]
             if kind.__module__.startswith("transformers.models.")
             else ""
         )
-        family = FAMILIES.get(folder)
+        family = FAMILIES.get(folder) or ENCODER_DECODERS.get(folder)
         if family is not None and kind.__name__ in family.classes:
             return family_plan(family, module, prefix)
-        pair = ENCODER_DECODERS.get(folder)
-        if pair is not None and kind.__name__ in pair.classes:
-            return encoder_decoder_plan(pair, module, prefix)
     if _is_hugging_face(module) and declares_plan(module):
         return declared_plan(module, prefix)
     return None
@@ -76,7 +77,7 @@ def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
         yield replace(plan, tensor={**plan.tensor, **_experts(module, prefix)}, collects=collects)
         return
     for name, child in module.named_children():
-        yield from _known(child, f"{prefix}.{name}" if prefix else name)
+        yield from _known(child, joined(prefix, name))
 
 
 def _experts(module: nn.Module, prefix: str) -> dict[str, Kind]:
@@ -126,52 +127,6 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return view(model)
 
 
-# ---- Plans of ``nn.TransformerEncoder`` and ``nn.Transformer`` -----------------------------------
-
-
-def transformer_encoder_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """Return the plan of an ``nn.TransformerEncoder`` with the name ``prefix``.
-
-    Its layers are ``nn.TransformerEncoderLayer``. Modules around it, such as an embedding and a
-    head, are replicated. A pipeline orders them by their registration.
-    """
-    return ParallelPlan(
-        blocks=joined(prefix, "layers"),
-        tensor=_layers(prefix),
-        after=(joined(prefix, "norm"),) if module.norm is not None else (),
-        sequence="blocks",
-    )
-
-
-def transformer_plan(module: nn.Module, prefix: str = "") -> ParallelPlan:
-    """Return the plan of an ``nn.Transformer`` with the name ``prefix``.
-
-    Encoder and decoder are torch's own.
-    """
-    encoder = joined(prefix, "encoder")
-    decoder = joined(prefix, "decoder")
-    return ParallelPlan(
-        blocks=(f"{encoder}.layers", f"{decoder}.layers"),
-        tensor={
-            **_layers(encoder),
-            **_layers(decoder),
-            f"{decoder}.layers.*.multihead_attn": AttentionHeads(),
-        },
-        between=(f"{encoder}.norm",) if module.encoder.norm is not None else (),
-        after=(f"{decoder}.norm",) if module.decoder.norm is not None else (),
-        sequence=None,
-    )
-
-
-def _layers(prefix: str) -> dict[str, Kind]:
-    layer = joined(prefix, "layers.*")
-    return {
-        f"{layer}.self_attn": AttentionHeads(),
-        f"{layer}.linear1": Column(),
-        f"{layer}.linear2": Row(),
-    }
-
-
 # ---- Suggested lines of a plan for an unknown model ----------------------------------------------
 #
 # The message that asks for a plan contains them. Feed-forward parts are recognized by their shapes,
@@ -182,7 +137,7 @@ def _layers(prefix: str) -> dict[str, Kind]:
 def suggested_tensor(model: nn.Module) -> dict[str, str]:
     """Return suggested kinds for the parts of repeated layers, by patterns of their names."""
     members = {
-        f"{name}.{key}" if name else key
+        joined(name, key)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
         for key, child in module.named_children()

@@ -2,11 +2,12 @@
 
 from torch import nn
 
-from lightning_ptdp.tensor_parallel.kinds.embedding import Position, Vocabulary
-from lightning_ptdp.tensor_parallel.kinds.expert_kinds import Experts
 from lightning_ptdp.tensor_parallel.kinds.kind import SPLIT_AXES, Kind, ModulePlace, check_divides
-from lightning_ptdp.tensor_parallel.kinds.linear_kinds import AttentionHeads, Column, Row
+from lightning_ptdp.tensor_parallel.kinds.linear_kinds import Column, Row
 from lightning_ptdp.tensor_parallel.kinds.replicated import Alias, Mean, Partial, Region, Sum, Whole
+from lightning_ptdp.tensor_parallel.kinds.sharded_attention import AttentionHeads
+from lightning_ptdp.tensor_parallel.kinds.sharded_experts import Experts
+from lightning_ptdp.tensor_parallel.kinds.vocabulary import Position, Vocabulary
 
 __all__ = [
     "KINDS",

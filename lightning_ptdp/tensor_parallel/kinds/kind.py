@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.parameters.placement import Placement, slice_full
-from lightning_ptdp.tensor_parallel.linear_like import has_own_forward
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.axes import nearest_divisors
 from lightning_ptdp.world.mesh import Group
@@ -21,6 +20,8 @@ SPLIT_AXES = (*get_args(SplitAxis), "expert_tensor")
 
 _ALONE = Group()
 _REPLACED = (nn.Linear, nn.Embedding, nn.MultiheadAttention)
+# Subclasses of nn.Linear with a different forward that computes the same result.
+_AS_LINEAR = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,9 @@ class ModulePlace:
     name: str = ""
 
     @property
-    def partial(self) -> tuple[str, ...]:
-        """Return the axes over which a whole parameter's gradient must be summed.
-
-        The gradient is partial if the parameter sees a slice of the sequence.
-        """
-        return ("tensor",) if self.sequence_parallel else ()
+    def layer_options(self) -> dict[str, Any]:
+        """Return the arguments that all parallel layers have."""
+        return {"group": self.group, "sequence_parallel": self.sequence_parallel}
 
     def columns(
         self,
@@ -176,10 +174,18 @@ class Kind:
 
     def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         """Return the placement of every parameter; by default each rank holds it whole."""
+        partial = self.partial(place)
         return {
-            name: Placement.replicated(parameter.shape, partial=place.partial)
+            name: Placement.replicated(parameter.shape, partial=partial)
             for name, parameter in module.named_parameters()
         }
+
+    def partial(self, place: ModulePlace) -> tuple[str, ...]:
+        """Return the axes over which a whole parameter's gradient must be summed.
+
+        By default, the gradient is partial if the parameter sees a slice of the sequence.
+        """
+        return ("tensor",) if place.sequence_parallel else ()
 
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
@@ -205,6 +211,19 @@ class Kind:
     def of_child(self, name: str) -> Kind | None:
         """Return the kind of a child that this one also shards, for ``describe``."""
         return None
+
+
+def has_own_forward(module: nn.Module, base: type[nn.Module]) -> bool:
+    """Return True if a subclass of ``base`` computes something else.
+
+    An example is an embedding that scales its output.
+    """
+    kind = type(module)
+    return (
+        isinstance(module, base)
+        and kind.forward is not base.forward
+        and (kind.__module__, kind.__name__) not in _AS_LINEAR
+    )
 
 
 def check_divides(name: str, label: str, number: int, size: int, *, axis: str = "tensor") -> None:

@@ -1,4 +1,8 @@
-"""Kinds of linear layers and of attention: column, row, and both."""
+"""Kinds of linear layers: column and row.
+
+``nn.Linear`` stores its weight as (out, in). The ``Conv1D`` of Hugging Face's GPT-2 stores it as
+(in, out).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,6 @@ from lightning_ptdp.tensor_parallel.kinds.kind import (
     shape_text,
 )
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_ptdp.tensor_parallel.linear_like import (
-    is_conv1d,
-    is_linear,
-    output_input_sizes,
-    stores_outputs_last,
-)
-from lightning_ptdp.tensor_parallel.sharded_attention import ParallelMultiheadAttention, why_not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +122,7 @@ class Column(Kind):
             parts=self._part_sizes(output_input_sizes(module)[0]),
             transposed=is_conv1d(module),
             enters=place.enters,
-            group=place.group,
-            sequence_parallel=place.sequence_parallel,
+            **place.layer_options,
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
@@ -178,8 +174,7 @@ class Row(Kind):
             local["weight"],
             local.get("bias"),
             transposed=is_conv1d(module),
-            group=place.group,
-            sequence_parallel=place.sequence_parallel,
+            **place.layer_options,
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
@@ -190,65 +185,31 @@ class Row(Kind):
         return shape_text(shape, 0 if outputs_last else 1), "row: split by input features"
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionHeads(Kind):
-    """``nn.MultiheadAttention`` split by heads, with a column and a row projection."""
+def is_conv1d(module: nn.Module) -> bool:
+    """Return True if the module is a ``transformers.pytorch_utils.Conv1D``.
 
-    name = "attention"
-    takes = "nn.MultiheadAttention"
-    parameters = None
+    The class is recognized by name, so that transformers need not be imported.
+    """
+    return any(
+        base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils"
+        for base in type(module).__mro__
+    )
 
-    def fits(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.MultiheadAttention)
 
-    def check(self, name: str, module: nn.Module, size: int) -> None:
-        assert isinstance(module, nn.MultiheadAttention)
-        check_divides(name, "num_heads", module.num_heads, size)
-        if (reason := why_not(module)) is not None:
-            raise ValueError(
-                f"'{name}': {reason}, so its heads cannot be split. Leave it out of the plan"
-            )
+def is_linear(module: nn.Module) -> bool:
+    """Return True if the module multiplies by a weight."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
 
-    def check_sequence(self, name: str, module: nn.Module) -> None:
-        if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
-            raise ValueError(
-                f"'{name}': sequence_parallel=True needs an nn.MultiheadAttention with "
-                "batch_first=True"
-            )
 
-    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        placements = super().placements(module, place)
-        shapes = {name: placement.full_shape for name, placement in placements.items()}
-        placements["out_proj.weight"] = place.columns(
-            shapes["out_proj.weight"], shapes["out_proj.weight"][1:], dim=1
-        )
-        for name in shapes.keys() & {"in_proj_weight", "in_proj_bias"}:
-            placements[name] = place.columns(shapes[name], (shapes[name][0] // 3,) * 3)
-        return placements
+def stores_outputs_last(module: nn.Module) -> bool:
+    """Return True if the output features are the last dimension of the weight.
 
-    def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
-    ) -> nn.Module:
-        assert isinstance(module, nn.MultiheadAttention)
-        group = place.group
-        split = place.sequence_parallel
-        out = RowParallelLinear(
-            local["out_proj.weight"],
-            local.get("out_proj.bias"),
-            group=group,
-            sequence_parallel=split,
-        )
-        return ParallelMultiheadAttention(
-            local["in_proj_weight"],
-            local.get("in_proj_bias"),
-            out,
-            whole=module,
-            group=group,
-            sequence_parallel=split,
-        )
+    This holds for ``Conv1D`` and ``nn.Embedding``.
+    """
+    return is_conv1d(module) or isinstance(module, nn.Embedding)
 
-    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        return shape_text(shape, 0), "column: q, k and v, each split by heads"
 
-    def of_child(self, name: str) -> Kind | None:
-        return Row() if name == "out_proj" else None
+def output_input_sizes(module: nn.Module) -> tuple[int, int]:
+    """Return (output features, input features)."""
+    rows, columns = module.get_parameter("weight").shape
+    return (columns, rows) if stores_outputs_last(module) else (rows, columns)

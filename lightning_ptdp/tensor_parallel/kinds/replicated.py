@@ -31,11 +31,8 @@ class Partial(Kind):
     ties = "whole"
     region_part = True
 
-    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        return {
-            name: Placement.replicated(p.shape, partial=("tensor",))
-            for name, p in module.named_parameters()
-        }
+    def partial(self, place: ModulePlace) -> tuple[str, ...]:
+        return ("tensor",)
 
     def of_child(self, name: str) -> Kind | None:
         return self
@@ -138,13 +135,8 @@ class Region(Kind):
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
     ) -> nn.Module:
-        enter_region(
-            module,
-            heads=self.heads,
-            arguments=self.arguments,
-            group=place.group,
-            sequence_parallel=place.sequence_parallel,
-        )
+        options = place.layer_options
+        enter_region(module, heads=self.heads, arguments=self.arguments, **options)
         return super().build(module, local, place)
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.exchange import HuggingFaceNames, HuggingFaceWeights, convert
 from lightning_ptdp.models import LitCausalLM, make_tiny
-from lightning_ptdp.models.checked_config import check_sizes
+from lightning_ptdp.models.pretrained_config import check_sizes
 
 transformers = pytest.importorskip("transformers")
 

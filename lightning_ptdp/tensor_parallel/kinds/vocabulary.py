@@ -10,14 +10,19 @@ A sequence-sharded embedding is looked up for a slice of the sequence only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.collectives import reduce, scatter_sequence, split_sequence
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_embedding, shape_text
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear, ParallelLayer
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits
-from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
+from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange, shard_vocabulary
 from lightning_ptdp.world.mesh import Group
 
 
@@ -149,3 +154,75 @@ class SequenceShardedEmbedding(ParallelLayer):
         return F.embedding(
             split_sequence(positions, self.group, dim=-1), self.weight, self.padding_idx
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary(Kind):
+    """``nn.Embedding`` or the ``nn.Linear`` of the output head, split by token.
+
+    The vocabulary is padded if it does not divide.
+    """
+
+    name = "vocabulary"
+    takes = "nn.Embedding or nn.Linear"
+    pads = True
+
+    def fits(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Embedding | nn.Linear)
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        check_embedding(name, module, size)
+
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+        words = _words(module, place)
+        return {
+            name: shard_vocabulary(parameter.shape, words)
+            for name, parameter in module.named_parameters()
+        }
+
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
+    ) -> nn.Module:
+        weight = local["weight"]
+        options = {"vocabulary": _words(module, place), **place.layer_options}
+        if isinstance(module, nn.Embedding):
+            return VocabularyParallelEmbedding(weight, padding_idx=module.padding_idx, **options)
+        return VocabularyParallelHead(weight, local.get("bias"), **options)
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        return shape_text((f"ceil({shape[0]}/t)", *shape[1:])), "vocabulary: split by token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position(Kind):
+    """``nn.Embedding`` of positions, held whole by every rank.
+
+    Under sequence parallelism each rank looks up its own slice of the sequence.
+    """
+
+    name = "position"
+    sharding = f"position: {Kind.sharding}"
+    takes = "nn.Embedding"
+    ties = "whole"
+
+    def fits(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Embedding)
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        check_embedding(name, module, size)
+
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
+    ) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        if not place.sequence_parallel:
+            return module
+        return SequenceShardedEmbedding(
+            local["weight"], padding_idx=module.padding_idx, group=place.group
+        )
+
+
+def _words(module: nn.Module, place: ModulePlace) -> VocabularyRange:
+    return VocabularyRange(
+        size=module.get_parameter("weight").size(0), parts=place.group.size, index=place.group.rank
+    )

@@ -7,11 +7,17 @@ Shapes: b samples, s tokens, e embedding features, n heads, d = e / n.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.attention import additive
+from lightning_ptdp.parameters.placement import Placement
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides, shape_text
+from lightning_ptdp.tensor_parallel.kinds.linear_kinds import Row
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer, RowParallelLinear
 from lightning_ptdp.world.mesh import Group
 
@@ -141,3 +147,60 @@ def why_not(module: nn.MultiheadAttention) -> str | None:
 
 def _visible(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return additive(~mask if mask.dtype is torch.bool else mask, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionHeads(Kind):
+    """``nn.MultiheadAttention`` split by heads, with a column and a row projection."""
+
+    name = "attention"
+    takes = "nn.MultiheadAttention"
+    parameters = None
+
+    def fits(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.MultiheadAttention)
+
+    def check(self, name: str, module: nn.Module, size: int) -> None:
+        assert isinstance(module, nn.MultiheadAttention)
+        check_divides(name, "num_heads", module.num_heads, size)
+        if (reason := why_not(module)) is not None:
+            raise ValueError(
+                f"'{name}': {reason}, so its heads cannot be split. Leave it out of the plan"
+            )
+
+    def check_sequence(self, name: str, module: nn.Module) -> None:
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+            raise ValueError(
+                f"'{name}': sequence_parallel=True needs an nn.MultiheadAttention with "
+                "batch_first=True"
+            )
+
+    def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
+        placements = super().placements(module, place)
+        shapes = {name: placement.full_shape for name, placement in placements.items()}
+        placements["out_proj.weight"] = place.columns(
+            shapes["out_proj.weight"], shapes["out_proj.weight"][1:], dim=1
+        )
+        for name in shapes.keys() & {"in_proj_weight", "in_proj_bias"}:
+            placements[name] = place.columns(shapes[name], (shapes[name][0] // 3,) * 3)
+        return placements
+
+    def build(
+        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
+    ) -> nn.Module:
+        assert isinstance(module, nn.MultiheadAttention)
+        options = place.layer_options
+        out = RowParallelLinear(local["out_proj.weight"], local.get("out_proj.bias"), **options)
+        return ParallelMultiheadAttention(
+            local["in_proj_weight"],
+            local.get("in_proj_bias"),
+            out,
+            whole=module,
+            **options,
+        )
+
+    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
+        return shape_text(shape, 0), "column: q, k and v, each split by heads"
+
+    def of_child(self, name: str) -> Kind | None:
+        return Row() if name == "out_proj" else None
