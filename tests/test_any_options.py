@@ -30,7 +30,7 @@ from lightning_ptdp.models.optimizer_setup import AdamWConfig
 from lightning_ptdp.planner import DEVICES, SOFTWARE, Cluster, Device, Job, Link, Software, Space
 from lightning_ptdp.schedule import CustomSchedule
 from lightning_ptdp.schedule.generators import SCHEDULES
-from lightning_ptdp.schedule.generators.one_forward_one_backward import gpipe
+from lightning_ptdp.schedule.generators.compute_orders import gpipe
 from lightning_ptdp.schedule.simulate import Costs
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Region

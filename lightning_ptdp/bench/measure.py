@@ -6,7 +6,6 @@ import gc
 import itertools
 import time
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +109,13 @@ class StepTimes(Callback):
         self._ends.append(time.perf_counter())
         if len(self._ends) == self._warmup and on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        recorded = self._recorder is not None or self._counted is not None
         if self._counted is not None:
             self._counted.__exit__(None, None, None)
         if self._recorder is not None:
             trainer.strategy.observers.remove(self._recorder)
             self._timeline = self._recorder.gather(trainer.strategy.mesh.group("pipeline"))
-        if (
-            self._recorder is not None
-            or self._counted is not None
-            or (on_gpu and self._measured and not has_pipeline(trainer))
-        ):
+        if recorded or (on_gpu and self._measured and not has_pipeline(trainer)):
             self._shape = batch_shape(batch)
             trainer.should_stop = True
 
@@ -144,7 +140,6 @@ class StepTimes(Callback):
         device = device_name(trainer.strategy.root_device)
         precision = str(trainer.precision)
         measured = self._timeline
-        expected = predicted(trainer, self._whole, samples=samples, length=length)
         layout = getattr(trainer.strategy, "layout", None)
         return BenchResult(
             layout=type(trainer.strategy).__name__ if layout is None else layout.describe(),
@@ -160,9 +155,7 @@ class StepTimes(Callback):
             peak_flops=self._peak_flops or known_peak_flops(device, precision),
             bubble=None if measured is None else float(measured.bubble_fraction),
             ideal_bubble=None if measured is None else ideal_bubble(measured.schedule),
-            predicted_s=expected.seconds,
-            predicted_bytes=expected.nbytes,
-            predicted_by=expected.figures,
+            **predicted(trainer, self._whole, samples=samples, length=length),
         )
 
 
@@ -223,26 +216,10 @@ class CountedMemory(TorchDispatchMode):
 # ---- Planner's prediction for a step that is measured --------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """Time and memory that the planner predicts for a step.
-
-    Attributes:
-        seconds: Time of an optimizer step; None if the planner does not know the model, the device
-            or the schedule.
-        nbytes: Peak bytes of the tensors of the rank that needs most.
-        figures: Origin of the device's figures.
-    """
-
-    seconds: float | None = None
-    nbytes: float | None = None
-    figures: str = ""
-
-
 def predicted(
     trainer: Trainer, module: nn.Module | None, *, samples: int, length: int
-) -> Prediction:
-    """Return the planner's prediction for an optimizer step.
+) -> dict[str, Any]:
+    """Return the ``predicted_`` fields of a result, or nothing if the planner cannot predict.
 
     Args:
         trainer: Trainer with its strategy.
@@ -255,7 +232,7 @@ def predicted(
     device = device_here(device_name(strategy.root_device))
     layout = getattr(strategy, "layout", None)
     if module is None or device is None or layout is None:
-        return Prediction()
+        return {}
     config = strategy.config
     rows = samples // layout.num_replicas // accumulated
     microbatches = config.microbatches(rows)
@@ -277,10 +254,10 @@ def predicted(
         )
         timed = simulated_step_time if layout.size("pipeline") > 1 else step_time
         memory = fullest_rank(job, choice)
-        return Prediction(
-            seconds=timed(job, choice).total * accumulated,
-            nbytes=memory.total - memory.communicators,
-            figures=figures_source(device, job.processes),
-        )
+        return {
+            "predicted_s": timed(job, choice).total * accumulated,
+            "predicted_bytes": memory.total - memory.communicators,
+            "predicted_by": figures_source(device, job.processes),
+        }
     except (ValueError, KeyError):  # the planner does not know the precision or the schedule
-        return Prediction()
+        return {}

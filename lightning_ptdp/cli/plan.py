@@ -62,7 +62,7 @@ def run(verb: str, arguments: list[str]) -> int:
     from lightning_ptdp.planner import search
     from lightning_ptdp.planner.picture import draw
     from lightning_ptdp.planner.plan_report import as_data, explain_rejected, table
-    from lightning_ptdp.planner.remedies import why_nothing_fits
+    from lightning_ptdp.planner.search import why_nothing_fits
 
     _refuse_ignored(options)
     check_picture("--picture", options.picture)

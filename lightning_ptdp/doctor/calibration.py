@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from lightning_ptdp.base.forked_processes import Tell
-from lightning_ptdp.doctor.collective_checks import GroupMember
-from lightning_ptdp.doctor.links import Links, measure_links
+from lightning_ptdp.callbacks.step_metrics import device_name
+from lightning_ptdp.doctor.links import GroupMember, Links, measure_links, seconds_of
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
 from lightning_ptdp.planner import (
@@ -61,13 +61,21 @@ _Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Measurements of one rank.
+    """Device and measurements of one rank.
 
     Attributes:
+        name: The device's own name.
+        kind: "cpu" or "cuda".
+        memory_bytes: Memory of a process in bytes.
+        cores: Cores that all processes share; 0 if each has a GPU.
         seconds: Seconds of each run by its key.
         links: Measurements of the collectives between ranks.
     """
 
+    name: str
+    kind: str
+    memory_bytes: float
+    cores: int
     seconds: Mapping[_Key, float]
     links: Links
 
@@ -87,24 +95,30 @@ def measure_device(place: GroupMember, tell: Tell) -> Figures:
             for key, make in _runs(place.device):
                 tell(f"{' '.join(map(str, key))}, round {number + 1} of {_ROUNDS}")
                 times[key].append(_usual_s(place.device, make()))
-    seconds = {key: median(rounds_s) for key, rounds_s in times.items()}
-    return Figures(seconds=seconds, links=measure_links(place, tell, cores=cores_of(place.device)))
+    if place.device.type == "cuda":
+        cores = 0
+        memory_bytes = float(torch.cuda.get_device_properties(place.device).total_memory)
+    else:
+        cores = len(os.sched_getaffinity(0))
+        memory_bytes = psutil.virtual_memory().total / place.size
+    return Figures(
+        name=device_name(place.device),
+        kind=place.device.type,
+        memory_bytes=memory_bytes,
+        cores=cores,
+        seconds={key: median(rounds_s) for key, rounds_s in times.items()},
+        links=measure_links(place, tell, cores=cores),
+    )
 
 
-def calibrated(
-    name: str, figures: Sequence[Figures], *, kind: str, memory_bytes: float, cores: int = 0
-) -> Device:
-    """Return the device that follows from all ranks' figures. The slowest rank counts.
-
-    Args:
-        name: The device's own name.
-        figures: Measurements of each rank.
-        kind: "cpu" or "cuda".
-        memory_bytes: Memory of a process in bytes.
-        cores: Cores that all processes share; 0 if each has its own device.
-    """
-    preset = find_device("cpu") if kind == "cpu" else known_device(name) or find_device("h100")
-    slowest = {key: max(item.seconds[key] for item in figures) for key in figures[0].seconds}
+def calibrated(figures: Sequence[Figures]) -> Device:
+    """Return the device that follows from all ranks' figures. The slowest rank counts."""
+    first = figures[0]
+    kind = first.kind
+    preset = (
+        find_device("cpu") if kind == "cpu" else known_device(first.name) or find_device("h100")
+    )
+    slowest = {key: max(item.seconds[key] for item in figures) for key in first.seconds}
     products = [
         (m, n, k, 2 * m * n * k / slowest["product", m, n, k])
         for m, n, k in itertools.product(_SIDES[kind], repeat=3)
@@ -127,8 +141,8 @@ def calibrated(
     )
     return replace(
         preset,
-        name=name,
-        memory_bytes=memory_bytes,
+        name=first.name,
+        memory_bytes=first.memory_bytes,
         reserved_bytes=_GIB if kind == "cuda" else 0.0,
         flops_16=half,
         flops_32=single,
@@ -139,14 +153,14 @@ def calibrated(
         attention_share=min(1.0, attention[-1][2] / 2 / best),
         measured=Measured(
             processes=len(figures),
-            cores=cores,
+            cores=first.cores,
             products=tuple(products),
             attention=tuple(attention),
             gated=gated,
             loss=_TOKENS * _WORDS * SOFTWARE["ours"].loss / slowest["loss",],
             optimizer=32 * _PARAMETERS / slowest["optimizer",],
             operation_s=slowest["host",] / (3 * SOFTWARE["ours"].operations),
-            waiting=figures[0].links.waiting,
+            waiting=first.links.waiting,
         ),
         cluster=_cluster(preset.cluster, figures),
     )
@@ -317,24 +331,8 @@ def _usual_s(device: torch.device, run: _Run) -> float:
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
 
     def seconds() -> float:
-        start = clock()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return max(clock() - start, 1e-9)
+        return max(seconds_of(device, run, clock=clock), 1e-9)
 
     seconds()
     repetitions = min(max(int(_BUDGET_S / seconds()), _LEAST), _MOST)
     return median(seconds() for _ in range(repetitions))
-
-
-def cores_of(device: torch.device) -> int:
-    """Return the cores that all processes share; 0 if each has a GPU."""
-    return len(os.sched_getaffinity(0)) if device.type == "cpu" else 0
-
-
-def memory_of(device: torch.device, processes: int) -> float:
-    """Return the bytes of memory that a process can have."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return psutil.virtual_memory().total / processes

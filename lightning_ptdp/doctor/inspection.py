@@ -16,8 +16,8 @@ import psutil
 from lightning_ptdp.base.forked_processes import Tell, run_ranks
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.doctor import folder_checks
-from lightning_ptdp.doctor.bandwidth import Measurement
 from lightning_ptdp.doctor.check import Check, Status, failed
+from lightning_ptdp.doctor.links import Measurement
 from lightning_ptdp.doctor.machine_checks import (
     check_cores,
     check_devices,

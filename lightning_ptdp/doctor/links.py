@@ -1,6 +1,8 @@
-"""Time of collectives and messages between ranks, as training uses them.
+"""Speed of messages and collectives at a few sizes, shown to users and measured for the planner.
 
-Each operation runs after a matrix product, in groups of each size.
+Bytes per second are those of the links and comparable between numbers of ranks, as in NVIDIA's
+nccl-tests. For x bytes, each rank's link carries 2 (n - 1) / n · x in an all-reduce,
+(n - 1) / n · x in a reduce-scatter or an all-gather of x bytes in total, and x in a message.
 """
 
 from __future__ import annotations
@@ -13,11 +15,175 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_ptdp.base.forked_processes import Tell
-from lightning_ptdp.doctor.bandwidth import collectives
-from lightning_ptdp.doctor.collective_checks import GroupMember
+from lightning_ptdp.doctor.check import Check, ok, warning
+from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.axes import divisors
+
+SIZES = (8 * 2**10, 2**20, 32 * 2**20)
+"""Sizes in bytes."""
+
+_BUDGET_S = 0.1
+_MOST = 50
+_LEAST = 3
+_ELEMENT = 4
+# Links of one kind differ by some 10 to 20 %.
+_SLOW = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMember:
+    """A process in the group.
+
+    It has a rank, the number of ranks, and the device of the tensors that it sends.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def full(self, count: int, value: float) -> Tensor:
+        """Return ``count`` float32 numbers of this value on the device."""
+        return torch.full((count,), float(value), device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The median of one operation.
+
+    Attributes:
+        operation: Name of the operation; that of a message includes both ranks.
+        size: Size in bytes.
+        seconds: Seconds of the slowest rank.
+        bytes_per_s: Bytes per second over a rank's link.
+    """
+
+    operation: str
+    size: int
+    seconds: float
+    bytes_per_s: float
+
+
+def measure(place: GroupMember, tell: Tell, sizes: Sequence[int] = SIZES) -> list[Measurement]:
+    """Measure messages between neighbours and three collectives.
+
+    Collective: all ranks call it at the same time, and all get the same result.
+    """
+    return [
+        _timed(place, tell, name, size, operation, share)
+        for size in sizes
+        for name, operation, share in _world_operations(place, size)
+    ]
+
+
+def check_links(measurements: Sequence[Measurement]) -> Check:
+    """Check that the links between all neighbours are about equally fast for large messages."""
+    largest = max(measurement.size for measurement in measurements)
+    links = [
+        measurement
+        for measurement in measurements
+        if measurement.size == largest and measurement.operation.startswith("send")
+    ]
+    links.sort(key=lambda measurement: measurement.bytes_per_s)
+    slowest = links[0]
+    quickest = links[-1]
+    rates = dict.fromkeys(
+        f"{measurement.bytes_per_s / 1e9:.2f}" for measurement in (slowest, quickest)
+    )
+    finding = f"{' to '.join(rates)} GB/s between neighbours"
+    if slowest.bytes_per_s < _SLOW * quickest.bytes_per_s:
+        remedy = (
+            "do not use this link for tensor-parallel ranks, or check its cable, its PCIe "
+            "slot and nvidia-smi topo -m"
+        )
+        return warning("links", f"{finding}; the slowest is {slowest.operation}", remedy)
+    return ok("links", finding)
+
+
+_Operation = Callable[[], object]
+
+
+def collectives(
+    place: GroupMember, group: Any, members: int, size: int
+) -> Iterator[tuple[str, _Operation]]:
+    """Yield the name of each measured collective, and its call for at least ``size`` bytes."""
+    count = -(-size // (_ELEMENT * members)) * members
+    buffer, shard = place.full(count, 1), place.full(count // members, 1)
+    yield "all-reduce", lambda: dist.all_reduce(buffer, group=group)
+    yield "reduce-scatter", lambda: reduce_scatter_single(shard, buffer, group)
+    yield "all-gather", lambda: all_gather_single(buffer, shard, group)
+
+
+def _world_operations(place: GroupMember, size: int) -> Iterator[tuple[str, _Operation, float]]:
+    """Yield (name, operation on ``size`` bytes, share of the bytes that crosses a link)."""
+    n = place.size
+    buffer = place.full(size // _ELEMENT, 1)
+    for first in range(n if n > 2 else 1):
+        second = (first + 1) % n
+        yield f"send {first} to {second}", _there_and_back(place, buffer, first, second), 2.0
+    for name, run in collectives(place, dist.group.WORLD, n, size):
+        yield name, run, (2 if name == "all-reduce" else 1) * (n - 1) / n
+
+
+def _there_and_back(
+    place: GroupMember, tensor: torch.Tensor, first: int, second: int
+) -> _Operation:
+    def run() -> None:
+        if place.rank == first:
+            dist.send(tensor, second)
+            dist.recv(tensor, second)
+        elif place.rank == second:
+            dist.recv(tensor, first)
+            dist.send(tensor, first)
+
+    return run
+
+
+def _timed(
+    place: GroupMember, tell: Tell, name: str, size: int, operation: _Operation, share: float
+) -> Measurement:
+    tell(f"{name} of {size} bytes")
+    operation()  # creates the connections
+    single = _agreed(place, seconds_of(place.device, operation))
+    repetitions = min(max(int(_BUDGET_S / single), _LEAST), _MOST)
+    usual = median(seconds_of(place.device, operation) for _ in range(repetitions))
+    seconds = _agreed(place, usual)
+    trips = 2 if name.startswith("send") else 1
+    return Measurement(
+        operation=name, size=size, seconds=seconds / trips, bytes_per_s=share * size / seconds
+    )
+
+
+def seconds_of(
+    device: torch.device, *runs: _Operation, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the seconds of the runs, one after the other, including the device's."""
+    _synchronize(device)
+    start = clock()
+    for run in runs:
+        run()
+    _synchronize(device)
+    return clock() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _agreed(place: GroupMember, seconds: float) -> float:
+    """Return the longest time of all ranks."""
+    longest = place.full(1, seconds)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return max(longest.item(), 1e-9)
+
+
+# ---- Links as training uses them, for the planner ------------------------------------------------
+#
+# Each operation runs after a matrix product, in groups of each size.
+
 
 LINK_SIZES = (16 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 32 * 2**20)
 """Sizes in bytes."""
@@ -37,8 +203,7 @@ class Links:
 
 
 _ROUNDS = 3
-_MOST = 12
-_LEAST = 4
+_REPETITIONS = (4, 12)
 _MOST_BYTES = 64 * 2**20
 _PRODUCT = ((1024, 256), (256, 512), (1024, 512))
 
@@ -61,7 +226,7 @@ def measure_links(place: GroupMember, tell: Tell, *, cores: int) -> Links:
         group: Any = dist.new_group(list(range(members)))
         share = min(1.0, cores / members) if cores else 1.0
         for size in LINK_SIZES:
-            for name, run in _operations(place, group, members, size):
+            for name, run in _group_operations(place, group, members, size):
                 tell(f"{name} of {size} bytes among {members}")
                 dist.barrier()
                 if place.rank < members:
@@ -74,41 +239,33 @@ def measure_links(place: GroupMember, tell: Tell, *, cores: int) -> Links:
     return Links(seconds=times, waiting=min(1.0, used / waited) if waited else 0.0)
 
 
-def _operations(
+def _group_operations(
     place: GroupMember, group: Any, members: int, size: int
-) -> Iterator[tuple[str, Callable[[], object]]]:
+) -> Iterator[tuple[str, _Operation]]:
     yield from collectives(place, group, members, size)
     if members == 2:
         buffer = place.full(-(-size // (4 * members)) * members, 1)
         yield "send", lambda: dist.send(buffer, 1) if place.rank == 0 else dist.recv(buffer, 0)
 
 
-def _beyond_product(
-    place: GroupMember, run: Callable[[], object], size: int
-) -> tuple[float, float]:
+def _beyond_product(place: GroupMember, run: _Operation, size: int) -> tuple[float, float]:
     """Return the additional seconds of an operation after a product.
 
     The second number is the seconds of CPU cores that the operation uses.
     """
     a, b, result = (torch.randn(shape, device=place.device) for shape in _PRODUCT)
-    repetitions = max(_LEAST, min(_MOST, _MOST_BYTES // size))
+    least, most = _REPETITIONS
+    repetitions = max(least, min(most, _MOST_BYTES // size))
 
-    def best_round(*parts: Callable[[], object]) -> tuple[float, float]:
+    def best_round(*parts: _Operation) -> tuple[float, float]:
         # The best round counts, because this clock includes interruptions, in contrast to a
         # thread's clock (calibration.py).
-        return min(run_round(parts) for _ in range(_ROUNDS))
+        return min(run_round(*parts) for _ in range(_ROUNDS))
 
-    def run_round(parts: Sequence[Callable[[], object]]) -> tuple[float, float]:
-        seconds = []
+    def run_round(*parts: _Operation) -> tuple[float, float]:
         used = time.process_time()
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            for part in parts:
-                part()
-            if place.device.type == "cuda":
-                torch.cuda.synchronize(place.device)
-            seconds.append(time.perf_counter() - start)
-        return median(seconds), (time.process_time() - used) / repetitions
+        seconds = median(seconds_of(place.device, *parts) for _ in range(repetitions))
+        return seconds, (time.process_time() - used) / repetitions
 
     def product() -> object:
         return torch.mm(a, b, out=result)

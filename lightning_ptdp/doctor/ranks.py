@@ -1,23 +1,24 @@
-"""Checks with real processes, which form a group as in training, use it and measure it."""
+"""Checks with real processes, which form a group as in training, test it and measure it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_ptdp.base.forked_processes import Outcome, Tell, run_ranks
-from lightning_ptdp.callbacks.step_metrics import device_name
-from lightning_ptdp.doctor.bandwidth import Measurement, check_links, measure
-from lightning_ptdp.doctor.calibration import calibrated, cores_of, measure_device, memory_of
+from lightning_ptdp.doctor.calibration import calibrated, measure_device
 from lightning_ptdp.doctor.check import Check, failed, ok
-from lightning_ptdp.doctor.collective_checks import COLLECTIVES, GroupMember
+from lightning_ptdp.doctor.links import GroupMember, Measurement, check_links, measure
 from lightning_ptdp.planner import Device
+from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.mesh import default_group_options
 from lightning_ptdp.world.rendezvous_address import (
     LOOPBACK,
@@ -70,17 +71,12 @@ def calibrate_ranks(*, count: int, backend: str, timeout_s: float) -> Device:
     Raises:
         RuntimeError: A rank failed or hangs. The message names it.
     """
-    outcome = _run(_calibrate, count, backend, timeout_s)
+    outcome = _run(
+        lambda place, tell: {"figures": measure_device(place, tell)}, count, backend, timeout_s
+    )
     if problem := outcome.explain():
         raise RuntimeError(f"{problem}: {_mend(backend)}")
-    first = outcome.results[0]
-    return calibrated(
-        first["name"],
-        [outcome.results[rank]["figures"] for rank in range(count)],
-        kind="cuda" if backend == "nccl" else "cpu",
-        memory_bytes=first["memory_bytes"],
-        cores=first["cores"],
-    )
+    return calibrated([outcome.results[rank]["figures"] for rank in range(count)])
 
 
 def _run(
@@ -112,25 +108,15 @@ def _run(
         return run_ranks(run, count=count, timeout_s=timeout_s)
 
 
-def _calibrate(place: GroupMember, tell: Tell) -> dict[str, Any]:
-    return {
-        "name": device_name(place.device),
-        "figures": measure_device(place, tell),
-        "memory_bytes": memory_of(place.device, place.size),
-        "cores": cores_of(place.device),
-    }
-
-
 def _use(place: GroupMember, tell: Tell) -> dict[str, Any]:
+    if place.size == 1:
+        return {"wrong": [], "measurements": []}
     wrong = []
-    measurements: list[Measurement] = []
-    if place.size > 1:
-        for name, use in COLLECTIVES.items():
-            tell(name)
-            if not use(place):
-                wrong.append(name)
-        measurements = measure(place, tell)
-    return {"wrong": wrong, "measurements": measurements}
+    for name, use in COLLECTIVES.items():
+        tell(name)
+        if not use(place):
+            wrong.append(name)
+    return {"wrong": wrong, "measurements": measure(place, tell)}
 
 
 def _checks(outcome: Outcome, count: int, backend: str, timeout_s: float) -> Iterator[Check]:
@@ -164,3 +150,109 @@ def _mend(backend: str) -> str:
         "try GLOO_SOCKET_IFNAME=lo, or a longer --timeout; usual causes are a firewall or a "
         "host name that cannot be resolved"
     )
+
+
+# ---- Tests of every kind of communication that training uses, each with a known answer -----------
+
+
+def _all_reduce(place: GroupMember) -> bool:
+    summed = place.full(5, place.rank + 1)
+    largest = place.full(5, place.rank)
+    dist.all_reduce(summed)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return _is(summed, place.size * (place.size + 1) / 2) and _is(largest, place.size - 1)
+
+
+def _broadcast(place: GroupMember) -> bool:
+    tensor = place.full(5, place.rank)
+    dist.broadcast(tensor, place.size - 1)
+    return _is(tensor, place.size - 1)
+
+
+def _reduce_scatter(place: GroupMember) -> bool:
+    source = torch.arange(place.size, dtype=torch.float32, device=place.device).repeat_interleave(3)
+    output = place.full(3, -1)
+    reduce_scatter_single(output, source, dist.group.WORLD)
+    return _is(output, place.rank * place.size)
+
+
+def _all_gather(place: GroupMember) -> bool:
+    output = place.full(3 * place.size, -1)
+    all_gather_single(output, place.full(3, place.rank), dist.group.WORLD)
+    return bool((output.cpu() == torch.arange(place.size).repeat_interleave(3)).all())
+
+
+def _all_to_all(place: GroupMember) -> bool:
+    source = place.rank * place.size + torch.arange(
+        place.size, dtype=torch.float32, device=place.device
+    )
+    output = place.full(place.size, -1)
+    dist.all_to_all_single(output, source)
+    return bool((output.cpu() == torch.arange(place.size) * place.size + place.rank).all())
+
+
+def _exchange(place: GroupMember, *steps: int) -> bool:
+    """Send every rank's number to the rank ``step`` after it in a ring, for all steps at once."""
+    received = {step: place.full(5, -1) for step in steps}
+    operations: list[dist.P2POp] = []
+    for tag, (step, buffer) in enumerate(received.items()):
+        after, before = ((place.rank + offset) % place.size for offset in (step, -step))
+        operations.append(dist.P2POp(dist.isend, place.full(5, place.rank), after, tag=tag))
+        operations.append(dist.P2POp(dist.irecv, buffer, before, tag=tag))
+    # All operations are one batch. The first message between two ranks blocks both until the other
+    # rank joins, so separate sends in a ring would deadlock.
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return all(_is(buffer, (place.rank - step) % place.size) for step, buffer in received.items())
+
+
+def _objects(place: GroupMember) -> bool:
+    gathered: list[Any] = [None] * place.size
+    dist.all_gather_object(gathered, {"rank": place.rank})
+    box = ["from the first" if place.rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    return gathered == [{"rank": rank} for rank in range(place.size)] and box == ["from the first"]
+
+
+def _groups(place: GroupMember) -> bool:
+    """Test the groups of neighbours, and one gloo group of all ranks.
+
+    Training uses a gloo group beside NCCL for agreements between ranks.
+    """
+    right = True
+    for first in range(0, place.size - 1, 2):
+        group: Any = dist.new_group([first, first + 1])
+        if place.rank in (first, first + 1):
+            tensor = place.full(5, place.rank)
+            dist.all_reduce(tensor, group=group)
+            right = right and _is(tensor, 2 * first + 1)
+    flag = torch.ones(())
+    world: Any = dist.new_group(backend="gloo")
+    dist.all_reduce(flag, group=world)
+    return right and flag.item() == place.size
+
+
+def _barrier(place: GroupMember) -> bool:
+    dist.barrier(device_ids=[place.device.index] if place.device.type == "cuda" else None)
+    return True
+
+
+COLLECTIVES: Mapping[str, Callable[[GroupMember], bool]] = MappingProxyType(
+    {
+        "all-reduce": _all_reduce,
+        "broadcast": _broadcast,
+        "reduce-scatter": _reduce_scatter,
+        "all-gather": _all_gather,
+        "all-to-all": _all_to_all,
+        "send and receive": lambda place: _exchange(place, 1),
+        "both directions": lambda place: _exchange(place, 1, -1),
+        "objects": _objects,
+        "groups": _groups,
+        "barrier": _barrier,
+    }
+)
+"""Name -> test that returns True if the answer is correct."""
+
+
+def _is(tensor: Tensor, value: float) -> bool:
+    return bool((tensor.cpu() == value).all())

@@ -12,8 +12,8 @@ Example::
         print(candidate.choice.options(), candidate.memory.total, candidate.time.total)
 
 The package consists of pure functions of sizes: nothing is run, and no device is needed. Each
-estimate has its own file: activations, parameters, memory, layers, links, schedules and steps. All
-of them read the model as the record in ``shapes.py``.
+estimate has its own file: links, products, attentions, experts, layers, what replicas share, memory
+and steps. All of them read the model as the record in ``shapes.py``.
 """
 
 from lightning_ptdp.planner.calibrated_device import (
@@ -35,11 +35,17 @@ from lightning_ptdp.planner.devices import Cluster, Device, Link, Measured
 from lightning_ptdp.planner.job import RESERVE, Choice, Job
 from lightning_ptdp.planner.layer_time import layer_time
 from lightning_ptdp.planner.memory import RankMemory, fullest_rank
-from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision, find_precision
 from lightning_ptdp.planner.search import Candidate, Plan, search
 from lightning_ptdp.planner.search_space import Space, UnfitSize
 from lightning_ptdp.planner.shapes import ModelShape
-from lightning_ptdp.planner.software import SOFTWARE, Software, find_software
+from lightning_ptdp.planner.software import (
+    PRECISIONS,
+    SOFTWARE,
+    Precision,
+    Software,
+    find_precision,
+    find_software,
+)
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 
 __all__ = [

@@ -16,8 +16,10 @@ from lightning_ptdp.attention import ATTENTIONS, AttentionTraffic
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.pass_time import product_time
-from lightning_ptdp.planner.shapes import MASK, AttentionShape
+from lightning_ptdp.planner.shapes import AttentionShape
 
+_MASK = 1
+"""Bytes per element of a dropout's mask, on an accelerator."""
 _LOG_SUM_EXP = 4
 _SINGLE = 4
 _FUSED_BACKWARD = 2.5
@@ -29,33 +31,26 @@ They are five and two (arXiv 2307.08691, section 3.1.2).
 
 def input_bytes(job: Job, choice: Choice, attention: AttentionShape) -> float:
     """Return the bytes of queries, keys and values."""
-    return _inputs(choice, attention) * job.precision.compute
-
-
-def _inputs(choice: Choice, attention: AttentionShape) -> float:
-    c = choice.layout.context_parallel_size
     heads, kv_heads = held_heads(choice, attention)
     values = attention.queries * heads * attention.head_dim
     values += attention.keys * kv_heads * (attention.head_dim + attention.value_dim)
-    return choice.micro_batch_size * values / c
+    return choice.micro_batch_size * values / choice.c * job.precision.compute
 
 
 def core_bytes(job: Job, choice: Choice, attention: AttentionShape) -> float:
     """Return the bytes that the attention keeps for its backward, including its inputs."""
     w = job.precision.compute
-    t = choice.layout.tensor_parallel_size
-    c = choice.layout.context_parallel_size
-    heads, _ = attention.local_heads(t)
-    queries = choice.micro_batch_size * attention.queries / c
+    heads, _ = attention.local_heads(choice.t)
+    queries = choice.micro_batch_size * attention.queries / choice.c
     if job.fuses(attention):
         return input_bytes(job, choice, attention) + queries * heads * _LOG_SUM_EXP
     if job.device.kind == "cpu":
-        keys = choice.micro_batch_size * attention.keys / c
+        keys = choice.micro_batch_size * attention.keys / choice.c
         copies = queries * heads * attention.head_dim + keys * heads * (
             attention.head_dim + attention.value_dim
         )
         return copies * _SINGLE + queries * heads * attention.keys * 3 * _SINGLE
-    scores = queries * heads * attention.keys * (w + (w + MASK if attention.dropout else 0))
+    scores = queries * heads * attention.keys * (w + (w + _MASK if attention.dropout else 0))
     return input_bytes(job, choice, attention) + scores
 
 
@@ -69,14 +64,13 @@ def attention_time(
     device = job.device
     software = job.software
     width = job.precision.compute
-    t = choice.layout.tensor_parallel_size
-    c = choice.layout.context_parallel_size
-    heads, _ = attention.local_heads(t)
+    heads, _ = attention.local_heads(choice.t)
+    queries = choice.micro_batch_size * attention.queries / choice.c
     if job.fuses(attention) and device.measured is not None:
         # Rates are measured with a causal mask, but given per operation of the whole square.
         square = (
             choice.micro_batch_size
-            / c
+            / choice.c
             * attention.flops
             * heads
             / attention.heads
@@ -87,7 +81,6 @@ def attention_time(
         forward = square / (rate * speed)
         backward = _FUSED_BACKWARD * square / (rate_back * speed)
     elif job.fuses(attention):
-        queries = choice.micro_batch_size * attention.queries / c
         work = 2 * queries * attention.keys * heads * (attention.head_dim + attention.value_dim)
         work /= 2 if software.skips_masked and attention.causal else 1
         tuned = device.tuned_attention_share if software.attention == "tuned" else None
@@ -95,28 +88,30 @@ def attention_time(
         backward = _FUSED_BACKWARD * forward
     else:
         batch = choice.micro_batch_size * heads
-        rows = round(attention.queries / c)
+        rows = round(attention.queries / choice.c)
         scores = product_time(device, width, rows, attention.keys, attention.head_dim, batch)
         values = product_time(device, width, rows, attention.value_dim, attention.keys, batch)
-        read, read_back = _traffic(job, choice, attention)
+        read, read_back = _traffic(job, choice, attention, queries * heads)
         forward = scores + values + read / device.stream
         # Each of a product's two gradients has the shape of this product or of the other one.
         backward = 2 * (scores + values) + read_back / device.stream
     return forward, backward, *exchange_time(job, choice, attention, forward, backward)
 
 
-def _traffic(job: Job, choice: Choice, attention: AttentionShape) -> tuple[float, float]:
+def _traffic(
+    job: Job, choice: Choice, attention: AttentionShape, queries: float
+) -> tuple[float, float]:
     """Return the bytes of the scores between the products of an attention that is not fused.
 
-    They are read and written by masked softmax and dropout. The result is (forward, backward).
+    They are read and written by masked softmax and dropout. ``queries`` are those of all heads of
+    the rank. The result is (forward, backward).
     """
-    w, (heads, _) = job.precision.compute, attention.local_heads(choice.layout.tensor_parallel_size)
-    queries = choice.micro_batch_size * attention.queries / choice.layout.context_parallel_size
-    scores = queries * attention.keys * heads
-    dropped = 2 * w + MASK if attention.dropout else 0
+    w = job.precision.compute
+    scores = queries * attention.keys
+    dropped = 2 * w + _MASK if attention.dropout else 0
     # products of several heads need other orders of their operands and results
-    results = 2 * w * queries * heads * attention.value_dim
-    moved = 2 * w * _inputs(choice, attention)
+    results = 2 * w * queries * attention.value_dim
+    moved = 2 * input_bytes(job, choice, attention)
     return scores * (2 * w + dropped) + results, scores * (3 * w + dropped) + results + moved
 
 
@@ -127,14 +122,14 @@ def _traffic(job: Job, choice: Choice, attention: AttentionShape) -> tuple[float
 
 def held_heads(choice: Choice, attention: AttentionShape) -> tuple[int, int]:
     """Return the heads of queries and of keys that a rank keeps for each of its positions."""
-    heads, kv_heads = attention.local_heads(choice.layout.tensor_parallel_size)
+    heads, kv_heads = attention.local_heads(choice.t)
     kind = ATTENTIONS[choice.context_parallel_attention]
-    return heads, kind.held_kv_heads(kv_heads, choice.layout.context_parallel_size)
+    return heads, kind.held_kv_heads(kv_heads, choice.c)
 
 
 def exchange_operations(choice: Choice) -> int:
     """Return the number of additional operations that the host launches per attention forward."""
-    c = choice.layout.context_parallel_size
+    c = choice.c
     return 0 if c == 1 else ATTENTIONS[choice.context_parallel_attention].operations(c)
 
 

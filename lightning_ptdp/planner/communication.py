@@ -44,7 +44,7 @@ class GroupLink:
     card: float
     inside: Link
     start_s: float
-    measured: tuple[tuple[str, int, float], ...] = ()
+    measured: tuple[tuple[str, int, float], ...]
 
     def all_gather(self, nbytes: float) -> float:
         """Return the seconds to gather or reduce-scatter a tensor of ``nbytes`` in total.
@@ -116,8 +116,9 @@ def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink
     Args:
         layout: Layout of the ranks.
         cluster: Links between the ranks.
-        axis: ``"tensor"``, or ``"replica_sum"``, over which gradients are summed; gradients of
-            experts are summed over ``"expert_replicas"``.
+        axis: ``"tensor"``, ``"pipeline"``, or ``"replica_sum"``, over which gradients are summed;
+            gradients of experts are summed over ``"expert_replicas"``. Of neighbours in the
+            pipeline, the slowest hop counts: all ranks of a stage in one node send to another node.
     """
     return strided_link(layout.size(axis), layout.stride(axis), cluster)
 
@@ -125,49 +126,29 @@ def group_link(layout: ParallelLayout, cluster: Cluster, axis: str) -> GroupLink
 def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
     """Return the groups of ``size`` ranks that are ``stride`` apart."""
     inside = cluster.node
-    between = cluster.between
-    if size * stride <= cluster.node_size:
-        measured = tuple(
-            (name, nbytes, seconds)
-            for name, count, nbytes, seconds in cluster.collectives
-            if count in (size, 0)
-        )
-        return GroupLink(
-            size=size,
-            members=size,
-            link=inside,
-            hop=inside,
-            card=inside.bandwidth,
-            inside=inside,
-            start_s=cluster.start_s,
-            measured=measured,
-        )
-    members = max(1, min(size, cluster.node_size // stride))
+    fits = size * stride <= cluster.node_size
+    members = size if fits else max(1, min(size, cluster.node_size // stride))
     # All groups of a node send to other nodes at the same time.
     cards = cluster.cards * members / cluster.node_size
+
+    def limit(cards: float) -> Link:
+        between = cluster.between
+        bandwidth = min(inside.bandwidth, cards * between.bandwidth)
+        return inside if fits else Link(bandwidth=bandwidth, latency_s=between.latency_s)
+
     return GroupLink(
         size=size,
         members=members,
-        link=Link(
-            bandwidth=min(inside.bandwidth, cards * between.bandwidth), latency_s=between.latency_s
-        ),
-        hop=Link(
-            bandwidth=min(inside.bandwidth, min(1.0, cards) * between.bandwidth),
-            latency_s=between.latency_s,
-        ),
-        card=min(inside.bandwidth, cards / members * between.bandwidth),
+        link=limit(cards),
+        hop=limit(min(1.0, cards)),
+        card=limit(cards / members).bandwidth,
         inside=inside,
         start_s=cluster.start_s,
-    )
-
-
-def pipeline_link(layout: ParallelLayout, cluster: Cluster) -> GroupLink:
-    """Return the groups of neighbours in the pipeline.
-
-    The slowest hop counts: all ranks of a stage in one node send to another node.
-    """
-    return strided_link(
-        layout.pipeline_parallel_size, layout.world_size // layout.pipeline_parallel_size, cluster
+        measured=tuple(
+            (name, nbytes, seconds)
+            for name, count, nbytes, seconds in cluster.collectives
+            if fits and count in (size, 0)
+        ),
     )
 
 
@@ -268,7 +249,7 @@ def late_biases(job: Job, choice: Choice, products: Iterable[Product]) -> float:
 
     The products cannot include these biases.
     """
-    t = choice.layout.tensor_parallel_size
+    t = choice.t
     if t == 1 or job.software.elementwise != "eager":
         return 0.0
     added = sum(

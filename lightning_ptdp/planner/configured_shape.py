@@ -21,9 +21,8 @@ from lightning_ptdp.models.memory_saving import RMSNorm, Rotary
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig, split_widths
 from lightning_ptdp.planner.examples import call_with
 from lightning_ptdp.planner.model_trace import trace_shape
-from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.shapes import Divided, ModelShape
-from lightning_ptdp.planner.software import Software
+from lightning_ptdp.planner.software import Precision, Software
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan
 
 
@@ -144,6 +143,12 @@ _MIXTURE = {
     "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "dense_layers": ("first_k_dense_replace",),
 }
+_LATENT = {
+    "keys": ("kv_lora_rank",),
+    "plain": ("qk_nope_head_dim",),
+    "turned": ("qk_rope_head_dim",),
+    "values": ("v_head_dim",),
+}
 _GATED = ("silu", "swish")
 
 
@@ -216,13 +221,12 @@ def gpt_sizes(config: object) -> GPTConfig | BertConfig:
     if isinstance(config, GPTConfig | BertConfig):
         return config
     values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
-    fields = _found(values, _NAMES)
-    if missing := [_NAMES[field][0] for field in _NEEDED if fields[field] is None]:
+    sizes = _found(values, _NAMES)
+    if missing := [_NAMES[field][0] for field in _NEEDED if field not in sizes]:
         raise ValueError(
             f"its configuration has no {', '.join(missing)}. Give the sizes as options, such "
             "as --layers 24"
         )
-    sizes = {field: value for field, value in fields.items() if value is not None}
     kinds = sorted({str(kind) for kind in values.get("layer_types") or ()} - _ATTENTION)
     if kinds := kinds or sorted(name for name in values if name.startswith("mamba_"))[:1]:
         raise ValueError(
@@ -231,7 +235,7 @@ def gpt_sizes(config: object) -> GPTConfig | BertConfig:
         )
     sizes |= _mixture(values)
     tied = bool(values.get("tie_word_embeddings", True))
-    if fields["num_kv_heads"] is not None or "num_experts" in sizes:
+    if "num_kv_heads" in sizes or "num_experts" in sizes:
         head = values.get("head_dim")
         return PlannedGPT.llama(
             **sizes, tie_embeddings=tied, head_size=head, latent=_latent(values)
@@ -242,34 +246,29 @@ def gpt_sizes(config: object) -> GPTConfig | BertConfig:
 
 
 def _found(values: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    return {
-        field: next((values[name] for name in aliases if values.get(name)), None)
-        for field, aliases in names.items()
-    }
+    """Return the fields of which the values have one of their names."""
+    found = dict[str, Any]()
+    for field, aliases in names.items():
+        given = [values[name] for name in aliases if values.get(name)]
+        if given:
+            found[field] = given[0]
+    return found
 
 
 def _latent(values: Mapping[str, Any]) -> Latent | None:
-    if not values.get("kv_lora_rank"):
+    sizes = _found(values, _LATENT)
+    if "keys" not in sizes:
         return None
-    names = {
-        "keys": "kv_lora_rank",
-        "plain": "qk_nope_head_dim",
-        "turned": "qk_rope_head_dim",
-        "values": "v_head_dim",
-    }
-    if missing := [name for name in names.values() if not values.get(name)]:
+    if missing := [names[0] for field, names in _LATENT.items() if field not in sizes]:
         raise ValueError(
-            f"its configuration has kv_lora_rank={values['kv_lora_rank']!r}, but no "
-            f"{', '.join(missing)}"
+            f"its configuration has kv_lora_rank={sizes['keys']!r}, but no {', '.join(missing)}"
         )
-    return Latent(
-        queries=values.get("q_lora_rank"), **{field: values[name] for field, name in names.items()}
-    )
+    return Latent(queries=values.get("q_lora_rank"), **sizes)
 
 
 def _mixture(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a GPT with experts; none if it has at most one expert."""
-    sizes = {name: value for name, value in _found(values, _MIXTURE).items() if value is not None}
+    sizes = _found(values, _MIXTURE)
     if sizes.get("num_experts", 1) == 1:
         return {}
     if "experts_per_token" not in sizes:

@@ -35,7 +35,7 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
     Raises:
         ValueError: The arguments of the module, or the length of its sequences, are unknown.
     """
-    inputs = example if example is not None else getattr(module, "example_input_array", None)
+    inputs = _example(module, example)
     if inputs is not None:
         return lambda model, samples: _call(model, _sized(inputs, samples))
     for name, child in module.named_modules():
@@ -66,15 +66,9 @@ def longest_sample(module: nn.Module, example: Example | None = None) -> int | N
 
     The length of the ids in the example takes precedence.
     """
-    inputs = example if example is not None else getattr(module, "example_input_array", None)
-    ids = next(
-        (
-            leaf
-            for leaf in tree_leaves(inputs)
-            if isinstance(leaf, Tensor) and not leaf.is_floating_point()
-        ),
-        None,
-    )
+    leaves = tree_leaves(_example(module, example))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    ids = next((leaf for leaf in tensors if not leaf.is_floating_point()), None)
     if ids is not None and ids.dim() > 1:
         return ids.size(1)
     for child in module.modules():
@@ -85,6 +79,10 @@ def longest_sample(module: nn.Module, example: Example | None = None) -> int | N
                 if isinstance(length := getattr(sizes, name, None), int) and length > 0:
                     return length
     return None
+
+
+def _example(module: nn.Module, example: Example | None) -> Any:
+    return getattr(module, "example_input_array", None) if example is None else example
 
 
 def _known(sequence_length: int | None, module: nn.Module) -> int:

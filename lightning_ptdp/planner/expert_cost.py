@@ -16,30 +16,13 @@ them; w bytes per element::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from lightning_ptdp.planner.communication import GroupLink, strided_link
-from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.pass_time import product_time
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertTime:
-    """Seconds of one layer's experts and one microbatch.
-
-    Attributes:
-        forward: Products of the forward.
-        backward: Products of the backward, including the gradients of the weights.
-        weight: Part of ``backward`` that computes the gradients of the weights.
-        dispatch: All-to-alls of the forward; the backward has as many.
-    """
-
-    forward: float
-    backward: float
-    weight: float
-    dispatch: float
+from lightning_ptdp.planner.pass_time import PassTime, product_time
+from lightning_ptdp.planner.shapes import ExpertShape
 
 
 def rows(experts: ExpertShape, job: Job, choice: Choice) -> float:
@@ -48,9 +31,9 @@ def rows(experts: ExpertShape, job: Job, choice: Choice) -> float:
     Each tensor-parallel rank sends its part of the tokens. If each rank holds a part of every
     expert, it sends all tokens.
     """
-    layout = choice.layout
-    senders = layout.tensor_parallel_size // layout.expert_tensor_parallel_size
-    return experts.chosen * choice.tokens(job) / senders
+    tokens = choice.micro_batch_size * job.sequence_length / choice.c
+    senders = choice.t // choice.layout.expert_tensor_parallel_size
+    return experts.chosen * tokens / senders
 
 
 def local_experts(experts: ExpertShape, choice: Choice) -> int:
@@ -64,22 +47,20 @@ def expert_link(job: Job, choice: Choice, axis: Literal["expert", "expert_replic
     These are blocks of the data- and context-parallel ranks, one for each tensor-parallel rank. If
     the software folds experts, they are blocks of all ranks of a stage.
     """
-    layout = choice.layout
-    fold = job.software.folds_experts
-    e = layout.expert_parallel_size
-    first = 1 if fold else layout.tensor_parallel_size
+    e = choice.layout.expert_parallel_size
+    first = 1 if job.software.folds_experts else choice.t
     size, stride = (e, first) if axis == "expert" else (expert_shards(job, choice), first * e)
     return strided_link(size, stride, job.cluster)
 
 
 def expert_shards(job: Job, choice: Choice) -> int:
     """Return the number of ranks that hold the same experts and sum their gradients."""
-    folded = choice.layout.tensor_parallel_size if job.software.folds_experts else 1
+    folded = choice.t if job.software.folds_experts else 1
     return folded * choice.layout.size("expert_replicas")
 
 
-def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
-    """Return the time of products and all-to-alls.
+def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> PassTime:
+    """Return the time of products, and of the all-to-alls of a forward; a backward has as many.
 
     ``expert_traffic`` counts the operations between them.
     """
@@ -98,7 +79,7 @@ def expert_time(experts: ExpertShape, job: Job, choice: Choice) -> ExpertTime:
         weight += gradient
     group = expert_link(job, choice, "expert")
     sent = job.imbalance * r * experts.hidden * width
-    return ExpertTime(
+    return PassTime(
         forward=forward, backward=backward, weight=weight, dispatch=2 * group.all_to_all(sent)
     )
 

@@ -12,11 +12,12 @@ from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig
 from lightning_ptdp.planner.configured_shape import configured_shape
 from lightning_ptdp.planner.devices import Cluster, Device
-from lightning_ptdp.planner.precision_bytes import PRECISIONS, Precision
-from lightning_ptdp.planner.shapes import AttentionShape, ModelShape
-from lightning_ptdp.planner.software import SOFTWARE, Software
+from lightning_ptdp.planner.shapes import AttentionShape, Bytes, ModelShape
+from lightning_ptdp.planner.software import PRECISIONS, SOFTWARE, Precision, Software
 from lightning_ptdp.schedule.generators import schedule_placement
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
+
+_GIB = 2**30
 
 RESERVE = 0.2
 """Default reserve: published bf16 trainings use 17 to 23 % more memory than estimated.
@@ -103,6 +104,15 @@ class Job:
         return (1 - self.reserve) * self.device.usable_bytes
 
     @property
+    def room(self) -> str:
+        """Return the memory that a layout may take, as ``60 GiB (75 less a reserve of 20%)``."""
+        limit = f"{self.limit_bytes / _GIB:.3g} GiB"
+        if self.reserve:
+            usable = self.device.usable_bytes / _GIB
+            return f"{limit} ({usable:.3g} less a reserve of {self.reserve:.0%})"
+        return limit
+
+    @property
     def shared_cores(self) -> int:
         """Return the cores that the processes of a node share; 0 if each has its own device."""
         measured = self.device.measured
@@ -138,6 +148,14 @@ class Job:
             software=self.software,
             on_cpu=self.device.kind == "cpu",
         )
+
+    @property
+    def snapshot_bytes(self) -> float:
+        """Return the bytes of a snapshot in memory on each node: weights and optimizer states.
+
+        ``snapshot_every_n_steps`` needs two of them in ``/dev/shm``, and one in a buffer.
+        """
+        return self.shape.parameters * (self.precision.weight + self.trained * self.precision.state)
 
     def fuses(self, attention: AttentionShape) -> bool:
         """Return True if no s x s scores are in memory. torch's CPU kernel has no dropout."""
@@ -191,22 +209,37 @@ class Choice:
     shard: Sharding = "none"
 
     def __post_init__(self) -> None:
-        assert (
-            self.layout.pipeline_parallel_size == 1
-            or self.layout.placement == schedule_placement(self.schedule)
-        ), self
+        assert self.p == 1 or self.layout.placement == schedule_placement(self.schedule), self
 
-    def tokens(self, job: Job) -> float:
-        """Return b s / c, a rank's tokens per microbatch between blocks.
+    @property
+    def t(self) -> int:
+        """Return the tensor-parallel size."""
+        return self.layout.tensor_parallel_size
 
-        Sequence parallelism would divide them further.
-        """
-        return self.micro_batch_size * job.sequence_length / self.layout.context_parallel_size
+    @property
+    def p(self) -> int:
+        """Return the pipeline-parallel size."""
+        return self.layout.pipeline_parallel_size
+
+    @property
+    def v(self) -> int:
+        """Return the number of stages of a pipeline rank."""
+        return self.layout.virtual_pipeline_size
+
+    @property
+    def c(self) -> int:
+        """Return the context-parallel size."""
+        return self.layout.context_parallel_size
 
     @property
     def samples(self) -> float:
         """Return the number of samples of a microbatch on one rank: b / c."""
-        return self.micro_batch_size / self.layout.context_parallel_size
+        return self.micro_batch_size / self.c
+
+    def bytes_of(self, sizes: Bytes) -> float:
+        """Return the bytes of a microbatch on one rank."""
+        alike = sizes.alike / (self.t if self.layout.sequence_parallel else 1)
+        return (self.micro_batch_size * (alike + sizes.split / self.t) + sizes.once) / self.c
 
     def options(self) -> dict[str, object]:
         """Return the arguments of ``PTDPStrategy`` that differ from the defaults.
@@ -223,7 +256,7 @@ class Choice:
         A file that sets other values needs all of them.
         """
         chosen = {**vars(self.layout), **vars(self)}
-        if self.layout.pipeline_parallel_size == 1:
+        if self.p == 1:
             chosen["schedule"] = "auto"
         return {
             name: chosen[name] for name in (*self.layout.options(), *_DEFAULTS, "num_microbatches")
@@ -237,7 +270,7 @@ class Choice:
     def describe(self) -> str:
         """Return a short form such as ``t8 p2 d4 sp b1 m16 1f1b full``."""
         parts = [self.describe_layout(), f"b{self.micro_batch_size} m{self.num_microbatches}"]
-        if self.layout.pipeline_parallel_size > 1:
+        if self.p > 1:
             parts.append(self.schedule)
         if self.recompute != "none":
             parts.append(self.recompute + (" 1/t" if self.distribute_saved_activations else ""))

@@ -8,7 +8,6 @@ counts.
 
 from __future__ import annotations
 
-from lightning_ptdp.planner.activations import kept_on
 from lightning_ptdp.planner.attention_cost import attention_time, exchange_operations
 from lightning_ptdp.planner.communication import (
     expert_collectives,
@@ -18,15 +17,16 @@ from lightning_ptdp.planner.communication import (
     transposes,
 )
 from lightning_ptdp.planner.expert_cost import expert_time, expert_traffic, local_experts
-from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.parameters import sharding_time
 from lightning_ptdp.planner.pass_time import (
+    NO_PRODUCT,
     NOTHING,
     PassTime,
+    num_logits,
     product_passes,
 )
-from lightning_ptdp.planner.shapes import LayerShape
+from lightning_ptdp.planner.replica_cost import sharding_time
+from lightning_ptdp.planner.shapes import ExpertShape, LayerShape
 
 _DISPATCH_OPERATIONS = 50
 _EXPERT_OPERATIONS = 5
@@ -52,40 +52,30 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         (sum(parts) for parts in zip(*cores, strict=True)) if cores else (0.0,) * 4
     )
     sent, sent_backward, collectives = tensor_collectives(job, choice, layer.products, products)
+    operations = software.operations + len(layer.attentions) * exchange_operations(choice)
+    experts = NOTHING
     if layer.experts is not None:
+        experts = _expert_passes(job, choice, layer.experts, stream)
+        operations += _expert_operations(job, choice, layer.experts)
         expert_sent, count = expert_collectives(job, choice, layer)
         collectives += count
-        sent = sent + expert_sent
-        sent_backward = sent_backward + expert_sent
+        sent += expert_sent
+        sent_backward += expert_sent
     moved, moved_backward = transposes(job, choice, layer.products)
-    experts, travel, operations = (
-        (NOTHING, 0.0, 0) if layer.experts is None else _experts(job, choice, layer, layer.experts)
-    )
 
     measured = job.device.measured
     operation_s = software.operation_s if measured is None else measured.operation_s
-    operations += software.operations + len(layer.attentions) * exchange_operations(choice)
     host = operation_s * (operations + collectives * software.collective_operations)
-    between = kept_on(choice, layer.forward) + late_biases(job, choice, layer.products)
-    between_backward = kept_on(choice, layer.backward)
-    forward = (
-        sum(time.forward for time in products) + core + between / stream + moved + sent + exposed
-    )
-    forward += experts.forward + travel
+    between = choice.bytes_of(layer.forward) + late_biases(job, choice, layer.products)
+    between_backward = choice.bytes_of(layer.backward)
+    product = sum(products, NO_PRODUCT)
+    forward = product.forward + core + between / stream + moved + sent + exposed
+    forward += experts.forward + experts.dispatch
     forward = _host_and_device(job, host, forward)
     waited = sent + exposed
-    weight = (
-        sum(time.weight_gradient for time in products)
-        + experts.weight
-        + _accumulation(job, choice, layer)
-    )
-    backward = (
-        sum(time.input_gradient for time in products)
-        + weight
-        + core_backward
-        + between_backward / stream
-    )
-    backward += experts.backward - experts.weight + travel
+    weight = product.weight_gradient + experts.weight + _accumulation(job, choice, layer)
+    backward = product.input_gradient + weight + core_backward + between_backward / stream
+    backward += experts.backward - experts.weight + experts.dispatch
     backward = _host_and_device(
         job, 2 * host, backward + moved_backward + sent_backward + exposed_backward
     )
@@ -94,7 +84,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         backward = backward + forward
         waited = 2 * waited
     elif choice.recompute == "selective":
-        backward += _selected(job, sum(time.forward for time in products), core, between / stream)
+        backward += _selected(job, product.forward, core, between / stream)
     forward, backward, weight = (
         software.slower * seconds for seconds in (forward, backward, weight)
     )
@@ -105,7 +95,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
         weight=weight,
         communication=waited + sent_backward + exposed_backward + gathered + scattered,
         experts=(1 + recomputes) * experts.forward + experts.backward,
-        dispatch=(2 + recomputes) * travel,
+        dispatch=(2 + recomputes) * experts.dispatch,
     )
 
 
@@ -115,28 +105,18 @@ def _selected(job: Job, products: float, attention: float, between: float) -> fl
     return attention if share is None else share * products + between
 
 
-def _experts(
-    job: Job, choice: Choice, layer: LayerShape, experts: ExpertShape
-) -> tuple[PassTime, float, int]:
-    """Return the times of a layer's experts.
+def _expert_passes(job: Job, choice: Choice, experts: ExpertShape, stream: float) -> PassTime:
+    """Return the time of a layer's experts with the operations between their products."""
+    read, read_back = expert_traffic(experts, job, choice)
+    between = PassTime(forward=read / stream, backward=read_back / stream, weight=0.0)
+    return expert_time(experts, job, choice) + between
 
-    The result is (products and the operations between them; all-to-alls of one direction;
-    number of operations of a forward).
-    """
-    time = expert_time(experts, job, choice)
-    traffic = expert_traffic(experts, job, choice)
-    stream = _layer_stream(job, layer)
-    passes = PassTime(
-        forward=time.forward + traffic[0] / stream,
-        backward=time.backward + traffic[1] / stream,
-        weight=time.weight,
-    )
-    calls = (
-        1
-        if job.software.groups_products and job.device.kind == "cuda"
-        else local_experts(experts, choice)
-    )
-    return passes, time.dispatch, _DISPATCH_OPERATIONS + _EXPERT_OPERATIONS * calls
+
+def _expert_operations(job: Job, choice: Choice, experts: ExpertShape) -> int:
+    """Return the number of operations that the host launches for the forward of experts."""
+    grouped = job.software.groups_products and job.device.kind == "cuda"
+    calls = 1 if grouped else local_experts(experts, choice)
+    return _DISPATCH_OPERATIONS + _EXPERT_OPERATIONS * calls
 
 
 def _layer_stream(job: Job, layer: LayerShape) -> float:
@@ -154,9 +134,7 @@ def _accumulation(job: Job, choice: Choice, layer: LayerShape) -> float:
 
     All experts of the rank count, regardless of their number of tokens.
     """
-    elements = layer.elements(choice.layout.tensor_parallel_size)
-    if layer.experts is not None:
-        elements += layer.experts.local(choice.layout)
+    elements = layer.elements(choice.t) + layer.expert_parameters(choice.layout)
     return job.trained * elements * job.software.accumulation / job.device.stream
 
 
@@ -170,27 +148,25 @@ def input_time(job: Job, choice: Choice) -> PassTime:
     """
     first = job.shape.input
     stream = job.device.stream
-    t = choice.layout.tensor_parallel_size
     nbytes = choice.samples * job.shape.runs[0][1].crossing
-    products = [product_passes(job, choice, product) for product in first.products]
+    products = (product_passes(job, choice, product) for product in first.products)
+    total = sum(products, NO_PRODUCT)
     table = (
-        job.trained * first.table_elements(t) * (job.precision.weight + job.software.accumulation)
+        job.trained
+        * first.table_elements(choice.t)
+        * (job.precision.weight + job.software.accumulation)
     )
     summed = gathered = 0.0
     if first.table[0]:
         group = group_link(choice.layout, job.cluster, "tensor")
-        summed = (
-            group.all_gather(nbytes)
-            if choice.layout.sequence_parallel
-            else group.all_reduce(nbytes)
-        )
-        gathered = group.all_gather(nbytes) if choice.layout.sequence_parallel else 0.0
-    weight = sum(time.weight_gradient for time in products)
+        if choice.layout.sequence_parallel:
+            summed = gathered = group.all_gather(nbytes)
+        else:
+            summed = group.all_reduce(nbytes)
+    weight = total.weight_gradient
     return PassTime(
-        forward=sum(time.forward for time in products)
-        + kept_on(choice, first.forward) / stream
-        + summed,
-        backward=weight + (kept_on(choice, first.backward) + table) / stream + gathered,
+        forward=total.forward + choice.bytes_of(first.forward) / stream + summed,
+        backward=weight + (choice.bytes_of(first.backward) + table) / stream + gathered,
         weight=weight,
         communication=summed + gathered,
     )
@@ -200,27 +176,21 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     """Return the time of the work after the layers: the output head and the loss."""
     head = job.shape.head
     stream = job.device.stream
-    t = choice.layout.tensor_parallel_size
     products = [product_passes(job, choice, product) for product in head.products]
     gathered, exposed, _ = tensor_collectives(job, choice, head.products, products)
-    elements = sum(product.elements(t) for product in head.products)
-    weight = sum(time.weight_gradient for time in products)
-    weight += job.trained * elements * job.software.accumulation / stream
-    logits = 0.0
-    if head.products:
-        logits = choice.samples * head.products[-1].rows * head.products[-1].local(t)[0]
+    total = sum(products, NO_PRODUCT)
+    weight = total.weight_gradient
+    weight += job.trained * head.elements(choice.t) * job.software.accumulation / stream
+    logits = num_logits(job, choice)
     measured = job.device.measured
     loss = logits * job.software.loss / (stream if measured is None else measured.loss)
     return PassTime(
-        forward=sum(time.forward for time in products)
-        + loss / 3
-        + gathered
-        + kept_on(choice, head.forward) / stream,
-        backward=sum(time.input_gradient for time in products)
+        forward=total.forward + loss / 3 + gathered + choice.bytes_of(head.forward) / stream,
+        backward=total.input_gradient
         + weight
         + 2 / 3 * loss
         + exposed
-        + kept_on(choice, head.backward) / stream,
+        + choice.bytes_of(head.backward) / stream,
         weight=weight,
         communication=exposed + gathered,
     )

@@ -7,20 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 
-from lightning_ptdp.planner.activations import (
-    LayerActivations,
-    kept_on,
-    layer_activations,
-    logits_bytes,
-)
-from lightning_ptdp.planner.expert_cost import expert_buffers, expert_shards
+from lightning_ptdp.planner.attention_cost import core_bytes, input_bytes
+from lightning_ptdp.planner.expert_cost import expert_buffers, expert_kept
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.parameters import (
-    job_stages,
+from lightning_ptdp.planner.parameters import job_stages, layers_by_stage, rank_stages
+from lightning_ptdp.planner.pass_time import num_logits
+from lightning_ptdp.planner.replica_cost import (
     kept_whole_bytes,
-    layers_by_stage,
-    rank_stages,
     shards_parameters,
+    static_bytes,
     whole_bytes,
 )
 from lightning_ptdp.planner.shapes import LayerShape
@@ -75,53 +70,6 @@ class RankMemory:
         }
 
 
-def static_bytes(
-    job: Job, choice: Choice, parameters: float, experts: float = 0.0
-) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer state.
-
-    These bytes do not depend on the microbatches. With a sharded optimizer, a rank keeps the state
-    of 1/(d c) of its parameters: 6 + 12/d bytes per parameter in half precision. With sharded
-    gradients it keeps 1/(d c) of these too, 2 + 16/d bytes, and with sharded parameters 18/d. Experts are held by d c / e ranks each,
-    so a rank keeps e/(d c) of theirs.
-
-    Args:
-        job: Precision and software.
-        choice: Layout and sharding.
-        parameters: Number of parameters on the rank.
-        experts: Number of expert parameters among them.
-    """
-    precision = job.precision
-    layout = choice.layout
-    shards, of_experts = (
-        (layout.size("replica_sum"), expert_shards(job, choice))
-        if is_sharded(job, choice)
-        else (1, 1)
-    )
-    gradient = job.gradient + job.software.gradient_copy
-    stepped = (parameters - experts) / shards + experts / of_experts
-    if shards_parameters(job, choice):
-        parameters = stepped
-    return (
-        parameters * precision.weight,
-        job.trained * (stepped if choice.shard == "gradients" else parameters) * gradient,
-        0.0 if job.offloads_optimizer else job.trained * stepped * precision.state,
-    )
-
-
-def snapshot_bytes(job: Job) -> float:
-    """Return the bytes of a snapshot in memory on each node: weights and optimizer states.
-
-    ``snapshot_every_n_steps`` needs two of them in ``/dev/shm``, and one in a buffer.
-    """
-    return job.shape.parameters * (job.precision.weight + job.trained * job.precision.state)
-
-
-def is_sharded(job: Job, choice: Choice) -> bool:
-    """Return True if replicas share at least the optimizer's state."""
-    return choice.shard != "none" or job.software.shards != "none"
-
-
 def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     """Return the peak memory of the rank that needs most."""
     # Held activations decrease from the first to the last rank. Stages with a remainder layer may
@@ -136,7 +84,7 @@ def fullest_rank(job: Job, choice: Choice) -> RankMemory:
     heaviest = parameters.index(max(parameters))
     ranks = {
         0,
-        min(1, layout.pipeline_parallel_size - 1),
+        min(1, choice.p - 1),
         layout.last_stage_rank,
         *map(layout.rank_of_stage, (largest, heaviest)),
     }
@@ -193,7 +141,7 @@ def rank_memory(
         # The last stage's backward follows its forward, unless the schedule runs all forwards
         # first. The head's backward, including its weight gradient, ends before that of the last
         # layer starts.
-        extra += job.shape.head.table_elements(layout.tensor_parallel_size) * job.precision.weight
+        extra += job.shape.head.table_elements(choice.t) * job.precision.weight
         waiting = of_logits * (choice.num_microbatches - 1) if choice.schedule == "gpipe" else 0.0
         logits = waiting + of_logits + extra
         working = max(0.0, working - of_logits - extra)
@@ -203,7 +151,7 @@ def rank_memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=in_flight * max(kept) + shared + _inputs(job, choice, layout, local_stages),
+        activations=in_flight * max(kept) + shared + _inputs(job, choice, local_stages),
         logits=logits,
         working=working,
         # none on a CPU, or if the user has subtracted them
@@ -218,27 +166,23 @@ def _communicators(layout: ParallelLayout, pipeline_rank: int) -> float:
 
 
 def _held(choice: Choice, pipeline_rank: int) -> int:
-    layout = choice.layout
-    p = layout.pipeline_parallel_size
-    v = layout.virtual_pipeline_size
-    if p == 1:
+    if choice.p == 1:
         return 1
-    return FAMILIES[choice.schedule].cost.held(p, v, choice.num_microbatches, pipeline_rank)
+    cost = FAMILIES[choice.schedule].cost
+    return cost.held(choice.p, choice.v, choice.num_microbatches, pipeline_rank)
 
 
-def _inputs(job: Job, choice: Choice, layout: ParallelLayout, stages: tuple[int, ...]) -> float:
+def _inputs(job: Job, choice: Choice, stages: tuple[int, ...]) -> float:
     """Return the bytes of a rank's embedding and of the cast copy of the head.
 
     The embedding keeps the ids and the mask of its dropout.
     """
     total = 0.0
+    layout = choice.layout
     if 0 in stages:
-        total += _held(choice, layout.rank_of_stage(0)) * kept_on(choice, job.shape.input.kept)
+        total += _held(choice, layout.rank_of_stage(0)) * choice.bytes_of(job.shape.input.kept)
     if layout.num_stages - 1 in stages and job.precision.casts:
-        t = layout.tensor_parallel_size
-        total += (
-            sum(product.elements(t) for product in job.shape.head.products) * job.precision.compute
-        )
+        total += job.shape.head.elements(choice.t) * job.precision.compute
     return total
 
 
@@ -249,7 +193,7 @@ def _between_operations(job: Job, choice: Choice, layer: LayerShape) -> float:
     matrix's gradient before it is accumulated. For experts, they are the exchanged rows and the
     gradient of the larger of their matrices.
     """
-    t = choice.layout.tensor_parallel_size
+    t = choice.t
     width = job.precision.compute
     widest = max(
         (
@@ -265,6 +209,93 @@ def _between_operations(job: Job, choice: Choice, layer: LayerShape) -> float:
         return dense
     (outputs, inputs), _ = layer.experts.matrices
     largest = (
-        layer.experts.local(choice.layout) * outputs * inputs / layer.experts.parameters * width
+        layer.expert_parameters(choice.layout) * outputs * inputs / layer.experts.parameters * width
     )
     return max(dense, expert_buffers(layer.experts, job, choice) + largest)
+
+
+# ---- Bytes that a layer keeps for its backward, per microbatch and rank --------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerActivations:
+    """Activation memory of one layer and one microbatch.
+
+    Attributes:
+        kept: Bytes kept from the forward to the backward, under the chosen recomputation.
+        recomputed: Additional bytes during the layer's backward, because they are recomputed or
+            fetched.
+        cast_weights: Bytes of weights in the computing precision, kept once for all microbatches.
+    """
+
+    kept: float
+    recomputed: float
+    cast_weights: float
+
+
+def layer_activations(
+    job: Job, choice: Choice, layer: LayerShape | None = None
+) -> LayerActivations:
+    """Return the bytes that one layer keeps of one microbatch.
+
+    Args:
+        job: Model and precision.
+        choice: Layout, microbatch and recomputation.
+        layer: The layer; None means the model's first layer.
+    """
+    layer = layer or job.shape.runs[0][1]
+    cores = sum(core_bytes(job, choice, attention) for attention in layer.attentions)
+    total = choice.bytes_of(layer.kept) + cores
+    if layer.experts is not None:
+        total += expert_kept(layer.experts, job, choice)
+    cast = 0.0
+    if job.precision.casts:
+        elements = layer.elements(choice.t) + layer.expert_parameters(choice.layout)
+        cast = elements * job.precision.compute
+    if choice.recompute == "full":
+        return LayerActivations(
+            kept=_block_input(choice, layer), recomputed=total + cast, cast_weights=0.0
+        )
+    if choice.recompute == "offload":
+        # Little of each block stays on the device. The current block and one neighbour are
+        # complete.
+        return LayerActivations(kept=0.0, recomputed=2 * total, cast_weights=cast)
+    internals = cores - sum(input_bytes(job, choice, attention) for attention in layer.attentions)
+    if choice.recompute == "selective" and job.software.again is not None:
+        results = sum(product.rows * product.local(choice.t)[0] for product in layer.products)
+        kept = (
+            choice.samples * (1 - job.software.again) * results * job.precision.compute
+            + internals
+            + _block_input(choice, layer)
+        )
+        return LayerActivations(kept=kept, recomputed=max(0.0, total - kept), cast_weights=cast)
+    if choice.recompute == "selective":
+        # The core's inputs are kept for its recomputation, its output for the following projection.
+        return LayerActivations(kept=total - internals, recomputed=internals, cast_weights=cast)
+    return LayerActivations(kept=total, recomputed=0.0, cast_weights=cast)
+
+
+def logits_bytes(job: Job, choice: Choice) -> tuple[float, float]:
+    """Return the bytes of the last stage's norm, head and loss for one microbatch.
+
+    The first number is kept for the backward. The second is needed in addition when the backward
+    starts.
+
+    The loss keeps its logits, or their log-softmax, in their own precision. Autocast computes and
+    keeps the loss in fp32. With a split vocabulary the gradient is computed in fp32 and then cast.
+    (arXiv 2205.05198, section 4.3, counts 4 s b V / t.)
+    """
+    t = choice.t
+    width = job.precision.compute
+    head = job.shape.head
+    logits = num_logits(job, choice)
+    kept = 4 if (job.precision.casts and t == 1) or job.software.single_loss else width
+    gradient_width = 4 if t > 1 else kept
+    return logits * kept + choice.bytes_of(head.kept), logits * (
+        gradient_width + (width if gradient_width != width else 0)
+    )
+
+
+def _block_input(choice: Choice, layer: LayerShape) -> float:
+    split = choice.layout.sequence_parallel or choice.distribute_saved_activations
+    return choice.samples * layer.crossing / (choice.t if split else 1)

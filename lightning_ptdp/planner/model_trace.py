@@ -9,21 +9,22 @@ sample from the bytes kept once.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from torch import nn
 
-from lightning_ptdp.pipeline.containers import multiply_adds
+from lightning_ptdp.pipeline.containers import layers_of, multiply_adds
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner.operation_recorder import Trace
 from lightning_ptdp.planner.planned_parameters import (
     counted,
     divided,
     parameters_of,
+    planned_modules,
     split_weights,
     tables,
 )
-from lightning_ptdp.planner.precision_bytes import Precision
 from lightning_ptdp.planner.shapes import (
     Bytes,
     EndShape,
@@ -32,10 +33,10 @@ from lightning_ptdp.planner.shapes import (
     Parameters,
     Product,
 )
-from lightning_ptdp.planner.software import Software
+from lightning_ptdp.planner.software import Precision, Software
 from lightning_ptdp.planner.traced_blocks import Followed, Following, Run
 from lightning_ptdp.shims.transformers import image_parts
-from lightning_ptdp.tensor_parallel import ParallelPlan
+from lightning_ptdp.tensor_parallel import ParallelPlan, Whole
 
 _FEW = 2
 _MANY = 4
@@ -67,11 +68,15 @@ def trace_shape(
             the module where it stopped.
     """
     parts = find_parts(module, plan)
+    names = [layer.name for layer in layers_of(module, parts.blocks)]
+    planned = planned_modules(module, plan)
+    weights = split_weights(planned)
     small, large = (
         Following(
-            module,
-            plan,
-            parts,
+            module=module,
+            names=names,
+            weights=weights,
+            whole=[name for name, _, kind in planned if isinstance(kind, Whole)],
             samples=samples,
             precision=precision,
             software=software,
@@ -81,50 +86,45 @@ def trace_shape(
     )
     for tracing in (small, large):
         tracing.follow(run)
-    layers = [_layer(a, b) for a, b in zip(small.layers, large.layers, strict=True)]
-    of_layers = counted(module, plan, parts, precision.weight)
-    runs = list[tuple[int, LayerShape]]()
+    of_layers = counted(module, names, weights, precision.weight)
     shapes = dict[object, LayerShape]()
-    for index, (kind, name) in enumerate(zip(small.order, small.names, strict=True)):
+    layers = list[LayerShape]()
+    for kind, name in zip(small.order, names, strict=True):
         parameters = of_layers[name]
         cost = multiply_adds(module.get_submodule(name)) or 1.0
         key = (kind, parameters, cost)
-        layer = shapes.setdefault(key, replace(layers[kind], parameters=parameters, cost=cost))
-        if index and runs[-1][1] is layer:
-            runs[-1] = (runs[-1][0] + 1, layer)
-        else:
-            runs.append((1, layer))
-    first, head, tied = tables(module, plan, parts)
-    after = {
-        name
-        for top in parts.after
-        for name, _ in module.get_submodule(top).named_parameters(prefix=top)
-    }
-    head_ids = {id(module.get_parameter(name)) for name in after}
-    in_layers = {id(p) for name in small.names for p in module.get_submodule(name).parameters()}
-    end_parameters = [
-        p
-        for p in module.parameters()
-        if id(p) not in in_layers and p is not first and p is not head
-    ]
-    weights = split_weights(module, plan)
+        if key not in shapes:
+            shapes[key] = _layer(small.layers[kind], large.layers[kind], parameters, cost)
+        layers.append(shapes[key])
+    first, head = tables(planned, parts)
+    elsewhere = {id(p) for name in names for p in module.get_submodule(name).parameters()}
+    elsewhere |= {id(first), id(head)}
+    of_head = {id(p) for name in parts.after for p in module.get_submodule(name).parameters()}
+    in_ends: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for p in module.parameters():
+        if id(p) not in elsewhere:
+            in_ends[id(p) in of_head].append(p)
     ends = [
-        parameters_of(
-            [p for p in end_parameters if (id(p) in head_ids) is in_head], weights, precision.weight
+        _end(
+            *traces,
+            parameters=parameters_of(own, weights, precision.weight),
+            table=table,
+            cost=sum(multiply_adds(module.get_submodule(name)) for name in tops),
+            width=precision.compute,
         )
-        for in_head in (False, True)
+        for traces, own, table, tops in (
+            ((small.input, large.input), in_ends[0], first, parts.before),
+            ((small.head, large.head), in_ends[1], head, parts.after),
+        )
     ]
-    costs = [
-        sum(multiply_adds(module.get_submodule(name)) for name in names)
-        for names in (parts.before, parts.after)
-    ]
+    equal = [list(group) for _, group in itertools.groupby(layers, key=id)]
     return ModelShape(
-        runs=tuple(runs),
-        input=_end(small.input, large.input, ends[0], first, costs[0], precision.compute),
-        head=_end(small.head, large.head, ends[1], head, costs[1], precision.compute),
-        tied=tied,
+        runs=tuple((len(group), group[0]) for group in equal),
+        input=ends[0],
+        head=ends[1],
+        tied=head is not None and head is first,
         sequence_length=sequence_length,
-        divided=tuple(divided(module, plan)),
+        divided=divided(module, planned),
         splits_sequence=plan.sequence is not None and len(parts.blocks) == 1,
         uncut=plan.why_not.get("pipeline", ""),
     )
@@ -146,7 +146,7 @@ def with_images(shape: ModelShape, module: nn.Module) -> ModelShape:
     return replace(shape, input=first)
 
 
-def _layer(small: Followed, large: Followed) -> LayerShape:
+def _layer(small: Followed, large: Followed, parameters: Parameters, cost: float) -> LayerShape:
     trace = small.trace
     forward, backward = (
         Bytes(alike=alike / _FEW, split=split / _FEW)
@@ -159,7 +159,8 @@ def _layer(small: Followed, large: Followed) -> LayerShape:
         backward=backward,
         kept=_kept(trace, large.trace),
         crossing=small.crossing / _FEW,
-        parameters=Parameters(),
+        parameters=parameters,
+        cost=cost,
         gated=trace.gated,
         experts=small.experts,
     )
@@ -185,27 +186,25 @@ def _kept(small: Trace, large: Trace) -> Bytes:
 def _end(
     small: Trace,
     large: Trace,
+    *,
     parameters: Parameters,
     table: nn.Parameter | None,
     cost: float,
     width: int,
 ) -> EndShape:
-    forward = small.forward
-    logits = small.products[-1] if small.products else None
-    kept = _kept(small, large)
-    if logits is not None:
-        # Tensors of the logits' size are counted with the loss (activations.py).
-        size = logits.rows * logits.outputs * width
+    if small.products:
+        # Tensors of the logits' size are counted with the loss (memory.py).
+        size = small.products[-1].rows * small.products[-1].outputs * width
         small, large = (
             replace(trace, kept={k: v for k, v in trace.kept.items() if v[0] < size * n})
             for trace, n in ((small, _FEW), (large, _MANY))
         )
-        kept = _kept(small, large)
+    alike, split = small.forward
     return EndShape(
         products=tuple(small.products),
-        forward=Bytes(alike=forward[0] / _FEW, split=forward[1] / _FEW),
-        backward=Bytes(alike=2 * forward[0] / _FEW, split=2 * forward[1] / _FEW),
-        kept=kept,
+        forward=Bytes(alike=alike / _FEW, split=split / _FEW),
+        backward=Bytes(alike=2 * alike / _FEW, split=2 * split / _FEW),
+        kept=_kept(small, large),
         parameters=parameters,
         table=(0, 0) if table is None else (table.size(0), table.numel() // table.size(0)),
         cost=cost,

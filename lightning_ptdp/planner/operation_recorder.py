@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ptdp.planner.shapes import AttentionShape, Product
+from lightning_ptdp.planner.software import Software
 from lightning_ptdp.shims.torch import storage_key
 
 _aten = torch.ops.aten
@@ -97,8 +98,7 @@ class OperationRecorder(TorchDispatchMode):
         weights: Division of each parameter by its storage key.
         sizes: Sizes of the parameters.
         samples: Number of samples in the batch.
-        elementwise: See ``Software``.
-        norm_reads: See ``Software``.
+        software: Software whose reads and writes are counted.
 
     Attributes:
         trace: Record of the running part.
@@ -112,8 +112,7 @@ class OperationRecorder(TorchDispatchMode):
         *,
         sizes: Iterable[Sequence[int]],
         samples: int,
-        elementwise: Literal["eager", "fused", "compiled"],
-        norm_reads: int,
+        software: Software,
     ) -> None:
         super().__init__()
         self.trace: Trace | None = None
@@ -121,8 +120,7 @@ class OperationRecorder(TorchDispatchMode):
         self._sizes = {tuple(sorted(size)) for size in sizes}
         self._weights = weights
         self._samples = samples
-        self._elementwise = elementwise
-        self._norm_reads = norm_reads
+        self._software = software
         self._split = {key for key, weight in weights.items() if weight.split}
         self._of_weights = dict(weights)
         self._cores = set[int]()
@@ -160,7 +158,7 @@ class OperationRecorder(TorchDispatchMode):
         if function in _PRODUCTS:
             self.end_pass(inputs)
             if not self.is_backward:
-                self._product(self.trace, function, inputs, new[0])
+                self.trace.products.append(self._product(function, inputs, new[0]))
         else:
             self.trace.gated |= function is _aten.silu.default
             unread = [kwargs.get(name) for name in _RESULTS]
@@ -174,8 +172,7 @@ class OperationRecorder(TorchDispatchMode):
         if function in (_aten.mm.default, _aten.addmm.default):
             return marks[-2] != marks[-1]
         if function in (_aten.embedding.default, _aten.embedding_dense_backward.default):
-            table = self._weights.get(keys[0])
-            return marks[0] and not (table is not None and table.table)
+            return marks[0] and not self._weights.get(keys[0], Weight()).table
         return any(marks)
 
     def _bytes(self, function: Any, inputs: list[Tensor], new: list[Tensor]) -> None:
@@ -185,11 +182,11 @@ class OperationRecorder(TorchDispatchMode):
             return  # a weight's gradient is counted where it is accumulated
         read = [tensor for tensor in inputs if storage_key(tensor) not in self._of_weights]
         if function is _NORM:
-            read += inputs[:1] * (self._norm_reads - 1)
+            read += inputs[:1] * (self._software.norm_reads - 1)
         elif function is _NORM_BACKWARD:
-            read += inputs[:2] * (2 * self._norm_reads - 2)
-        joins = self._elementwise == "compiled" or (
-            self._elementwise == "fused"
+            read += inputs[:2] * (2 * self._software.norm_reads - 2)
+        joins = self._software.elementwise == "compiled" or (
+            self._software.elementwise == "fused"
             and (torch.Tag.pointwise in function.tags or function in _ELEMENTWISE)
         )
         if not joins:
@@ -226,47 +223,41 @@ class OperationRecorder(TorchDispatchMode):
             amounts = self.trace.backward if self.is_backward else self.trace.forward
             amounts[key in self._split] += nbytes
 
-    def _product(self, trace: Trace, function: Any, inputs: list[Tensor], result: Tensor) -> None:
+    def _product(self, function: Any, inputs: list[Tensor], result: Tensor) -> Product:
         samples = self._samples
         if function is _CONVOLUTION:
             channels = result.size(1)
             rows = result.numel() // channels // samples
-            trace.products.append(Product(rows=rows, outputs=channels, inputs=inputs[1][0].numel()))
-            return
+            return Product(rows=rows, outputs=channels, inputs=inputs[1][0].numel())
         left, right = inputs[-2:]
         outputs = right.size(-1)
         width = left.size(-1)
         keys = [storage_key(tensor) for tensor in (left, right)]
         split = (keys[0] in self._split, keys[1] in self._split)
         if right.dim() == 3:
-            trace.products.append(
-                Product(
-                    rows=left.size(0) * left.size(1) // samples,
-                    outputs=outputs,
-                    inputs=width,
-                    cut="rows" if any(split) else "none",
-                    weighted=False,
-                )
+            return Product(
+                rows=left.size(0) * left.size(1) // samples,
+                outputs=outputs,
+                inputs=width,
+                cut="rows" if any(split) else "none",
+                weighted=False,
             )
-            return
         weight = self._of_weights.get(keys[1], Weight())
         enters = split == (False, True) and keys[0] not in self._entered
         if enters:
             self._entered.add(keys[0])
         cut: Any = {(False, True): "outputs", (True, True): "inputs"}.get(split, "none")
-        trace.products.append(
-            Product(
-                rows=max(1, left.size(0) // samples),
-                outputs=outputs,
-                inputs=width,
-                cut=cut,
-                enters=enters,
-                copied=weight.copied,
-                least=weight.least,
-                bias=len(inputs) > 2,
-                whole=self.whole,
-                weighted=keys[1] in self._of_weights,
-            )
+        return Product(
+            rows=max(1, left.size(0) // samples),
+            outputs=outputs,
+            inputs=width,
+            cut=cut,
+            enters=enters,
+            copied=weight.copied,
+            least=weight.least,
+            bias=len(inputs) > 2,
+            whole=self.whole,
+            weighted=keys[1] in self._of_weights,
         )
 
     def attention(

@@ -1,14 +1,12 @@
-"""Stages with their layers and parameters, and the cost of sharing the parameters."""
+"""Stages of the pipeline with their layers and parameters."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.job import Choice, Job
+from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.shapes import LayerShape, ModelShape
 from lightning_ptdp.schedule.partition import partition_layers
 from lightning_ptdp.world.layout import ParallelLayout
@@ -59,11 +57,7 @@ def _stages(model: ModelShape, layout: ParallelLayout, *, balanced: bool) -> tup
     for runs, end in zip(
         _stage_runs(model, layout.num_stages, balanced=balanced), ends, strict=True
     ):
-        experts = sum(
-            count * layer.experts.local(layout)
-            for count, layer in runs
-            if layer.experts is not None
-        )
+        experts = sum(count * layer.expert_parameters(layout) for count, layer in runs)
         dense = sum(count * layer.parameters.on(t) for count, layer in runs)
         stages.append(Stage(runs, dense + experts + end, experts))
     return tuple(stages)
@@ -89,112 +83,10 @@ def _stage_runs(
         if balanced
         else partition_layers([1.0] * len(layers), num_stages=num_stages)
     )
-    return tuple(
-        tuple((count, layers[start + index]) for index, count in _firsts(layers[start:stop]))
-        for start, stop in ranges
-    )
+    return tuple(_counted(layers[start:stop]) for start, stop in ranges)
 
 
-def _firsts(layers: list[LayerShape]) -> list[tuple[int, int]]:
-    """Return (index of the first layer, number of layers) for each kind of layer."""
-    indices = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
-    counts = Counter(id(layer) for layer in layers)
-    return [(indices[layer_id], count) for layer_id, count in counts.items()]
-
-
-# ---- Cost of parameters that replicas share (FSDP, ZeRO-3) ---------------------------------------
-#
-# The cost consists of gathering, scattering and the copies around them. A layer's parameters are
-# gathered before its forward and before its backward, at the same time as the previous layer runs,
-# and copied to where the layer reads them. Its gradients are reduced and scattered once per
-# microbatch (torch's FSDP2: foreach_all_gather, foreach_reduce).
-
-
-def gathered_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Return the bytes of a layer's gathered parameters on one tensor-parallel rank."""
-    experts = 0 if layer.experts is None else layer.experts.local(choice.layout)
-    count = layer.parameters.on(choice.layout.tensor_parallel_size) + experts
-    if choice.shard == "parameters":
-        return count * job.precision.weight
-    return count * (1 if job.software.float8 else job.precision.compute)
-
-
-def shards_parameters(job: Job, choice: Choice) -> bool:
-    """Return True if replicas share the parameters."""
-    return choice.shard == "parameters" or job.software.shards != "none"
-
-
-def gathers_layers(job: Job, choice: Choice) -> bool:
-    """Return True if parameters are gathered layer by layer, not by the chunks of a pipeline."""
-    p = choice.layout.pipeline_parallel_size
-    return job.software.shards != "none" or (choice.shard == "parameters" and p == 1)
-
-
-def whole_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Return the bytes of the layers that are whole at a time.
-
-    They are the parameters of the current layer and of the next, and gradients to scatter.
-    """
-    return 3 * gathered_bytes(job, choice, layer) if gathers_layers(job, choice) else 0.0
-
-
-def num_gathers(choice: Choice) -> int:
-    """Return how often the chunks of a rank are gathered in a step.
-
-    Two are whole at a time. Of more, each passes groups of p microbatches forward and backward.
-    """
-    p = choice.layout.pipeline_parallel_size
-    v = choice.layout.virtual_pipeline_size
-    return v if v <= 2 else 2 * v * -(-choice.num_microbatches // p)
-
-
-def kept_whole_bytes(job: Job, choice: Choice, stages: Sequence[int], parameters: float) -> float:
-    """Return the bytes of a rank that stay whole between layers.
-
-    These are the parameters of two chunks of a pipeline, and the gradients of one of several chunks;
-    or the tables, which stay whole for the step.
-    """
-    if choice.shard != "parameters":
-        return 0.0
-    if not gathers_layers(job, choice):
-        chunks = len(stages)
-        gradients = job.gradient if chunks > 1 else 0
-        return parameters / chunks * (min(2, chunks) * job.precision.weight + gradients)
-    t = choice.layout.tensor_parallel_size
-    last = choice.layout.num_stages - 1
-    tables = job.shape.input.table_elements(t) if 0 in stages else 0
-    if last in stages and not (job.shape.tied and 0 in stages):
-        tables += job.shape.head.table_elements(t)
-    return tables * job.precision.weight
-
-
-def sharding_time(
-    job: Job, choice: Choice, layer: LayerShape, forward: float, backward: float
-) -> tuple[float, float]:
-    """Return the additional seconds of a layer's forward and backward.
-
-    Args:
-        job: Links, precision and software.
-        choice: Layout.
-        layer: The layer with the parameters.
-        forward: Seconds of the previous layer's forward, which hides the gathering.
-        backward: Seconds of the previous layer's backward, which hides gathering and scattering.
-    """
-    group = group_link(choice.layout, job.cluster, "replica_sum")
-    if not gathers_layers(job, choice) or group.size == 1:
-        return 0.0, 0.0
-    regathers = 0
-    if job.software.shards == "modules":
-        group = replace(group, link=group.hop)
-        regathers = int(choice.recompute == "full")
-    nbytes = gathered_bytes(job, choice, layer)
-    gather = group.all_gather(nbytes)
-    scatter = group.all_gather(
-        nbytes * job.gradient / (1 if job.software.float8 else job.precision.compute)
-    )
-    hides = job.software.hides_gradients and job.overlaps
-    copied = 2 * nbytes / job.device.stream
-    collectives = (1 + regathers) * gather + scatter
-    return copied + max(0.0, gather - hides * forward), (1 + regathers) * copied + max(
-        0.0, collectives - hides * backward
-    )
+def _counted(layers: list[LayerShape]) -> tuple[tuple[int, LayerShape], ...]:
+    """Return (number of layers, layer) for each kind of layer."""
+    kinds = {id(layer): layer for layer in layers}
+    return tuple((count, kinds[key]) for key, count in Counter(map(id, layers)).items())

@@ -14,14 +14,24 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from lightning_ptdp.planner.devices import Device
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import Product
 
 
+class _Added:
+    """Seconds of several parts, which are added part by part."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(
+            **{name: value + getattr(other, name) for name, value in vars(self).items()}
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
-class PassTime:
+class PassTime(_Added):
     """Seconds of one microbatch.
 
     Attributes:
@@ -40,11 +50,6 @@ class PassTime:
     experts: float = 0.0
     dispatch: float = 0.0
 
-    def __add__(self, other: PassTime) -> PassTime:
-        return PassTime(
-            **{name: value + getattr(other, name) for name, value in vars(self).items()}
-        )
-
     def times(self, count: float) -> PassTime:
         """Return the time of ``count`` such passes in sequence."""
         return PassTime(**{name: count * value for name, value in vars(self).items()})
@@ -53,13 +58,16 @@ class PassTime:
 NOTHING = PassTime(forward=0.0, backward=0.0, weight=0.0)
 
 
-@dataclass(frozen=True)
-class ProductTime:
+@dataclass(frozen=True, kw_only=True)
+class ProductTime(_Added):
     """Seconds of one product and of the products of its backward."""
 
     forward: float
     input_gradient: float
     weight_gradient: float
+
+
+NO_PRODUCT = ProductTime(forward=0.0, input_gradient=0.0, weight_gradient=0.0)
 
 
 def product_passes(
@@ -70,8 +78,8 @@ def product_passes(
     width = job.precision.compute
     rows = max(1, round(choice.samples * product.rows))
     if product.cut == "rows":
-        rows = max(1, rows // choice.layout.tensor_parallel_size)
-    outputs, inputs = product.local(choice.layout.tensor_parallel_size)
+        rows = max(1, rows // choice.t)
+    outputs, inputs = product.local(choice.t)
     cast = cast_back = 0.0
     if float8 and product.weighted:
         # Each operand is read for its maximum and read again for the cast. Float8 products need the
@@ -86,6 +94,14 @@ def product_passes(
         input_gradient=cast_back + product_time(device, width, rows, inputs, outputs),
         weight_gradient=trained * product_time(device, width, outputs, inputs, rows),
     )
+
+
+def num_logits(job: Job, choice: Choice) -> float:
+    """Return the number of logits of a microbatch on one rank."""
+    if not job.shape.head.products:
+        return 0.0
+    last = job.shape.head.products[-1]
+    return choice.samples * last.rows * last.local(choice.t)[0]
 
 
 _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))

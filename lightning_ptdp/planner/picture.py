@@ -57,22 +57,18 @@ def draw(plan: Plan, path: Path) -> None:
 
     shown = plan.best[:8]
     figure = Figure(figsize=(10, 1.5 + 0.7 * len(shown)), layout="constrained")
-    for axes, (title, unit, rows) in zip(
+    for axes, (title, unit, size, rows) in zip(
         figure.subplots(2, 1),
         (
-            ("time of a step", "s", [candidate.time.parts for candidate in shown]),
-            (
-                "memory of the fullest rank",
-                "GiB",
-                [_scaled(candidate.memory.parts, 1 / _GIB) for candidate in shown],
-            ),
+            ("time of a step", "s", 1, [row.time.parts for row in shown]),
+            ("memory of the fullest rank", "GiB", _GIB, [row.memory.parts for row in shown]),
         ),
         strict=True,
     ):
         names = [f"{i}  {candidate.choice.describe()}" for i, candidate in enumerate(shown, 1)]
         left = [0.0] * len(shown)
         for part in _named(rows):
-            lengths = [row[part] for row in rows]
+            lengths = [row[part] / size for row in rows]
             axes.barh(names, lengths, left=left, label=part)
             left = [start + length for start, length in zip(left, lengths, strict=True)]
         if unit == "GiB":
@@ -173,7 +169,3 @@ def _memory_bar(parts: Mapping[str, float], job: Job) -> str:
     bar = _bar(parts, job.device.usable_bytes)
     limit = round(_WIDTH * (1 - job.reserve))
     return f"{bar:{limit}}|".ljust(_WIDTH) if job.reserve else f"{bar:{_WIDTH}}"
-
-
-def _scaled(parts: Mapping[str, float], factor: float) -> dict[str, float]:
-    return {name: factor * value for name, value in parts.items()}

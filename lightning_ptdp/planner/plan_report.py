@@ -10,7 +10,6 @@ import yaml
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.planner.job import Job
-from lightning_ptdp.planner.memory import snapshot_bytes
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
 
@@ -50,11 +49,11 @@ def table(plan: Plan) -> str:
         columns(rows, words=(1, 4, 5, 6)),
         "",
         f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}) in GiB, of "
-        f"{room(plan.job)}:",
+        f"{plan.job.room}:",
         "  "
         + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
         "host memory of each node with snapshot_every_n_steps, in GiB: "
-        f"/dev/shm {_gib(2 * snapshot_bytes(plan.job))}, buffers {_gib(snapshot_bytes(plan.job))}",
+        f"/dev/shm {_gib(2 * plan.job.snapshot_bytes)}, buffers {_gib(plan.job.snapshot_bytes)}",
         "step time of 1:",
         "  "
         + ", ".join(
@@ -82,14 +81,6 @@ def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
         "with ptdp fit, in a file whose base has the model and the data:",
         *(f"  {line}" for line in fit_options(job, best).splitlines()),
     ]
-
-
-def room(job: Job) -> str:
-    """Return the memory that a layout may take, as ``60 GiB (75 less a reserve of 20%)``."""
-    limit = f"{_gib(job.limit_bytes)} GiB"
-    if job.reserve:
-        return f"{limit} ({_gib(job.device.usable_bytes)} less a reserve of {job.reserve:.0%})"
-    return limit
 
 
 def strategy_arguments(candidate: Candidate) -> str:
@@ -158,7 +149,7 @@ def as_data(plan: Plan) -> dict[str, object]:
             "software": job.software.name,
             "usable_bytes": job.device.usable_bytes,
             "reserve": job.reserve,
-            "snapshot_bytes": snapshot_bytes(job),
+            "snapshot_bytes": job.snapshot_bytes,
         },
         "examined": plan.examined,
         "best": [_candidate(candidate) for candidate in plan.best],
@@ -216,7 +207,7 @@ def _row(index: int, candidate: Candidate, *, sharded: bool) -> tuple[str, ...]:
         choice.describe_layout(),
         str(choice.micro_batch_size),
         str(choice.num_microbatches),
-        choice.schedule if choice.layout.pipeline_parallel_size > 1 else "-",
+        choice.schedule if choice.p > 1 else "-",
         recompute,
         "parameters" if sharded else choice.shard,
         f"{time.total:.3g}",

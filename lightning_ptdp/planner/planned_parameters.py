@@ -6,12 +6,11 @@ that t has to divide.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from lightning_ptdp.pipeline.containers import ModelParts, layers_of
+from lightning_ptdp.pipeline.containers import ModelParts
 from lightning_ptdp.planner.operation_recorder import Weight
 from lightning_ptdp.planner.shapes import Divided, Parameters
 from lightning_ptdp.shims.quantization import planned_elements, quantized_parameters
@@ -20,37 +19,38 @@ from lightning_ptdp.tensor_parallel.kinds import AttentionHeads as AttentionKind
 from lightning_ptdp.tensor_parallel.kinds import Column, Row
 from lightning_ptdp.tensor_parallel.kinds.linear_kinds import output_input_sizes
 
+Planned = Sequence[tuple[str, nn.Module, Kind]]
+"""Name, module and kind of each module that a plan names."""
 
-def _kinds(module: nn.Module, plan: ParallelPlan) -> dict[str, Kind]:
-    return plan.resolve(module) if plan.tensor else {}
+
+def planned_modules(module: nn.Module, plan: ParallelPlan) -> Planned:
+    """Return the modules that the plan shards, in the module's order."""
+    kinds = plan.resolve(module) if plan.tensor else {}
+    return [(name, module.get_submodule(name), kind) for name, kind in kinds.items()]
 
 
-def split_weights(module: nn.Module, plan: ParallelPlan) -> dict[int, Weight]:
+def split_weights(planned: Planned) -> dict[int, Weight]:
     """Return the division of each parameter that t divides, by the parameter's ``id``."""
     weights = dict[int, Weight]()
-    for name, kind in _kinds(module, plan).items():
-        child = module.get_submodule(name)
+    for _, child, kind in planned:
         parameters = dict(child.named_parameters())
-        if isinstance(kind, Vocabulary):
-            weights |= {id(p): Weight(split=True, table=True) for p in parameters.values()}
-        elif isinstance(kind, Column):
-            copied, least = _copied(kind, child)
-            weights |= {
-                id(p): Weight(split=True, copied=copied, least=least) for p in parameters.values()
-            }
-        elif isinstance(kind, Row):
-            weights |= {id(parameters["weight"]): Weight(split=True)}
-        elif isinstance(kind, AttentionKind):
-            names = ("in_proj_weight", "in_proj_bias", "out_proj.weight")
-            weights |= {
-                id(parameters[key]): Weight(split=True) for key in names if key in parameters
-            }
-        elif isinstance(kind, Region):
-            weights |= {
-                id(parameters[key]): Weight(split=True)
-                for key in kind.per_head
-                if key in parameters
-            }
+        names: Iterable[str] = ()
+        weight = Weight(split=True)
+        match kind:
+            case Vocabulary():
+                names = parameters
+                weight = Weight(split=True, table=True)
+            case Column():
+                names = parameters
+                copied, least = _copied(kind, child)
+                weight = Weight(split=True, copied=copied, least=least)
+            case Row():
+                names = ("weight",)
+            case AttentionKind():
+                names = ("in_proj_weight", "in_proj_bias", "out_proj.weight")
+            case Region():
+                names = kind.per_head
+        weights |= {id(parameters[name]): weight for name in names if name in parameters}
     return weights
 
 
@@ -72,7 +72,7 @@ def _copied(kind: Column, module: nn.Module) -> tuple[int, int]:
 
 
 def parameters_of(
-    parameters: Iterable[nn.Parameter], weights: dict[int, Weight], width: int
+    parameters: Iterable[nn.Parameter], weights: Mapping[int, Weight], width: int
 ) -> Parameters:
     """Return the number of values of these parameters by how t divides them.
 
@@ -102,64 +102,59 @@ def parameters_of(
 
 
 def counted(
-    module: nn.Module, plan: ParallelPlan, parts: ModelParts, width: int
+    module: nn.Module, layers: Sequence[str], weights: Mapping[int, Weight], width: int
 ) -> dict[str, Parameters]:
     """Return the parameters of each layer by its name, without experts; see ``parameters_of``."""
-    weights = split_weights(module, plan)
     counts = dict[str, Parameters]()
     seen = set[int]()
-    for layer in layers_of(module, parts.blocks):
-        child = module.get_submodule(layer.name)
+    for name in layers:
+        child = module.get_submodule(name)
         of_experts = {
             id(p)
             for submodule in child.modules()
             if Experts().fits(submodule)
             for p in submodule.parameters()
         }
-        dense = [p for p in child.parameters() if id(p) not in of_experts and id(p) not in seen]
+        dense = [p for p in child.parameters() if id(p) not in of_experts | seen]
         seen |= {id(p) for p in dense}
-        counts[layer.name] = parameters_of(dense, weights, width)
+        counts[name] = parameters_of(dense, weights, width)
     return counts
 
 
-def tables(
-    module: nn.Module, plan: ParallelPlan, parts: ModelParts
-) -> tuple[nn.Parameter | None, nn.Parameter | None, bool]:
-    """Return the largest vocabulary-parallel table of each end, and whether they are the same."""
+def tables(planned: Planned, parts: ModelParts) -> list[nn.Parameter | None]:
+    """Return the largest vocabulary-parallel table before the layers, and the one after them."""
     by_end: list[list[nn.Parameter]] = [[], []]
-    for name, kind in _kinds(module, plan).items():
-        weight = getattr(module.get_submodule(name), "weight", None)
+    for name, child, kind in planned:
+        weight = getattr(child, "weight", None)
         if isinstance(kind, Vocabulary) and isinstance(weight, nn.Parameter):
             in_head = any(f"{name}.".startswith(f"{top}.") for top in parts.after)
             by_end[in_head].append(weight)
-    first, head = (max(tables, key=lambda table: table.numel(), default=None) for tables in by_end)
-    return first, head, head is not None and head is first
+    return [max(found, key=lambda table: table.numel(), default=None) for found in by_end]
 
 
-def divided(module: nn.Module, plan: ParallelPlan) -> Sequence[Divided]:
+def divided(module: nn.Module, planned: Planned) -> tuple[Divided, ...]:
     """Return the sizes that t has to divide."""
     if quantized_parameters(module):
         return (Divided(name="quantized weights", size=1),)
-    sizes = Counter[Divided]()
-    for name, kind in _kinds(module, plan).items():
-        child = module.get_submodule(name)
-        short = name.rpartition(".")[2]
-        if isinstance(kind, Column):
-            outputs, _ = output_input_sizes(child)
-            parts = kind.parts or (outputs,)
-            heads = kind.heads if isinstance(kind.heads, tuple) else (None,) * len(parts)
-            for part, count in zip(parts, heads, strict=True):
-                sizes[
-                    Divided(
-                        name=f"heads of {short}" if count else f"outputs of {short}",
-                        size=count or part,
-                        copied=bool(count) and kind.copy_heads,
-                    )
-                ] += 1
-        elif isinstance(kind, Row):
-            sizes[Divided(name=f"inputs of {short}", size=output_input_sizes(child)[1])] += 1
-        elif isinstance(child, nn.MultiheadAttention):
-            sizes[Divided(name="num_heads", size=child.num_heads)] += 1
-        elif isinstance(kind, Region) and kind.heads is not None:
-            sizes[Divided(name=f"heads of {short}", size=kind.heads)] += 1
+    sizes = dict.fromkeys(size for part in planned for size in _divided(*part))
     return tuple(sizes) or (Divided(name="modules that a plan shards", size=1),)
+
+
+def _divided(name: str, module: nn.Module, kind: Kind) -> Iterator[Divided]:
+    short = name.rpartition(".")[2]
+    if isinstance(kind, Column):
+        outputs, _ = output_input_sizes(module)
+        parts = kind.parts or (outputs,)
+        heads = kind.heads if isinstance(kind.heads, tuple) else (None,) * len(parts)
+        for part, count in zip(parts, heads, strict=True):
+            yield Divided(
+                name=f"heads of {short}" if count else f"outputs of {short}",
+                size=count or part,
+                copied=bool(count) and kind.copy_heads,
+            )
+    elif isinstance(kind, Row):
+        yield Divided(name=f"inputs of {short}", size=output_input_sizes(module)[1])
+    elif isinstance(module, nn.MultiheadAttention):
+        yield Divided(name="num_heads", size=module.num_heads)
+    elif isinstance(kind, Region) and kind.heads is not None:
+        yield Divided(name=f"heads of {short}", size=kind.heads)

@@ -1,4 +1,4 @@
-"""Search for a job's best layouts, with the reasons that the other layouts are worse."""
+"""Search for a job's best layouts, with the reasons that the other layouts are worse or do not fit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.memory import RankMemory, fullest_rank, static_bytes
+from lightning_ptdp.planner.memory import RankMemory, fullest_rank
 from lightning_ptdp.planner.parameters import job_stages
+from lightning_ptdp.planner.replica_cost import static_bytes
 from lightning_ptdp.planner.search_space import Space, UnfitSize, layouts, pipelines
 from lightning_ptdp.planner.step_time import StepTime, simulated_step_time, step_time
 from lightning_ptdp.schedule.generators import FAMILIES
@@ -128,10 +130,10 @@ def _least_bytes(job: Job, space: Space, choice: Choice) -> float:
     """
     *_, smallest = _choices(job, space, choice)
     stages = job_stages(job, choice.layout)
-    p = choice.layout.pipeline_parallel_size
     # The fullest rank has no less than the mean.
-    parameters = sum(stage.parameters for stage in stages) / p
-    return sum(static_bytes(job, smallest, parameters, sum(stage.experts for stage in stages) / p))
+    parameters = sum(stage.parameters for stage in stages) / choice.p
+    experts = sum(stage.experts for stage in stages) / choice.p
+    return sum(static_bytes(job, smallest, parameters, experts))
 
 
 def _first_that_fits(job: Job, space: Space, choice: Choice) -> tuple[Choice, RankMemory]:
@@ -184,11 +186,10 @@ def _slower(best: Sequence[Candidate], candidates: Sequence[Candidate]) -> Itera
 
 
 def _simulated(job: Job, candidate: Candidate) -> Candidate:
-    layout = candidate.choice.layout
-    size = layout.num_stages * candidate.choice.num_microbatches
-    if layout.pipeline_parallel_size == 1 or size > _SIMULATED:
+    choice = candidate.choice
+    if choice.p == 1 or choice.layout.num_stages * choice.num_microbatches > _SIMULATED:
         return candidate
-    return replace(candidate, time=simulated_step_time(job, candidate.choice), simulated=True)
+    return replace(candidate, time=simulated_step_time(job, choice), simulated=True)
 
 
 def _order(candidate: Candidate) -> tuple[float, int, int, int, float]:
@@ -211,3 +212,99 @@ def _order(candidate: Candidate) -> tuple[float, int, int, int, float]:
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / _GIB:.1f} GiB"
+
+
+# ---- Reasons that no layout fits, and changes that would help ------------------------------------
+
+
+_PLENTY = 1e18
+_DOUBLED = 10
+_NEAR = 64
+
+
+def why_nothing_fits(plan: Plan, space: Space) -> str:
+    """Return in one sentence the reason that no layout fits, and what would help.
+
+    Other sizes help if no layout divides the given ones. Otherwise fewer restrictions or more
+    devices help.
+
+    Args:
+        plan: Result of a search that found nothing.
+        space: The searched space.
+    """
+    job = plan.job
+    unlimited = replace(job, device=replace(job.device, memory_bytes=_PLENTY))
+    # only the recomputation and sharding that hold least
+    smallest = replace(space, recompute=space.recompute[-1:], shard=space.shard[-1:])
+    possible = search(unlimited, smallest, count=10**6, simulate=False).best
+    if not possible:
+        sizes = f"{job.world_size} devices and a batch of {job.global_batch_size}"
+        return f"no layout divides {sizes}: {_indivisible(plan)}. {_other_sizes(job, space)}"
+    least = min(possible, key=lambda candidate: candidate.memory.total)
+    part = max(least.memory.parts, key=lambda name: least.memory.parts[name])
+    need = (
+        f"no layout fits on {job.world_size} x {job.device.name} with {job.room} each. "
+        f"{least.choice.describe()} needs the least memory, {least.memory.total / _GIB:.3g} "
+        f"GiB, mostly for {part}"
+    )
+    remedies = filter(
+        None,
+        (
+            _smaller_reserve(job, least.memory.total),
+            _unrestricted(job),
+            _more_devices(job, space),
+        ),
+    )
+    remedy = ", or ".join(remedies) or "use devices with more memory, or a smaller model"
+    return f"{need}; {remedy}"
+
+
+def _indivisible(plan: Plan) -> str:
+    reasons = list(dict.fromkeys(f"{misfit.what}: {misfit.reason}" for misfit in plan.rejected))
+    return listed(reasons, 3, "; ")
+
+
+def _other_sizes(job: Job, space: Space) -> str:
+    """Return the nearest batch or number of devices with which a layout fits.
+
+    The batch is the next one that every number of replicas divides. The number of devices is the
+    nearest smaller one.
+    """
+    remedies = []
+    batch = -(-job.global_batch_size // job.world_size) * job.world_size
+    if _fastest(replace(job, global_batch_size=batch), space):
+        remedies.append(f"--batch {batch}")
+    for world in range(job.world_size - 1, max(0, job.world_size - _NEAR), -1):
+        if _fastest(replace(job, world_size=world), space):
+            remedies.append(f"--world {world}")
+            break
+    return f"Use {' or '.join(remedies)}" if remedies else "Use other sizes, or fewer restrictions"
+
+
+def _fastest(job: Job, space: Space | None = None) -> Choice | None:
+    best = search(job, space, count=1, simulate=False).best
+    return best[0].choice if best else None
+
+
+def _smaller_reserve(job: Job, needed: float) -> str:
+    share = math.floor(100 * (1 - needed / job.device.usable_bytes)) / 100
+    if 0 <= share < job.reserve:
+        return f"with --reserve {share:g} it fits, if the estimate is exact"
+    return ""
+
+
+def _unrestricted(job: Job) -> str:
+    best = _fastest(job)
+    return f"without the restrictions {best.describe()} fits" if best else ""
+
+
+def _more_devices(job: Job, space: Space) -> str:
+    batch = job.global_batch_size
+    for power in range(1, _DOUBLED + 1):
+        world = job.world_size * 2**power
+        for samples in dict.fromkeys((batch, max(batch, world))):
+            best = _fastest(replace(job, world_size=world, global_batch_size=samples), space)
+            if best:
+                larger = f" with --batch {samples}" if samples != batch else ""
+                return f"{world} of these devices would be enough{larger} ({best.describe()})"
+    return ""

@@ -89,12 +89,14 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | UnfitSize]:
 
     The layouts have one chunk per rank.
     """
-    for t in _tensor_sizes(job, space):
-        misfit = _tensor_misfit(job, t)
-        if misfit is not None:
-            yield misfit
+    within_nodes = divisors(math.gcd(job.cluster.node_size, job.world_size))
+    contexts = (1,) if job.sequence_length < _CONTEXT_FROM else (1, 2, 4, 8)
+    for t in _given(space.tensor_parallel_sizes, within_nodes):
+        reason = _tensor_misfit(job, t)
+        if reason:
+            yield UnfitSize(what=f"t{t}", reason=reason)
             continue
-        for c in _context_sizes(job, space):
+        for c in _given(space.context_parallel_sizes, contexts):
             if job.world_size % (t * c) or (c > 1 and job.sequence_length % (2 * c)):
                 yield UnfitSize(
                     what=f"t{t} c{c}",
@@ -102,7 +104,19 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | UnfitSize]:
                     "sequence",
                 )
                 continue
-            yield from _pipeline_sizes(job, space, t, c)
+            ranks = job.world_size // (t * c)
+            for p in _given(space.pipeline_parallel_sizes, divisors(ranks)):
+                reason = _pipeline_misfit(job, space, ranks, p)
+                if reason:
+                    yield UnfitSize(what=f"t{t} c{c} p{p}", reason=reason)
+                    continue
+                layout = ParallelLayout(
+                    world_size=job.world_size,
+                    tensor_parallel_size=t,
+                    context_parallel_size=c,
+                    pipeline_parallel_size=p,
+                )
+                yield from _expert_sizes(job, space, layout)
 
 
 def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice | UnfitSize]:
@@ -131,8 +145,10 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
         full_layout = replace(
             layout, virtual_pipeline_size=v, sequence_parallel=split, placement=placement
         )
-        for b in _micro_batches(space, of_replica):
-            m = of_replica // b
+        for b in _given(space.micro_batch_sizes, [2**power for power in range(6)]):
+            m, rest = divmod(of_replica, b)
+            if rest:
+                continue
             if p > 1 and m < (least := FAMILIES[schedule].cost.least(p)):
                 yield UnfitSize(
                     what=f"p{p} {schedule} m{m}",
@@ -149,77 +165,47 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
                 )
 
 
-def _tensor_sizes(job: Job, space: Space) -> Sequence[int]:
-    if space.tensor_parallel_sizes is not None:
-        return space.tensor_parallel_sizes
-    return divisors(math.gcd(job.cluster.node_size, job.world_size))
+def _given(sizes: Sequence[int] | None, sensible: Sequence[int]) -> Sequence[int]:
+    return sensible if sizes is None else sizes
 
 
-def _tensor_misfit(job: Job, t: int) -> UnfitSize | None:
+def _tensor_misfit(job: Job, t: int) -> str:
     for divided in job.shape.divided:
         if not divided.by(t):
-            return UnfitSize(
-                what=f"t{t}", reason=f"{divided.name}={divided.size} is not divisible by it"
-            )
-    if job.world_size % t == 0:
-        return None
-    return UnfitSize(what=f"t{t}", reason=f"it does not divide the world of {job.world_size}")
+            return f"{divided.name}={divided.size} is not divisible by it"
+    return f"it does not divide the world of {job.world_size}" if job.world_size % t else ""
 
 
-def _context_sizes(job: Job, space: Space) -> Sequence[int]:
-    if space.context_parallel_sizes is not None:
-        return space.context_parallel_sizes
-    return (1,) if job.sequence_length < _CONTEXT_FROM else (1, 2, 4, 8)
+def _pipeline_misfit(job: Job, space: Space, ranks: int, p: int) -> str:
+    """Return the reason that p of ``ranks`` pipeline and data ranks cannot be used, or ""."""
+    if ranks % p:
+        return f"it does not divide the world of {job.world_size}"
+    if p > 1 and job.shape.uncut:
+        return f"the model cannot be cut into pipeline stages: {job.shape.uncut}"
+    if p > job.shape.num_layers:
+        return f"{job.shape.num_layers} layers cannot fill {p} stages"
+    d = ranks // p
+    if space.data_parallel_sizes is not None and d not in space.data_parallel_sizes:
+        return f"d = {d} is not one of the data_parallel_sizes"
+    if job.global_batch_size % d:
+        return f"the global batch of {job.global_batch_size} is not divisible by d = {d} replicas"
+    return ""
 
 
 def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[AttentionKind]:
     """Yield the possible exchanges; some need heads for all of their ranks."""
-    t = layout.tensor_parallel_size
     c = layout.context_parallel_size
     if c == 1:
         yield "ring"
         return
     divisible = all(
-        attention.heads % (t * c) == 0
+        attention.heads % (layout.tensor_parallel_size * c) == 0
         for _, layer in job.shape.runs
         for attention in layer.attentions
     )
     for kind in space.context_parallel_attentions:
         if divisible or not ATTENTIONS[kind].divides_heads:
             yield kind
-
-
-def _pipeline_sizes(job: Job, space: Space, t: int, c: int) -> Iterator[ParallelLayout | UnfitSize]:
-    ranks = job.world_size // (t * c)
-    for p in (
-        divisors(ranks) if space.pipeline_parallel_sizes is None else space.pipeline_parallel_sizes
-    ):
-        if ranks % p:
-            reason = f"it does not divide the world of {job.world_size}"
-        elif p > 1 and job.shape.uncut:
-            reason = f"the model cannot be cut into pipeline stages: {job.shape.uncut}"
-        elif p > job.shape.num_layers:
-            reason = f"{job.shape.num_layers} layers cannot fill {p} stages"
-        elif space.data_parallel_sizes is not None and ranks // p not in space.data_parallel_sizes:
-            reason = f"d = {ranks // p} is not one of the data_parallel_sizes"
-        elif job.global_batch_size % (ranks // p):
-            reason = (
-                f"the global batch of {job.global_batch_size} is not divisible by d = {ranks // p} "
-                "replicas"
-            )
-        else:
-            yield from _expert_sizes(
-                job,
-                space,
-                ParallelLayout(
-                    world_size=job.world_size,
-                    tensor_parallel_size=t,
-                    context_parallel_size=c,
-                    pipeline_parallel_size=p,
-                ),
-            )
-            continue
-        yield UnfitSize(what=f"t{t} c{c} p{p}", reason=reason)
 
 
 def _expert_splits(
@@ -229,7 +215,7 @@ def _expert_splits(
     t = layout.tensor_parallel_size
     experts = job.shape.experts
     sizes = space.expert_tensor_parallel_sizes
-    for size in dict.fromkeys((1, t)) if sizes is None else sizes:
+    for size in _given(sizes, [*dict.fromkeys((1, t))]):
         if size == 1 or (size == t and experts is not None and experts.width % t == 0):
             yield replace(layout, expert_tensor_parallel_size=size)
         elif sizes is not None:
@@ -250,7 +236,7 @@ def _expert_sizes(
     experts = job.shape.experts
     number = 1 if experts is None else experts.number
     valid_sizes = divisors(math.gcd(ranks, number))
-    for e in valid_sizes if space.expert_parallel_sizes is None else space.expert_parallel_sizes:
+    for e in _given(space.expert_parallel_sizes, valid_sizes):
         if e in valid_sizes:
             yield from _expert_splits(job, space, replace(layout, expert_parallel_size=e))
         elif experts is None:
@@ -284,12 +270,3 @@ def _chunks(job: Job, space: Space, p: int) -> Sequence[int]:
         return [v for v in space.virtual_pipeline_sizes if v > 1]
     most = min(_MOST_CHUNKS, job.shape.num_layers // p)
     return [v for v in range(2, most + 1) if v == 2 or len(set(layers_by_stage(job, p * v))) == 1]
-
-
-def _micro_batches(space: Space, of_replica: int) -> Sequence[int]:
-    sizes = (
-        space.micro_batch_sizes
-        if space.micro_batch_sizes is not None
-        else [2**power for power in range(6)]
-    )
-    return [b for b in sizes if of_replica % b == 0]

@@ -8,13 +8,10 @@ describes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_ptdp.planner.expert_shape import ExpertShape
-
-MASK = 1
-"""Bytes per element of a dropout's mask, on an accelerator."""
+from lightning_ptdp.world.layout import ParallelLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +121,6 @@ class Bytes:
     split: float = 0.0
     once: float = 0.0
 
-    def on(self, *, samples: float, t: int, sequence_parallel: bool, c: int = 1) -> float:
-        """Return the bytes of ``samples`` samples on one rank."""
-        alike = self.alike / (t if sequence_parallel else 1)
-        return (samples * (alike + self.split / t) + self.once) / c
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
@@ -152,81 +144,79 @@ class Parameters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """One layer, in bytes of a given precision and software.
+class ExpertShape:
+    """The experts from which a layer's router chooses.
+
+    The router and the experts that every token visits are ordinary products.
 
     Attributes:
-        products: Products in the order of the forward.
-        attentions: Attentions in the order of the forward.
-        forward: Bytes that the operations between products read and write, without scores in
-            memory.
-        backward: Bytes that the operations between products of the backward read and write.
-        kept: Bytes kept for the backward, without those that the attentions keep, which include the
-            attentions' inputs.
-        crossing: Bytes of a sample that the previous layer passes on.
-        parameters: Numbers of its parameters.
-        cost: Multiply-adds per token, as the pipeline's partition counts them
-            (``pipeline/containers.py``).
-        gated: Whether its feed-forward part has a gate, as SwiGLU has.
-        experts: Experts from which its router chooses; products, bytes and
-            parameters exclude them.
+        number: E, experts of the layer.
+        chosen: k, experts that a token visits.
+        hidden: h, channels of a token.
+        width: f, inner channels of one expert.
+        gated: Whether the experts have a gate beside the inner channels, as in SwiGLU.
+        bias: Whether the experts have biases.
     """
 
-    products: tuple[Product, ...]
-    attentions: tuple[AttentionShape, ...] = ()
-    forward: Bytes = field(default_factory=Bytes)
-    backward: Bytes = field(default_factory=Bytes)
-    kept: Bytes = field(default_factory=Bytes)
-    crossing: float
-    parameters: Parameters
-    cost: float = 0.0
-    gated: bool = False
-    experts: ExpertShape | None = None
+    number: int
+    chosen: int
+    hidden: int
+    width: int
+    gated: bool = True
+    bias: bool = False
 
-    def elements(self, t: int = 1) -> int:
-        """Return the elements of the layer's matrices on one of t ranks."""
-        return sum(product.elements(t) for product in self.products)
+    @property
+    def matrices(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return (outputs, inputs) of one expert's matrices: up, with any gate, and down."""
+        return ((2 if self.gated else 1) * self.width, self.hidden), (self.hidden, self.width)
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters of one expert."""
+        return sum(outputs * (inputs + self.bias) for outputs, inputs in self.matrices)
+
+    def local(self, layout: ParallelLayout) -> int:
+        """Return the number of a layer's expert parameters on a rank.
+
+        Biases of the second matrix are not split.
+        """
+        width = self.width // layout.expert_tensor_parallel_size
+        return self.number // layout.expert_parallel_size * replace(self, width=width).parameters
 
     @property
     def flops(self) -> int:
-        """Return the operations of a sample's forward."""
-        activations = sum(product.flops for product in self.products if not product.weighted)
-        return (
-            self.weighted_flops
-            + activations
-            + sum(attention.flops for attention in self.attentions)
-        )
-
-    @property
-    def weighted_flops(self) -> int:
-        """Return the operations of products with a parameter."""
-        experts = 0
-        if self.experts is not None:
-            experts = self.products[0].rows * self.experts.flops
-        return sum(product.flops for product in self.products if product.weighted) + experts
+        """Return the operations of a token's forward. A multiply-add counts as two operations."""
+        return 2 * self.chosen * sum(outputs * inputs for outputs, inputs in self.matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndShape:
-    """Work before the layers, or after them.
+    """Work before the layers, or after them, in bytes of a given precision and software.
 
     Attributes:
         products: Products in the order of the forward; the head's last one computes the logits.
-        forward: See ``LayerShape``.
-        backward: See ``LayerShape``.
-        kept: See ``LayerShape``; logits are excluded.
-        parameters: Parameters in addition to the table.
+        forward: Bytes that the operations between products read and write, without scores in
+            memory.
+        backward: Bytes that the operations between products of the backward read and write.
+        kept: Bytes kept for the backward, without logits and without those that attentions keep,
+            which include the attentions' inputs.
+        parameters: Numbers of parameters in addition to the table.
         table: (rows, columns) of the embedding, or of the head; t divides the rows.
-        cost: See ``LayerShape``.
+        cost: Multiply-adds per token, as the pipeline's partition counts them
+            (``pipeline/containers.py``).
     """
 
-    products: tuple[Product, ...] = ()
-    forward: Bytes = field(default_factory=Bytes)
-    backward: Bytes = field(default_factory=Bytes)
-    kept: Bytes = field(default_factory=Bytes)
-    parameters: Parameters = field(default_factory=Parameters)
+    products: tuple[Product, ...]
+    forward: Bytes
+    backward: Bytes
+    kept: Bytes
+    parameters: Parameters
     table: tuple[int, int] = (0, 0)
-    cost: float = 0.0
+    cost: float
+
+    def elements(self, t: int = 1) -> int:
+        """Return the elements of the matrices on one of t ranks."""
+        return sum(product.elements(t) for product in self.products)
 
     def table_elements(self, t: int = 1) -> int:
         """Return the number of elements of the table on one of t ranks, padded."""
@@ -237,6 +227,44 @@ class EndShape:
     def flops(self) -> int:
         """Return the operations of a sample's forward."""
         return sum(product.flops for product in self.products)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape(EndShape):
+    """One layer, which has no table.
+
+    Attributes:
+        attentions: Attentions in the order of the forward.
+        crossing: Bytes of a sample that the previous layer passes on.
+        gated: Whether its feed-forward part has a gate, as SwiGLU has.
+        experts: Experts from which its router chooses; products, bytes and
+            parameters exclude them.
+    """
+
+    attentions: tuple[AttentionShape, ...]
+    crossing: float
+    gated: bool
+    experts: ExpertShape | None
+
+    @property
+    def flops(self) -> int:
+        """Return the operations of a sample's forward."""
+        attentions = sum(attention.flops for attention in self.attentions)
+        return super().flops + attentions + self._expert_flops
+
+    @property
+    def weighted_flops(self) -> int:
+        """Return the operations of products with a parameter."""
+        weighted = sum(product.flops for product in self.products if product.weighted)
+        return weighted + self._expert_flops
+
+    def expert_parameters(self, layout: ParallelLayout) -> int:
+        """Return the number of its experts' parameters on a rank."""
+        return 0 if self.experts is None else self.experts.local(layout)
+
+    @property
+    def _expert_flops(self) -> int:
+        return 0 if self.experts is None else self.products[0].rows * self.experts.flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,9 +306,9 @@ class ModelShape:
     head: EndShape
     tied: bool
     sequence_length: int
-    divided: tuple[Divided, ...] = ()
-    splits_sequence: bool = True
-    uncut: str = ""
+    divided: tuple[Divided, ...]
+    splits_sequence: bool
+    uncut: str
 
     @property
     def layers(self) -> list[LayerShape]:

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ptdp.planner.communication import group_link, pipeline_link
+from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.layer_time import head_time, input_time, layer_time
 from lightning_ptdp.planner.parameters import job_stages, rank_stages
 from lightning_ptdp.planner.pass_time import NOTHING, PassTime
-from lightning_ptdp.planner.update_time import gradients_time, optimizer_time
+from lightning_ptdp.planner.replica_cost import gradients_time, optimizer_time
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
 from lightning_ptdp.schedule.simulate import Costs, simulate
 from lightning_ptdp.schedule.spans import Timeline
@@ -98,18 +98,18 @@ def step_time(job: Job, choice: Choice) -> StepTime:
     Raises:
         KeyError: The schedule has no closed form; use ``simulated_step_time``.
     """
-    layout = choice.layout
     m = choice.num_microbatches
-    p = layout.pipeline_parallel_size
-    v = layout.virtual_pipeline_size
+    p = choice.p
     stages = _stages(job, choice)
     bubble = messages = 0.0
     if p > 1:
         form = FAMILIES[choice.schedule].cost
         mean = sum(stages, NOTHING)
-        bubble = form.bubble(p, v, mean.forward / p, mean.backward / p, mean.weight / p)
-        messages = form.waits(p, v, m) * _message(job, choice) if _hides_messages(job) else 0.0
-    slowest = _slowest(stages, layout)
+        bubble = form.bubble(p, choice.v, mean.forward / p, mean.backward / p, mean.weight / p)
+        messages = (
+            form.waits(p, choice.v, m) * _message(job, choice) if _hides_messages(job) else 0.0
+        )
+    slowest = _slowest(stages, choice.layout)
     length = m * (slowest.forward + slowest.backward) + bubble
     busy = m * sum(stage.forward + stage.backward for stage in stages) * _busy(job, choice, slowest)
     sharing = max(0.0, busy / job.shared_cores - length) if job.shared_cores else 0.0
@@ -124,13 +124,12 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
     Raises:
         ValueError: The schedule does not support these sizes.
     """
-    layout = choice.layout
     m = choice.num_microbatches
     stages = _stages(job, choice)
     schedule = build_schedule(
         choice.schedule,
-        pipeline_parallel_size=layout.pipeline_parallel_size,
-        virtual_pipeline_size=layout.virtual_pipeline_size,
+        pipeline_parallel_size=choice.p,
+        virtual_pipeline_size=choice.v,
         num_microbatches=m,
     )
     split = schedule.splits_backward
@@ -144,7 +143,7 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
         )
         return simulate(schedule, costs)
 
-    slowest = _slowest(stages, layout)
+    slowest = _slowest(stages, choice.layout)
     ideal = timeline(0.0)
     ideal_s = float(ideal.step_time)
     waited = (
@@ -168,7 +167,7 @@ def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
     measured = job.device.measured
     waiting = rank.communication / (rank.forward + rank.backward)
     busy = 1 - waiting * (1 - (0.0 if measured is None else measured.waiting))
-    return job.processes / choice.layout.pipeline_parallel_size * busy
+    return job.processes / choice.p * busy
 
 
 def _shared(timeline: Timeline, rank_cores: float, cores: int) -> float:
@@ -231,22 +230,15 @@ def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
 def _whole_step(
     job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float, sharing: float
 ) -> StepTime:
-    layout = choice.layout
     m = choice.num_microbatches
     fullest = max(
         (sum(stage.parameters for stage in stages), sum(stage.experts for stage in stages))
-        for stages in (
-            rank_stages(job, layout, rank) for rank in range(layout.pipeline_parallel_size)
-        )
+        for stages in (rank_stages(job, choice.layout, rank) for rank in range(choice.p))
     )
     waiting = m * slowest.communication
     experts = m * slowest.experts
     dispatch = m * slowest.dispatch
-    blocked = (
-        0.0
-        if _hides_messages(job)
-        else 2 * m * layout.virtual_pipeline_size * _message(job, choice)
-    )
+    blocked = 0.0 if _hides_messages(job) else 2 * m * choice.v * _message(job, choice)
     model, hardware = (
         job.global_batch_size * job.shape.flops(recompute=recompute, trained=job.trained)
         for recompute in (False, choice.recompute == "full")
@@ -283,14 +275,13 @@ def _message(job: Job, choice: Choice) -> float:
     Each tensor-parallel rank sends 1/t of it, and the receivers gather it unless the sequence is
     split.
     """
-    layout = choice.layout
-    t = choice.layout.tensor_parallel_size
-    if layout.pipeline_parallel_size == 1:
+    if choice.p == 1:
         return 0.0
     nbytes = choice.samples * max(layer.crossing for _, layer in job.shape.runs)
-    link = pipeline_link(layout, job.cluster)
-    if layout.sequence_parallel:
-        return link.send(nbytes / t)
+    link = group_link(choice.layout, job.cluster, "pipeline")
+    if choice.layout.sequence_parallel:
+        return link.send(nbytes / choice.t)
     if not job.software.gathers_messages:
         return link.send(nbytes)
-    return link.send(nbytes / t) + group_link(layout, job.cluster, "tensor").all_gather(nbytes)
+    gathering = group_link(choice.layout, job.cluster, "tensor")
+    return link.send(nbytes / choice.t) + gathering.all_gather(nbytes)

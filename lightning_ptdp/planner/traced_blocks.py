@@ -5,26 +5,24 @@ Each kind of block runs once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_ptdp.parameters.shadow import without_tensors
-from lightning_ptdp.pipeline.containers import ModelParts, layers_of
-from lightning_ptdp.planner.expert_shape import ExpertShape
 from lightning_ptdp.planner.operation_recorder import OperationRecorder, Trace, Weight
-from lightning_ptdp.planner.planned_parameters import split_weights
-from lightning_ptdp.planner.precision_bytes import Precision
-from lightning_ptdp.planner.software import Software
-from lightning_ptdp.planner.stand_ins import replace_modules, replacing_functions
+from lightning_ptdp.planner.shapes import ExpertShape
+from lightning_ptdp.planner.software import Precision, Software
 from lightning_ptdp.shims.quantization import make_dense
 from lightning_ptdp.shims.torch import storage_key, without_data
-from lightning_ptdp.tensor_parallel import ParallelPlan, Whole
+from lightning_ptdp.tensor_parallel import Experts
 
 Run = Callable[[nn.Module, int], object]
 """Calls a module with a batch of a given number of samples."""
@@ -43,41 +41,39 @@ class Followed:
     experts: ExpertShape | None = None
 
 
+@dataclass(kw_only=True)
 class Following:
     """One traced run of a model.
 
     Attributes:
+        module: The model, which stays unchanged.
         names: Names of the layers, in order.
+        weights: Division of the parameters by their ``id``.
+        whole: Names of the modules that read the whole sequence under sequence parallelism.
+        samples: Number of samples in the batch.
+        precision: Precision of the counted bytes.
+        software: Software whose reads and writes are counted.
+        on_cpu: Whether the model runs on CPUs.
         order: Kind of each layer, an index in ``layers``.
         layers: Kinds of layers.
         input: Trace of the operations before the layers.
         head: Trace of the operations after the layers.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plan: ParallelPlan,
-        parts: ModelParts,
-        *,
-        samples: int,
-        precision: Precision,
-        software: Software,
-        on_cpu: bool,
-    ) -> None:
-        self.names = [layer.name for layer in layers_of(module, parts.blocks)]
-        self.order: list[int] = []
-        self.layers: list[Followed] = []
-        self.input = Trace()
-        self.head = Trace()
-        self._kinds: dict[object, int] = {}
-        self._samples = samples
-        self._precision = precision
-        self._software = software
-        self._on_cpu = on_cpu
-        self._module = module
-        self._plan = plan
-        self._running = ""
+    module: nn.Module
+    names: Sequence[str]
+    weights: Mapping[int, Weight]
+    whole: Sequence[str]
+    samples: int
+    precision: Precision
+    software: Software
+    on_cpu: bool
+    order: list[int] = field(default_factory=list)
+    layers: list[Followed] = field(default_factory=list)
+    input: Trace = field(default_factory=Trace)
+    head: Trace = field(default_factory=Trace)
+    _kinds: dict[object, int] = field(default_factory=dict)
+    _running: str = ""
 
     def follow(self, run: Run) -> None:
         """Run the model, and each kind of its layers alone.
@@ -86,66 +82,62 @@ class Following:
             ValueError: The model does not run, or not through all layers in order.
         """
         # before the context, which would convert gradients, and refuses those of other dtypes
-        model = without_tensors(self._module).train()
+        model = without_tensors(self.module).train()
         with ExitStack() as stack:
             stack.enter_context(without_data())
             make_dense(model)
             self._fill(model)
             replace_modules(model)
-            weights = split_weights(self._module, self._plan)
-            parameter_names = {id(p): name for name, p in self._module.named_parameters()}
-            storage_weights = {
-                storage_key(model.get_parameter(name)): weights.get(key, Weight())
-                for key, name in parameter_names.items()
-            }
             recorder = OperationRecorder(
-                storage_weights,
+                {
+                    storage_key(model.get_parameter(name)): self.weights.get(id(p), Weight())
+                    for name, p in self.module.named_parameters()
+                },
                 sizes=[p.shape for p in model.parameters() if p.dim() > 1],
-                samples=self._samples,
-                elementwise=self._software.elementwise,
-                norm_reads=self._software.norm_reads,
+                samples=self.samples,
+                software=self.software,
             )
-            if self._precision.casts:
+            if self.precision.casts:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            stack.enter_context(replacing_functions(recorder, on_cpu=self._on_cpu))
+            stack.enter_context(replacing_functions(recorder, on_cpu=self.on_cpu))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder)
-            for name in self.names:
-                self._watch(model, name, recorder)
-            for name, child in model.named_modules():
-                child.register_forward_pre_hook(
-                    lambda _module, _args, name=name: setattr(self, "_running", name)
-                )
-            for name, kind in (
-                self._plan.resolve(self._module) if self._plan.tensor else {}
-            ).items():
-                if isinstance(kind, Whole):
-                    child = model.get_submodule(name)
-                    child.register_forward_pre_hook(lambda *_: setattr(recorder, "whole", True))
-                    child.register_forward_hook(lambda *_: setattr(recorder, "whole", False))
+            self._watch_all(model, recorder)
             recorder.trace = self.input
             try:
                 with recorder.keeping(self.input, self.head):
-                    run(model, self._samples)
+                    run(model, self.samples)
                 recorder.trace = None
                 for layer in self.layers:
-                    self._alone(layer, recorder)
+                    _run_alone(layer, recorder)
             except Exception as error:
                 raise ValueError(
-                    f"the forward of {type(self._module).__name__} cannot be traced without data: "
+                    f"the forward of {type(self.module).__name__} cannot be traced without data: "
                     f"'{self._running}' failed ({type(error).__name__}: "
                     f"{str(error).splitlines()[0] if str(error) else ''}). Give the sizes of the "
                     "model instead (ptdp plan --layers 24 --hidden 2048 --heads 16 --sequence 2048)"
                 ) from error
             if len(self.order) != len(self.names):
                 raise ValueError(
-                    f"the forward of {type(self._module).__name__} called {len(self.order)} of "
+                    f"the forward of {type(self.module).__name__} called {len(self.order)} of "
                     f"its {len(self.names)} layers. Pass an example= that uses all of them"
                 )
 
+    def _watch_all(self, model: nn.Module, recorder: OperationRecorder) -> None:
+        for name in self.names:
+            self._watch(model.get_submodule(name), recorder)
+        for name, child in model.named_modules():
+            child.register_forward_pre_hook(
+                lambda _module, _args, name=name: setattr(self, "_running", name)
+            )
+        for name in self.whole:
+            child = model.get_submodule(name)
+            child.register_forward_pre_hook(lambda *_: setattr(recorder, "whole", True))
+            child.register_forward_hook(lambda *_: setattr(recorder, "whole", False))
+
     def _fill(self, model: nn.Module) -> None:
         """Give the model tensors without values."""
-        half = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(self._precision.name)
+        half = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(self.precision.name)
         replacements = dict[int, nn.Parameter]()
         for child in model.modules():
             for key, p in child._parameters.items():
@@ -158,12 +150,11 @@ class Following:
                 if b is not None:
                     child._buffers[key] = torch.empty(b.shape, dtype=b.dtype, device="cpu")
 
-    def _watch(self, model: nn.Module, name: str, recorder: OperationRecorder) -> None:
-        module = model.get_submodule(name)
+    def _watch(self, module: nn.Module, recorder: OperationRecorder) -> None:
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            inputs = _tensors((args, kwargs))
             shapes = tuple((leaf.shape, leaf.dtype) for leaf in inputs)
             parameters = tuple((key, p.shape, p.dtype) for key, p in module.named_parameters())
             key = (type(module), parameters, shapes)
@@ -179,49 +170,48 @@ class Following:
             layer = self.layers[self._kinds[key]]
             self.order.append(self._kinds[key])
             recorder.trace = self.head if len(self.order) == len(self.names) else self.input
-            return tree_map(
-                lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf, layer.output
-            )
+            return _like(layer.output)
 
         vars(module)["forward"] = watched
 
-    def _alone(self, layer: Followed, recorder: OperationRecorder) -> None:
-        """Run a layer with its backward."""
-        args, kwargs = tree_map(
-            lambda leaf: _like(leaf) if isinstance(leaf, Tensor) else leaf,
-            (layer.args, layer.kwargs),
-        )
-        inputs = [
-            leaf
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-        for child in layer.module.modules():
-            layer.experts = layer.experts or _experts(child)
-        recorder.trace = layer.trace
-        with recorder.keeping(layer.trace):
-            outputs = [
-                leaf
-                for leaf in tree_leaves(layer.module(*args, **kwargs))
-                if isinstance(leaf, Tensor)
-            ]
-            outputs = [leaf for leaf in outputs if leaf.requires_grad]
-            recorder.write(outputs)
-        recorder.trace = None
-        grad_outputs = [torch.empty_like(leaf) for leaf in outputs]
-        recorder.trace = layer.trace
-        recorder.is_backward = True
-        sources = [*inputs, *(p for p in layer.module.parameters() if p.requires_grad)]
-        gradients = torch.autograd.grad(outputs, sources, grad_outputs, allow_unused=True)
-        recorder.write(gradient for gradient in gradients[: len(inputs)] if gradient is not None)
-        recorder.trace = None
-        recorder.is_backward = False
+
+def _run_alone(layer: Followed, recorder: OperationRecorder) -> None:
+    """Run a layer with its backward."""
+    args, kwargs = _like((layer.args, layer.kwargs))
+    inputs = [leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad]
+    for child in layer.module.modules():
+        layer.experts = layer.experts or _experts(child)
+    recorder.trace = layer.trace
+    with recorder.keeping(layer.trace):
+        results = _tensors(layer.module(*args, **kwargs))
+        outputs = [leaf for leaf in results if leaf.requires_grad]
+        recorder.write(outputs)
+    recorder.trace = None
+    grad_outputs = [torch.empty_like(leaf) for leaf in outputs]
+    recorder.trace = layer.trace
+    recorder.is_backward = True
+    sources = [*inputs, *(p for p in layer.module.parameters() if p.requires_grad)]
+    gradients = torch.autograd.grad(outputs, sources, grad_outputs, allow_unused=True)
+    recorder.write(gradient for gradient in gradients[: len(inputs)] if gradient is not None)
+    recorder.trace = None
+    recorder.is_backward = False
 
 
-def _like(tensor: Tensor) -> Tensor:
-    if not tensor.requires_grad:
-        return tensor.detach()
-    return torch.empty_like(tensor.detach()).requires_grad_()
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _like(values: Any) -> Any:
+    """Return the values with new tensors that have no history."""
+
+    def new(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not leaf.requires_grad:
+            return leaf.detach()
+        return torch.empty_like(leaf.detach()).requires_grad_()
+
+    return tree_map(new, values)
 
 
 def _experts(module: nn.Module) -> ExpertShape | None:
@@ -240,3 +230,89 @@ def _experts(module: nn.Module) -> ExpertShape | None:
         gated=sum(matrices) > 2 * matrices[0],
         bias=any(len(shape) == 2 for shape in sizes.values()),
     )
+
+
+# ---- Operations that stand for others while a model is traced ------------------------------------
+#
+# They read, write and keep as much as those for which they stand, in one operation.
+
+
+class replacing_functions(TorchFunctionMode):  # noqa: N801, it is used as a context
+    """Attention as one operation, and on accelerators dropout that keeps one byte per element."""
+
+    def __init__(self, recorder: OperationRecorder, *, on_cpu: bool) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._on_cpu = on_cpu
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is nn.functional.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            self._recorder.attention(
+                arguments["query"],
+                arguments["key"],
+                arguments["value"],
+                causal=bool(arguments.get("is_causal")) and arguments.get("attn_mask") is None,
+                dropout=arguments.get("dropout_p", 0.0) > 0,
+            )
+            return _Attention.apply(self._recorder, *(arguments[name] for name in names[:3]))
+        if function is nn.functional.dropout and not self._on_cpu:
+            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            training = args[2] if len(args) > 2 else kwargs.get("training", True)
+            if training and not math.isclose(rate, 0.0):
+                return torch.native_dropout(args[0] if args else kwargs["input"], rate, True)[0]
+        return function(*args, **kwargs)
+
+
+def replace_modules(model: nn.Module) -> None:
+    """Let the model's RMSNorms and experts run in one operation each."""
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            vars(module)["forward"] = _normed.__get__(module)
+        elif Experts().fits(module):
+            vars(module)["forward"] = _visited.__get__(module)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorder: Any, *inputs: Tensor) -> Tensor:
+        query, _, value = inputs
+        ctx.save_for_backward(*inputs)
+        ctx.recorder = recorder
+        samples, heads, positions, _ = query.shape
+        # The heads of a position are neighbours, as in the results of fused kernels.
+        return query.new_empty(samples, positions, heads, value.size(3)).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.recorder.end_pass([gradient])
+        return None, *(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
+class _Visit(torch.autograd.Function):
+    """Use shapes only, because routing depends on values that fake tensors lack."""
+
+    @staticmethod
+    def forward(ctx: Any, x_nh: Tensor, weights_nk: Tensor) -> Tensor:
+        ctx.save_for_backward(x_nh, weights_nk)
+        return torch.empty_like(x_nh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
+
+
+def _visited(
+    module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, **_: object
+) -> Tensor:
+    vars(module)["_visits"] = (index_nk.size(-1), x_nh.size(-1))
+    result: Tensor = _Visit.apply(x_nh, weights_nk)
+    return result
+
+
+def _normed(module: nn.RMSNorm, x: Tensor) -> Tensor:
+    return nn.functional.layer_norm(x, module.normalized_shape, module.weight)

@@ -16,7 +16,14 @@ Neither a process nor a model is needed::
 which needs torch, executes it.
 """
 
-from lightning_ptdp.schedule.actions import Action, ActionKind, Channel, Schedule, peak_in_flight
+from lightning_ptdp.schedule.actions import (
+    Action,
+    ActionKind,
+    Channel,
+    Schedule,
+    ScheduleError,
+    peak_in_flight,
+)
 from lightning_ptdp.schedule.generators import (
     SCHEDULES,
     CustomSchedule,
@@ -26,7 +33,6 @@ from lightning_ptdp.schedule.generators import (
     schedule_placement,
 )
 from lightning_ptdp.schedule.partition import check_num_layers, explicit_partition, partition_layers
-from lightning_ptdp.schedule.schedule_error import ScheduleError
 from lightning_ptdp.schedule.schedule_file import dump_schedule, load_schedule
 from lightning_ptdp.schedule.simulate import Costs, ideal_bubble, simulate
 from lightning_ptdp.schedule.spans import MemoryCurve, Span, Timeline

@@ -8,8 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, pairwise
 from operator import itemgetter
 
-from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Channel, Schedule
-from lightning_ptdp.schedule.schedule_error import schedule_error
+from lightning_ptdp.schedule.actions import (
+    COMPUTE,
+    MESSAGES,
+    Action,
+    ActionKind,
+    Channel,
+    Schedule,
+    schedule_error,
+)
 from lightning_ptdp.schedule.unit_run import UnitTimes, run_compute_order
 
 _F = ActionKind.FORWARD

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_ptdp.schedule.actions import COMPUTE, Action, Schedule
+from lightning_ptdp.schedule.actions import COMPUTE, Action, Schedule, ScheduleError
 from lightning_ptdp.schedule.lowering import compute_order, lower
-from lightning_ptdp.schedule.schedule_error import ScheduleError
 from lightning_ptdp.schedule.unit_run import run_compute_order
 from lightning_ptdp.schedule.verifier import verify_schedule
 from lightning_ptdp.world.axes import PLACEMENTS
@@ -47,9 +47,9 @@ def load_schedule(path: str | Path) -> Schedule:
             run. The message names the file, the line, the action and the fix.
     """
     lines = _read(Path(path))
-    _check_once(path, lines)
+    line_numbers = _line_numbers(path, lines)
     stages = _count_stages(path, lines)
-    microbatches = 1 + max(action.microbatch or 0 for line in lines for action in line.actions)
+    microbatches = 1 + max(action.microbatch or 0 for action in line_numbers)
     programs = tuple(line.actions for line in lines)
     order = _placed(
         path,
@@ -57,7 +57,7 @@ def load_schedule(path: str | Path) -> Schedule:
         Schedule(Path(path).stem, len(lines), stages // len(lines), microbatches, programs),
         stages,
     )
-    _check_complete(path, lines, order)
+    _check_complete(path, lines, line_numbers, order)
     try:
         schedule = lower(order)
     except ScheduleError as error:
@@ -122,7 +122,8 @@ def _action(path: Path, number: int, cell: str) -> Action:
     return action
 
 
-def _check_once(path: str | Path, lines: list[_Line]) -> None:
+def _line_numbers(path: str | Path, lines: list[_Line]) -> dict[Action, int]:
+    """Return the line number of each action; every action must occur once."""
     first: dict[Action, int] = {}
     for line in lines:
         for action in line.actions:
@@ -132,6 +133,7 @@ def _check_once(path: str | Path, lines: list[_Line]) -> None:
                     "Remove one of them"
                 )
             first[action] = line.number
+    return first
 
 
 def _count_stages(path: str | Path, lines: list[_Line]) -> int:
@@ -178,15 +180,16 @@ def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) 
     )
 
 
-def _check_complete(path: str | Path, lines: list[_Line], order: Schedule) -> None:
-    line_numbers = {action: line.number for line in lines for action in line.actions}
+def _check_complete(
+    path: str | Path, lines: list[_Line], present: Container[Action], order: Schedule
+) -> None:
     kinds = COMPUTE if order.splits_backward else COMPUTE[:2]
     stages = order.num_stages
     microbatches = order.num_microbatches
     expected = itertools.starmap(
         Action, itertools.product(kinds, range(stages), range(microbatches))
     )
-    missing = next((action for action in expected if action not in line_numbers), None)
+    missing = next((action for action in expected if action not in present), None)
     if missing is not None:
         line = lines[order.rank_of(missing.stage)].number
         raise ValueError(

@@ -6,8 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_ptdp.base.option_types import check_types
-from lightning_ptdp.schedule.actions import COMPUTE, MESSAGES, Action, ActionKind, Schedule
-from lightning_ptdp.schedule.schedule_error import ScheduleError
+from lightning_ptdp.schedule.actions import (
+    COMPUTE,
+    MESSAGES,
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+)
 from lightning_ptdp.schedule.spans import Number, Span, Timeline
 
 _SENDS = tuple(message.send for message in MESSAGES.values())

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_ptdp.schedule.actions import COMPUTE, OF_STAGES, Action, ActionKind, Schedule
-from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
+from lightning_ptdp.schedule.actions import (
+    COMPUTE,
+    OF_STAGES,
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+    schedule_error,
+    why_illegal,
+)
 
 _KINDS = tuple(ActionKind)
 _POSITION = {kind: position for position, kind in enumerate(_KINDS)}

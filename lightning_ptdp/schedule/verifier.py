@@ -18,10 +18,12 @@ from lightning_ptdp.schedule.actions import (
     ActionKind,
     Channel,
     Schedule,
+    ScheduleError,
     peak_in_flight,
+    schedule_error,
+    why_illegal,
 )
 from lightning_ptdp.schedule.lowering import check_gathers, without_gathers
-from lightning_ptdp.schedule.schedule_error import ScheduleError, schedule_error, why_illegal
 from lightning_ptdp.schedule.unit_run import Numbers
 
 _F = ActionKind.FORWARD
@@ -84,6 +86,21 @@ _ALWAYS = -1
 """Indices behind all actions in the bytes that mark the actions that have happened."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """Messages of a channel, given as the numbers of their receives.
+
+    Attributes:
+        sent: In the order of their sends.
+        received: In the order of their receives.
+        before: The send of the message that was received last.
+    """
+
+    sent: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=lambda: [_ALWAYS])
+
+
 class _Rule(NamedTuple):
     """Requirements of an action of one kind and stage.
 
@@ -121,9 +138,7 @@ class _Proof:
     Attributes:
         of: The numbers of actions.
         happened: Indexed by number: the actions that the schedule has.
-        sent, received: The messages of each channel in the order of their sends, and of their
-            receives.
-        before: The send of the message that was received last on each channel.
+        channels: The messages of each channel.
         rules: One rule for each action that the placement of stages allows; any other action is an
             error.
         numbers, needs: By rank, the number of each action, and the number of the remote action that
@@ -132,9 +147,7 @@ class _Proof:
 
     of: Numbers
     happened: bytearray
-    sent: dict[Channel, list[int]] = field(default_factory=dict)
-    received: dict[Channel, list[int]] = field(default_factory=dict)
-    before: dict[Channel, list[int]] = field(default_factory=dict)
+    channels: dict[Channel, _Messages] = field(default_factory=dict)
     rules: dict[tuple[ActionKind, int], _Rule] = field(default_factory=dict)
     numbers: list[list[int]] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
@@ -165,19 +178,22 @@ class _Proof:
                 local.append(block(needed, source))
                 continue
             message = MESSAGES[kind]
-            channel = schedule.channel(Action(MESSAGES[kind].receive, stage, 0))
+            channel = schedule.channel(Action(message.receive, stage, 0))
             receive = block(message.receive, stage)
             remote = block(message.send, source)
             local.append(receive)
-            sent = self.sent.setdefault(channel, [])
-            received = self.received.setdefault(channel, [])
-            before = self.before.setdefault(channel, [_ALWAYS])
+            messages = self.channels.setdefault(channel, _Messages())
             self.rules[message.receive, stage] = _Rule(
-                microbatches, receive, (), remote, queue=received, message=receive, before=before
+                microbatches,
+                receive,
+                there=remote,
+                queue=messages.received,
+                message=receive,
+                before=messages.before,
             )
             produced = (block(kind, source),)
             self.rules[message.send, source] = _Rule(
-                microbatches, remote, produced, receive, queue=sent, message=receive
+                microbatches, remote, produced, receive, queue=messages.sent, message=receive
             )
         reduced = _NEVER if kind is _F else block(_R, stage)
         self.rules[kind, stage] = _Rule(
@@ -265,8 +281,8 @@ def _check_channels(schedule: Schedule, proof: _Proof) -> None:
 
     At this point all of them are known to exist.
     """
-    for channel, messages in proof.sent.items():
-        pairs = zip(messages, proof.received[channel], strict=True)
+    for channel, messages in proof.channels.items():
+        pairs = zip(messages.sent, messages.received, strict=True)
         mismatch = next((pair for pair in pairs if pair[0] != pair[1]), None)
         if mismatch is None:
             continue

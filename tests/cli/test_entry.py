@@ -260,7 +260,7 @@ TRACE = (
     [
         *(
             (f"lightning_ptdp.{name}", True)
-            for name in ("data.data_error.DataError", "schedule.schedule_error.ScheduleError")
+            for name in ("data.data_error.DataError", "schedule.actions.ScheduleError")
         ),
         *(
             (f"lightning_ptdp.{name}", True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_ptdp.doctor import Status
-from lightning_ptdp.doctor.bandwidth import Measurement, check_links
 from lightning_ptdp.doctor.folder_checks import (
     check_clock,
     check_data_folder,
@@ -16,6 +15,7 @@ from lightning_ptdp.doctor.folder_checks import (
     check_root_dir,
     check_tracking_store,
 )
+from lightning_ptdp.doctor.links import Measurement, check_links
 from lightning_ptdp.doctor.machine_checks import (
     check_arithmetic,
     check_cores,

@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from lightning_ptdp.base.forked_processes import run_ranks
 from lightning_ptdp.doctor import Status
-from lightning_ptdp.doctor.bandwidth import measure
-from lightning_ptdp.doctor.collective_checks import COLLECTIVES, GroupMember
-from lightning_ptdp.doctor.ranks import check_ranks
+from lightning_ptdp.doctor.links import GroupMember, measure
+from lightning_ptdp.doctor.ranks import COLLECTIVES, check_ranks
 
 
 def meet_without(rank, tell, absent, how):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.planner import find_device, search
-from lightning_ptdp.planner.memory import static_bytes
+from lightning_ptdp.planner.replica_cost import static_bytes
 from lightning_ptdp.shims.quantization import parts_of
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks import check_model

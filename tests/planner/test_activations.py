@@ -8,7 +8,7 @@ import torch
 from lightning_ptdp.blocks.recompute import apply_recomputation
 from lightning_ptdp.forward.matrix_product import StepCasts
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
-from lightning_ptdp.planner.activations import layer_activations, logits_bytes
+from lightning_ptdp.planner.memory import layer_activations, logits_bytes
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from tests.memory import kept_bytes
 from tests.planner.jobs import choice, small_job

@@ -9,8 +9,7 @@ import torch
 
 from lightning_ptdp.doctor import calibration as measuring
 from lightning_ptdp.doctor import links
-from lightning_ptdp.doctor.collective_checks import GroupMember
-from lightning_ptdp.doctor.links import Links
+from lightning_ptdp.doctor.links import GroupMember, Links
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import (
     Link,
@@ -161,10 +160,11 @@ def test_calibration_measures_products_and_collectives(monkeypatch, pool):
     assert names == {("all-reduce", 2), ("reduce-scatter", 2), ("all-gather", 2), ("send", 0)}
     for name in ("_SIDES", "_POSITIONS", "_CHANNELS"):
         monkeypatch.setattr(measuring, name, SMALL[name])
+    figures = dataclasses.replace(figures, memory_bytes=1e9, cores=3)
     slower = dataclasses.replace(
         figures, seconds={key: 2 * value for key, value in figures.seconds.items()}
     )
-    found = measuring.calibrated("cpu", [figures, slower], kind="cpu", memory_bytes=1e9, cores=3)
+    found = measuring.calibrated([figures, slower])
     assert found.measured is not None and (found.measured.processes, found.measured.cores) == (2, 3)
     assert (found.memory_bytes, found.kind) == (1e9, "cpu")
     rates = {tuple(shape): rate for *shape, rate in found.measured.products}
@@ -179,7 +179,7 @@ def test_calibration_measures_products_and_collectives(monkeypatch, pool):
         for size in (1000, 10_000_000)
     }
     known = dataclasses.replace(figures, links=Links(seconds=seconds))
-    cluster = measuring.calibrated("cpu", [known, known], kind="cpu", memory_bytes=1e9).cluster
+    cluster = measuring.calibrated([known, known]).cluster
     assert (cluster.node.bandwidth, cluster.node.latency_s) == pytest.approx((1e9, 0.001))
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_ptdp.planner import Link, find_device
-from lightning_ptdp.planner.communication import group_link, pipeline_link
+from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.world.layout import ParallelLayout
 
 pytestmark = pytest.mark.pure
@@ -20,12 +20,12 @@ def test_group_link_depends_on_placement_on_nodes():
     assert group_link(layout, CLUSTER, "tensor").link == CLUSTER.node
     # Two of a node's eight ranks are in one data group, so each group drives two cards.
     assert group_link(layout, CLUSTER, "replica_sum").link.bandwidth == 2 * CARD
-    assert pipeline_link(layout, CLUSTER).hop == CLUSTER.card
+    assert group_link(layout, CLUSTER, "pipeline").hop == CLUSTER.card
     one_node = ParallelLayout(world_size=8, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert {
         group_link(one_node, CLUSTER, "tensor").link,
         group_link(one_node, CLUSTER, "replica_sum").link,
-        pipeline_link(one_node, CLUSTER).hop,
+        group_link(one_node, CLUSTER, "pipeline").hop,
     } == {CLUSTER.node}
     wide = group_link(ParallelLayout(world_size=16, tensor_parallel_size=16), CLUSTER, "tensor")
     assert wide.link.latency_s == CLUSTER.card.latency_s
@@ -43,9 +43,9 @@ def test_ranks_share_network_cards():
     four = dataclasses.replace(CLUSTER, cards=4)
     layout = ParallelLayout(world_size=64, tensor_parallel_size=8, pipeline_parallel_size=2)
     assert group_link(layout, four, "data").link.bandwidth == CARD / 2
-    assert pipeline_link(layout, four).hop.bandwidth == CARD / 2
+    assert group_link(layout, four, "pipeline").hop.bandwidth == CARD / 2
     slow = dataclasses.replace(CLUSTER, rail=Link(bandwidth=CARD / 3, latency_s=1e-4))
-    assert pipeline_link(layout, slow).hop == slow.rail
+    assert group_link(layout, slow, "pipeline").hop == slow.rail
 
 
 def test_time_of_ring_and_tree_collectives():

@@ -9,9 +9,9 @@ from lightning_ptdp.models import GPT, GPTConfig, gpt_plan, num_parameters
 from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner import find_precision, fullest_rank
-from lightning_ptdp.planner.activations import layer_activations
-from lightning_ptdp.planner.memory import rank_memory, static_bytes
+from lightning_ptdp.planner.memory import layer_activations, rank_memory
 from lightning_ptdp.planner.parameters import job_stages, layers_by_stage
+from lightning_ptdp.planner.replica_cost import static_bytes
 from lightning_ptdp.planner.software import SOFTWARE
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.models.configs import VARIANTS

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from lightning_ptdp.planner import Choice, layer_time, step_time
-from lightning_ptdp.planner.activations import layer_activations
+from lightning_ptdp.planner.memory import layer_activations
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.metrics.paper import ptdp_step_flops
 from tests.planner.jobs import TABLE_1, a100_job, choice_of, job_of, mean_and_worst

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.models import GPTConfig, LitGPT
 from lightning_ptdp.planner import Job, find_device, find_precision, search
-from lightning_ptdp.planner.memory import snapshot_bytes
 from lightning_ptdp.planner.plan_report import as_data, table
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
@@ -35,11 +34,11 @@ def test_plan_shows_host_memory_of_snapshots(precision, tmp_path):
         device=find_device("cpu"),
         precision=find_precision(precision),
     )
-    assert snapshot_bytes(job) == pytest.approx(written, rel=0.03)
+    assert job.snapshot_bytes == pytest.approx(written, rel=0.03)
     plan = search(job)
     gib = written / 2**30
     (line,) = [line for line in table(plan).splitlines() if "snapshot_every_n_steps" in line]
     shm, buffers = (float(part.split()[-1]) for part in line.rpartition(": ")[2].split(","))
     assert shm == pytest.approx(2 * gib, rel=0.05)
     assert buffers == pytest.approx(gib, rel=0.05)
-    assert as_data(plan)["job"]["snapshot_bytes"] == snapshot_bytes(job)
+    assert as_data(plan)["job"]["snapshot_bytes"] == job.snapshot_bytes

@@ -21,13 +21,15 @@ from lightning_ptdp.schedule import (
     simulate,
 )
 from lightning_ptdp.schedule.generators import may_split_backward
-from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+from lightning_ptdp.schedule.generators.compute_orders import (
+    dualpipe_v,
     forward_only,
     gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
+    zb_h1,
+    zb_v,
 )
-from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
 from tests.errors import raises_with
 from tests.processes import run
 from tests.schedule.builders import build

@@ -10,9 +10,8 @@ from lightning_ptdp.schedule import (
     peak_in_flight,
     simulate,
 )
-from lightning_ptdp.schedule.generators.one_forward_one_backward import one_f_one_b
+from lightning_ptdp.schedule.generators.compute_orders import dualpipe_v, one_f_one_b, zb_h1, zb_v
 from lightning_ptdp.schedule.generators.orders import weights_in_gaps
-from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
 from tests.schedule.builders import UNIT, build, simulated
 
 pytestmark = pytest.mark.pure

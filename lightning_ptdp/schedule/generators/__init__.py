@@ -2,8 +2,8 @@
 
 A compute order has forward and backward actions and, if the backward is split, weight actions.
 ``build_schedule`` adds communication (lowering.py) and proves the result (verifier.py). To add a
-schedule, write its function in one of these files, and add it with its closed forms to the table of
-``schedule_families.py``. A user passes a ``CustomSchedule`` instead.
+schedule, write its function in ``compute_orders.py``, and add it with its closed forms to the table
+of ``schedule_families.py``. A user passes a ``CustomSchedule`` instead.
 """
 
 from lightning_ptdp.schedule.generators.schedule_builder import (

@@ -14,7 +14,7 @@ from typing import TypeGuard
 from lightning_ptdp.base.errors import did_you_mean
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
-from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+from lightning_ptdp.schedule.generators.compute_orders import (
     forward_only,
     interleaved_one_f_one_b,
     one_f_one_b,

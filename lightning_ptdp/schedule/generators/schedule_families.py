@@ -14,12 +14,14 @@ from typing import Literal
 
 from lightning_ptdp.base.option_types import check_types
 from lightning_ptdp.schedule.actions import Action
-from lightning_ptdp.schedule.generators.one_forward_one_backward import (
+from lightning_ptdp.schedule.generators.compute_orders import (
+    dualpipe_v,
     gpipe,
     interleaved_one_f_one_b,
     one_f_one_b,
+    zb_h1,
+    zb_v,
 )
-from lightning_ptdp.schedule.generators.zero_bubble import dualpipe_v, zb_h1, zb_v
 from lightning_ptdp.world.axes import StagePlacement
 
 # ---- User-defined schedules ----------------------------------------------------------------------
@@ -107,6 +109,10 @@ def _waits_1f1b(p: int, v: int, m: int) -> float:
     return 2 * ((p - 1) * -(-m // p) + p - 2)
 
 
+def _bubble_1f1b(p: int, v: int, forward: float, backward: float, weight: float) -> float:
+    return (p - 1) * (forward + backward) / v
+
+
 def _held_interleaved(p: int, v: int, m: int, rank: int) -> int:
     # Microbatches visit a chunk in groups of p; the remainder makes one group larger.
     return min(v * m, (p + m % p) * (v - 1) + 2 * (p - rank - 1) + 1)
@@ -130,9 +136,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 # arXiv 2104.04473, section 2.2.1
                 cost=ClosedForm(
                     held=lambda p, v, m, rank: v * m,
-                    bubble=lambda p, v, forward, backward, weight: (
-                        (p - 1) * (forward + backward) / v
-                    ),
+                    bubble=_bubble_1f1b,
                     waits=lambda p, v, m: 2 * (p * v - 1),
                 ),
             ),
@@ -144,7 +148,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 # arXiv 2104.04473, section 2.2.1
                 cost=ClosedForm(
                     held=lambda p, v, m, rank: min(m, p - rank),
-                    bubble=lambda p, v, forward, backward, weight: (p - 1) * (forward + backward),
+                    bubble=_bubble_1f1b,
                     waits=_waits_1f1b,
                 ),
             ),
@@ -157,9 +161,7 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 cost=ClosedForm(
                     least=lambda p: p,
                     held=_held_interleaved,
-                    bubble=lambda p, v, forward, backward, weight: (
-                        (p - 1) * (forward + backward) / v
-                    ),
+                    bubble=_bubble_1f1b,
                     waits=lambda p, v, m: 2 * (p * v - 1),
                 ),
             ),
